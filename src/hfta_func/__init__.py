@@ -1,0 +1,81 @@
+"""Train many same-shaped PyTorch models as one array.
+
+The way of the data: ``stack_params`` -> ``make_train_step`` -> ``step`` -> ``unstack_params``.
+"""
+
+from hfta_func import optim, random, rules, schedules
+from hfta_func._errors import (
+    BatchError,
+    HFTAError,
+    HyperparameterError,
+    LossError,
+    RandomnessError,
+    StackError,
+    StateError,
+    TraceError,
+)
+from hfta_func._tree import concat, num_models, take
+from hfta_func._types import PerModel, Schedule
+from hfta_func.allocator import keep_memory
+from hfta_func.data import ArrayLoader
+from hfta_func.fit import History, Result, fit
+from hfta_func.functional import functional
+from hfta_func.optim import (
+    GradientTransformation,
+    adam,
+    adamw,
+    apply_updates,
+    chain,
+    clip_grad_norm,
+    sgd,
+    with_hyperparams,
+)
+from hfta_func.stack import Stacked, init_params, stack_params, unstack_params
+from hfta_func.train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
+from hfta_func.transforms import vmap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArrayLoader",
+    "BatchError",
+    "EvalStep",
+    "GradientTransformation",
+    "HFTAError",
+    "History",
+    "HyperparameterError",
+    "LossError",
+    "PerModel",
+    "RandomnessError",
+    "Result",
+    "Schedule",
+    "StackError",
+    "Stacked",
+    "StateError",
+    "TraceError",
+    "TrainState",
+    "TrainStep",
+    "adam",
+    "adamw",
+    "apply_updates",
+    "chain",
+    "clip_grad_norm",
+    "concat",
+    "fit",
+    "functional",
+    "init_params",
+    "keep_memory",
+    "make_eval_step",
+    "make_train_step",
+    "num_models",
+    "optim",
+    "random",
+    "rules",
+    "schedules",
+    "sgd",
+    "stack_params",
+    "take",
+    "unstack_params",
+    "vmap",
+    "with_hyperparams",
+]

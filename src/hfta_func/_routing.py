@@ -1,0 +1,362 @@
+"""Routes the random calls of a model to the key of the member that makes them.
+
+Public: :class:`routed`. Each random call of a forward pass is a call site, numbered in program order; its noise comes
+from the key folded with that number. Python code of ``torch.nn.functional`` that draws somewhere inside is run again
+with the mode in force; a random operator that has no entry in the table raises.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hfta_func import random
+from hfta_func._errors import RandomnessError
+
+
+class routed(TorchFunctionMode):  # noqa: N801 - a context manager, used like torch.no_grad
+    """Draw every random number inside the ``with`` block from ``key``.
+
+    Args:
+        key: One key, ``int64[]``; under ``vmap`` each member's own. None leaves the drawing to PyTorch's generator, and
+            only keeps attention on its operator-by-operator path, as any mode does.
+
+    Raises:
+        RandomnessError: when a random operator is called that is not routed; it names the operator.
+
+    Example:
+        >>> x, keys = torch.ones(3, 4), random.keys([5, 6, 5])
+        >>> def noisy(x, key):
+        ...     with routed(key):
+        ...         return torch.nn.functional.dropout(x)
+        >>> first, second, third = torch.vmap(noisy)(x, keys)
+        >>> torch.equal(first, third), torch.equal(first, second)
+        (True, False)
+    """
+
+    def __init__(self, key: Tensor | None):
+        super().__init__()
+        self.key = key
+        self.site = 0
+
+    def next_key(self) -> Tensor:
+        """The key of the next call site."""
+        assert self.key is not None
+        self.site += 1
+        return random.fold_in(self.key, self.site)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer one call of a torch function."""
+        kwargs = kwargs or {}
+        if func is torch.Tensor.unflatten:
+            # torch.compile cannot enter the Python body of this method while a mode is in force.
+            return torch.unflatten(*args, **kwargs)
+        if self.key is None:
+            return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(self, func, *args, **kwargs)
+        # The compiler inlines Python code of torch.nn.functional with this mode in force; eagerly it must be entered.
+        if not torch.compiler.is_compiling() and func in _COMPOSITES:
+            with self:
+                return _COMPOSITES[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(mode: routed, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return _scale(mode, input, input.shape, p, training, inplace)
+
+
+def _dropout_(mode: routed, func: Any, input: Tensor, p: Any, train: bool) -> Tensor:
+    return _scale(mode, input, input.shape, p, train, True)
+
+
+def _feature_dropout(mode: routed, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+    return _scale(mode, input, _channelwise(input), p, train, False)
+
+
+def _feature_dropout_(mode: routed, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+    return _scale(mode, input, _channelwise(input), p, train, True)
+
+
+def _native_dropout(mode: routed, func: Any, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if not train or p == 0:
+        return input, torch.ones_like(input, dtype=torch.bool)
+    keep = random.bernoulli(mode.next_key(), 1 - p, input.shape)
+    return input * keep * _inverse(1 - p), keep
+
+
+def _scale(mode: routed, input: Tensor, shape: Any, p: Any, training: bool, inplace: bool) -> Tensor:
+    """Inverted dropout: keep with probability ``1 - p`` and divide by it (Srivastava et al., JMLR 2014)."""
+    if not isinstance(p, Tensor):
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if p == 0.0:
+            return input
+    if not training:
+        return input
+    keep = random.bernoulli(mode.next_key(), 1 - p, shape)
+    dropped = input * keep * _inverse(1 - p)
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _inverse(keep: Any) -> Any:
+    """``1 / keep``; where nothing is kept, the factor does not matter as long as it is finite."""
+    if isinstance(keep, Tensor):
+        return torch.where(keep > 0, 1 / keep, torch.zeros_like(keep))
+    return 1 / keep if keep else 0.0
+
+
+def _channelwise(input: Tensor) -> list[int]:
+    return [*input.shape[:2], *(1,) * (input.dim() - 2)]
+
+
+def _alpha(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tensor]:
+    """Dropout that keeps mean and variance of SELU activations (Klambauer et al., NeurIPS 2017, appendix)."""
+    saturation = 1.7580993408473766
+
+    def alpha_dropout(mode: routed, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+        if not train or p == 0:
+            return input
+        keep = random.bernoulli(mode.next_key(), 1 - p, shape(input)).to(input.dtype)
+        scale = 1 / math.sqrt((saturation**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+        dropped = input * keep * scale + (keep - 1 + p) * (saturation * scale)
+        return input.copy_(dropped) if inplace else dropped
+
+    return alpha_dropout
+
+
+def _attention(
+    mode: routed,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p == 0.0:
+        return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    weights = scores.softmax(-1)
+    return _scale(mode, weights, weights.shape, dropout_p, True, False) @ value
+
+
+def _rrelu(
+    mode: routed,
+    func: Any,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+    generator: Any = None,
+) -> Tensor:
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2)
+    _no_generator(func, generator)
+    slope = random.uniform(mode.next_key(), input.shape, dtype=input.dtype) * (upper - lower) + lower
+    return torch.where(input < 0, input * slope, input)
+
+
+def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def like(mode: routed, func: Any, input: Tensor, *bounds: int, dtype: Any = None, **options: Any) -> Tensor:
+        return draw(mode, func, *bounds, input.shape, dtype=dtype or input.dtype, device=input.device, **_plain(options))
+
+    return like
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Factory options that change nothing about the values."""
+    ignored = ("layout", "device", "pin_memory", "memory_format", "requires_grad")
+    return {name: value for name, value in options.items() if name not in ignored}
+
+
+def _factory(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A handler for ``torch.<name>(*size, dtype=, device=)``."""
+
+    def factory(
+        mode: routed, func: Any, *size: Any, dtype: Any = None, device: Any = None, generator: Any = None, **rest: Any
+    ) -> Tensor:
+        _no_generator(func, generator)
+        shape = rest.get("size", size[0] if size and not isinstance(size[0], int) else size)
+        values = draw(mode.next_key(), tuple(shape), dtype=dtype or torch.get_default_dtype())
+        return values if device is None else values.to(device)
+
+    return factory
+
+
+def _randint(mode: routed, func: Any, *args: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
+    _no_generator(func, rest.get("generator"))
+    size = rest.get("size")
+    if size is None:
+        *args, size = args
+    low, high = (rest.get("low", 0), rest.get("high")) if not args else (0, *args)[-2:]
+    values = random.randint(mode.next_key(), low, rest.get("high", high), tuple(size)).to(dtype or torch.int64)
+    return values if device is None else values.to(device)
+
+
+def _randperm(mode: routed, func: Any, n: int, *, generator: Any = None, dtype: Any = None, **rest: Any) -> Tensor:
+    _no_generator(func, generator)
+    return random.permutation(mode.next_key(), n).to(dtype or torch.int64)
+
+
+def _bernoulli(mode: routed, func: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
+    _no_generator(func, generator)
+    return random.bernoulli(mode.next_key(), input if p is None else p, input.shape).to(input.dtype)
+
+
+def _normal(
+    mode: routed, func: Any, mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None, **rest: Any
+) -> Tensor:
+    _no_generator(func, generator)
+    tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
+    shape = size if size is not None else torch.broadcast_shapes(*(value.shape for value in tensors))
+    dtype = rest.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
+    return random.normal(mode.next_key(), tuple(shape), dtype=dtype) * std + mean
+
+
+def _fill(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A handler for the in-place ``Tensor.<name>_(...)``."""
+
+    def fill(mode: routed, func: Any, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+        _no_generator(func, generator)
+        return input.copy_(draw(mode.next_key(), input, *args, **kwargs))
+
+    return fill
+
+
+def _uniform_draw(key: Tensor, input: Tensor, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Tensor:
+    low = bounds.get("from", from_)
+    return random.uniform(key, input.shape, dtype=input.dtype) * (to - low) + low
+
+
+def _normal_draw(key: Tensor, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return random.normal(key, input.shape, dtype=input.dtype) * std + mean
+
+
+def _bernoulli_draw(key: Tensor, input: Tensor, p: Any = 0.5) -> Tensor:
+    return random.bernoulli(key, p, input.shape).to(input.dtype)
+
+
+def _exponential_draw(key: Tensor, input: Tensor, lambd: float = 1.0) -> Tensor:
+    # The uniform is shifted by half its grid so that its logarithm is finite.
+    uniform = random.uniform(key, input.shape).double() + 2.0**-25
+    return (-uniform.log() / lambd).to(input.dtype)
+
+
+def _recurrent(mode: routed, func: Any, *args: Any) -> Any:
+    packed = isinstance(args[3], list | tuple)
+    dropout, train = args[6:8] if packed else args[5:7]
+    if train and dropout:
+        _refuse(func)
+    return func(*args)
+
+
+def _refused(mode: routed, func: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse(func)
+
+
+def _refuse(func: Any) -> None:
+    raise RandomnessError(
+        f"{_NAMES.get(func, func)} draws from PyTorch's global generator, so a member's noise would depend on the other "
+        f"members; draw with torch.rand, torch.randn, torch.bernoulli or dropout, which are routed to the member's key"
+    )
+
+
+def _no_generator(func: Any, generator: Any) -> None:
+    if generator is not None:
+        raise RandomnessError(
+            f"{_NAMES.get(func, func)} got a generator, which all members would share; leave it out: the call draws from "
+            f"the member's own key"
+        )
+
+
+def _spellings(name: str) -> Iterator[tuple[Any, str]]:
+    """The callables that one operator name stands for, with the name a user knows them by."""
+    for owner, prefix in ((torch, "torch"), (F, "torch.nn.functional"), (torch.Tensor, "torch.Tensor")):
+        if hasattr(owner, name):
+            yield getattr(owner, name), f"{prefix}.{name}"
+
+
+ROUTED: dict[str, Callable[..., Any]] = {
+    "dropout": _dropout,
+    "dropout_": _dropout_,
+    "native_dropout": _native_dropout,
+    "feature_dropout": _feature_dropout,
+    "feature_dropout_": _feature_dropout_,
+    "alpha_dropout": _alpha(lambda input: input.shape, False),
+    "alpha_dropout_": _alpha(lambda input: input.shape, True),
+    "feature_alpha_dropout": _alpha(_channelwise, False),
+    "feature_alpha_dropout_": _alpha(_channelwise, True),
+    "scaled_dot_product_attention": _attention,
+    "rrelu": _rrelu,
+    "rand": _factory(random.uniform),
+    "randn": _factory(random.normal),
+    "rand_like": _like(_factory(random.uniform)),
+    "randn_like": _like(_factory(random.normal)),
+    "randint": _randint,
+    "randint_like": _like(_randint),
+    "randperm": _randperm,
+    "bernoulli": _bernoulli,
+    "normal": _normal,
+    "uniform_": _fill(_uniform_draw),
+    "normal_": _fill(_normal_draw),
+    "bernoulli_": _fill(_bernoulli_draw),
+    "exponential_": _fill(_exponential_draw),
+    "lstm": _recurrent,
+    "gru": _recurrent,
+    "rnn_tanh": _recurrent,
+    "rnn_relu": _recurrent,
+}
+"""Operators whose noise comes from the member's key."""
+
+REFUSED = (
+    "binomial", "cauchy_", "geometric_", "log_normal_", "multinomial", "poisson", "random_", "rrelu_",
+    "rrelu_with_noise", "_sample_dirichlet", "_standard_gamma",
+)  # fmt: skip
+"""Operators that draw, and that no entry of :data:`ROUTED` replaces."""
+
+# Functions of the Python layer that draw inside; alpha_dropout and rrelu also stand in ROUTED, under torch's own name.
+_PYTHON = (
+    "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax",
+    "multi_head_attention_forward", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
+)  # fmt: skip
+
+
+def _entered(func: types.FunctionType) -> types.FunctionType:
+    """The same function, without its check for modes: its body runs and the mode sees what it calls."""
+    names = dict(func.__globals__)
+    for check in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+        names[check] = lambda *args: False
+    copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+_COMPOSITES = {getattr(F, name): _entered(getattr(F, name)) for name in _PYTHON}
+_NAMES = {func: spelled for name in (*ROUTED, *REFUSED) for func, spelled in _spellings(name)}
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{func: _refused for name in REFUSED for func, _ in _spellings(name)},
+    **{func: handler for name, handler in ROUTED.items() for func, _ in _spellings(name) if func not in _COMPOSITES},
+}

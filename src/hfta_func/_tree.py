@@ -1,0 +1,136 @@
+"""Trees of stacked tensors: count, select, join and mask members.
+
+Public: :func:`num_models`, :func:`take`, :func:`concat`. Axis 0 of every leaf is the model axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from hfta_func._errors import StackError
+from hfta_func._types import Tree
+
+T = TypeVar("T")
+
+
+def num_models(tree: Tree) -> int:
+    """Number of members M of a stacked tree.
+
+    Raises:
+        StackError: if the tree has no leaves or its leaves disagree about M.
+
+    Example:
+        >>> num_models({"weight": torch.zeros(4, 10, 2), "bias": torch.zeros(4, 10)})
+        4
+    """
+    sizes = {
+        optree.PyTreeAccessor(path).codify("tree"): (leaf.shape[0] if leaf.dim() else None)
+        for path, leaf in zip(optree.tree_accessors(tree), optree.tree_leaves(tree), strict=True)
+    }
+    if not sizes:
+        raise StackError("tree has no tensors, so it has no members; pass the result of stack_params or a state")
+    (first, size), *rest = sizes.items()
+    for path, other in rest:
+        if other != size:
+            raise StackError(
+                f"{path} has {other} members but {first} has {size}; axis 0 of every leaf must be the model axis"
+            )
+    if size is None:
+        raise StackError(f"{first} has no axes; axis 0 of every leaf must be the model axis")
+    return size
+
+
+def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:
+    """Select members, in the order given, from any stacked tree or state.
+
+    Args:
+        tree: A tree whose leaves are ``[M, ...]``.
+        index: One member, a slice, a list of members, or a boolean mask ``[M]``. One member stays an array of one.
+
+    Returns:
+        The same tree with leaves ``[len(index), ...]`` in storage of their own.
+
+    Raises:
+        StackError: if no member is selected or an index is out of range.
+
+    Example:
+        >>> take({"bias": torch.tensor([[0.0], [1.0], [2.0]])}, [2, 0])
+        {'bias': tensor([[2.], [0.]])}
+    """
+    count = num_models(tree)
+    chosen = _indices(index, count)
+    return optree.tree_map(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)), tree)  # pyright: ignore[reportReturnType]
+
+
+def _indices(index: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:
+    if isinstance(index, slice):
+        chosen = torch.arange(count)[index]
+    else:
+        chosen = torch.atleast_1d(torch.as_tensor(index))
+    if chosen.dtype == torch.bool:
+        if chosen.shape != (count,):
+            raise StackError(f"mask has shape {list(chosen.shape)} but the array has {count} members; pass [{count}]")
+        chosen = chosen.nonzero().flatten()
+    if chosen.numel() == 0:
+        raise StackError("no member selected; an array keeps at least one member")
+    chosen = chosen.to(torch.int64)
+    outside = chosen[(chosen < -count) | (chosen >= count)]
+    if outside.numel():
+        raise StackError(f"member {int(outside[0])} does not exist; the array has members 0 to {count - 1}")
+    return chosen.remainder(count)
+
+
+def concat(trees: Sequence[T]) -> T:
+    """Join arrays of the same model into one, in the order given.
+
+    Args:
+        trees: Stacked trees or states of one structure.
+
+    Raises:
+        StackError: if the list is empty or two trees differ in structure, shape or dtype.
+
+    Example:
+        >>> concat([{"bias": torch.zeros(1, 2)}, {"bias": torch.ones(1, 2)}])
+        {'bias': tensor([[0., 0.], [1., 1.]])}
+    """
+    if not trees:
+        raise StackError("nothing to join; pass at least one array")
+    spec = optree.tree_structure(trees[0])
+    for position, tree in enumerate(trees):
+        num_models(tree)
+        if optree.tree_structure(tree) != spec:
+            raise StackError(
+                f"array {position} has another structure than array 0; join arrays of one model and optimizer:\n"
+                f"  array 0: {spec}\n  array {position}: {optree.tree_structure(tree)}"
+            )
+    paths = [accessor.codify("tree") for accessor in optree.tree_accessors(trees[0])]
+    columns = zip(*(optree.tree_leaves(tree) for tree in trees), strict=True)
+    leaves = []
+    for path, column in zip(paths, columns, strict=True):
+        for position, leaf in enumerate(column):
+            if leaf.shape[1:] != column[0].shape[1:] or leaf.dtype != column[0].dtype:
+                raise StackError(
+                    f"array {position}: {path} is {leaf.dtype}{list(leaf.shape[1:])} per member but array 0 has "
+                    f"{column[0].dtype}{list(column[0].shape[1:])}; join arrays of one model and dtype"
+                )
+        leaves.append(torch.cat(column))
+    return optree.tree_unflatten(spec, leaves)  # pyright: ignore[reportReturnType]
+
+
+def per_model(value: Tensor, leaf: Tensor) -> Tensor:
+    """Shape a vector ``[M]`` so that it broadcasts over a leaf ``[M, ...]``, in the leaf's dtype."""
+    return value.to(leaf.dtype).reshape(-1, *(1,) * (leaf.dim() - 1))
+
+
+def where(mask: Tensor, new: T, old: T) -> T:
+    """Take ``new`` for members where ``mask`` (``[M]``, bool) holds and ``old`` elsewhere, leaf by leaf."""
+
+    def choose(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(mask.reshape(-1, *(1,) * (a.dim() - 1)), a, b)
+
+    return optree.tree_map(choose, new, old)  # pyright: ignore[reportReturnType]

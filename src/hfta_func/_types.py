@@ -1,0 +1,34 @@
+"""Names for the shapes that data takes throughout the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+Tree: TypeAlias = Any
+"""A nest of tuples, lists, dicts and NamedTuples with tensors as leaves."""
+
+Params: TypeAlias = dict[str, Tensor]
+"""Stacked parameters or buffers by their path in the module; axis 0 is the model axis."""
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A hyperparameter that depends on the number of updates made.
+
+    Args:
+        knobs: The schedule's own hyperparameters, each a number, one number per model, or another schedule.
+            The first one is what ``with_hyperparams`` replaces when it is given a plain number.
+        value: ``value(count, **knobs) -> Tensor[M]`` where ``count`` is the number of updates each member has made,
+            plain knobs arrive as ``Tensor[M]`` and nested schedules as functions of ``count``.
+    """
+
+    knobs: Mapping[str, PerModel]
+    value: Callable[..., Tensor]
+
+
+PerModel: TypeAlias = "float | Sequence[float] | Tensor | Schedule"
+"""One value for all members, one value per member, or a schedule."""

@@ -1,0 +1,194 @@
+"""The contract of a functional optimizer and its hyperparameters.
+
+Public: :class:`GradientTransformation`, :func:`apply_updates`, :func:`with_hyperparams`.
+
+The contract has optax's shape: ``init(params) -> opt_state`` and ``update(grads, opt_state, params) -> (updates,
+opt_state)``, all over stacked leaves ``[M, ...]``. Every scalar is one number per member and lives in the state, so that
+changing it is changing data. Scalars are float64: bias corrections such as ``1 - beta ** t`` cancel badly in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from hfta_func._errors import HyperparameterError
+from hfta_func._tree import num_models
+from hfta_func._types import Params, PerModel, Schedule, Tree
+
+S = TypeVar("S")
+
+
+class Update(Protocol):
+    """``update(grads, opt_state, params) -> (updates, opt_state)``."""
+
+    def __call__(self, grads: Params, opt_state: Tree, params: Params, /) -> tuple[Params, Tree]: ...  # noqa: D102
+
+
+class GradientTransformation(NamedTuple):
+    """An optimizer, or a part of one: a pair of pure functions over stacked leaves."""
+
+    init: Callable[[Params], Tree]
+    update: Update
+
+
+def apply_updates(params: Params, updates: Params) -> Params:
+    """``params + updates``, leaf by leaf.
+
+    Example:
+        >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})
+        {'w': tensor([1.5000, 0.5000])}
+    """
+    return {path: param + updates[path] for path, param in params.items()}
+
+
+class Knobs:
+    """The hyperparameters of one transformation: given once, kept in its state, read at each update.
+
+    Args:
+        specs: Each a number, one number per member, or a schedule.
+
+    Raises:
+        HyperparameterError: if a number is NaN or out of the range that its name stands for.
+    """
+
+    def __init__(self, **specs: PerModel):
+        self.specs = specs
+        for name, spec in specs.items():
+            _check(name, spec)
+
+    def init(self, params: Params) -> dict[str, Any]:
+        """Vectors ``float64[M]`` to keep in the state; raises if one has another length than M."""
+        count, device = num_models(params), next(iter(params.values())).device
+        return {name: _vector(name, spec, count, device) for name, spec in self.specs.items()}
+
+    def at(self, held: Mapping[str, Any], count: Tensor) -> dict[str, Tensor]:
+        """The values after ``count`` updates of each member."""
+        return {name: _read(spec, held[name], count) for name, spec in self.specs.items()}
+
+
+def per_member(name: str, spec: Any, count: int, device: torch.device) -> Tensor:
+    """A plain hyperparameter as ``float64[M]``; raises if it is out of range or has another length than M."""
+    _check(name, spec)
+    return _vector(name, spec, count, device)
+
+
+def with_hyperparams(state: S, **new: Any) -> S:
+    """The same state with other hyperparameters; a step that was compiled runs on without compiling again.
+
+    Args:
+        state: A training or optimizer state.
+        new: By name, a number or one number per member. Of a schedule, a number replaces the value it starts from, and
+            a dict replaces its knobs by name.
+
+    Raises:
+        HyperparameterError: if no part of the state has a hyperparameter of that name, or a value is NaN, out of range
+            or of the wrong length.
+
+    Example:
+        >>> optimizer = sgd(lr=0.1)
+        >>> state = optimizer.init({"w": torch.zeros(2, 3)})
+        >>> with_hyperparams(state, lr=[0.1, 0.2]).hyperparams["lr"]
+        tensor([0.1000, 0.2000], dtype=torch.float64)
+    """
+    known: set[str] = set()
+    changed = _replace(state, new, known)
+    unknown = [name for name in new if name not in known]
+    if unknown:
+        raise HyperparameterError(
+            f"unknown hyperparameter '{unknown[0]}'; this state has {', '.join(sorted(known)) or 'none'}"
+        )
+    return changed
+
+
+def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        fields: dict[str, Any] = {}
+        for field, value in zip(node._fields, node, strict=True):
+            if field in ("hyperparams", "hparams"):
+                known.update(value)
+                fields[field] = {name: _renew(name, held, new[name]) if name in new else held for name, held in value.items()}
+            else:
+                fields[field] = _replace(value, new, known)
+        return type(node)(**fields)
+    if isinstance(node, tuple):
+        return tuple(_replace(child, new, known) for child in node)
+    return node
+
+
+def _renew(name: str, held: Any, value: Any) -> Any:
+    if isinstance(held, Tensor):
+        return per_member(name, value, held.shape[0], held.device).to(held.dtype)
+    # A schedule: a dict names its knobs, and a plain value is for the first of them.
+    changes = value if isinstance(value, Mapping) else {next(iter(held)): value}
+    unknown = [knob for knob in changes if knob not in held]
+    if unknown:
+        raise HyperparameterError(f"unknown knob '{unknown[0]}' of the schedule of {name}; it has {', '.join(held)}")
+    first = next(iter(held))
+    return {
+        knob: _renew(name if knob == first else knob, old, changes[knob]) if knob in changes else old
+        for knob, old in held.items()
+    }
+
+
+# Closed below, open above.
+_RANGES: dict[str, tuple[float, float]] = {
+    "lr": (0.0, math.inf),
+    "momentum": (0.0, math.inf),
+    "beta1": (0.0, 1.0),
+    "beta2": (0.0, 1.0),
+    "eps": (0.0, math.inf),
+    "weight_decay": (0.0, math.inf),
+    "max_norm": (5e-324, math.inf),
+}
+
+
+def _check(name: str, spec: Any) -> None:
+    """Raise unless every number is allowed for its name; the length is checked where M is known."""
+    if isinstance(spec, Schedule):
+        first = next(iter(spec.knobs))
+        for knob, inner in spec.knobs.items():
+            # The first knob is the value itself at some point of the schedule.
+            _check(name if knob == first else knob, inner)
+        return
+    values = torch.as_tensor(spec, dtype=torch.float64)
+    if values.dim() > 1:
+        raise HyperparameterError(f"{name} has shape {list(values.shape)}; give one number, or one per model")
+    low, high = _RANGES.get(name, (-math.inf, math.inf))
+    for member, value in enumerate(values.reshape(-1).tolist()):
+        if not low <= value < high:
+            where = f"model {member}: " if values.dim() else ""
+            need = f"at least {low:g} and below {high:g}" if low > -math.inf else "a finite number"
+            need = "positive" if low == 5e-324 else need
+            raise HyperparameterError(f"{where}{name} is {value}; it must be {need}")
+
+
+def _vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
+    if isinstance(spec, Schedule):
+        first = next(iter(spec.knobs))
+        return {
+            knob: _vector(name if knob == first else knob, inner, count, device) for knob, inner in spec.knobs.items()
+        }
+    values = torch.as_tensor(spec, dtype=torch.float64).to(device)
+    if values.dim() and values.shape[0] != count:
+        raise HyperparameterError(
+            f"{name} has {values.shape[0]} values but the array has {count} models; give one number, or one per model"
+        )
+    return values.expand(count).clone()
+
+
+def _read(spec: Any, held: Any, count: Tensor) -> Tensor:
+    if not isinstance(spec, Schedule):
+        return held
+    knobs: dict[str, Any] = {}
+    for knob, inner in spec.knobs.items():
+        if isinstance(inner, Schedule):
+            # A schedule within a schedule is a function of the count that the outer one chooses.
+            knobs[knob] = lambda at, inner=inner, knob=knob: _read(inner, held[knob], at)
+        else:
+            knobs[knob] = held[knob]
+    return spec.value(count, **knobs)

@@ -1,0 +1,79 @@
+"""Transformations to combine: chains, and gradient clipping per member."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._tree import per_model
+from hfta_func._types import Params, PerModel
+from hfta_func.optim._base import GradientTransformation, Knobs
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """Apply transformations in order: each one's updates are the next one's gradients.
+
+    Example:
+        >>> optimizer = chain(clip_grad_norm(1.0), sgd(lr=0.1))
+        >>> params = {"w": torch.zeros(1, 2)}
+        >>> updates, _ = optimizer.update({"w": torch.tensor([[3.0, 4.0]])}, optimizer.init(params), params)
+        >>> updates["w"]
+        tensor([[-0.0600, -0.0800]])
+    """
+
+    def init(params: Params) -> tuple[Any, ...]:
+        return tuple(transformation.init(params) for transformation in transformations)
+
+    def update(grads: Params, state: tuple[Any, ...], params: Params) -> tuple[Params, tuple[Any, ...]]:
+        states = []
+        for transformation, held in zip(transformations, state, strict=True):
+            grads, held = transformation.update(grads, held, params)
+            states.append(held)
+        return grads, tuple(states)
+
+    return GradientTransformation(init, update)
+
+
+class ClipState(NamedTuple):
+    """Updates made by each member, and its limit."""
+
+    count: Tensor
+    hyperparams: dict[str, Any]
+
+
+def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
+    """Scale each member's gradients so that their joint L2 norm is at most its own ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_``: the factor is ``min(1, max_norm / (norm + 1e-6))``.
+
+    Args:
+        max_norm: Largest norm, positive.
+
+    Example:
+        >>> clip = clip_grad_norm([5.0, 10.0])
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> grads = {"w": torch.tensor([[6.0, 8.0], [6.0, 8.0]])}
+        >>> clip.update(grads, clip.init(params), params)[0]["w"]
+        tensor([[3.0000, 4.0000], [6.0000, 8.0000]])
+
+    References:
+        Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", ICML 2013.
+    """
+    knobs = Knobs(max_norm=max_norm)
+
+    def init(params: Params) -> ClipState:
+        held = knobs.init(params)
+        first = next(iter(params.values()))
+        return ClipState(torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), held)
+
+    def update(grads: Params, state: ClipState, params: Params) -> tuple[Params, ClipState]:
+        limit = knobs.at(state.hyperparams, state.count)["max_norm"]
+        norms = torch.stack([torch.linalg.vector_norm(grad.reshape(grad.shape[0], -1), dim=1) for grad in grads.values()])
+        norm = torch.linalg.vector_norm(norms, dim=0)
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        clipped = {path: grad * per_model(factor, grad) for path, grad in grads.items()}
+        return clipped, ClipState(state.count + 1, state.hyperparams)
+
+    return GradientTransformation(init, update)

@@ -1,0 +1,174 @@
+"""Keys, counter-based noise, and the mode that routes a model's own random calls to them.
+
+Public: :func:`keys`, :func:`fold_in`, :func:`uniform`, :func:`normal`, :func:`bernoulli`, :func:`randint`,
+:func:`permutation`, :func:`bits`, :class:`routed`.
+
+A key is one ``int64``; a tensor of keys ``[...]`` draws ``[..., *shape]``, so one key per member gives one
+independent stream per member, and a member draws the same numbers alone as in an array of any size. All draws are
+integer arithmetic up to one exact conversion, so they are bit-identical on every device, eager or compiled.
+
+References:
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (counter-based generators).
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64, its mixer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hfta_func._errors import HyperparameterError
+
+# Constants of SplitMix64, as signed 64-bit integers because torch's uint64 lacks most operators.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX2 = 0x94D049BB133111EB - 2**64
+
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+"""Significand bits: the finest uniform grid on [0, 1) whose points the dtype holds exactly."""
+
+
+def keys(seeds: Sequence[int] | Tensor, *, device: torch.device | str | None = None) -> Tensor:
+    """Keys from seeds: ``int64[M]``, one per member. Equal seeds give equal noise.
+
+    Raises:
+        HyperparameterError: if a seed is not an integer that fits in 64 signed bits.
+
+    Example:
+        >>> keys([7, 8, 7])
+        tensor([7, 8, 7])
+    """
+    if isinstance(seeds, Tensor):
+        if seeds.dtype.is_floating_point or seeds.dtype in (torch.bool, torch.complex64, torch.complex128):
+            raise HyperparameterError(f"seeds are {seeds.dtype}; seeds must be integers")
+        return seeds.to(device=device, dtype=torch.int64)
+    for member, seed in enumerate(seeds):
+        if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+            raise HyperparameterError(f"model {member}: seed {seed!r} is not a 64-bit integer; pass one int per model")
+    return torch.tensor(list(seeds), dtype=torch.int64, device=device)
+
+
+def _shift(z: Tensor, by: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finaliser of SplitMix64: a bijection of 64-bit words in which every input bit reaches every output bit."""
+    z = (z ^ _shift(z, 30)) * _MIX1
+    z = (z ^ _shift(z, 27)) * _MIX2
+    return z ^ _shift(z, 31)
+
+
+def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
+    """A new key from a key and an integer (a step, a call site, an epoch); distinct pairs give independent streams.
+
+    Example:
+        >>> bool(fold_in(keys([1]), 2) == fold_in(keys([2]), 1))
+        False
+    """
+    spread = data * _MIX2
+    if isinstance(spread, int):
+        spread = (spread + 2**63) % 2**64 - 2**63
+    return _mix(_mix(key + _GOLDEN) ^ spread)
+
+
+def bits(key: Tensor, count: int) -> Tensor:
+    """``int64[..., count]`` of uniformly distributed bits for keys ``[...]``.
+
+    Word ``i`` is the mixer applied to ``start + i * stride``. Start and odd stride are both hashes of the key: with one
+    stride for all, the streams of two keys would be shifted copies of one sequence.
+    """
+    start = _mix(key + _GOLDEN)
+    # A stride that is data also keeps inductor from folding index and stride into an index expression, which its
+    # C++ backend computes wrongly once they overflow.
+    stride = _mix(start + _GOLDEN) | 1
+    z = start.unsqueeze(-1) + stride.unsqueeze(-1) * torch.arange(1, count + 1, device=key.device)
+    return _mix(z)
+
+
+def _bits24(key: Tensor, count: int) -> Tensor:
+    """``[..., count]`` signed 24-bit integers, two from each 64-bit word."""
+    words = bits(key, (count + 1) // 2)
+    return torch.cat((words >> 40, (words << 32) >> 40), -1)[..., :count]
+
+
+def uniform(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform on [0, 1), every multiple of the dtype's grid (2^-24 for float32) equally likely.
+
+    Shape:
+        key ``[...]`` -> ``[..., *shape]``.
+
+    Example:
+        >>> alone, array = uniform(keys([3]), (2,)), uniform(keys([1, 2, 3]), (2,))
+        >>> torch.equal(alone[0], array[2])
+        True
+    """
+    digits, count = _DIGITS[dtype], math.prod(shape)
+    if digits > 24:
+        fraction = _shift(bits(key, count), 64 - digits)
+    else:
+        fraction = (_bits24(key, count) + (1 << 23)) >> (24 - digits)
+    return (fraction.to(dtype) * 2.0**-digits).reshape(*key.shape, *shape)
+
+
+def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
+    """True with probability ``p`` (rounded to a multiple of 2^-24): ``bool[..., *shape]`` for keys ``[...]``.
+
+    Args:
+        key: Keys ``[...]``.
+        p: A number, or a tensor that broadcasts against ``[..., *shape]``.
+        shape: What one key draws.
+    """
+    draws = _bits24(key, math.prod(shape)).reshape(*key.shape, *shape)
+    if isinstance(p, Tensor):
+        return draws < (p.double() * 2.0**24).round().to(torch.int64) - (1 << 23)
+    return draws < round(p * 2.0**24) - (1 << 23)
+
+
+def randint(key: Tensor, low: int, high: int, shape: Sequence[int]) -> Tensor:
+    """Integers in ``[low, high)``: ``int64[..., *shape]``; the bias is below ``(high - low) / 2^63``."""
+    draws = _shift(bits(key, math.prod(shape)), 1) % (high - low) + low
+    return draws.reshape(*key.shape, *shape)
+
+
+def permutation(key: Tensor, n: int) -> Tensor:
+    """A random order of ``0 .. n - 1`` per key: ``int64[..., n]``."""
+    return bits(key, n).argsort(-1, stable=True)
+
+
+def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal draws ``[..., *shape]``: the normal quantiles of 24-bit uniforms, so none exceeds 5.42 in magnitude.
+
+    The inverse of the normal distribution function is interpolated linearly in 6400 segments, 256 to each power of two
+    of the tail probability (error below 1e-6), in fixed-point integers: unlike logarithm and cosine, these give the
+    same bits on every device.
+    """
+    draws = _bits24(key, math.prod(shape))
+    # An odd number in (0, 2^24), in units of 2^-25 the tail probability; its float32 bits hold octave and position.
+    tail = ((1 << 24) - 1) - ((draws ^ (draws >> 63)) << 1)
+    code = tail.to(torch.float32).view(torch.int32).to(torch.int64)
+    segment, within = (code >> _WITHIN) - (127 << _STEPS), code & ((1 << _WITHIN) - 1)
+    start, slope = _NORMAL_START.to(key.device), _NORMAL_SLOPE.to(key.device)
+    magnitude = (start[segment] << _WITHIN) + slope[segment] * within
+    signed = torch.where(draws < 0, -magnitude, magnitude)
+    return (signed.to(torch.float64) * 2.0 ** -(_FRACTION + _WITHIN)).to(dtype).reshape(*key.shape, *shape)
+
+
+_STEPS = 8  # 2^8 segments to an octave
+_WITHIN = 23 - _STEPS  # bits of a float32 significand that are left for the position within a segment
+_FRACTION = 26  # fractional bits of the tabulated quantiles
+
+
+def _normal_table() -> tuple[Tensor, Tensor]:
+    octave, step = torch.arange(25).repeat_interleave(1 << _STEPS), torch.arange(1 << _STEPS).repeat(25)
+    edges = torch.ldexp(1 + step.double() * 2.0**-_STEPS, octave - 25)
+    quantiles = (-torch.special.ndtri(edges) * 2.0**_FRACTION).round().to(torch.int64)
+    # The last octave is reached only up to p = 1/2, where the quantile is zero.
+    return quantiles[:-1], quantiles.diff()
+
+
+_NORMAL_START, _NORMAL_SLOPE = _normal_table()

@@ -1,0 +1,21 @@
+"""The two layout verbs of every batching rule."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def fold(x: Tensor, model_dim: int | None, into: int, num_models: int) -> Tensor:
+    """Merge the model axis into axis ``into`` of what one member sees: ``[..., M, ..., C, ...] -> [..., M*C, ...]``.
+
+    An ``x`` without a model axis (``model_dim=None``) is shared and gets repeated, so a rule calls this only where the
+    kernel needs a value per member.
+    """
+    if model_dim is None:
+        x, model_dim = x.expand(num_models, *x.shape), 0
+    return x.movedim(model_dim, into).flatten(into, into + 1)
+
+
+def split(x: Tensor, axis: int, num_models: int) -> Tensor:
+    """Inverse of :func:`fold`: ``[..., M*C, ...] -> [..., M, C, ...]``; the model axis is ``axis``."""
+    return x.unflatten(axis, (num_models, x.shape[axis] // num_models))

@@ -1,0 +1,408 @@
+"""The training step of an array: per-member losses and gradients, one optimizer update, one state in and one out.
+
+Public: :class:`TrainState`, :func:`make_train_step`, :class:`TrainStep`, :func:`make_eval_step`, :class:`EvalStep`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from hfta_func import random
+from hfta_func._errors import BatchError, HyperparameterError, LossError, StateError
+from hfta_func._tree import num_models, where
+from hfta_func._types import Params, Tree
+from hfta_func.allocator import keep_memory_once
+from hfta_func.functional import bind
+from hfta_func.optim._base import GradientTransformation, apply_updates, per_member
+from hfta_func.stack import Stacked, check_matches
+from hfta_func.transforms import vmap
+
+
+class TrainState(NamedTuple):
+    """Everything that training changes, for M members; every leaf is ``[M, ...]``.
+
+    Args:
+        params: Parameters by path, frozen ones included.
+        buffers: Buffers by path.
+        opt_state: The optimizer's state, its hyperparameters included.
+        keys: ``int64[M]``, the members' seeds.
+        step: ``int64[M]``, batches each member has seen; with the key it determines the noise of a step.
+        hparams: The members' own numbers for the loss function, ``[M]`` each.
+        active: ``bool[M]``; members that are not active stay exactly as they are.
+    """
+
+    params: Params
+    buffers: Params
+    opt_state: Tree
+    keys: Tensor
+    step: Tensor
+    hparams: Params
+    active: Tensor
+
+
+def make_train_step(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: GradientTransformation,
+    *,
+    batch_dims: Tree = 0,
+    chunk_size: int | None = None,
+) -> TrainStep:
+    """A training step for arrays of ``model``.
+
+    Args:
+        model: Any module of the architecture. Its code, settings, train mode and ``requires_grad`` are copied: parameters
+            that do not require grad travel with the array and are not updated.
+        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, hparams)``, the ordinary loss of ONE model: returns
+            a scalar, or a scalar and a dict of tensors to report. ``model`` is a module holding one member's tensors,
+            ``batch`` is that member's batch, ``hparams`` its own numbers. Random calls draw from the member's key.
+        optimizer: For example ``adam(lr=[1e-3, 1e-2])``.
+        batch_dims: 0 if every leaf of a batch is ``[M, N, ...]``, None if the members share one batch ``[N, ...]``,
+            or a tree of both in the batch's own structure.
+        chunk_size: Members that run together; None is all of them, 1 is one after another.
+
+    Returns:
+        A :class:`TrainStep`; ``torch.compile(step)`` works.
+
+    Raises:
+        LossError: if no parameter of the model requires grad.
+
+    Example:
+        >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
+        >>> def loss_fn(model, batch):
+        ...     inputs, targets = batch
+        ...     return torch.nn.functional.mse_loss(model(inputs), targets)
+        >>> step = make_train_step(models[0], loss_fn, sgd(lr=[0.1, 0.01, 0.001]), batch_dims=None)
+        >>> state = step.init(*stack_params(models), seeds=[0, 1, 2])
+        >>> state, metrics = step(state, (torch.randn(8, 4), torch.randn(8, 1)))
+        >>> metrics["loss"].shape
+        torch.Size([3])
+    """
+    return TrainStep(model, loss_fn, optimizer, batch_dims, chunk_size)
+
+
+class TrainStep:
+    """``step(state, batch) -> (state, metrics)``, a pure function; made by :func:`make_train_step`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        optimizer: GradientTransformation,
+        batch_dims: Tree = 0,
+        chunk_size: int | None = None,
+    ):
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1, or None for all members at once")
+        parameters = dict(model.named_parameters())
+        self.optimizer = optimizer
+        self.batch_dims = batch_dims
+        self.chunk_size = chunk_size
+        self.trainable = frozenset(path for path, parameter in parameters.items() if parameter.requires_grad)
+        if not self.trainable:
+            raise LossError("no parameter of the model requires grad, so there is nothing to train")
+        self._shapes = {path: parameter.shape for path, parameter in parameters.items()}
+        self._buffer_shapes = {path: buffer.shape for path, buffer in model.named_buffers()}
+        self._takes_hparams = _positional(loss_fn) >= 3
+        self._loss = bind(model, loss_fn)
+        self._opt_spec: Any = None
+
+    def init(
+        self,
+        params: Params,
+        buffers: Params | None = None,
+        *,
+        seeds: Sequence[int] | Tensor,
+        hparams: Mapping[str, Any] | None = None,
+    ) -> TrainState:
+        """The state before the first step.
+
+        Args:
+            params: Stacked parameters ``[M, ...]``, as :func:`stack_params` makes them; used as they are, never written.
+            buffers: Stacked buffers.
+            seeds: One integer per member; all of a member's noise comes from its seed.
+            hparams: What ``loss_fn`` gets as its third argument: by name, a number or one number per member.
+
+        Raises:
+            StateError: if params or buffers are not those of the model.
+            HyperparameterError: if seeds, ``hparams`` or the optimizer's hyperparameters have another length than M.
+        """
+        count = num_models((params, buffers or {}))
+        self._check_tensors(params, buffers or {})
+        keys = random.keys(seeds, device=next(iter(params.values())).device)
+        if keys.shape != (count,):
+            raise HyperparameterError(
+                f"got {keys.numel()} seeds but the array has {count} models; give one integer per model"
+            )
+        if hparams and not self._takes_hparams:
+            raise HyperparameterError(
+                f"hparams {sorted(hparams)} have no use: the loss function takes only (model, batch); give it a third "
+                f"argument"
+            )
+        trainable = {path: param for path, param in params.items() if path in self.trainable}
+        first = next(iter(trainable.values()))
+        return TrainState(
+            params=dict(params),
+            buffers=dict(buffers or {}),
+            opt_state=self.optimizer.init(trainable),
+            keys=keys,
+            step=torch.zeros(count, dtype=torch.int64, device=keys.device),
+            hparams={
+                name: per_member(name, value, count, keys.device).to(first.dtype)
+                for name, value in (hparams or {}).items()
+            },
+            active=torch.ones(count, dtype=torch.bool, device=keys.device),
+        )
+
+    @torch.no_grad()
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
+        """One step of every active member.
+
+        A member whose loss or gradient is not finite keeps its parameters, buffers and optimizer state; ``metrics["finite"]``
+        tells which. Inactive members keep everything.
+
+        Returns:
+            The new state, and the metrics: ``loss``, ``finite``, and what the loss function reports, each ``[M, ...]``.
+
+        Raises:
+            StateError: if the state is not of this model and optimizer.
+            BatchError: if a leaf has no model axis where ``batch_dims`` says 0.
+            LossError: if a loss is not a floating-point scalar.
+        """
+        self._check(state, batch)
+        grads, losses, metrics, buffers = self._gradients(state, batch)
+        trainable = {path: param for path, param in state.params.items() if path in self.trainable}
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable)
+        updated = apply_updates(trainable, updates)
+        finite = torch.isfinite(losses)
+        for grad in grads.values():
+            finite = finite & torch.isfinite(torch.linalg.vector_norm(grad.reshape(grad.shape[0], -1), torch.inf, 1))
+        new, old = (updated, buffers, opt_state), (trainable, state.buffers, state.opt_state)
+        keep = state.active & finite
+        # On a CPU a look at the flags is cheaper than selecting from every leaf; the values are the same.
+        if torch.compiler.is_compiling() or keep.device.type != "cpu" or _inside_transform() or not bool(keep.all()):
+            new = where(keep, new, old)
+        updated, buffers, opt_state = new
+        state = TrainState(
+            params={path: updated.get(path, param) for path, param in state.params.items()},
+            buffers=buffers,
+            opt_state=opt_state,
+            keys=state.keys,
+            step=state.step + state.active,
+            hparams=state.hparams,
+            active=state.active,
+        )
+        return state, {"loss": losses, "finite": finite, **metrics}
+
+    def _gradients(self, state: TrainState, batch: Tree) -> tuple[Params, Tensor, Params, Params]:
+        keys = random.fold_in(state.keys, state.step)
+        count = keys.shape[0]
+        size = self.chunk_size or count
+        members = (state.params, state.buffers, keys, state.hparams)
+        if size >= count:
+            return self._run(members, batch)
+        pieces = []
+        for start in range(0, count, size):
+            stop = start + size
+            part = optree.tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
+            pieces.append(self._run(part, _slice(self.batch_dims, batch, start, stop)))  # pyright: ignore[reportArgumentType]
+        return optree.tree_map(lambda *leaves: torch.cat(leaves), *pieces)  # pyright: ignore[reportReturnType]
+
+    def _run(self, members: tuple[Params, Params, Tensor, Params], batch: Tree) -> Any:
+        params, buffers, keys, hparams = members
+        frozen = {path: param for path, param in params.items() if path not in self.trainable}
+        run = vmap(self._member, in_dims=(0, 0, 0, 0, 0, self.batch_dims))
+
+        def total(trainable: Params) -> tuple[Tensor, Any]:
+            losses, metrics, new_buffers = run(trainable, frozen, buffers, keys, hparams, batch)
+            # Members do not meet, so the gradient of the sum holds each member's own gradient.
+            return losses.sum(), (losses, metrics, new_buffers)
+
+        grads, aux = _grad({path: param for path, param in params.items() if path in self.trainable}, total)
+        return grads, *aux
+
+    def _member(
+        self, trainable: Params, frozen: Params, buffers: Params, key: Tensor, hparams: Params, batch: Tree
+    ) -> tuple[Tensor, Params, Params]:
+        args = (batch, hparams) if self._takes_hparams else (batch,)
+        result, buffers = self._loss({**trainable, **frozen}, buffers, *args, key=key)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        _check_loss(loss, metrics)
+        return loss, metrics, buffers
+
+    def _check(self, state: TrainState, batch: Tree) -> None:
+        if not isinstance(state, TrainState):
+            raise StateError(f"expected a TrainState but got {type(state).__qualname__}; make one with step.init(...)")
+        self._check_tensors(state.params, state.buffers)
+        if not torch.compiler.is_compiling():
+            if state.keys.device.type == "cpu":
+                keep_memory_once()
+            self._check_opt_state(state)
+        _check_batch(self.batch_dims, batch, state.keys.shape[0], "batch")
+
+    def _check_tensors(self, params: Params, buffers: Params) -> None:
+        for held, shapes in ((params, self._shapes), (buffers, self._buffer_shapes)):
+            if held.keys() != shapes.keys() or any(held[path].shape[1:] != shape for path, shape in shapes.items()):
+                check_matches(held, shapes)
+
+    def _check_opt_state(self, state: TrainState) -> None:
+        if self._opt_spec is None:
+            trainable = {path: param.to("meta") for path, param in state.params.items() if path in self.trainable}
+            self._opt_spec = optree.tree_structure(self.optimizer.init(trainable))
+        spec = optree.tree_structure(state.opt_state)
+        if spec != self._opt_spec:
+            raise StateError(
+                f"the state belongs to another optimizer: its opt_state is {spec}, this step's is {self._opt_spec}; "
+                f"make a state with step.init(...)"
+            )
+
+
+def make_eval_step(
+    model: nn.Module,
+    metric_fn: Callable[..., Any],
+    *,
+    batch_dims: Tree = None,
+    chunk_size: int | None = None,
+) -> EvalStep:
+    """An evaluation step for arrays of ``model``, which it runs in eval mode and without gradients.
+
+    Args:
+        model: Any module of the architecture.
+        metric_fn: ``metric_fn(model, batch)`` of ONE model: returns a tensor, or a dict of tensors.
+        batch_dims: None if the members share one batch ``[N, ...]``, 0 if every leaf is ``[M, N, ...]``, or a tree.
+        chunk_size: Members that run together; None is all of them.
+
+    Returns:
+        ``evaluate(state, batch) -> dict[str, Tensor[M, ...]]``, where ``state`` is a :class:`TrainState` or what
+        :func:`stack_params` returns. A single tensor comes back under the name of ``metric_fn``.
+
+    Example:
+        >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
+        >>> def error(model, batch):
+        ...     return (model(batch[0]) - batch[1]).abs().mean()
+        >>> evaluate = make_eval_step(models[0], error)
+        >>> evaluate(stack_params(models), (torch.randn(8, 4), torch.randn(8, 1)))["error"].shape
+        torch.Size([3])
+    """
+    return EvalStep(model, metric_fn, batch_dims, chunk_size)
+
+
+class EvalStep:
+    """``evaluate(state, batch) -> metrics``, a pure function; made by :func:`make_eval_step`."""
+
+    def __init__(
+        self, model: nn.Module, metric_fn: Callable[..., Any], batch_dims: Tree = None, chunk_size: int | None = None
+    ):
+        self.batch_dims = batch_dims
+        self.chunk_size = chunk_size
+        self._name = getattr(metric_fn, "__name__", "metric")
+        self._metrics = bind(copy.deepcopy(model).eval(), metric_fn)
+
+    @torch.no_grad()
+    def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
+        """The metrics of every member.
+
+        Raises:
+            BatchError: if a leaf has no model axis where ``batch_dims`` says 0.
+        """
+        count = num_models((state.params, state.buffers))
+        _check_batch(self.batch_dims, batch, count, "batch")
+        run = vmap(self._member, in_dims=(0, 0, 0, self.batch_dims), chunk_size=self.chunk_size)
+        keys = random.fold_in(state.keys, ~state.step) if isinstance(state, TrainState) else torch.zeros(count).long()
+        return run(state.params, state.buffers, keys, batch)
+
+    def _member(self, params: Params, buffers: Params, key: Tensor, batch: Tree) -> dict[str, Tensor]:
+        metrics, _ = self._metrics(params, buffers, batch, key=key)
+        return metrics if isinstance(metrics, dict) else {self._name: metrics}
+
+
+def _inside_transform() -> bool:
+    """Whether a torch.func transform is running around this call."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _grad(params: Params, func: Callable[[Params], tuple[Tensor, Any]]) -> tuple[Params, Any]:
+    """Gradient of the first result, and the second result.
+
+    The gradient is taken outside ``vmap``, so that the backward pass is autograd's own on the lowered operators. Eagerly
+    that is plain autograd, which is faster than ``torch.func.grad``; the compiler and outer transforms know only the latter.
+    """
+    if torch.compiler.is_compiling() or _inside_transform():
+        return torch.func.grad(func, has_aux=True)(params)
+    leaves = {path: param.detach().requires_grad_() for path, param in params.items()}
+    with torch.enable_grad():
+        value, aux = func(leaves)
+    if not value.requires_grad:
+        raise LossError("the loss does not depend on any parameter that requires grad; return what model(...) computed")
+    grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True)), optree.tree_map(torch.Tensor.detach, aux)
+
+
+def _check_loss(loss: Any, metrics: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise LossError(f"the loss is a {type(loss).__qualname__}; return a scalar tensor, or (loss, dict of metrics)")
+    if loss.dim() != 0:
+        raise LossError(f"the loss of one model has shape {list(loss.shape)}; reduce it to a scalar, e.g. with .mean()")
+    if not loss.dtype.is_floating_point:
+        raise LossError(f"the loss is {loss.dtype}; it must be floating point to have a gradient")
+    if not isinstance(metrics, dict):
+        raise LossError(f"the loss function returned (loss, {type(metrics).__qualname__}); metrics must be a dict")
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor) or name in ("loss", "finite"):
+            raise LossError(
+                f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors, named other than 'loss' and "
+                f"'finite'"
+            )
+
+
+def _check_batch(dims: Tree, batch: Tree, count: int, path: str) -> None:
+    if dims is None:
+        return
+    if isinstance(batch, Mapping):
+        for name, child in batch.items():
+            _check_batch(dims[name] if isinstance(dims, Mapping) else dims, child, count, f"{path}['{name}']")
+    elif isinstance(batch, tuple | list):
+        if isinstance(dims, tuple | list) and len(dims) != len(batch):
+            raise BatchError(f"{path} has {len(batch)} parts but batch_dims has {len(dims)}; give one entry per part")
+        for position, child in enumerate(batch):
+            inner = dims[position] if isinstance(dims, tuple | list) else dims
+            _check_batch(inner, child, count, f"{path}[{position}]")
+    elif not isinstance(batch, Tensor):
+        raise BatchError(f"{path} is a {type(batch).__qualname__}; the leaves of a batch must be tensors")
+    elif batch.dim() == 0 or batch.shape[0] != count:
+        raise BatchError(
+            f"{path} is {list(batch.shape)} but the array has {count} models; give every model its own part "
+            f"[{count}, N, ...], or make the step with batch_dims=None to share one batch"
+        )
+
+
+def _slice(dims: Tree, batch: Tree, start: int, stop: int) -> Tree:
+    """Members ``start`` to ``stop`` of a batch."""
+    if dims is None:
+        return batch
+    if isinstance(batch, Mapping):
+        return {
+            name: _slice(dims[name] if isinstance(dims, Mapping) else dims, child, start, stop)
+            for name, child in batch.items()
+        }
+    if isinstance(batch, tuple | list):
+        inner = dims if isinstance(dims, tuple | list) else [dims] * len(batch)
+        parts = [_slice(dim, child, start, stop) for dim, child in zip(inner, batch, strict=True)]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch[start:stop]
+
+
+def _positional(func: Callable[..., Any]) -> int:
+    """How many arguments a function takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(
+        parameter.kind in kinds and parameter.default is inspect.Parameter.empty
+        for parameter in inspect.signature(func).parameters.values()
+    )

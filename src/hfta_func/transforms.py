@@ -1,0 +1,86 @@
+"""``vmap`` with this package's batching rules.
+
+Public: :func:`vmap`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hfta_func import rules
+from hfta_func._errors import TraceError
+
+
+def vmap(
+    func: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    *,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Callable[..., Any]:
+    """``torch.func.vmap`` with the batching rules of this package installed.
+
+    Args:
+        func: A function of one member's tensors.
+        in_dims: Which axis of each input is the model axis, or ``None`` for an input that all members share.
+        out_dims: Where the model axis goes in each output.
+        randomness: As in ``torch.func.vmap``. Random calls inside :class:`hfta_func.random.routed` need no flag.
+        chunk_size: Members per group; ``None`` runs all of them at once.
+
+    Raises:
+        TraceError: if ``func`` reads the value of a tensor (``.item()``, ``if tensor``) while the members run as one.
+
+    Example:
+        >>> torch.equal(vmap(torch.dot)(torch.ones(3, 2), torch.ones(3, 2)), torch.full((3,), 2.0))
+        True
+    """
+    mapped = torch.func.vmap(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return mapped(*args, **kwargs)
+        rules.install()
+        try:
+            return mapped(*args, **kwargs)
+        except RuntimeError as error:
+            raise _advice(error) or error from error.__cause__
+
+    return wrapped
+
+
+def _advice(error: RuntimeError) -> TraceError | None:
+    """What to do about an error of functorch that says what it could not do."""
+    text = str(error)
+    if ".item()" in text:
+        what = "asks for the value of a tensor (.item(), float(), int(), .tolist())"
+    elif "data-dependent control flow" in text:
+        what = "branches on the value of a tensor (if, while, assert)"
+    else:
+        return None
+    return TraceError(
+        f"{_place(error)} {what}, but the members run as one and each has its own value; compute with tensors instead "
+        f"(torch.where, masks, clamp), or return the value as a metric and read it outside"
+    )
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line outside PyTorch, and the path of the module whose code it is."""
+    place, trace, root = "this function", error.__traceback__, None
+    while trace is not None:
+        frame = trace.tb_frame
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            root = root or owner
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "hfta_func"):
+            place = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{trace.tb_lineno})"
+            if isinstance(owner, torch.nn.Module) and root is not None:
+                path = next((path for path, module in root.named_modules() if module is owner), "")
+                place = f"module '{path.removeprefix('model').lstrip('.')}' ({type(owner).__qualname__}), {place},"
+        trace = trace.tb_next
+    return place
