@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._errors import HyperparameterError
-from hfta_func._tree import num_models
+from hfta_func._tree import num_models, per_model
 from hfta_func._types import Params, PerModel, Schedule, Tree
 
 S = TypeVar("S")
@@ -61,6 +61,14 @@ class Knobs:
         for name, spec in specs.items():
             _check(name, spec)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.specs
+
+    def without_zeros(self, *names: str) -> Knobs:
+        """The same without those of ``names`` that are the plain number 0, so that their terms need not be computed."""
+        off = {name for name in names if isinstance(self.specs[name], int | float) and self.specs[name] == 0}
+        return Knobs(**{name: spec for name, spec in self.specs.items() if name not in off})
+
     def init(self, params: Params) -> dict[str, Any]:
         """Vectors ``float64[M]`` to keep in the state; raises if one has another length than M."""
         count, device = num_models(params), next(iter(params.values())).device
@@ -69,6 +77,31 @@ class Knobs:
     def at(self, held: Mapping[str, Any], count: Tensor) -> dict[str, Tensor]:
         """The values after ``count`` updates of each member."""
         return {name: _read(spec, held[name], count) for name, spec in self.specs.items()}
+
+
+class Shaped:
+    """Vectors ``[M]`` shaped to broadcast over leaves ``[M, ...]``, once for each dtype and number of axes."""
+
+    def __init__(self, values: Mapping[str, Tensor]):
+        self._values = values
+        self._shaped: dict[tuple[torch.dtype, int], dict[str, Tensor]] = {}
+
+    def like(self, leaf: Tensor) -> dict[str, Tensor]:
+        """The values in the leaf's dtype and number of axes."""
+        key = (leaf.dtype, leaf.dim())
+        if key not in self._shaped:
+            self._shaped[key] = {name: per_model(value, leaf) for name, value in self._values.items()}
+        return self._shaped[key]
+
+
+def zeros_like(params: Params) -> Params:
+    """A zero for every parameter."""
+    return {path: torch.zeros_like(param) for path, param in params.items()}
+
+
+def zero_count(params: Params) -> Tensor:
+    """No updates made yet: ``int64[M]``."""
+    return torch.zeros(num_models(params), dtype=torch.int64, device=next(iter(params.values())).device)
 
 
 def per_member(name: str, spec: Any, count: int, device: torch.device) -> Tensor:
@@ -100,7 +133,8 @@ def with_hyperparams(state: S, **new: Any) -> S:
     unknown = [name for name in new if name not in known]
     if unknown:
         raise HyperparameterError(
-            f"unknown hyperparameter '{unknown[0]}'; this state has {', '.join(sorted(known)) or 'none'}"
+            f"unknown hyperparameter '{unknown[0]}'; this state has {', '.join(sorted(known)) or 'none'} (one that was "
+            f"given as the plain number 0 is left out; give it one number per model to keep it)"
         )
     return changed
 

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._tree import num_models, per_model
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._base import GradientTransformation, Knobs, Shaped, zero_count, zeros_like
 
 
 class AdamState(NamedTuple):
@@ -43,7 +42,7 @@ def adam(
         lr: Learning rate.
         betas: Decay of the two averages; in the state they are ``beta1`` and ``beta2``.
         eps: Added to the denominator.
-        weight_decay: L2 penalty, added to the gradient.
+        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
         amsgrad: Divide by the largest ``v`` so far.
         maximize: Ascend instead of descend.
 
@@ -76,7 +75,7 @@ def adamw(
         lr: Learning rate.
         betas: Decay of the two averages; in the state they are ``beta1`` and ``beta2``.
         eps: Added to the denominator.
-        weight_decay: Decay, multiplied by the learning rate.
+        weight_decay: Decay, multiplied by the learning rate; the plain number 0 leaves it out of the program.
         amsgrad: Divide by the largest ``v`` so far.
         maximize: Ascend instead of descend.
 
@@ -104,38 +103,35 @@ def _adam(
     decoupled: bool,
 ) -> GradientTransformation:
     knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    knobs = knobs.without_zeros("weight_decay")
 
     def init(params: Params) -> AdamState:
-        count = torch.zeros(num_models(params), dtype=torch.int64, device=next(iter(params.values())).device)
-
-        def zeros() -> Params:
-            return {path: torch.zeros_like(param) for path, param in params.items()}
-
-        return AdamState(count, knobs.init(params), zeros(), zeros(), zeros() if amsgrad else {})
+        largest = zeros_like(params) if amsgrad else {}
+        return AdamState(zero_count(params), knobs.init(params), zeros_like(params), zeros_like(params), largest)
 
     def update(grads: Params, state: AdamState, params: Params) -> tuple[Params, AdamState]:
         at, count = knobs.at(state.hyperparams, state.count), state.count + 1
-        beta1, beta2 = at["beta1"], at["beta2"]
-        step = -at["lr"] / (1 - beta1**count)
-        root = (1 - beta2**count).rsqrt()
+        at["1-beta1"], at["1-beta2"] = 1 - at["beta1"], 1 - at["beta2"]
+        at["step"] = -at["lr"] / (1 - at["beta1"] ** count)
+        at["root"] = (1 - at["beta2"] ** count).sqrt()
+        if "weight_decay" in at:
+            at["decay"] = -at["lr"] * at["weight_decay"] if decoupled else at["weight_decay"]
+        shaped = Shaped(at)
         updates, exp_avg, exp_avg_sq, max_exp_avg_sq = {}, {}, {}, {}
         for path, grad in grads.items():
-            param = params[path]
+            param, leaf = params[path], shaped.like(params[path])
             if maximize:
                 grad = -grad
-            if not decoupled:
-                grad = torch.addcmul(grad, per_model(at["weight_decay"], param), param)
-            exp_avg[path] = torch.lerp(state.exp_avg[path], grad, per_model(1 - beta1, param))
-            exp_avg_sq[path] = torch.addcmul(
-                state.exp_avg_sq[path] * per_model(beta2, param), per_model(1 - beta2, param) * grad, grad
-            )
+            if "decay" in at and not decoupled:
+                grad = grad + leaf["decay"] * param
+            exp_avg[path] = torch.lerp(state.exp_avg[path], grad, leaf["1-beta1"])
+            exp_avg_sq[path] = state.exp_avg_sq[path] * leaf["beta2"] + leaf["1-beta2"] * grad * grad
             largest = exp_avg_sq[path]
             if amsgrad:
                 largest = max_exp_avg_sq[path] = torch.maximum(state.max_exp_avg_sq[path], largest)
-            denominator = torch.addcmul(per_model(at["eps"], param), largest.sqrt(), per_model(root, param))
-            updates[path] = per_model(step, param) * exp_avg[path] / denominator
-            if decoupled:
-                updates[path] = torch.addcmul(updates[path], per_model(-at["lr"] * at["weight_decay"], param), param)
+            updates[path] = leaf["step"] * exp_avg[path] / (largest.sqrt() / leaf["root"] + leaf["eps"])
+            if "decay" in at and decoupled:
+                updates[path] = updates[path] + leaf["decay"] * param
         return updates, AdamState(count, state.hyperparams, exp_avg, exp_avg_sq, max_exp_avg_sq)
 
     return GradientTransformation(init, update)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._tree import num_models, per_model
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._base import GradientTransformation, Knobs, Shaped, zero_count, zeros_like
 
 
 class SGDState(NamedTuple):
@@ -36,7 +35,8 @@ def sgd(
 
     Args:
         lr: Learning rate.
-        momentum: Momentum factor. The plain number 0 keeps no buffers at all.
+        momentum: Momentum factor. For this and the next two, the plain number 0 leaves the term out of the program
+            altogether; to switch it on later, give one number per member.
         dampening: Fraction of each gradient that momentum leaves out; without effect where momentum is 0.
         weight_decay: L2 penalty.
         nesterov: Nesterov's momentum.
@@ -52,35 +52,32 @@ def sgd(
     References:
         Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
     """
-    buffered = not (isinstance(momentum, int | float) and momentum == 0)
-    knobs = (
-        Knobs(lr=lr, weight_decay=weight_decay, momentum=momentum, dampening=dampening)
-        if buffered
-        else Knobs(lr=lr, weight_decay=weight_decay)
+    knobs = Knobs(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay).without_zeros(
+        "momentum", "dampening", "weight_decay"
     )
+    buffered = "momentum" in knobs
 
     def init(params: Params) -> SGDState:
-        count = torch.zeros(num_models(params), dtype=torch.int64, device=next(iter(params.values())).device)
-        buffers = {path: torch.zeros_like(param) for path, param in params.items()} if buffered else {}
-        return SGDState(count, knobs.init(params), buffers)
+        buffers = zeros_like(params) if buffered else {}
+        return SGDState(zero_count(params), knobs.init(params), buffers)
 
     def update(grads: Params, state: SGDState, params: Params) -> tuple[Params, SGDState]:
         at = knobs.at(state.hyperparams, state.count)
-        step = at["lr"] if maximize else -at["lr"]
-        decay = -at["weight_decay"] if maximize else at["weight_decay"]
         updates, buffers = {}, {}
-        if buffered:
+        if "dampening" in at:
             undamped = (state.count == 0) | (at["momentum"] == 0)
-            fresh = torch.where(undamped, torch.ones_like(at["dampening"]), 1 - at["dampening"])
+            at["fresh"] = torch.where(undamped, 1.0, 1 - at["dampening"])
+        at["step"] = at["lr"] if maximize else -at["lr"]
+        shaped = Shaped(at)
         for path, grad in grads.items():
-            param = params[path]
-            grad = torch.addcmul(grad, per_model(decay, param), param)
+            param, leaf = params[path], shaped.like(params[path])
+            if "weight_decay" in at:
+                decay = leaf["weight_decay"] * param
+                grad = grad - decay if maximize else grad + decay
             if buffered:
-                momentum = per_model(at["momentum"], param)
-                buffer = torch.addcmul(per_model(fresh, param) * grad, momentum, state.momentum[path])
-                buffers[path] = buffer
-                grad = torch.addcmul(grad, momentum, buffer) if nesterov else buffer
-            updates[path] = per_model(step, param) * grad
+                buffers[path] = state.momentum[path] * leaf["momentum"] + (leaf["fresh"] * grad if "fresh" in at else grad)
+                grad = grad + leaf["momentum"] * buffers[path] if nesterov else buffers[path]
+            updates[path] = leaf["step"] * grad
         return updates, SGDState(state.count + 1, state.hyperparams, buffers)
 
     return GradientTransformation(init, update)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
@@ -64,9 +64,7 @@ def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
     knobs = Knobs(max_norm=max_norm)
 
     def init(params: Params) -> ClipState:
-        held = knobs.init(params)
-        first = next(iter(params.values()))
-        return ClipState(torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), held)
+        return ClipState(zero_count(params), knobs.init(params))
 
     def update(grads: Params, state: ClipState, params: Params) -> tuple[Params, ClipState]:
         limit = knobs.at(state.hyperparams, state.count)["max_norm"]

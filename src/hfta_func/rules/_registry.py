@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import _add_batch_dim, _unwrap_batched
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.vmap import lazy_load_decompositions
 
 Dims = tuple[int | None, ...]
 Result = tuple[Any, Any]
@@ -65,6 +66,8 @@ def install() -> None:
     with _lock:
         if _library is not None:
             return
+        # PyTorch registers its decompositions at the first vmap; before that they would displace the rules.
+        lazy_load_decompositions()
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             # The dispatcher warns that a kernel is replaced, which is what is meant.
