@@ -13,6 +13,7 @@ import torch
 
 from hfta_func import rules
 from hfta_func._errors import TraceError
+from hfta_func.rules._registry import install_for_compiler
 
 
 def vmap(
@@ -44,6 +45,7 @@ def vmap(
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            install_for_compiler()
             return mapped(*args, **kwargs)
         rules.install()
         try:

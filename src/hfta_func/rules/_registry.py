@@ -8,6 +8,10 @@ backward, forward-mode, eager execution and graph capture, on every device.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import pathlib
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -77,6 +81,33 @@ def install() -> None:
         _library = library
 
 
+def install_for_compiler() -> bool:
+    """Install, and keep graphs compiled with these rules apart from others on disk.
+
+    PyTorch's cache of compiled graphs keys on the graph before batching rules run, on its version and on inductor's
+    configuration; the fingerprint of the rules joins the latter, as one more entry of a table of versions.
+    """
+    install()
+    import torch._inductor.config
+
+    torch._inductor.config.unsafe_marked_cacheable_functions["hfta_func.rules"] = fingerprint()
+    return True
+
+
+# The compiler runs a function with this mark while it traces and treats the result as a constant. It is set here by hand
+# because torch.compiler.assume_constant_result imports all of the compiler.
+install_for_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@functools.cache
+def fingerprint() -> str:
+    """A hash of the rules and lowerings of this installation of the package."""
+    digest = hashlib.sha256()
+    for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
 def uninstall() -> None:
     """Restore PyTorch's own batching rules."""
     global _library
@@ -84,6 +115,9 @@ def uninstall() -> None:
         if _library is not None:
             _library._destroy()
             _library = None
+        config = sys.modules.get("torch._inductor.config")
+        if config is not None:
+            config.unsafe_marked_cacheable_functions.pop("hfta_func.rules", None)
 
 
 def _kernel(op: str, rule: Rule) -> Callable[..., Any]:
