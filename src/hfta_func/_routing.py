@@ -65,8 +65,7 @@ class routed(TorchFunctionMode):  # noqa: N801 - a context manager, used like to
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, *args, **kwargs)
-        # The compiler inlines Python code of torch.nn.functional with this mode in force; eagerly it must be entered.
-        if not torch.compiler.is_compiling() and func in _COMPOSITES:
+        if func in _COMPOSITES:
             with self:
                 return _COMPOSITES[func](*args, **kwargs)
         return func(*args, **kwargs)

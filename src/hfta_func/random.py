@@ -63,6 +63,16 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ _shift(z, 31)
 
 
+def _hash(z: Tensor) -> Tensor:
+    """The mixer for keys, of which there are few.
+
+    Inductor writes out an expression again wherever it is read, and the mixer reads its argument twice in each round, so
+    that a chain of mixers would grow eightfold with every link. A strided view makes it store the value instead.
+    """
+    z = _mix(z)
+    return z.as_strided(z.shape, z.stride()) if torch.compiler.is_compiling() else z
+
+
 def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
     """A new key from a key and an integer (a step, a call site, an epoch); distinct pairs give independent streams.
 
@@ -73,27 +83,22 @@ def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
     spread = data * _MIX2
     if isinstance(spread, int):
         spread = (spread + 2**63) % 2**64 - 2**63
-    return _mix(_mix(key + _GOLDEN) ^ spread)
+    return _hash(_hash(key + _GOLDEN) ^ spread)
 
 
-def bits(key: Tensor, count: int) -> Tensor:
-    """``int64[..., count]`` of uniformly distributed bits for keys ``[...]``.
+def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """``int64[..., *shape]`` of uniformly distributed bits for keys ``[...]``.
 
     Word ``i`` is the mixer applied to ``start + i * stride``. Start and odd stride are both hashes of the key: with one
     stride for all, the streams of two keys would be shifted copies of one sequence.
     """
-    start = _mix(key + _GOLDEN)
+    start = _hash(key + _GOLDEN)
     # A stride that is data also keeps inductor from folding index and stride into an index expression, which its
     # C++ backend computes wrongly once they overflow.
-    stride = _mix(start + _GOLDEN) | 1
-    z = start.unsqueeze(-1) + stride.unsqueeze(-1) * torch.arange(1, count + 1, device=key.device)
-    return _mix(z)
-
-
-def _bits24(key: Tensor, count: int) -> Tensor:
-    """``[..., count]`` signed 24-bit integers, two from each 64-bit word."""
-    words = bits(key, (count + 1) // 2)
-    return torch.cat((words >> 40, (words << 32) >> 40), -1)[..., :count]
+    stride = _hash(start + _GOLDEN) | 1
+    expand = (*key.shape, *(1,) * len(shape))
+    index = torch.arange(1, math.prod(shape) + 1, device=key.device).reshape(shape)
+    return _mix(start.reshape(expand) + stride.reshape(expand) * index)
 
 
 def uniform(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,37 +112,33 @@ def uniform(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.flo
         >>> torch.equal(alone[0], array[2])
         True
     """
-    digits, count = _DIGITS[dtype], math.prod(shape)
-    if digits > 24:
-        fraction = _shift(bits(key, count), 64 - digits)
-    else:
-        fraction = (_bits24(key, count) + (1 << 23)) >> (24 - digits)
-    return (fraction.to(dtype) * 2.0**-digits).reshape(*key.shape, *shape)
+    digits = _DIGITS[dtype]
+    return _shift(bits(key, shape), 64 - digits).to(dtype) * 2.0**-digits
 
 
 def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
-    """True with probability ``p`` (rounded to a multiple of 2^-24): ``bool[..., *shape]`` for keys ``[...]``.
+    """True with probability ``p`` (rounded to a multiple of 2^-53): ``bool[..., *shape]`` for keys ``[...]``.
 
     Args:
         key: Keys ``[...]``.
         p: A number, or a tensor that broadcasts against ``[..., *shape]``.
         shape: What one key draws.
     """
-    draws = _bits24(key, math.prod(shape)).reshape(*key.shape, *shape)
+    # Signed words against a signed threshold: -2^52 stands for 0 and 2^52 for 1, which no word reaches.
+    draws = bits(key, shape) >> 11
     if isinstance(p, Tensor):
-        return draws < (p.double() * 2.0**24).round().to(torch.int64) - (1 << 23)
-    return draws < round(p * 2.0**24) - (1 << 23)
+        return draws < (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52)
+    return draws < round(p * 2.0**53) - (1 << 52)
 
 
 def randint(key: Tensor, low: int, high: int, shape: Sequence[int]) -> Tensor:
     """Integers in ``[low, high)``: ``int64[..., *shape]``; the bias is below ``(high - low) / 2^63``."""
-    draws = _shift(bits(key, math.prod(shape)), 1) % (high - low) + low
-    return draws.reshape(*key.shape, *shape)
+    return _shift(bits(key, shape), 1) % (high - low) + low
 
 
 def permutation(key: Tensor, n: int) -> Tensor:
     """A random order of ``0 .. n - 1`` per key: ``int64[..., n]``."""
-    return bits(key, n).argsort(-1, stable=True)
+    return bits(key, (n,)).argsort(-1, stable=True)
 
 
 def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -147,7 +148,7 @@ def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.floa
     of the tail probability (error below 1e-6), in fixed-point integers: unlike logarithm and cosine, these give the
     same bits on every device.
     """
-    draws = _bits24(key, math.prod(shape))
+    draws = bits(key, shape) >> 40
     # An odd number in (0, 2^24), in units of 2^-25 the tail probability; its float32 bits hold octave and position.
     tail = ((1 << 24) - 1) - ((draws ^ (draws >> 63)) << 1)
     code = tail.to(torch.float32).view(torch.int32).to(torch.int64)
@@ -155,7 +156,7 @@ def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.floa
     start, slope = _NORMAL_START.to(key.device), _NORMAL_SLOPE.to(key.device)
     magnitude = (start[segment] << _WITHIN) + slope[segment] * within
     signed = torch.where(draws < 0, -magnitude, magnitude)
-    return (signed.to(torch.float64) * 2.0 ** -(_FRACTION + _WITHIN)).to(dtype).reshape(*key.shape, *shape)
+    return (signed.to(torch.float64) * 2.0 ** -(_FRACTION + _WITHIN)).to(dtype)
 
 
 _STEPS = 8  # 2^8 segments to an octave

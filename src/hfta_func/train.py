@@ -181,15 +181,10 @@ class TrainStep:
         trainable = {path: param for path, param in state.params.items() if path in self.trainable}
         updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable)
         updated = apply_updates(trainable, updates)
-        # Zero times a number is zero unless the number is infinite or NaN.
-        probe = losses * 0
-        for grad in grads.values():
-            probe = probe + (grad.reshape(grad.shape[0], -1) * 0).sum(1)
-        finite = probe == 0
+        finite = _finite([losses, *grads.values()])
         new, old = (updated, buffers, opt_state), (trainable, state.buffers, state.opt_state)
         keep = state.active & finite
-        # On a CPU a look at the flags is cheaper than selecting from every leaf; the values are the same.
-        if torch.compiler.is_compiling() or keep.device.type != "cpu" or _inside_transform() or not bool(keep.all()):
+        if not (_can_look(keep) and bool(keep.all())):
             new = where(keep, new, old)
         updated, buffers, opt_state = new
         state = TrainState(
@@ -328,6 +323,21 @@ class EvalStep:
 def _inside_transform() -> bool:
     """Whether a torch.func transform is running around this call."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _can_look(flags: Tensor) -> bool:
+    """Whether reading values costs less than computing around them: on a CPU, outside compilation and transforms."""
+    return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not _inside_transform()
+
+
+def _finite(leaves: list[Tensor]) -> Tensor:
+    """Which members have only finite values in all leaves ``[M, ...]``: ``bool[M]``."""
+    if _can_look(leaves[0]) and bool(torch.stack([leaf.sum() for leaf in leaves]).isfinite().all()):
+        # Nothing infinite and no NaN can have gone into a finite sum.
+        return torch.ones(leaves[0].shape[0], dtype=torch.bool)
+    # One reduction at the end, so that the compiler computes the flags once and not for every leaf that reads them.
+    largest = [leaf.abs().reshape(leaf.shape[0], -1).amax(1) for leaf in leaves if leaf.numel()]
+    return torch.stack(largest).isfinite().all(0)
 
 
 def _grad(params: Params, func: Callable[[Params], tuple[Tensor, Any]]) -> tuple[Params, Any]:
