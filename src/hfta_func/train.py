@@ -209,7 +209,7 @@ class TrainStep:
         for start in range(0, count, size):
             stop = start + size
             part = optree.tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
-            pieces.append(self._run(part, _slice(self.batch_dims, batch, start, stop)))  # pyright: ignore[reportArgumentType]
+            pieces.append(self._run(part, slice_batch(self.batch_dims, batch, start, stop)))  # pyright: ignore[reportArgumentType]
         return optree.tree_map(lambda *leaves: torch.cat(leaves), *pieces)  # pyright: ignore[reportReturnType]
 
     def _run(self, members: tuple[Params, Params, Tensor, Params], batch: Tree) -> Any:
@@ -395,18 +395,18 @@ def _check_batch(dims: Tree, batch: Tree, count: int, path: str) -> None:
         )
 
 
-def _slice(dims: Tree, batch: Tree, start: int, stop: int) -> Tree:
+def slice_batch(dims: Tree, batch: Tree, start: int, stop: int) -> Tree:
     """Members ``start`` to ``stop`` of a batch."""
     if dims is None:
         return batch
     if isinstance(batch, Mapping):
         return {
-            name: _slice(dims[name] if isinstance(dims, Mapping) else dims, child, start, stop)
+            name: slice_batch(dims[name] if isinstance(dims, Mapping) else dims, child, start, stop)
             for name, child in batch.items()
         }
     if isinstance(batch, tuple | list):
         inner = dims if isinstance(dims, tuple | list) else [dims] * len(batch)
-        parts = [_slice(dim, child, start, stop) for dim, child in zip(inner, batch, strict=True)]
+        parts = [slice_batch(dim, child, start, stop) for dim, child in zip(inner, batch, strict=True)]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch[start:stop]
 

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 
 from hfta_func import rules
@@ -49,11 +50,32 @@ def vmap(
             return mapped(*args, **kwargs)
         rules.install()
         try:
-            return mapped(*args, **kwargs)
+            if kwargs or out_dims != 0:
+                return mapped(*args, **kwargs)
+            return _mapped_flat(func, args, in_dims, randomness, chunk_size)
         except RuntimeError as error:
             raise _advice(error) or error from error.__cause__
 
     return wrapped
+
+
+def _mapped_flat(
+    func: Callable[..., Any], args: tuple[Any, ...], in_dims: Any, randomness: str, chunk_size: int | None
+) -> Any:
+    """``torch.func.vmap`` on flat lists: optree takes trees apart many times faster than torch's own pytree in Python."""
+    leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
+    dims = optree.broadcast_prefix(in_dims, args, none_is_leaf=True) if isinstance(in_dims, tuple) else in_dims
+    out_spec: Any = None
+
+    def flat(*leaves: Any) -> Any:
+        nonlocal out_spec
+        outputs, out_spec = optree.tree_flatten(func(*optree.tree_unflatten(spec, leaves)), none_is_leaf=True)
+        return tuple(outputs)
+
+    outputs = torch.func.vmap(flat, dims if isinstance(dims, int) else tuple(dims), 0, randomness, chunk_size=chunk_size)(
+        *leaves
+    )
+    return optree.tree_unflatten(out_spec, outputs)
 
 
 def _advice(error: RuntimeError) -> TraceError | None:

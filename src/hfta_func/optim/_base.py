@@ -207,6 +207,9 @@ def _vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
         return {
             knob: _vector(name if knob == first else knob, inner, count, device) for knob, inner in spec.knobs.items()
         }
+    if device.type == "meta":
+        # Only the structure of the state is asked for, whatever M is.
+        return torch.empty(count, dtype=torch.float64, device=device)
     values = torch.as_tensor(spec, dtype=torch.float64).to(device)
     if values.dim() and values.shape[0] != count:
         raise HyperparameterError(

@@ -88,9 +88,11 @@ def install_for_compiler() -> bool:
     configuration; the fingerprint of the rules joins the latter, as one more entry of a table of versions.
     """
     install()
-    import torch._inductor.config
+    from torch._inductor import config
 
-    torch._inductor.config.unsafe_marked_cacheable_functions["hfta_func.rules"] = fingerprint()
+    # Assigned, not updated in place: the configuration notices only assignments.
+    versions = config.unsafe_marked_cacheable_functions
+    config.unsafe_marked_cacheable_functions = {**versions, "hfta_func.rules": fingerprint()}
     return True
 
 
@@ -117,7 +119,9 @@ def uninstall() -> None:
             _library = None
         config = sys.modules.get("torch._inductor.config")
         if config is not None:
-            config.unsafe_marked_cacheable_functions.pop("hfta_func.rules", None)
+            versions = dict(config.unsafe_marked_cacheable_functions)
+            versions.pop("hfta_func.rules", None)
+            config.unsafe_marked_cacheable_functions = versions
 
 
 def _kernel(op: str, rule: Rule) -> Callable[..., Any]:

@@ -28,6 +28,9 @@ def _fold_mask(mask: Tensor | None, dim: int | None, num_models: int, batch: int
 @register("_scaled_dot_product_flash_attention_for_cpu")
 def attention_cpu(call: Call, *args: Any, attn_mask: Tensor | None = None, scale: float | None = None) -> Result:
     """Forward of query, key and value ``[M,N,H,L,D]``; the model axis joins the batch that kernels are parallel over."""
+    if attn_mask is not None and attn_mask.requires_grad:
+        # The fused kernel has no gradient for the mask. PyTorch sees that where it picks a kernel; under vmap it cannot.
+        return _folded(_differentiable, call, 3, args, attn_mask, scale)
     return _folded(_forward, call, 3, args, attn_mask, scale)
 
 
@@ -48,6 +51,13 @@ def _folded(
     mask = _fold_mask(mask, mask_dim, num_models, folded[0].shape[0] // num_models)
     outputs = operator(*folded, *args[tensors:], attn_mask=mask, scale=scale)
     return tuple(split(output, 0, num_models) for output in outputs), (0,) * len(outputs)
+
+
+def _differentiable(*args: Any, attn_mask: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    query, key, value, *options = args
+    output, _ = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, *options, scale=scale)
+    # Nothing reads the log-sum-exp: the backward pass is autograd's own.
+    return output, output.new_zeros(output.shape[:-1])
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -28,7 +28,7 @@ def batch_norm(
     # [M,N,C,S] -> [N,MC,S] -> [N,M,C,S]; vectors [M,C] -> [MC]
     num_models = call.num_models
     x_dim, weight_dim, bias_dim, mean_dim, var_dim = call.dims[:5]
-    if training and running_mean is not None and mean_dim is None:
+    if training and running_mean is not None and x_dim is not None and (mean_dim is None or var_dim is None):
         raise TraceError(
             "batch_norm would update running statistics that all members share; pass the stacked buffers to vmap too, as "
             "functional(model) does"
@@ -39,8 +39,13 @@ def batch_norm(
     if training:
         for flat, stat, dim in ((stats[0], running_mean, mean_dim), (stats[1], running_var, var_dim)):
             # Where flattening had to copy, the copy was updated.
-            if stat is not None and flat is not None and dim is not None and not stat.movedim(dim, 0).is_contiguous():
-                stat.movedim(dim, 0).copy_(split(flat, 0, num_models))
+            if stat is None or flat is None:
+                continue
+            updated = split(flat, 0, num_models)
+            if dim is None:
+                stat.copy_(updated[0])
+            elif not stat.movedim(dim, 0).is_contiguous():
+                stat.movedim(dim, 0).copy_(updated)
     return split(y, 1, num_models), 1
 
 

@@ -1,0 +1,192 @@
+"""Rules against a Python loop over members: every mix of shared and per-member inputs, every composition."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import RULE_CASES, RuleCase
+from torch import Tensor
+
+import hfta_func as hfta
+
+M = 3
+
+
+def _masks(case: RuleCase) -> list[tuple[bool, ...]]:
+    count = len(case.make())
+    return [mask for mask in itertools.product((True, False), repeat=count) if any(mask)]
+
+
+CASES = [
+    pytest.param(case, mask, id=f"{case.name}-{''.join('b' if batched else 's' for batched in mask)}")
+    for case in RULE_CASES
+    for mask in _masks(case)
+]
+ALL_BATCHED = [pytest.param(case, id=case.name) for case in RULE_CASES]
+
+
+def _inputs(case: RuleCase, mask: tuple[bool, ...]) -> list[Tensor]:
+    members = [case.make() for _ in range(M)]
+    return [torch.stack(column) if batched else column[0] for batched, column in zip(mask, zip(*members, strict=True), strict=True)]
+
+
+def _tuple(output: object) -> tuple[Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)  # type: ignore[return-value]
+
+
+def _objective(outputs: tuple[Tensor, ...]) -> Tensor:
+    """A scalar whose gradient reaches every entry of every differentiable output with another weight."""
+    total = outputs[0].new_zeros(())
+    for output in outputs:
+        if output.is_floating_point() and output.requires_grad:
+            weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).reshape(output.shape)
+            total = total + (output * output * weights).sum()
+    return total
+
+
+def _loop(case: RuleCase, mask: tuple[bool, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    members = [
+        _tuple(case.func(*(x[i] if batched else x for batched, x in zip(mask, inputs, strict=True)))) for i in range(M)
+    ]
+    return tuple(torch.stack(column) for column in zip(*members, strict=True))
+
+
+def _grads(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
+    wanted = [x for x in inputs if x.requires_grad]
+    return list(torch.autograd.grad(_objective(outputs), wanted, materialize_grads=True, allow_unused=True))
+
+
+def _close(got: object, expected: object) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("case", "mask"), CASES)
+def test_matches_the_loop_forward_and_backward(case: RuleCase, mask: tuple[bool, ...]) -> None:
+    inputs = [x.requires_grad_(x.is_floating_point()) for x in _inputs(case, mask)]
+    expected = _loop(case, mask, inputs)
+    got = _tuple(hfta.vmap(case.func, in_dims=tuple(0 if batched else None for batched in mask))(*inputs))
+    _close(got, expected)
+    _close(_grads(got, inputs), _grads(expected, inputs))
+
+
+@pytest.mark.parametrize("case", ALL_BATCHED)
+def test_model_axis_anywhere(case: RuleCase) -> None:
+    mask = (True,) * len(case.make())
+    inputs = _inputs(case, mask)
+    last = [x.movedim(0, -1) for x in inputs]
+    _close(_tuple(hfta.vmap(case.func, in_dims=-1)(*last)), _loop(case, mask, inputs))
+
+
+@pytest.mark.parametrize("case", ALL_BATCHED)
+def test_gradient_inside_vmap(case: RuleCase) -> None:
+    mask = (True,) * len(case.make())
+    inputs = _inputs(case, mask)
+    argnums = tuple(i for i, x in enumerate(inputs) if x.is_floating_point())
+
+    def objective(*args: Tensor) -> Tensor:
+        return sum(output.square().sum() for output in _tuple(case.func(*args)) if output.is_floating_point())  # type: ignore[return-value]
+
+    grad = torch.func.grad(objective, argnums)
+    expected = [torch.stack(column) for column in zip(*(grad(*(x[i] for x in inputs)) for i in range(M)), strict=True)]
+    _close(list(hfta.vmap(grad)(*inputs)), expected)
+
+
+@pytest.mark.parametrize("case", ALL_BATCHED)
+def test_array_of_arrays(case: RuleCase) -> None:
+    mask = (True,) * len(case.make())
+    arrays = [_inputs(case, mask) for _ in range(2)]
+    nested = hfta.vmap(hfta.vmap(case.func))(*(torch.stack(column) for column in zip(*arrays, strict=True)))
+    for i, inputs in enumerate(arrays):
+        _close(tuple(output[i] for output in _tuple(nested)), _loop(case, mask, inputs))
+
+
+@pytest.mark.parametrize("case", ALL_BATCHED)
+def test_under_compile(case: RuleCase) -> None:
+    mask = (True,) * len(case.make())
+    inputs = _inputs(case, mask)
+    torch._dynamo.reset()
+    compiled = torch.compile(hfta.vmap(case.func), fullgraph=True, backend="aot_eager")
+    _close(_tuple(compiled(*inputs)), _loop(case, mask, inputs))
+
+
+@pytest.mark.parametrize("case", ALL_BATCHED)
+def test_an_array_of_one(case: RuleCase) -> None:
+    inputs = [x[:1] for x in _inputs(case, (True,) * len(case.make()))]
+    expected = tuple(output.unsqueeze(0) for output in _tuple(case.func(*(x[0] for x in inputs))))
+    _close(_tuple(hfta.vmap(case.func)(*inputs)), expected)
+
+
+def test_a_shared_input_is_not_repeated() -> None:
+    x, weight = torch.randn(2, 3, 6, 6), torch.randn(16, 4, 3, 3, 3)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            if func is torch.ops.aten.convolution.default:
+                largest = max(largest, args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        hfta.vmap(torch.nn.functional.conv2d, in_dims=(None, 0))(x, weight)
+    assert largest == x.numel()
+
+
+def test_running_statistics_shared_by_members_are_refused() -> None:
+    def norm(x: Tensor) -> Tensor:
+        return torch.nn.functional.batch_norm(x, torch.zeros(3), torch.ones(3), training=True)
+
+    with pytest.raises(hfta.TraceError, match="running statistics that all members share"):
+        hfta.vmap(norm)(torch.randn(M, 4, 3))
+
+
+def test_install_and_uninstall_restore_pytorch() -> None:
+    op = torch.ops.aten.convolution.default
+    hfta.rules.uninstall()
+    assert not hfta.rules.is_installed()
+    before = torch.library.get_kernel(op, "FuncTorchBatched")
+    hfta.rules.install()
+    hfta.rules.install()
+    assert hfta.rules.is_installed()
+    hfta.rules.uninstall()
+    x, weight = torch.randn(M, 2, 3, 5, 5), torch.randn(M, 4, 3, 2, 2)
+    plain = torch.vmap(torch.nn.functional.conv2d)(x, weight)
+    assert not hfta.rules.is_installed()
+    assert before is not None
+    torch.testing.assert_close(hfta.vmap(torch.nn.functional.conv2d)(x, weight), plain)
+    assert hfta.rules.is_installed()
+
+
+_PROCESS = """
+import sys, torch, hfta_func as hfta
+from hfta_func.rules import _registry
+factor = float(sys.argv[1])
+rule = _registry.RULES["mm"]
+def scaled(call, x, weight):
+    output, dim = rule(call, x, weight)
+    return output * factor, dim
+_registry.RULES["mm"] = scaled
+_registry.fingerprint = lambda: sys.argv[1]
+f = torch.compile(hfta.vmap(torch.mm), fullgraph=True)
+print(f(torch.ones(2, 1, 1), torch.ones(2, 1, 1)).flatten().tolist())
+"""
+
+
+def test_processes_with_different_rules_do_not_share_compiled_graphs(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    def run(factor: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROCESS, factor],
+            env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    assert run("1") == "[1.0, 1.0]"
+    assert run("3") == "[3.0, 3.0]"
+    assert run("1") == "[1.0, 1.0]"
