@@ -115,7 +115,7 @@ class OptimizerCase(NamedTuple):
 
 
 _ADAM = {
-    "lr": [1e-2, 3e-3, 2e-2],
+    "lr": [3e-3, 1e-3, 5e-3],
     "betas": [(0.9, 0.999), (0.8, 0.99), (0.5, 0.9)],
     "eps": [1e-8, 1e-6, 1e-4],
     "weight_decay": [0.0, 1e-2, 0.1],
@@ -178,7 +178,7 @@ class CNN(nn.Module):
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Dropout2d(dropout),
-            nn.Conv2d(4, 6, 2),
+            nn.Conv2d(4, 6, 2, padding=1, bias=False),
             nn.BatchNorm2d(6),
             nn.ReLU(),
             nn.AdaptiveAvgPool2d(1),

@@ -31,7 +31,10 @@ ALL_BATCHED = [pytest.param(case, id=case.name) for case in RULE_CASES]
 
 def _inputs(case: RuleCase, mask: tuple[bool, ...]) -> list[Tensor]:
     members = [case.make() for _ in range(M)]
-    return [torch.stack(column) if batched else column[0] for batched, column in zip(mask, zip(*members, strict=True), strict=True)]
+    return [
+        torch.stack(column) if batched else column[0]
+        for batched, column in zip(mask, zip(*members, strict=True), strict=True)
+    ]
 
 
 def _tuple(output: object) -> tuple[Tensor, ...]:

@@ -1,0 +1,251 @@
+"""The invariants of an array, on whole trajectories of three workloads with members that differ in everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from cases import OPTIMIZERS, WORKLOADS, OptimizerCase, batches, loss_fn, models, ours, theirs
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import hfta_func as hfta
+from hfta_func.testing import assert_matches_solo
+
+M, STEPS = 3, 50
+SEEDS = [11, 7, 1002]
+
+
+def _array(
+    name: str,
+    case: OptimizerCase = OPTIMIZERS[-2],
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> tuple[list[nn.Module], hfta.TrainStep, hfta.TrainState]:
+    members = models(name, M, dropout, dtype)
+    step = hfta.make_train_step(members[0], loss_fn, ours(case), **options)
+    return members, step, step.init(*hfta.stack_params(members), seeds=SEEDS)
+
+
+def _largest_difference(a: Any, b: Any) -> float:
+    """Over all leaves, relative to the largest magnitude of the leaf."""
+    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+    return max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in pairs if y.is_floating_point())
+
+
+def _identical(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
+def test_members_are_the_runs_of_torch(name: str, case: OptimizerCase) -> None:
+    members, step, state = _array(name, case)
+    optimizers = [theirs(case, i, member.parameters()) for i, member in enumerate(members)]
+    for batch in batches(M, STEPS):
+        state, metrics = step(state, batch)
+        for i, (member, optimizer) in enumerate(zip(members, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = loss_fn(member, (batch[0][i], batch[1][i]))
+            loss.backward()
+            optimizer.step()
+            torch.testing.assert_close(metrics["loss"][i], loss.detach(), rtol=1e-9, atol=0)
+    for mine, theirs_ in zip(hfta.unstack_params(members[0], state.params, state.buffers), members, strict=True):
+        assert _largest_difference(mine.state_dict(), theirs_.state_dict()) <= 1e-10
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name) for case in OPTIMIZERS if "amsgrad" not in case.options]
+)
+def test_members_with_dropout_are_arrays_of_one(name: str, case: OptimizerCase) -> None:
+    _, step, state = _array(name, case, dropout=0.3)
+    after = assert_matches_solo(step, state, batches(M, STEPS), rtol=1e-10)
+    assert not _identical(after.params, state.params)
+    assert after.step.tolist() == [STEPS] * M
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_float32_members_are_arrays_of_one(name: str) -> None:
+    # SGD, because Adam scales up the rounding noise of gradients that are zero, such as that of a key's bias in attention.
+    _, step, state = _array(name, OPTIMIZERS[1], dropout=0.3, dtype=torch.float32)
+    assert_matches_solo(step, state, batches(M, 10, dtype=torch.float32), rtol=1e-3)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_chunks_change_nothing(name: str, chunk_size: int) -> None:
+    members, step, state = _array(name, dropout=0.3)
+    chunked = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[-2]), chunk_size=chunk_size)
+    a = b = state
+    for batch in batches(M, 5):
+        (a, whole), (b, parts) = step(a, batch), chunked(b, batch)
+        torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+    assert _largest_difference(b, a) <= 1e-10
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_one_shared_batch_equals_equal_batches(name: str) -> None:
+    members, step, state = _array(name, dropout=0.3)
+    shared = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[-2]), batch_dims=None)
+    mixed = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[-2]), batch_dims=(None, 0), chunk_size=2)
+    a = b = c = state
+    for inputs, targets in batches(1, 5):
+        inputs, targets = inputs[0], targets[0]
+        repeated = torch.stack([targets] * M)
+        a, _ = step(a, (torch.stack([inputs] * M), repeated))
+        b, _ = shared(b, (inputs, targets))
+        c, _ = mixed(c, (inputs, repeated))
+    assert _largest_difference(b, a) <= 1e-10
+    assert _largest_difference(c, a) <= 1e-10
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_permuting_members_permutes_results(name: str) -> None:
+    _, step, state = _array(name, dropout=0.3)
+    order = [2, 0, 1]
+    permuted, straight = hfta.take(state, order), state
+    for batch in batches(M, 5):
+        straight, _ = step(straight, batch)
+        permuted, _ = step(permuted, hfta.take(batch, order))
+    assert _largest_difference(permuted, hfta.take(straight, order)) <= 1e-12
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e200])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_member_that_fails_leaves_the_others_bit_identical(name: str, poison: float) -> None:
+    _, step, state = _array(name, dropout=0.3)
+    healthy = sick = state
+    for number, (inputs, targets) in enumerate(batches(M, 5)):
+        spoilt = inputs.clone()
+        if number == 2:
+            spoilt[1] = poison
+        before = sick
+        healthy, _ = step(healthy, (inputs, targets))
+        sick, metrics = step(sick, (spoilt, targets))
+        if number == 2 and poison != 1e200:
+            assert metrics["finite"].tolist() == [True, False, True]
+            for kept, old in zip(sick[:3], before[:3], strict=True):
+                assert _identical(hfta.take(kept, [1]) if kept else kept, hfta.take(old, [1]) if old else old)
+            assert sick.step.tolist() == [3, 3, 3]
+    assert _identical(hfta.take(sick, [0, 2]), hfta.take(healthy, [0, 2]))
+    assert all(leaf.isfinite().all() for leaf in sick.params.values())
+
+
+def test_inactive_members_keep_everything() -> None:
+    _, step, state = _array("cnn", dropout=0.3)
+    state = state._replace(active=torch.tensor([True, False, True]))
+    after = state
+    for batch in batches(M, 3):
+        after, _ = step(after, batch)
+    assert _identical(hfta.take(after, [1]), hfta.take(state, [1]))
+    assert after.step.tolist() == [3, 0, 3]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_step_writes_nothing_the_caller_holds(name: str) -> None:
+    _, step, state = _array(name, dropout=0.3)
+    (batch,) = batches(M, 1)
+    held = optree.tree_map(torch.clone, (state, batch))
+    step(state, batch)
+    assert _identical((state, batch), held)
+    assert not any(leaf.requires_grad for leaf in optree.tree_leaves(step(state, batch)))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_compiled_once_and_equal(name: str) -> None:
+    torch._dynamo.reset()
+    _, step, state = _array(name, dropout=0.3)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    assert_matches_solo(step, state, batches(M, 4), run=compiled, rtol=1e-10)
+    changed = hfta.with_hyperparams(state, lr=[0.02, 0.01, 0.005], weight_decay=0.3)
+    assert_matches_solo(step, changed, batches(M, 2), members=[1], run=compiled, rtol=1e-10)
+    assert counter.frame_count == 1
+
+
+def test_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    members, step, state = _array("cnn", dropout=0.3)
+    compiled = torch.compile(step, fullgraph=True)
+    assert_matches_solo(step, state, batches(M, 10), run=compiled, rtol=1e-10)
+    (batch,) = batches(M, 1)
+    batch[0][1] = float("nan")
+    after, metrics = compiled(state, batch)
+    assert metrics["finite"].tolist() == [True, False, True]
+    assert _identical(hfta.take(after.params, [1]), hfta.take(state.params, [1]))
+    assert len(hfta.unstack_params(members[0], after.params, after.buffers)) == M
+
+
+def test_chained_clipping_and_schedules_under_compile() -> None:
+    torch._dynamo.reset()
+    members = models("mlp", M, 0.3)
+    schedule = hfta.schedules.warmup(hfta.schedules.cosine([0.1, 0.2, 0.3], T_max=20), steps=[2, 3, 4])
+    optimizer = hfta.chain(hfta.clip_grad_norm([0.1, 0.2, 0.5]), hfta.sgd(lr=schedule, momentum=0.9))
+    step = hfta.make_train_step(members[0], loss_fn, optimizer)
+    state = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_matches_solo(step, state, batches(M, 8), run=compiled, rtol=1e-10)
+
+
+def test_clipping_is_that_of_torch() -> None:
+    members = models("mlp", M)
+    limits = [0.05, 0.5, 100.0]
+    optimizer = hfta.chain(hfta.clip_grad_norm(limits), hfta.sgd(lr=0.1))
+    step = hfta.make_train_step(members[0], loss_fn, optimizer)
+    state = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    optimizers = [torch.optim.SGD(member.parameters(), lr=0.1) for member in members]
+    for inputs, targets in batches(M, 10):
+        state, _ = step(state, (inputs, targets))
+        for i, member in enumerate(members):
+            optimizers[i].zero_grad()
+            loss_fn(member, (inputs[i], targets[i])).backward()
+            nn.utils.clip_grad_norm_(member.parameters(), limits[i])
+            optimizers[i].step()
+    assert _largest_difference(state.params, hfta.stack_params(members).params) <= 1e-10
+
+
+def test_the_loss_sees_the_members_own_numbers() -> None:
+    members = models("mlp", M)
+
+    def smoothed(
+        model: nn.Module, batch: tuple[Tensor, Tensor], hparams: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(batch[0])
+        return loss_fn(lambda x: logits, batch) + hparams["penalty"] * logits.square().mean(), {
+            "penalty": hparams["penalty"]
+        }  # type: ignore[arg-type]
+
+    step = hfta.make_train_step(members[0], smoothed, hfta.adam(lr=0.01))
+    state = step.init(*hfta.stack_params(members), seeds=SEEDS, hparams={"penalty": [0.0, 0.1, 0.2]})
+    state = assert_matches_solo(step, state, batches(M, 5))
+    _, metrics = step(hfta.with_hyperparams(state, penalty=[0.3, 0.2, 0.1]), batches(M, 1)[0])
+    assert metrics["penalty"].tolist() == pytest.approx([0.3, 0.2, 0.1])
+
+
+def test_members_join_and_leave_without_a_change() -> None:
+    _, step, state = _array("cnn", dropout=0.3)
+    data = batches(M, 6)
+    for batch in data[:3]:
+        state, _ = step(state, batch)
+    left, right = hfta.take(state, [0]), hfta.take(state, [1, 2])
+    joined = hfta.concat([right, left])
+    for batch in data[3:]:
+        state, _ = step(state, batch)
+        joined, _ = step(joined, hfta.take(batch, [1, 2, 0]))
+    assert _largest_difference(hfta.take(joined, [2, 0, 1]), state) <= 1e-10
+
+
+def test_an_array_of_arrays() -> None:
+    _, step, state = _array("mlp", dropout=0.3)
+    other = hfta.with_hyperparams(state._replace(keys=state.keys + 1), lr=[0.001, 0.002, 0.003])
+    first, second = batches(M, 2)
+    stacked = optree.tree_map(lambda *leaves: torch.stack(leaves), state, other)
+    both = optree.tree_map(lambda *leaves: torch.stack(leaves), first, second)
+    nested, _ = hfta.vmap(step)(stacked, both)
+    for i, (start, batch) in enumerate(((state, first), (other, second))):
+        alone, _ = step(start, batch)
+        assert _largest_difference(optree.tree_map(lambda leaf, i=i: leaf[i], nested), alone) <= 1e-10
