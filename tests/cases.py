@@ -57,7 +57,9 @@ RULE_CASES = [
     RuleCase("conv2d of one image", lambda *a: F.conv2d(*a, stride=2), _randn((3, 5, 5), (4, 3, 2, 2), (4,))),
     RuleCase("conv3d", F.conv3d, _randn((2, 2, 3, 4, 4), (3, 2, 2, 2, 2), (3,))),
     RuleCase(
-        "conv_transpose1d", lambda *a: F.conv_transpose1d(*a, stride=2, output_padding=1), _randn((2, 3, 5), (3, 4, 3), (4,))
+        "conv_transpose1d",
+        lambda *a: F.conv_transpose1d(*a, stride=2, output_padding=1),
+        _randn((2, 3, 5), (3, 4, 3), (4,)),
     ),
     RuleCase(
         "conv_transpose2d grouped",
@@ -68,7 +70,9 @@ RULE_CASES = [
     RuleCase("batch_norm in evaluation", _batch_norm(False), _randn((4, 3, 5), (3,), (3,), (3,), (3,))),
     RuleCase("batch_norm without anything", lambda x: F.batch_norm(x, None, None, training=True), _randn((4, 3))),
     RuleCase("max_pool2d", lambda x: F.max_pool2d(x * 1, 2, return_indices=True), _randn((2, 3, 4, 6))),
-    RuleCase("max_pool2d after conv2d", lambda x, w: F.max_pool2d(F.conv2d(x, w), 2), _randn((2, 3, 5, 5), (4, 3, 2, 2))),
+    RuleCase(
+        "max_pool2d after conv2d", lambda x, w: F.max_pool2d(F.conv2d(x, w), 2), _randn((2, 3, 5, 5), (4, 3, 2, 2))
+    ),
     RuleCase("max_pool2d of one image", lambda x: F.max_pool2d(x, 2), _randn((3, 4, 4))),
     RuleCase("cross_entropy", F.cross_entropy, _with_targets(_randn((6, 5)), 6, classes=5)),
     RuleCase(
@@ -127,7 +131,12 @@ OPTIMIZERS = [
         "sgd with momentum",
         hfta.sgd,
         torch.optim.SGD,
-        {"lr": [0.05, 0.02, 0.1], "momentum": [0.9, 0.0, 0.5], "weight_decay": [0.0, 1e-2, 1e-3], "dampening": [0.1, 0.5, 0.0]},
+        {
+            "lr": [0.05, 0.02, 0.1],
+            "momentum": [0.9, 0.0, 0.5],
+            "weight_decay": [0.0, 1e-2, 1e-3],
+            "dampening": [0.1, 0.5, 0.0],
+        },
         {},
     ),
     OptimizerCase(
@@ -211,7 +220,9 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs), targets)
 
 
-def batches(num_models: int, steps: int, rows: int = 6, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
+def batches(
+    num_models: int, steps: int, rows: int = 6, dtype: torch.dtype = torch.float64
+) -> list[tuple[Tensor, Tensor]]:
     """Batches ``[M, N, ...]`` that differ between members and steps."""
     return [
         (torch.randn(num_models, rows, 4, 3, dtype=dtype), torch.randint(5, (num_models, rows))) for _ in range(steps)

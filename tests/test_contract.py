@@ -7,11 +7,11 @@ from typing import Any
 import optree
 import pytest
 import torch
-from cases import OPTIMIZERS, WORKLOADS, OptimizerCase, batches, loss_fn, models, ours, theirs
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hfta_func as hfta
+from cases import OPTIMIZERS, WORKLOADS, OptimizerCase, batches, loss_fn, models, ours, theirs
 from hfta_func.testing import assert_matches_solo
 
 M, STEPS = 3, 50
@@ -70,7 +70,7 @@ def test_members_with_dropout_are_arrays_of_one(name: str, case: OptimizerCase) 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_float32_members_are_arrays_of_one(name: str) -> None:
-    # SGD, because Adam scales up the rounding noise of gradients that are zero, such as that of a key's bias in attention.
+    # SGD, because Adam scales up the rounding noise of gradients that are zero, as that of a key's bias in attention.
     _, step, state = _array(name, OPTIMIZERS[1], dropout=0.3, dtype=torch.float32)
     assert_matches_solo(step, state, batches(M, 10, dtype=torch.float32), rtol=1e-3)
 

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from cases import RULE_CASES, RuleCase
 from torch import Tensor
 
 import hfta_func as hfta
+from cases import RULE_CASES, RuleCase
 
 M = 3
 

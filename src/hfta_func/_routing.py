@@ -21,7 +21,7 @@ from hfta_func import random
 from hfta_func._errors import RandomnessError
 
 
-class routed(TorchFunctionMode):  # noqa: N801 - a context manager, used like torch.no_grad
+class routed(TorchFunctionMode):
     """Draw every random number inside the ``with`` block from ``key``.
 
     Args:
@@ -154,10 +154,14 @@ def _attention(
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     weights = scores.softmax(-1)
+    if attn_mask is not None:
+        # As in torch, a query that may see nothing gets zeros.
+        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
     return _scale(mode, weights, weights.shape, dropout_p, True, False) @ value
 
 
@@ -178,9 +182,15 @@ def _rrelu(
     return torch.where(input < 0, input * slope, input)
 
 
+def _rrelu_(mode: routed, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return input.copy_(_rrelu(mode, func, input, *args, **kwargs))
+
+
 def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def like(mode: routed, func: Any, input: Tensor, *bounds: int, dtype: Any = None, **options: Any) -> Tensor:
-        return draw(mode, func, *bounds, input.shape, dtype=dtype or input.dtype, device=input.device, **_plain(options))
+        return draw(
+            mode, func, *bounds, input.shape, dtype=dtype or input.dtype, device=input.device, **_plain(options)
+        )
 
     return like
 
@@ -209,9 +219,12 @@ def _randint(mode: routed, func: Any, *args: Any, dtype: Any = None, device: Any
     _no_generator(func, rest.get("generator"))
     size = rest.get("size")
     if size is None:
-        *args, size = args
-    low, high = (rest.get("low", 0), rest.get("high")) if not args else (0, *args)[-2:]
-    values = random.randint(mode.next_key(), low, rest.get("high", high), tuple(size)).to(dtype or torch.int64)
+        size, args = args[-1], args[:-1]
+    if "high" in rest:
+        low, high = args[0] if args else rest.get("low", 0), rest["high"]
+    else:
+        low, high = (0, *args)[-2:]
+    values = random.randint(mode.next_key(), low, high, tuple(size)).to(dtype or torch.int64)
     return values if device is None else values.to(device)
 
 
@@ -310,6 +323,7 @@ ROUTED: dict[str, Callable[..., Any]] = {
     "feature_alpha_dropout_": _alpha(_channelwise, True),
     "scaled_dot_product_attention": _attention,
     "rrelu": _rrelu,
+    "rrelu_": _rrelu_,
     "rand": _factory(random.uniform),
     "randn": _factory(random.normal),
     "rand_like": _like(_factory(random.uniform)),
@@ -331,7 +345,7 @@ ROUTED: dict[str, Callable[..., Any]] = {
 """Operators whose noise comes from the member's key."""
 
 REFUSED = (
-    "binomial", "cauchy_", "geometric_", "log_normal_", "multinomial", "poisson", "random_", "rrelu_",
+    "binomial", "cauchy_", "geometric_", "log_normal_", "multinomial", "poisson", "random_",
     "rrelu_with_noise", "_sample_dirichlet", "_standard_gamma",
 )  # fmt: skip
 """Operators that draw, and that no entry of :data:`ROUTED` replaces."""
@@ -354,6 +368,10 @@ def _entered(func: types.FunctionType) -> types.FunctionType:
 
 
 _COMPOSITES = {getattr(F, name): _entered(getattr(F, name)) for name in _PYTHON}
+# These two are chosen between two functions by an argument; the plain one is what torch calls with a mode in force.
+for _name in ("fractional_max_pool2d", "fractional_max_pool3d"):
+    _COMPOSITES[getattr(F, _name)] = _entered(getattr(F, f"_{_name}"))
+
 _NAMES = {func: spelled for name in (*ROUTED, *REFUSED) for func, spelled in _spellings(name)}
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **{func: _refused for name in REFUSED for func, _ in _spellings(name)},

@@ -113,7 +113,12 @@ def _equal(a: Any, b: Any, own: set[int], seen: set[tuple[int, int]]) -> bool:
         return False
     same = functools.partial(_equal, own=own, seen=seen)
     if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
+        return (
+            a.shape == b.shape
+            and a.dtype == b.dtype
+            and a.device == b.device
+            and (a.is_meta or bool(torch.equal(a, b)))
+        )
     if isinstance(a, nn.Module):
         return _kind(a) == _kind(b) and same(vars(a), vars(b))
     if isinstance(a, dict):
@@ -128,9 +133,11 @@ def _equal(a: Any, b: Any, own: set[int], seen: set[tuple[int, int]]) -> bool:
         return a.__func__ is b.__func__ and same(a.__self__, b.__self__)
     if isinstance(a, types.FunctionType):
         closures = tuple(tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (a, b))
-        return a.__code__ == b.__code__ and same(a.__defaults__, b.__defaults__) and same(*closures)
+        return a.__code__ == b.__code__ and same(
+            (a.__defaults__, a.__kwdefaults__, closures[0]), (b.__defaults__, b.__kwdefaults__, closures[1])
+        )
     if type(a).__eq__ is not object.__eq__:
-        return bool(_all(a == b)) or (a != a and b != b)  # noqa: PLR0124 - NaN equals NaN here
+        return bool(_all((a == b) | ((a != a) & (b != b))))
     return hasattr(a, "__dict__") and same(vars(a), vars(b))
 
 

@@ -5,8 +5,8 @@ Public: :func:`num_models`, :func:`take`, :func:`concat`. Axis 0 of every leaf i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -16,6 +16,21 @@ from hfta_func._errors import StackError
 from hfta_func._types import Tree
 
 T = TypeVar("T")
+
+
+def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Any:
+    """``func`` of every leaf, or of the corresponding leaves of several trees."""
+    return optree.tree_map(func, tree, *rest)
+
+
+def leaves(tree: Tree) -> list[Tensor]:
+    """The tensors of a tree, in order."""
+    return optree.tree_leaves(tree)
+
+
+def paths(tree: Tree, name: str) -> list[str]:
+    """How the leaves of a tree called ``name`` are reached in Python, in the same order."""
+    return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
 
 
 def num_models(tree: Tree) -> int:
@@ -28,10 +43,8 @@ def num_models(tree: Tree) -> int:
         >>> num_models({"weight": torch.zeros(4, 10, 2), "bias": torch.zeros(4, 10)})
         4
     """
-    sizes = {
-        optree.PyTreeAccessor(path).codify("tree"): (leaf.shape[0] if leaf.dim() else None)
-        for path, leaf in zip(optree.tree_accessors(tree), optree.tree_leaves(tree), strict=True)
-    }
+    found = zip(paths(tree, "tree"), leaves(tree), strict=True)
+    sizes = {path: (leaf.shape[0] if leaf.dim() else None) for path, leaf in found}
     if not sizes:
         raise StackError("tree has no tensors, so it has no members; pass the result of stack_params or a state")
     (first, size), *rest = sizes.items()
@@ -64,7 +77,7 @@ def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:
     """
     count = num_models(tree)
     chosen = _indices(index, count)
-    return optree.tree_map(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)), tree)  # pyright: ignore[reportReturnType]
+    return tree_map(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)), tree)
 
 
 def _indices(index: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:
@@ -76,6 +89,10 @@ def _indices(index: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:
         if chosen.shape != (count,):
             raise StackError(f"mask has shape {list(chosen.shape)} but the array has {count} members; pass [{count}]")
         chosen = chosen.nonzero().flatten()
+    if chosen.dim() > 1 or (chosen.numel() and chosen.dtype.is_floating_point):
+        raise StackError(
+            f"index is {chosen.dtype}{list(chosen.shape)}; pass one integer, a list of them, a slice or a mask"
+        )
     if chosen.numel() == 0:
         raise StackError("no member selected; an array keeps at least one member")
     chosen = chosen.to(torch.int64)
@@ -100,26 +117,24 @@ def concat(trees: Sequence[T]) -> T:
     """
     if not trees:
         raise StackError("nothing to join; pass at least one array")
-    spec = optree.tree_structure(trees[0])
-    for position, tree in enumerate(trees):
+    structures = [optree.tree_structure(tree) for tree in trees]  # pyright: ignore[reportArgumentType]
+    for position, (tree, structure) in enumerate(zip(trees, structures, strict=True)):
         num_models(tree)
-        if optree.tree_structure(tree) != spec:
+        if structure != structures[0]:
             raise StackError(
                 f"array {position} has another structure than array 0; join arrays of one model and optimizer:\n"
-                f"  array 0: {spec}\n  array {position}: {optree.tree_structure(tree)}"
+                f"  array 0: {structures[0]}\n  array {position}: {structure}"
             )
-    paths = [accessor.codify("tree") for accessor in optree.tree_accessors(trees[0])]
-    columns = zip(*(optree.tree_leaves(tree) for tree in trees), strict=True)
-    leaves = []
-    for path, column in zip(paths, columns, strict=True):
+    joined = []
+    for path, *column in zip(paths(trees[0], "tree"), *map(leaves, trees), strict=True):
         for position, leaf in enumerate(column):
             if leaf.shape[1:] != column[0].shape[1:] or leaf.dtype != column[0].dtype:
                 raise StackError(
                     f"array {position}: {path} is {leaf.dtype}{list(leaf.shape[1:])} per member but array 0 has "
                     f"{column[0].dtype}{list(column[0].shape[1:])}; join arrays of one model and dtype"
                 )
-        leaves.append(torch.cat(column))
-    return optree.tree_unflatten(spec, leaves)  # pyright: ignore[reportReturnType]
+        joined.append(torch.cat(column))
+    return optree.tree_unflatten(structures[0], joined)  # pyright: ignore[reportReturnType]
 
 
 def per_model(value: Tensor, leaf: Tensor) -> Tensor:
@@ -133,4 +148,4 @@ def where(mask: Tensor, new: T, old: T) -> T:
     def choose(a: Tensor, b: Tensor) -> Tensor:
         return torch.where(mask.reshape(-1, *(1,) * (a.dim() - 1)), a, b)
 
-    return optree.tree_map(choose, new, old)  # pyright: ignore[reportReturnType]
+    return tree_map(choose, new, old)

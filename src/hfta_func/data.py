@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from hfta_func import random
 from hfta_func._errors import BatchError, HyperparameterError
 from hfta_func._routing import routed
+from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
 from hfta_func.transforms import vmap
 
@@ -64,21 +64,23 @@ class ArrayLoader:
     ):
         if shared:
             if not (seeds is None or isinstance(seeds, int)):
-                raise HyperparameterError("shared=True makes one batch for all members; give one integer as seeds, or none")
+                raise HyperparameterError(
+                    "shared=True makes one batch for all members; give one integer as seeds, or none"
+                )
             seeds = seeds or 0
         elif seeds is None or isinstance(seeds, int):
             raise HyperparameterError("give seeds=[...], one integer per model, or shared=True for one batch for all")
         if batch_size < 1:
             raise HyperparameterError(f"batch_size is {batch_size}; it must be at least 1")
-        self.data = optree.tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
-        leaves: list[Tensor] = optree.tree_leaves(self.data)  # pyright: ignore[reportAssignmentType]
-        sizes = [leaf.shape[0] for leaf in leaves if leaf.dim()]
-        if not leaves or len(sizes) < len(leaves) or len(set(sizes)) > 1 or sizes[0] == 0:
+        self.data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
+        tensors = leaves(self.data)
+        sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]
+        if not tensors or len(sizes) < len(tensors) or len(set(sizes)) > 1 or sizes[0] == 0:
             raise BatchError(
-                f"the data has leaves of shapes {[list(leaf.shape) for leaf in leaves]}; every leaf needs one row per "
-                f"sample, and at least one"
+                f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]}; every leaf needs one row "
+                f"per sample, and at least one"
             )
-        self.rows, device = sizes[0], leaves[0].device
+        self.rows, device = sizes[0], tensors[0].device
         self.shared = shared
         self.keys = random.keys([seeds] if isinstance(seeds, int) else seeds, device=device)
         self.batch_size = batch_size
@@ -104,10 +106,10 @@ class ArrayLoader:
         noise = random.fold_in(random.fold_in(self.keys, _TRANSFORM), epoch)
         for number in range(start, len(self)):
             rows = order[:, number * self.batch_size : (number + 1) * self.batch_size]
-            batch: Any = optree.tree_map(lambda leaf, rows=rows: leaf[rows], self.data)
+            batch: Any = tree_map(lambda leaf, rows=rows: leaf[rows], self.data)
             if self.transform is not None:
                 batch = vmap(self._transformed)(batch, random.fold_in(noise, number))
-            yield optree.tree_map(lambda leaf: leaf[0], batch) if self.shared else batch
+            yield tree_map(lambda leaf: leaf[0], batch) if self.shared else batch
 
     def _transformed(self, batch: Tree, key: Tensor) -> Tree:
         assert self.transform is not None

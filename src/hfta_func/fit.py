@@ -47,7 +47,9 @@ class History:
         import pandas
 
         count = len(self.seeds)
-        given = {name: values.tolist() if isinstance(values, Tensor) else list(values) for name, values in columns.items()}
+        given = {
+            name: values.tolist() if isinstance(values, Tensor) else list(values) for name, values in columns.items()
+        }
         for name, values in given.items():
             if len(values) != count:
                 raise ValueError(f"column {name} has {len(values)} values but the array has {count} models")

@@ -138,7 +138,7 @@ def randint(key: Tensor, low: int, high: int, shape: Sequence[int]) -> Tensor:
 
 def permutation(key: Tensor, n: int) -> Tensor:
     """A random order of ``0 .. n - 1`` per key: ``int64[..., n]``."""
-    return bits(key, (n,)).argsort(-1, stable=True)
+    return bits(key, (n,)).argsort(dim=-1, stable=True)
 
 
 def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:

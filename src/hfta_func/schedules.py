@@ -10,6 +10,7 @@ updates: what ``torch.optim.lr_scheduler`` calls ``last_epoch`` when ``scheduler
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def step_lr(value: PerModel, step_size: PerModel, gamma: PerModel = 0.1) -> Sche
     return Schedule({"value": value, "step_size": step_size, "gamma": gamma}, at)
 
 
-def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedule:  # noqa: N803 - torch's spelling
+def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedule:
     """Half a cosine from ``value`` down to ``eta_min``, as ``torch.optim.lr_scheduler.CosineAnnealingLR`` does.
 
     ``eta_min + (value - eta_min) * (1 + cos(pi * count / T_max)) / 2``
@@ -68,8 +69,8 @@ def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedul
         Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts", ICLR 2017.
     """
 
-    def at(count: Tensor, value: Tensor, T_max: Tensor, eta_min: Tensor) -> Tensor:  # noqa: N803
-        return eta_min + (value - eta_min) * (1 + torch.cos(math.pi * count / T_max)) / 2
+    def at(count: Tensor, value: Tensor, T_max: Tensor, eta_min: Tensor) -> Tensor:
+        return eta_min + (value - eta_min) * (1 + torch.cos(math.pi * (count / T_max))) / 2
 
     return Schedule({"value": value, "T_max": T_max, "eta_min": eta_min}, at)
 
@@ -91,7 +92,7 @@ def warmup(after: PerModel, steps: PerModel, start_factor: PerModel = 1 / 3) -> 
     """
     inner = after if isinstance(after, Schedule) else constant(after)
 
-    def at(count: Tensor, after: Schedule, steps: Tensor, start_factor: Tensor) -> Tensor:
+    def at(count: Tensor, after: Callable[[Tensor], Tensor], steps: Tensor, start_factor: Tensor) -> Tensor:
         rise = start_factor + (1 - start_factor) * (count / steps).clamp(max=1.0)
         return rise * after((count - steps).clamp(min=0))
 

@@ -6,7 +6,7 @@ Public: :class:`Stacked`, :func:`stack_params`, :func:`init_params`, :func:`unst
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,10 +111,13 @@ def check_matches(stacked: Params, own: dict[str, Any]) -> None:
     for path in [*own, *(path for path in stacked if path not in own)]:
         if path not in stacked or path not in own:
             here, there = ("the array", "the model") if path not in stacked else ("the model", "the array")
-            raise StackError(f"'{path}' is in {there} but not in {here}; pass the model that the array was stacked from")
-        if stacked[path].shape[1:] != own[path].shape:
             raise StackError(
-                f"'{path}' is {list(stacked[path].shape[1:])} per member but {list(own[path].shape)} in the model; "
+                f"'{path}' is in {there} but not in {here}; pass the model that the array was stacked from"
+            )
+        shape = getattr(own[path], "shape", own[path])
+        if stacked[path].shape[1:] != shape:
+            raise StackError(
+                f"'{path}' is {list(stacked[path].shape[1:])} per member but {list(shape)} in the model; "
                 f"pass the model that the array was stacked from"
             )
 
@@ -136,7 +139,7 @@ def _stack(models: Iterable[nn.Module], count: int) -> Stacked:
         if not isinstance(model, nn.Module):
             raise StackError(f"model {member} is a {type(model).__qualname__}; every model must be a torch.nn.Module")
         check_materialised(model, member)
-        first = first or model
+        first = model if first is None else first
         check_same_structure(model, first, member)
         for held, mine, theirs in (
             (stacked.params, dict(model.named_parameters()), dict(first.named_parameters())),
@@ -152,7 +155,7 @@ def _stack(models: Iterable[nn.Module], count: int) -> Stacked:
     return stacked
 
 
-def _check_tensors(mine: dict[str, Tensor], theirs: dict[str, Tensor], member: int) -> None:
+def _check_tensors(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], member: int) -> None:
     for path in [*theirs, *(path for path in mine if path not in theirs)]:
         if path not in mine or path not in theirs:
             missing, holder = (member, 0) if path not in mine else (0, member)

@@ -1,4 +1,4 @@
-"""Checks for users: is a member of an array the run that it would be by itself?
+"""Checks for users that a member of an array is the run that it would be by itself.
 
 Public: :func:`assert_matches_solo`.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import optree
 import torch
 
-from hfta_func._tree import num_models, take
+from hfta_func._batch import slice_batch
+from hfta_func._tree import leaves, num_models, paths, take
 from hfta_func._types import Tree
-from hfta_func.train import TrainState, TrainStep, slice_batch
+from hfta_func.train import TrainState, TrainStep
 
 Run = Callable[[TrainState, Tree], tuple[TrainState, Any]]
 
@@ -60,9 +60,7 @@ def assert_matches_solo(
         solo = take(state, [member])
         for batch in batches:
             solo, _ = step(solo, slice_batch(step.batch_dims, batch, member, member + 1))
-        paths = [accessor.codify("state") for accessor in optree.tree_accessors(solo)]
-        leaves = zip(paths, optree.tree_leaves(take(after, [member])), optree.tree_leaves(solo), strict=True)
-        for path, mine, alone in leaves:
+        for path, mine, alone in zip(paths(solo, "state"), leaves(take(after, [member])), leaves(solo), strict=True):
             difference = _difference(mine, alone)
             assert difference <= rtol, (
                 f"model {member}: {path} differs from the solo run by {difference:.3g} of its magnitude, more than {rtol:g}"

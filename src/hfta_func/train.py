@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._errors import BatchError, HyperparameterError, LossError, StateError
-from hfta_func._tree import num_models, where
+from hfta_func._batch import check_batch, slice_batch
+from hfta_func._errors import HyperparameterError, LossError, StackError, StateError
+from hfta_func._gradient import all_finite, can_look, grad_and_aux
+from hfta_func._tree import num_models, tree_map, where
 from hfta_func._types import Params, Tree
 from hfta_func.allocator import keep_memory_once
 from hfta_func.functional import bind
@@ -108,11 +110,11 @@ class TrainStep:
         self.trainable = frozenset(path for path, parameter in parameters.items() if parameter.requires_grad)
         if not self.trainable:
             raise LossError("no parameter of the model requires grad, so there is nothing to train")
-        self._shapes = {path: parameter.shape for path, parameter in parameters.items()}
-        self._buffer_shapes = {path: buffer.shape for path, buffer in model.named_buffers()}
+        self._shapes = _shapes(model)
         self._takes_hparams = _positional(loss_fn) >= 3
         self._loss = bind(model, loss_fn)
         self._opt_spec: Any = None
+        self._tried = False
 
     def init(
         self,
@@ -135,7 +137,7 @@ class TrainStep:
             HyperparameterError: if seeds, ``hparams`` or the optimizer's hyperparameters have another length than M.
         """
         count = num_models((params, buffers or {}))
-        self._check_tensors(params, buffers or {})
+        _check_tensors((params, buffers or {}), self._shapes)
         keys = random.keys(seeds, device=next(iter(params.values())).device)
         if keys.shape != (count,):
             raise HyperparameterError(
@@ -181,10 +183,10 @@ class TrainStep:
         trainable = {path: param for path, param in state.params.items() if path in self.trainable}
         updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable)
         updated = apply_updates(trainable, updates)
-        finite = _finite([losses, *grads.values()])
+        finite = all_finite([losses, *grads.values()])
         new, old = (updated, buffers, opt_state), (trainable, state.buffers, state.opt_state)
         keep = state.active & finite
-        if not (_can_look(keep) and bool(keep.all())):
+        if not (can_look(keep) and bool(keep.all())):
             new = where(keep, new, old)
         updated, buffers, opt_state = new
         state = TrainState(
@@ -208,12 +210,14 @@ class TrainStep:
         pieces = []
         for start in range(0, count, size):
             stop = start + size
-            part = optree.tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
-            pieces.append(self._run(part, slice_batch(self.batch_dims, batch, start, stop)))  # pyright: ignore[reportArgumentType]
-        return optree.tree_map(lambda *leaves: torch.cat(leaves), *pieces)  # pyright: ignore[reportReturnType]
+            part = tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
+            pieces.append(self._run(part, slice_batch(self.batch_dims, batch, start, stop)))
+        return tree_map(lambda *leaves: torch.cat(leaves), *pieces)
 
     def _run(self, members: tuple[Params, Params, Tensor, Params], batch: Tree) -> Any:
         params, buffers, keys, hparams = members
+        # A model may write its input, as ReLU(inplace=True) does in a first layer; the batch is the caller's.
+        batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
         frozen = {path: param for path, param in params.items() if path not in self.trainable}
         run = vmap(self._member, in_dims=(0, 0, 0, 0, 0, self.batch_dims))
 
@@ -222,7 +226,19 @@ class TrainStep:
             # Members do not meet, so the gradient of the sum holds each member's own gradient.
             return losses.sum(), (losses, metrics, new_buffers)
 
-        grads, aux = _grad({path: param for path, param in params.items() if path in self.trainable}, total)
+        if not self._tried and not torch.compiler.is_compiling():
+            # Once, so that a model that writes them is found out before it has changed the caller's.
+            frozen = {path: param.clone() for path, param in frozen.items()}
+        versions = {path: param._version for path, param in frozen.items()} if can_look(keys) else {}
+        grads, aux = grad_and_aux({path: param for path, param in params.items() if path in self.trainable}, total)
+        for path, version in versions.items():
+            if frozen[path]._version != version:
+                raise StateError(
+                    f"the model writes '{path}' in place, a parameter that does not require grad; make it a buffer, which "
+                    f"a step returns anew"
+                )
+        if not torch.compiler.is_compiling():
+            self._tried = True
         return grads, *aux
 
     def _member(
@@ -230,6 +246,8 @@ class TrainStep:
     ) -> tuple[Tensor, Params, Params]:
         args = (batch, hparams) if self._takes_hparams else (batch,)
         result, buffers = self._loss({**trainable, **frozen}, buffers, *args, key=key)
+        if isinstance(result, tuple) and len(result) != 2:
+            raise LossError(f"the loss function returned {len(result)} results; return (loss, dict of metrics)")
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         _check_loss(loss, metrics)
         return loss, metrics, buffers
@@ -237,17 +255,12 @@ class TrainStep:
     def _check(self, state: TrainState, batch: Tree) -> None:
         if not isinstance(state, TrainState):
             raise StateError(f"expected a TrainState but got {type(state).__qualname__}; make one with step.init(...)")
-        self._check_tensors(state.params, state.buffers)
+        _check_tensors((state.params, state.buffers), self._shapes)
         if not torch.compiler.is_compiling():
             if state.keys.device.type == "cpu":
                 keep_memory_once()
             self._check_opt_state(state)
-        _check_batch(self.batch_dims, batch, state.keys.shape[0], "batch")
-
-    def _check_tensors(self, params: Params, buffers: Params) -> None:
-        for held, shapes in ((params, self._shapes), (buffers, self._buffer_shapes)):
-            if held.keys() != shapes.keys() or any(held[path].shape[1:] != shape for path, shape in shapes.items()):
-                check_matches(held, shapes)
+        check_batch(self.batch_dims, batch, state.keys.shape[0])
 
     def _check_opt_state(self, state: TrainState) -> None:
         if self._opt_spec is None:
@@ -301,6 +314,7 @@ class EvalStep:
         self.chunk_size = chunk_size
         self._name = getattr(metric_fn, "__name__", "metric")
         self._metrics = bind(copy.deepcopy(model).eval(), metric_fn)
+        self._shapes = _shapes(model)
 
     @torch.no_grad()
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
@@ -310,9 +324,13 @@ class EvalStep:
             BatchError: if a leaf has no model axis where ``batch_dims`` says 0.
         """
         count = num_models((state.params, state.buffers))
-        _check_batch(self.batch_dims, batch, count, "batch")
+        _check_tensors((state.params, state.buffers), self._shapes)
+        check_batch(self.batch_dims, batch, count)
         run = vmap(self._member, in_dims=(0, 0, 0, self.batch_dims), chunk_size=self.chunk_size)
-        keys = random.fold_in(state.keys, ~state.step) if isinstance(state, TrainState) else torch.zeros(count).long()
+        if isinstance(state, TrainState):
+            keys = random.fold_in(state.keys, ~state.step)
+        else:
+            keys = torch.zeros(count, dtype=torch.int64, device=next(iter(state.params.values())).device)
         return run(state.params, state.buffers, keys, batch)
 
     def _member(self, params: Params, buffers: Params, key: Tensor, batch: Tree) -> dict[str, Tensor]:
@@ -320,41 +338,22 @@ class EvalStep:
         return metrics if isinstance(metrics, dict) else {self._name: metrics}
 
 
-def _inside_transform() -> bool:
-    """Whether a torch.func transform is running around this call."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def _shapes(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, torch.Size]]:
+    """Shapes of one member's parameters and buffers."""
+    return (
+        {path: parameter.shape for path, parameter in model.named_parameters()},
+        {path: buffer.shape for path, buffer in model.named_buffers()},
+    )
 
 
-def _can_look(flags: Tensor) -> bool:
-    """Whether reading values costs less than computing around them: on a CPU, outside compilation and transforms."""
-    return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not _inside_transform()
-
-
-def _finite(leaves: list[Tensor]) -> Tensor:
-    """Which members have only finite values in all leaves ``[M, ...]``: ``bool[M]``."""
-    if _can_look(leaves[0]) and bool(torch.stack([leaf.sum() for leaf in leaves]).isfinite().all()):
-        # Nothing infinite and no NaN can have gone into a finite sum.
-        return torch.ones(leaves[0].shape[0], dtype=torch.bool)
-    # One reduction at the end, so that the compiler computes the flags once and not for every leaf that reads them.
-    largest = [leaf.abs().reshape(leaf.shape[0], -1).amax(1) for leaf in leaves if leaf.numel()]
-    return torch.stack(largest).isfinite().all(0)
-
-
-def _grad(params: Params, func: Callable[[Params], tuple[Tensor, Any]]) -> tuple[Params, Any]:
-    """Gradient of the first result, and the second result.
-
-    The gradient is taken outside ``vmap``, so that the backward pass is autograd's own on the lowered operators. Eagerly
-    that is plain autograd, which is faster than ``torch.func.grad``; the compiler and outer transforms know only the latter.
-    """
-    if torch.compiler.is_compiling() or _inside_transform():
-        return torch.func.grad(func, has_aux=True)(params)
-    leaves = {path: param.detach().requires_grad_() for path, param in params.items()}
-    with torch.enable_grad():
-        value, aux = func(leaves)
-    if not value.requires_grad:
-        raise LossError("the loss does not depend on any parameter that requires grad; return what model(...) computed")
-    grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
-    return dict(zip(leaves, grads, strict=True)), optree.tree_map(torch.Tensor.detach, aux)
+def _check_tensors(stacked: tuple[Params, Params], shapes: tuple[dict[str, torch.Size], dict[str, torch.Size]]) -> None:
+    """Raise a StateError unless parameters and buffers are those of the step's model."""
+    for held, expected in zip(stacked, shapes, strict=True):
+        if held.keys() != expected.keys() or any(held[path].shape[1:] != shape for path, shape in expected.items()):
+            try:
+                check_matches(held, expected)
+            except StackError as error:
+                raise StateError(str(error)) from None
 
 
 def _check_loss(loss: Any, metrics: Any) -> None:
@@ -369,46 +368,9 @@ def _check_loss(loss: Any, metrics: Any) -> None:
     for name, value in metrics.items():
         if not isinstance(value, Tensor) or name in ("loss", "finite"):
             raise LossError(
-                f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors, named other than 'loss' and "
+                f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors, and not be named 'loss' or "
                 f"'finite'"
             )
-
-
-def _check_batch(dims: Tree, batch: Tree, count: int, path: str) -> None:
-    if dims is None:
-        return
-    if isinstance(batch, Mapping):
-        for name, child in batch.items():
-            _check_batch(dims[name] if isinstance(dims, Mapping) else dims, child, count, f"{path}['{name}']")
-    elif isinstance(batch, tuple | list):
-        if isinstance(dims, tuple | list) and len(dims) != len(batch):
-            raise BatchError(f"{path} has {len(batch)} parts but batch_dims has {len(dims)}; give one entry per part")
-        for position, child in enumerate(batch):
-            inner = dims[position] if isinstance(dims, tuple | list) else dims
-            _check_batch(inner, child, count, f"{path}[{position}]")
-    elif not isinstance(batch, Tensor):
-        raise BatchError(f"{path} is a {type(batch).__qualname__}; the leaves of a batch must be tensors")
-    elif batch.dim() == 0 or batch.shape[0] != count:
-        raise BatchError(
-            f"{path} is {list(batch.shape)} but the array has {count} models; give every model its own part "
-            f"[{count}, N, ...], or make the step with batch_dims=None to share one batch"
-        )
-
-
-def slice_batch(dims: Tree, batch: Tree, start: int, stop: int) -> Tree:
-    """Members ``start`` to ``stop`` of a batch."""
-    if dims is None:
-        return batch
-    if isinstance(batch, Mapping):
-        return {
-            name: slice_batch(dims[name] if isinstance(dims, Mapping) else dims, child, start, stop)
-            for name, child in batch.items()
-        }
-    if isinstance(batch, tuple | list):
-        inner = dims if isinstance(dims, tuple | list) else [dims] * len(batch)
-        parts = [slice_batch(dim, child, start, stop) for dim, child in zip(inner, batch, strict=True)]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch[start:stop]
 
 
 def _positional(func: Callable[..., Any]) -> int:

@@ -13,7 +13,7 @@ import optree
 import torch
 
 from hfta_func import rules
-from hfta_func._errors import TraceError
+from hfta_func._errors import RandomnessError, TraceError
 from hfta_func.rules._registry import install_for_compiler
 
 
@@ -59,12 +59,11 @@ def vmap(
     return wrapped
 
 
-def _mapped_flat(
-    func: Callable[..., Any], args: tuple[Any, ...], in_dims: Any, randomness: str, chunk_size: int | None
-) -> Any:
-    """``torch.func.vmap`` on flat lists: optree takes trees apart many times faster than torch's own pytree in Python."""
+def _mapped_flat(func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, chunk_size: int | None) -> Any:
+    """``torch.func.vmap`` on flat lists: optree takes trees apart many times faster than torch's pytree in Python."""
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
-    dims = optree.broadcast_prefix(in_dims, args, none_is_leaf=True) if isinstance(in_dims, tuple) else in_dims
+    if not isinstance(in_dims, int):
+        in_dims = tuple(optree.broadcast_prefix(in_dims, args, none_is_leaf=True))
     out_spec: Any = None
 
     def flat(*leaves: Any) -> Any:
@@ -72,15 +71,23 @@ def _mapped_flat(
         outputs, out_spec = optree.tree_flatten(func(*optree.tree_unflatten(spec, leaves)), none_is_leaf=True)
         return tuple(outputs)
 
-    outputs = torch.func.vmap(flat, dims if isinstance(dims, int) else tuple(dims), 0, randomness, chunk_size=chunk_size)(
-        *leaves
-    )
+    outputs = torch.func.vmap(flat, in_dims, 0, randomness, chunk_size=chunk_size)(*leaves)
     return optree.tree_unflatten(out_spec, outputs)
 
 
-def _advice(error: RuntimeError) -> TraceError | None:
+def _advice(error: RuntimeError) -> Exception | None:
     """What to do about an error of functorch that says what it could not do."""
     text = str(error)
+    if "called random operation while in randomness error mode" in text:
+        return RandomnessError(
+            f"{_place(error)} draws from PyTorch's global generator in a way that cannot be routed to the members' keys; "
+            f"draw with torch.rand, torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
+        )
+    if "inplace arithmetic" in text:
+        return TraceError(
+            f"{_place(error)} writes a value per member in place into a tensor that all members share; make a new tensor "
+            f"instead, e.g. torch.randn(shape) for torch.empty(shape).normal_()"
+        )
     if ".item()" in text:
         what = "asks for the value of a tensor (.item(), float(), int(), .tolist())"
     elif "data-dependent control flow" in text:

@@ -26,7 +26,7 @@ S = TypeVar("S")
 class Update(Protocol):
     """``update(grads, opt_state, params) -> (updates, opt_state)``."""
 
-    def __call__(self, grads: Params, opt_state: Tree, params: Params, /) -> tuple[Params, Tree]: ...  # noqa: D102
+    def __call__(self, grads: Params, opt_state: Tree, params: Params, /) -> tuple[Params, Tree]: ...
 
 
 class GradientTransformation(NamedTuple):
@@ -140,12 +140,15 @@ def with_hyperparams(state: S, **new: Any) -> S:
 
 
 def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
+    names: tuple[str, ...] | None = getattr(node, "_fields", None)
+    if names is not None:
         fields: dict[str, Any] = {}
-        for field, value in zip(node._fields, node, strict=True):
+        for field, value in zip(names, node, strict=True):
             if field in ("hyperparams", "hparams"):
                 known.update(value)
-                fields[field] = {name: _renew(name, held, new[name]) if name in new else held for name, held in value.items()}
+                fields[field] = {
+                    name: _renew(name, held, new[name]) if name in new else held for name, held in value.items()
+                }
             else:
                 fields[field] = _replace(value, new, known)
         return type(node)(**fields)
@@ -178,6 +181,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "eps": (0.0, math.inf),
     "weight_decay": (0.0, math.inf),
     "max_norm": (5e-324, math.inf),
+    "step_size": (5e-324, math.inf),
+    "T_max": (5e-324, math.inf),
+    "steps": (5e-324, math.inf),
 }
 
 
@@ -194,7 +200,7 @@ def _check(name: str, spec: Any) -> None:
         raise HyperparameterError(f"{name} has shape {list(values.shape)}; give one number, or one per model")
     low, high = _RANGES.get(name, (-math.inf, math.inf))
     for member, value in enumerate(values.reshape(-1).tolist()):
-        if not low <= value < high:
+        if not (math.isfinite(value) and low <= value < high):
             where = f"model {member}: " if values.dim() else ""
             need = f"at least {low:g} and below {high:g}" if low > -math.inf else "a finite number"
             need = "positive" if low == 5e-324 else need

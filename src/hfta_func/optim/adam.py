@@ -17,7 +17,7 @@ class AdamState(NamedTuple):
     ``max_exp_avg_sq`` is filled with ``amsgrad`` only.
     """
 
-    count: Tensor
+    step: Tensor
     hyperparams: dict[str, Any]
     exp_avg: Params
     exp_avg_sq: Params
@@ -110,7 +110,7 @@ def _adam(
         return AdamState(zero_count(params), knobs.init(params), zeros_like(params), zeros_like(params), largest)
 
     def update(grads: Params, state: AdamState, params: Params) -> tuple[Params, AdamState]:
-        at, count = knobs.at(state.hyperparams, state.count), state.count + 1
+        at, count = knobs.at(state.hyperparams, state.step), state.step + 1
         at["1-beta1"], at["1-beta2"] = 1 - at["beta1"], 1 - at["beta2"]
         at["step"] = -at["lr"] / (1 - at["beta1"] ** count)
         at["root"] = (1 - at["beta2"] ** count).sqrt()

@@ -14,7 +14,7 @@ from hfta_func.optim._base import GradientTransformation, Knobs, Shaped, zero_co
 class SGDState(NamedTuple):
     """Updates made by each member, its hyperparameters, and its momentum buffers (none where momentum is off)."""
 
-    count: Tensor
+    step: Tensor
     hyperparams: dict[str, Any]
     momentum: Params
 
@@ -62,10 +62,10 @@ def sgd(
         return SGDState(zero_count(params), knobs.init(params), buffers)
 
     def update(grads: Params, state: SGDState, params: Params) -> tuple[Params, SGDState]:
-        at = knobs.at(state.hyperparams, state.count)
+        at = knobs.at(state.hyperparams, state.step)
         updates, buffers = {}, {}
         if "dampening" in at:
-            undamped = (state.count == 0) | (at["momentum"] == 0)
+            undamped = (state.step == 0) | (at["momentum"] == 0)
             at["fresh"] = torch.where(undamped, 1.0, 1 - at["dampening"])
         at["step"] = at["lr"] if maximize else -at["lr"]
         shaped = Shaped(at)
@@ -75,9 +75,11 @@ def sgd(
                 decay = leaf["weight_decay"] * param
                 grad = grad - decay if maximize else grad + decay
             if buffered:
-                buffers[path] = state.momentum[path] * leaf["momentum"] + (leaf["fresh"] * grad if "fresh" in at else grad)
+                buffers[path] = state.momentum[path] * leaf["momentum"] + (
+                    leaf["fresh"] * grad if "fresh" in at else grad
+                )
                 grad = grad + leaf["momentum"] * buffers[path] if nesterov else buffers[path]
             updates[path] = leaf["step"] * grad
-        return updates, SGDState(state.count + 1, state.hyperparams, buffers)
+        return updates, SGDState(state.step + 1, state.hyperparams, buffers)
 
     return GradientTransformation(init, update)

@@ -39,7 +39,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 class ClipState(NamedTuple):
     """Updates made by each member, and its limit."""
 
-    count: Tensor
+    step: Tensor
     hyperparams: dict[str, Any]
 
 
@@ -67,11 +67,13 @@ def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
         return ClipState(zero_count(params), knobs.init(params))
 
     def update(grads: Params, state: ClipState, params: Params) -> tuple[Params, ClipState]:
-        limit = knobs.at(state.hyperparams, state.count)["max_norm"]
-        norms = torch.stack([torch.linalg.vector_norm(grad.reshape(grad.shape[0], -1), dim=1) for grad in grads.values()])
+        limit = knobs.at(state.hyperparams, state.step)["max_norm"]
+        norms = torch.stack(
+            [torch.linalg.vector_norm(grad.reshape(grad.shape[0], -1), dim=1) for grad in grads.values()]
+        )
         norm = torch.linalg.vector_norm(norms, dim=0)
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         clipped = {path: grad * per_model(factor, grad) for path, grad in grads.items()}
-        return clipped, ClipState(state.count + 1, state.hyperparams)
+        return clipped, ClipState(state.step + 1, state.hyperparams)
 
     return GradientTransformation(init, update)

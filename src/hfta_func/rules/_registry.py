@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import pathlib
 import sys
 import threading
@@ -20,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import _add_batch_dim, _unwrap_batched
+from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch._functorch.vmap import lazy_load_decompositions
 
 Dims = tuple[int | None, ...]
 Result = tuple[Any, Any]
@@ -88,8 +89,7 @@ def install_for_compiler() -> bool:
     configuration; the fingerprint of the rules joins the latter, as one more entry of a table of versions.
     """
     install()
-    from torch._inductor import config
-
+    config: Any = importlib.import_module("torch._inductor.config")
     # Assigned, not updated in place: the configuration notices only assignments.
     versions = config.unsafe_marked_cacheable_functions
     config.unsafe_marked_cacheable_functions = {**versions, "hfta_func.rules": fingerprint()}
@@ -117,7 +117,7 @@ def uninstall() -> None:
         if _library is not None:
             _library._destroy()
             _library = None
-        config = sys.modules.get("torch._inductor.config")
+        config: Any = sys.modules.get("torch._inductor.config")
         if config is not None:
             versions = dict(config.unsafe_marked_cacheable_functions)
             versions.pop("hfta_func.rules", None)

@@ -44,7 +44,14 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
 
 
 def _grouped(
-    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, transposed: bool, padding: Any, groups: int
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Any,
+    transposed: bool,
+    padding: Any,
+    groups: int,
 ) -> Result:
     # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K] -> [N,MGO,S] -> [N,M,GO,S]
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
@@ -61,7 +68,14 @@ def _grouped(
 
 
 def _wide(
-    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, transposed: bool, padding: Any, groups: int
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Any,
+    transposed: bool,
+    padding: Any,
+    groups: int,
 ) -> Result:
     # [N,GI,S], [M,GO,I,K] -> [N,GI,S], [GMO,I,K] -> [N,GMO,S] -> [N,G,M,O,S] -> [N,M,GO,S]
     num_models, (_, weight_dim, bias_dim) = call.num_models, call.dims[:3]

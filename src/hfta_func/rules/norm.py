@@ -35,7 +35,7 @@ def batch_norm(
         )
     stats = [_flat(stat, dim, num_models) for stat, dim in ((running_mean, mean_dim), (running_var, var_dim))]
     vectors = [_flat(vector, dim, num_models) for vector, dim in ((weight, weight_dim), (bias, bias_dim))]
-    y = torch.batch_norm(fold(x, x_dim, 1, num_models), *vectors, *stats, training, *options)  # pyright: ignore[reportArgumentType]
+    y = _batch_norm(fold(x, x_dim, 1, num_models), *vectors, *stats, training, *options)
     if training:
         for flat, stat, dim in ((stats[0], running_mean, mean_dim), (stats[1], running_var, var_dim)):
             # Where flattening had to copy, the copy was updated.
@@ -47,6 +47,9 @@ def batch_norm(
             elif not stat.movedim(dim, 0).is_contiguous():
                 stat.movedim(dim, 0).copy_(updated)
     return split(y, 1, num_models), 1
+
+
+_batch_norm = torch.ops.aten.batch_norm.default
 
 
 def _flat(vector: Tensor | None, dim: int | None, num_models: int) -> Tensor | None:

@@ -1,0 +1,42 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import memory, training
+from benchmarks._measure import machine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and say whether array and serial loop agreed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios measured side by side.")
+    parser.add_argument("what", nargs="?", choices=["training", "memory", "all"], default="all")
+    parser.add_argument("--quick", action="store_true", help="tiny settings, to see that everything runs")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave compiled rows out")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE too")
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    about = machine()
+    print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**about), flush=True)
+    numbers = {"machine": about, "settings": {"quick": args.quick, "compile": args.compile}}
+    for name, module in (("training", training), ("memory", memory)):
+        if args.what in (name, "all"):
+            numbers[name] = module.measure(args)
+            print(f"\n{module.show(numbers[name])}", flush=True)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    return 0 if all(result["agrees"] for result in numbers.get("training", {}).values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""What the benchmarks share: the machine, interleaved times, memory peaks, tables, and the demo's model."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import gc
+import importlib.util
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+ROOT = Path(__file__).parents[1]
+
+
+def machine() -> dict[str, Any]:
+    """What a number depends on besides the code."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+@functools.cache
+def demo() -> ModuleType:
+    """The demo as a module; ``examples`` is no package."""
+    spec = importlib.util.spec_from_file_location("digits", ROOT / "examples" / "digits.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def seconds(work: Callable[[], object], calls: int) -> float:
+    """The time of one of ``calls`` calls in a row."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - start) / calls
+
+
+def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Each timer once a round, A B C A B C ..., so that all see the same machine; the first ``warmup`` rounds are dropped."""
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(warmup + rounds):
+        for name, timer in timers.items():
+            times[name].append(timer())
+    return {name: values[warmup:] for name, values in times.items()}
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """First quartile, median, third quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else list(values) * 3
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned to the right, the first one to the left."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for first, *rest in (head, *rows):
+        cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
+    return "\n".join(lines)
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that tensors allocated by ``work`` take at one time, above what is alive when it starts.
+
+    The running sum of the CPU allocator's own events in the order of time: exact, and the same at any load. Memory that
+    a kernel takes from elsewhere is not in it.
+    """
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = work()
+    # The results live until the recording has ended, so that freeing them is not a part of the work.
+    del result
+    kineto = recorded.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
+    events = [event for event in kineto.events() if event.name() == "[memory]"]
+    total = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak
+
+
+def resident_bytes(tree: Any) -> int:
+    """The memory behind all tensors of a tree, shared storage once."""
+    leaves = [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}
+    return sum(storages.values())

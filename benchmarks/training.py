@@ -1,0 +1,296 @@
+"""Time of a training step of an array, against training the same members one after another with ``torch.optim``.
+
+Rows: the serial loop in the benchmark's own process and, as users have it today, in a process whose allocator nothing has
+set up; the array's step, eager and compiled; and ``torch.func.vmap`` with PyTorch's own batching rules and a plain update.
+Every row carries its state from call to call. The rows take turns; a ratio is the median over rounds of the serial time of
+a round by the other time of that round. Before a ratio is shown, the same run checks that array and serial loop agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+
+import hfta_func as hfta
+from benchmarks._measure import ROOT, demo, interleaved, quartiles, seconds, table
+
+MOMENTUM = 0.9
+TOLERANCE = 1e-3
+SERIAL = "serial"
+
+
+class Workload(NamedTuple):
+    """What every row trains."""
+
+    title: str
+    make: Callable[[], nn.Module]
+    loss_fn: Callable[..., Tensor]
+    batches: list[tuple[Tensor, Tensor]]
+    lr: Sequence[float]
+    optimizer: Callable[[], hfta.GradientTransformation]
+    solo_optimizer: Callable[[nn.Module, float], torch.optim.Optimizer]
+
+    @property
+    def seeds(self) -> range:
+        """One seed per member."""
+        return range(len(self.lr))
+
+    def models(self, dropout: bool = True) -> list[nn.Module]:
+        """The members as ordinary modules."""
+        models = hfta.unstack_params(self.make(), *hfta.init_params(self.make, self.seeds))
+        return models if dropout else [without_dropout(model) for model in models]
+
+
+def mlp(num_models: int, batch_size: int) -> Workload:
+    """A small MLP on random data, SGD with momentum."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    generator = torch.Generator().manual_seed(0)
+    shape, lr = (num_models, batch_size), torch.logspace(-3, -1, num_models).tolist()
+    batches = [
+        (torch.randn(*shape, 64, generator=generator), torch.randint(0, 10, shape, generator=generator))
+        for _ in range(8)
+    ]
+    return Workload(
+        f"MLP 64-64-64-10, M = {num_models}, N = {batch_size}, SGD with momentum",
+        *(make, cross_entropy, batches, lr),
+        lambda: hfta.sgd(lr=lr, momentum=MOMENTUM),
+        lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM),
+    )
+
+
+def digits(num_models: int, batch_size: int) -> Workload:
+    """The demo's CNN with batch normalisation and dropout on its images, Adam."""
+    train, _ = demo().load_digits()
+    loader = hfta.ArrayLoader(train, batch_size=batch_size, seeds=range(num_models), drop_last=True)
+    lr = torch.logspace(-4, -1, num_models).tolist()
+    return Workload(
+        f"digits CNN, M = {num_models}, N = {batch_size}, Adam",
+        *(demo().CNN, demo().loss_fn, list(itertools.islice(loader, 8)), lr),
+        lambda: hfta.adam(lr=lr),
+        lambda model, rate: torch.optim.Adam(model.parameters(), lr=rate),
+    )
+
+
+WORKLOADS = {"mlp": mlp, "digits": digits}
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of one model."""
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The same model, keeping everything: serial and array draw different masks."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def serial(work: Workload, models: list[nn.Module], make: Callable[..., torch.optim.Optimizer]) -> Callable[..., Any]:
+    """``step(batch) -> losses`` of all members, one after another."""
+    optimizers = [make(model, rate) for model, rate in zip(models, work.lr, strict=True)]
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        losses = []
+        for model, optimizer, *own in zip(models, optimizers, *batch, strict=True):
+            optimizer.zero_grad()
+            loss = work.loss_fn(model, tuple(own))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    return step
+
+
+def array(step: Callable[..., Any], state: hfta.TrainState) -> Callable[..., Any]:
+    """``step(batch) -> losses`` of an array that carries its state."""
+
+    def run(batch: tuple[Tensor, Tensor]) -> Tensor:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return metrics["loss"]
+
+    return run
+
+
+def stock(work: Workload) -> Callable[..., Any]:
+    """``step(batch) -> losses`` with ``torch.func.vmap`` and SGD with momentum written out."""
+    params, _ = hfta.stack_params(work.models())
+    momentum = {path: torch.zeros_like(param) for path, param in params.items()}
+    model, lr = work.make(), torch.tensor(work.lr)
+
+    def loss(params: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(functional_call(model, params, (images,)), labels)
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        nonlocal params, momentum
+        grads, losses = torch.func.vmap(grad_and_value(loss))(params, *batch)
+        momentum = {path: MOMENTUM * momentum[path] + grad for path, grad in grads.items()}
+        params = {
+            path: param - lr.view(-1, *[1] * (param.dim() - 1)) * momentum[path] for path, param in params.items()
+        }
+        return losses
+
+    return step
+
+
+def endless(work: Workload, step: Callable[..., Any]) -> Callable[[], Any]:
+    """The step on one batch after another."""
+    batches = itertools.cycle(work.batches)
+    return lambda: step(next(batches))
+
+
+class Elsewhere:
+    """A row in a process of its own, which measures when it is told to: other allocator settings, no batching rules."""
+
+    def __init__(self, row: str, name: str, sizes: Sequence[int], calls: int):
+        order = json.dumps([row, name, list(sizes), calls, torch.get_num_threads()])
+        command = [sys.executable, "-m", "benchmarks.training", order]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, text=True)
+
+    def __call__(self) -> float:
+        """The time of a step."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def answer(order: str) -> None:
+    """What that process runs."""
+    row, name, sizes, calls, threads = json.loads(order)
+    torch.set_num_threads(threads)
+    work = WORKLOADS[name](*sizes)
+    if row == "stock":
+        hfta.keep_memory()
+    step = stock(work) if row == "stock" else serial(work, work.models(), work.solo_optimizer)
+    run = endless(work, step)
+    for _ in sys.stdin:
+        print(seconds(run, calls), flush=True)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of a member, relative to the largest value it should have; NaN counts as infinite."""
+    difference, scale = (t.flatten(1).abs().amax(1) for t in (found - expected, expected))
+    return (difference / scale.clamp(min=1e-12)).nan_to_num(nan=float("inf")).max().item()
+
+
+def agreement(work: Workload, rows: dict[str, hfta.TrainStep]) -> dict[str, float]:
+    """How far the rows are from each other; without dropout where the serial loop is one of them.
+
+    Adam divides by the size of a gradient and so makes noise of a gradient that should be zero: parameters are compared
+    after a step of SGD, and with the workload's own optimizer the losses of three steps.
+    """
+    models = work.models(dropout=False)
+    sgd = functools.partial(torch.optim.SGD, momentum=MOMENTUM)
+    own, plain = copy.deepcopy(models), copy.deepcopy(models)
+    step = hfta.make_train_step(models[0], work.loss_fn, hfta.sgd(lr=work.lr, momentum=MOMENTUM))
+    state, _ = step(step.init(*hfta.stack_params(models), seeds=work.seeds), work.batches[0])
+    serial(work, plain, lambda model, rate: sgd(model.parameters(), lr=rate))(work.batches[0])
+    expected = hfta.stack_params(plain).params
+    found = {"parameters": max(relative(state.params[path], param) for path, param in expected.items())}
+
+    step = hfta.make_train_step(models[0], work.loss_fn, work.optimizer())
+    runs = array(step, step.init(*hfta.stack_params(models), seeds=work.seeds)), serial(work, own, work.solo_optimizer)
+    found["losses"] = difference(work, *runs)
+    eager, *others = rows.values()
+    start = eager.init(*hfta.init_params(work.make, work.seeds), seeds=work.seeds)
+    if others:
+        found["compiled to eager"] = difference(work, array(others[0], start), array(eager, start))
+    return found
+
+
+def difference(work: Workload, found: Callable[..., Any], expected: Callable[..., Any]) -> float:
+    """Of two rows, in the losses of their first three steps."""
+    return max(relative(found(batch)[:, None], expected(batch)[:, None]) for batch in work.batches[:3])
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every workload: what the check found, and the rows where it passed."""
+    hfta.keep_memory()
+    sizes = {"mlp": (4, 8), "digits": (4, 8)} if args.quick else {"mlp": (32, 32), "digits": (48, 32)}
+    rounds, calls = (3, {"mlp": 2, "digits": 1}) if args.quick else (30, {"mlp": 20, "digits": 4})
+    return {name: compare(name, sizes[name], rounds, calls[name], args.compile) for name in WORKLOADS}
+
+
+def compare(name: str, sizes: Sequence[int], rounds: int, calls: int, compiled: bool) -> dict[str, Any]:
+    """One workload."""
+    work = WORKLOADS[name](*sizes)
+    step = hfta.make_train_step(work.make(), work.loss_fn, work.optimizer())
+    state = step.init(*hfta.init_params(work.make, work.seeds), seeds=work.seeds)
+    steps, compile_seconds = {"array eager": step}, None
+    if compiled:
+        steps["array compiled"] = torch.compile(step, fullgraph=True)
+        start = time.perf_counter()
+        steps["array compiled"](state, work.batches[0])
+        compile_seconds = time.perf_counter() - start
+    found = agreement(work, steps)
+    result = {"title": work.title, "rounds": rounds, "calls": calls, "agreement": found}
+    result["agrees"] = max(found.values()) < TOLERANCE
+    if not result["agrees"]:
+        return result
+    runs = {SERIAL: serial(work, work.models(), work.solo_optimizer)}
+    runs |= {row: array(each, state) for row, each in steps.items()}
+    timers = {row: functools.partial(seconds, endless(work, run), calls) for row, run in runs.items()}
+    apart = {"serial, default allocator": "serial"} | ({"stock vmap eager": "stock"} if name == "mlp" else {})
+    elsewhere = {row: Elsewhere(kind, name, sizes, calls) for row, kind in apart.items()}
+    try:
+        times = interleaved({**timers, **elsewhere}, rounds)
+    finally:
+        for each in elsewhere.values():
+            each.close()
+    result["rows"] = {
+        row: {
+            "seconds": quartiles(own),
+            "ratio": statistics.median(a / b for a, b in zip(times[SERIAL], own, strict=True)),
+            "compile_seconds": compile_seconds if row == "array compiled" else None,
+        }
+        for row, own in times.items()
+    }
+    return result
+
+
+def show(result: dict[str, Any]) -> str:
+    """The tables."""
+    return "\n\n".join(map(_show, result.values()))
+
+
+def _show(result: dict[str, Any]) -> str:
+    agreement = ", ".join(f"{name} {value:.1e}" for name, value in result["agreement"].items())
+    verdict = "below" if result["agrees"] else "NOT below"
+    title = f"{result['title']}\nlargest relative difference: {agreement}; {verdict} {TOLERANCE:.0e}"
+    if not result["agrees"]:
+        return f"{title}, so there is nothing to compare"
+    rows = []
+    for name, row in result["rows"].items():
+        first, median, third = (1e3 * value for value in row["seconds"])
+        compiling = "" if row["compile_seconds"] is None else f"{row['compile_seconds']:.0f} s"
+        rows.append([name, f"{median:.3f}", f"{first:.3f} - {third:.3f}", f"{row['ratio']:.2f}x", compiling])
+    head = [f"{result['rounds']} rounds of {result['calls']} steps", "ms per step", "quartiles", "ratio", "compiling"]
+    return f"{title}\n{table(head, rows)}"
+
+
+if __name__ == "__main__":
+    answer(sys.argv[1])

@@ -1,0 +1,91 @@
+"""Pictures of many members at once.
+
+Public: :func:`bands`. Needs ``pip install hfta_func[plot]``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+# Okabe and Ito, "Color universal design", 2008: told apart with every kind of colour vision.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def bands(
+    frame: pandas.DataFrame,
+    metric: str,
+    *,
+    by: str | None = None,
+    x: str = "epoch",
+    level: float = 0.9,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a metric over epochs: a line for the mean over members, a band for the central ``level`` of them.
+
+    Values that are not finite are left out, and the legend says how many members have one.
+
+    Args:
+        frame: One row per member and epoch, as :meth:`History.frame` makes it.
+        metric: Column to draw.
+        by: Column whose values get a line and a band each; None draws one for all members.
+        x: Column along the horizontal axis.
+        level: Fraction of members in the band, between the quantiles ``(1 - level) / 2`` and ``(1 + level) / 2``.
+        ax: Where to draw; a new figure without.
+
+    Returns:
+        The axes, for further labels; ``ax.figure.savefig(path)`` saves the picture.
+
+    Raises:
+        ImportError: if matplotlib or pandas is not installed.
+        ValueError: if the frame lacks one of the columns or ``level`` is not between 0 and 1.
+
+    Example:
+        >>> import pandas
+        >>> from matplotlib.figure import Figure
+        >>> frame = pandas.DataFrame({"member": [0, 1, 0, 1], "epoch": [1, 1, 2, 2], "loss": [3.0, 1.0, 2.0, 0.0]})
+        >>> ax = bands(frame, "loss", ax=Figure().subplots())
+        >>> ax.lines[0].get_ydata()
+        array([2., 1.])
+    """
+    try:
+        import pandas
+        from matplotlib import pyplot
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ImportError(f"pictures need {error.name}, which is not installed; pip install hfta_func[plot]") from error
+    missing = [name for name in ("member", metric, x, by) if name is not None and name not in frame.columns]
+    if missing:
+        raise ValueError(f"the frame has no column '{missing[0]}'; it has {', '.join(map(str, frame.columns))}")
+    if not 0 < level <= 1:
+        raise ValueError(f"level is {level}; it is the fraction of members in the band, above 0 and at most 1")
+    axes: Any = ax if ax is not None else pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")[1]
+    groups: Any = [(metric, frame)] if by is None else list(frame.groupby(by))
+    for number, (name, group) in enumerate(groups):
+        finite = group[metric].abs() < float("inf")
+        label = str(name)
+        if not finite.all():
+            # A curve of the survivors alone looks better than the array was.
+            label += f" ({group[~finite]['member'].nunique()} not finite)"
+        at = group[finite].groupby(x)[metric]
+        low, mean, high = at.quantile((1 - level) / 2), at.mean(), at.quantile((1 + level) / 2)
+        color, style = COLORS[number % len(COLORS)], ("-", "--", ":")[number // len(COLORS) % 3]
+        axes.fill_between(mean.index, low, high, color=color, alpha=0.18, linewidth=0)
+        # A line through one point would not be seen.
+        marker = "o" if len(mean) == 1 else None
+        axes.plot(mean.index, mean, color=color, linestyle=style, marker=marker, linewidth=1.8, label=label)
+    axes.set(xlabel=x, ylabel=metric)
+    axes.margins(x=0.01)
+    if pandas.api.types.is_integer_dtype(frame[x]):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(color="0.92", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("0.4")
+    axes.tick_params(color="0.4")
+    if by is not None:
+        axes.legend(title=by, frameon=False, alignment="left")
+    return axes

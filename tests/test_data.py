@@ -1,0 +1,182 @@
+"""Batches: every member's own order, the same alone as in an array."""
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hfta_func as hfta
+
+ROWS = 10
+DATA = {"x": torch.arange(ROWS * 3.0).reshape(ROWS, 3), "row": torch.arange(ROWS)}
+SEEDS = [4, 9, 2]
+
+
+def rows(batches):
+    """``[M, rows seen]``, in order."""
+    return torch.cat([batch["row"] for batch in batches], dim=-1)
+
+
+def same(a, b):
+    a, b = list(a), list(b)
+    return len(a) == len(b) and all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
+
+
+def test_shapes_and_structure():
+    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS)
+    batches = list(loader)
+    assert len(loader) == len(batches) == 3
+    assert [batch["x"].shape for batch in batches] == [(3, 4, 3), (3, 4, 3), (3, 2, 3)]
+    for batch in batches:
+        assert torch.equal(batch["x"], DATA["x"][batch["row"]])
+    inputs, targets = next(iter(hfta.ArrayLoader((DATA["x"], DATA["row"]), 4, seeds=SEEDS)))
+    assert inputs.shape == (3, 4, 3) and targets.shape == (3, 4)
+
+
+def test_every_member_sees_every_row_once_in_an_epoch():
+    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS)
+    orders = []
+    for _ in range(3):
+        seen = rows(loader)
+        assert torch.equal(seen.sort(1).values, torch.arange(ROWS).expand(3, -1))
+        orders += seen.tolist()
+    # Three members in three epochs: nine orders.
+    assert len(set(map(tuple, orders))) == 9
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS)
+    epochs = [rows(loader) for _ in range(3)]
+    torch.rand(7)
+    for batch_size in (1, 4, ROWS, 100):
+        other = hfta.ArrayLoader(DATA, batch_size, seeds=torch.tensor(SEEDS))
+        for epoch, expected in enumerate(epochs):
+            assert torch.equal(rows(other.batches(epoch)), expected)
+            assert torch.equal(rows(other), expected)
+
+
+def test_a_member_s_batches_alone_are_those_in_the_array():
+    array = hfta.ArrayLoader(DATA, 4, seeds=SEEDS, transform=jitter)
+    for i, seed in enumerate(SEEDS):
+        alone = hfta.ArrayLoader(DATA, 4, seeds=[seed], transform=jitter)
+        for epoch in range(2):
+            for batch, own in zip(array.batches(epoch), alone.batches(epoch), strict=True):
+                assert same([hfta.take(batch, i)], [own])
+
+
+def test_equal_seeds_give_equal_orders():
+    seen = rows(hfta.ArrayLoader(DATA, 4, seeds=[7, 8, 7]))
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
+
+
+def test_without_shuffling():
+    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS, shuffle=False)
+    for _ in range(2):
+        assert torch.equal(rows(loader), torch.arange(ROWS).expand(3, -1))
+
+
+def test_drop_last():
+    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS, drop_last=True)
+    batches = list(loader.batches(0))
+    assert len(loader) == len(batches) == 2
+    assert {batch["row"].shape for batch in batches} == {(3, 4)}
+    assert same(batches, list(hfta.ArrayLoader(DATA, 4, seeds=SEEDS).batches(0))[:2])
+    assert len(hfta.ArrayLoader(DATA, 5, seeds=SEEDS, drop_last=True)) == 2
+    assert list(hfta.ArrayLoader(DATA, 11, seeds=SEEDS, drop_last=True)) == []
+
+
+def test_shared_batches():
+    loader = hfta.ArrayLoader(DATA, 4, shared=True, seeds=5)
+    first, second = list(loader.batches(0)), list(loader.batches(1))
+    assert [batch["x"].shape for batch in first] == [(4, 3), (4, 3), (2, 3)]
+    assert torch.equal(rows(first).sort().values, torch.arange(ROWS))
+    assert not torch.equal(rows(first), rows(second))
+    # The same order as a member of that seed has, so that shared and own batches can be compared.
+    assert torch.equal(rows(first), rows(hfta.ArrayLoader(DATA, 4, seeds=[5]).batches(0))[0])
+    assert torch.equal(
+        rows(hfta.ArrayLoader(DATA, 4, shared=True)), rows(hfta.ArrayLoader(DATA, 4, shared=True, seeds=0))
+    )
+    assert not torch.equal(rows(first), rows(hfta.ArrayLoader(DATA, 4, shared=True)))
+
+
+def jitter(batch):
+    return {**batch, "x": F.dropout(batch["x"], 0.3) + torch.randn(batch["x"].shape)}
+
+
+def test_transform_draws_from_the_member_s_seed():
+    before = torch.get_rng_state()
+    loader = hfta.ArrayLoader(DATA, 5, seeds=[7, 8, 7], shuffle=False, transform=jitter)
+    (first, second), (later, _) = loader.batches(0), loader.batches(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    for batch in (first, second, later):
+        assert batch["x"].shape == (3, 5, 3)
+        assert torch.equal(batch["x"][0], batch["x"][2])
+        assert not torch.equal(batch["x"][0], batch["x"][1])
+    noise = [batch["x"] - DATA["x"][batch["row"]] for batch in (first, second, later)]
+    assert not torch.equal(noise[0], noise[1]) and not torch.equal(noise[0], noise[2])
+    assert same(loader.batches(0), [first, second])
+
+
+def test_transform_of_shared_batches():
+    loader = hfta.ArrayLoader(DATA, 5, shared=True, seeds=7, shuffle=False, transform=jitter)
+    own = hfta.ArrayLoader(DATA, 5, seeds=[7], shuffle=False, transform=jitter)
+    for batch, expected in zip(loader.batches(0), own.batches(0), strict=True):
+        assert same([batch], [optree.tree_map(lambda leaf: leaf[0], expected)])
+
+
+def test_transform_that_draws_from_an_unrouted_operator():
+    loader = hfta.ArrayLoader(DATA, 5, seeds=SEEDS, transform=lambda batch: {"x": torch.poisson(batch["x"])})
+    with pytest.raises(hfta.RandomnessError, match=r"torch\.poisson draws"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("start", range(5))
+def test_epoch_resumes_in_the_middle(start):
+    loader = hfta.ArrayLoader(DATA, 3, seeds=SEEDS, transform=jitter)
+    full = list(loader.batches(2))
+    assert len(full) == 4
+    assert same(loader.batches(2, start), full[start:])
+
+
+def test_batches_leave_the_loader_and_the_data_alone():
+    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS)
+    before = DATA["x"].clone()
+    for batch in loader.batches(7):
+        batch["x"].zero_()
+    assert torch.equal(DATA["x"], before)
+    assert loader.epoch == 0
+    assert torch.equal(rows(loader), rows(hfta.ArrayLoader(DATA, 4, seeds=SEEDS).batches(0)))
+    assert loader.epoch == 1
+
+
+def test_data_that_is_not_a_tensor_yet():
+    pair = ([[1.0, 2.0], [3.0, 4.0]], DATA["x"].numpy()[:2])
+    with pytest.raises(hfta.BatchError, match="every leaf needs one row per sample"):
+        hfta.ArrayLoader((1.0, pair[1]), 1, seeds=SEEDS)
+    x = next(iter(hfta.ArrayLoader(pair[1], 1, seeds=SEEDS, shuffle=False)))
+    assert torch.equal(x, DATA["x"][:1].expand(3, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "message"),
+    [
+        (DATA, {}, hfta.HyperparameterError, r"give seeds=\[...\], one integer per model, or shared=True"),
+        (DATA, {"seeds": 3}, hfta.HyperparameterError, r"give seeds=\[...\], one integer per model, or shared=True"),
+        (DATA, {"seeds": [1, 2], "shared": True}, hfta.HyperparameterError, "give one integer as seeds, or none"),
+        (DATA, {"seeds": [1, 2.5]}, hfta.HyperparameterError, r"model 1: seed 2\.5 is not a 64-bit integer"),
+        (DATA, {"seeds": SEEDS, "batch_size": 0}, hfta.HyperparameterError, "batch_size is 0; it must be at least 1"),
+        ({}, {"seeds": SEEDS}, hfta.BatchError, r"leaves of shapes \[\].*at least one"),
+        (torch.zeros(0, 3), {"seeds": SEEDS}, hfta.BatchError, r"\[\[0, 3\]\].*at least one"),
+        (
+            (torch.zeros(4, 3), torch.zeros(5)),
+            {"seeds": SEEDS},
+            hfta.BatchError,
+            r"\[\[4, 3\], \[5\]\]; every leaf needs one row per sample",
+        ),
+        ((torch.zeros(4), torch.tensor(1.0)), {"seeds": SEEDS}, hfta.BatchError, r"\[\[4\], \[\]\]; every leaf needs"),
+    ],
+)
+def test_bad_input(data, options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        hfta.ArrayLoader(data, **{"batch_size": 4, **options})
+    assert type(caught.value) is error

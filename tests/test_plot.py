@@ -1,0 +1,112 @@
+import sys
+
+import numpy
+import pandas
+import pytest
+import torch
+from matplotlib import colors, pyplot
+from matplotlib.figure import Figure
+
+import hfta_func as hfta
+from hfta_func.plot import bands
+
+
+@pytest.fixture(autouse=True)
+def no_window():
+    pyplot.switch_backend("agg")
+    yield
+    pyplot.close("all")
+
+
+def history(values):
+    """A history of ``values [epochs, M]``."""
+    made = hfta.History(torch.arange(values.shape[1]))
+    made.epochs = [{"accuracy": row} for row in torch.as_tensor(values)]
+    return made
+
+
+def edges(band):
+    """Lower and upper edge of a band by position along the axis."""
+    points = band.get_paths()[0].vertices
+    at = sorted(set(points[:, 0]))
+    return at, [points[points[:, 0] == x, 1].min() for x in at], [points[points[:, 0] == x, 1].max() for x in at]
+
+
+def test_line_is_the_mean_and_band_the_central_members():
+    values = numpy.random.default_rng(0).random((4, 10))
+    lr = [0.1] * 3 + [0.01] * 7
+    ax = bands(history(values).frame(lr=lr), "accuracy", by="lr", level=0.8, ax=Figure().subplots())
+
+    assert [line.get_label() for line in ax.lines] == ["0.01", "0.1"]
+    for line, band, members in zip(ax.lines, ax.collections, (values[:, 3:], values[:, :3]), strict=True):
+        numpy.testing.assert_array_equal(line.get_xdata(), [1, 2, 3, 4])
+        numpy.testing.assert_allclose(line.get_ydata(), members.mean(1), rtol=1e-12)
+        at, low, high = edges(band)
+        assert at == [1, 2, 3, 4]
+        numpy.testing.assert_allclose(low, numpy.quantile(members, 0.1, axis=1), rtol=1e-12)
+        numpy.testing.assert_allclose(high, numpy.quantile(members, 0.9, axis=1), rtol=1e-12)
+        assert colors.same_color(line.get_color(), band.get_facecolor()[0, :3])
+
+
+def test_level_one_spans_all_members():
+    values = numpy.array([[0.1, 0.7, 0.4], [0.3, 0.2, 0.9]])
+    ax = bands(history(values).frame(), "accuracy", level=1.0)
+    _, low, high = edges(ax.collections[0])
+    numpy.testing.assert_allclose(low, [0.1, 0.2], rtol=1e-12)
+    numpy.testing.assert_allclose(high, [0.7, 0.9], rtol=1e-12)
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_legend()) == ("epoch", "accuracy", None)
+
+
+def test_legend_names_the_groups_and_colours_differ():
+    values = numpy.random.default_rng(1).random((2, 10))
+    ax = bands(history(values).frame(width=range(10)), "accuracy", by="width", ax=Figure().subplots())
+    assert ax.get_legend().get_title().get_text() == "width"
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [str(width) for width in range(10)]
+    assert len({(line.get_color(), line.get_linestyle()) for line in ax.lines}) == 10
+
+
+def test_one_epoch_is_still_seen():
+    ax = bands(history(numpy.array([[0.2, 0.6]])).frame(), "accuracy", ax=Figure().subplots())
+    assert ax.lines[0].get_marker() == "o"
+    numpy.testing.assert_allclose(ax.lines[0].get_ydata(), [0.4], rtol=1e-12)
+
+
+def test_members_that_are_not_finite_are_left_out_and_counted():
+    values = numpy.array([[1.0, 2.0, 3.0, 5.0], [4.0, numpy.nan, 6.0, numpy.inf]])
+    ax = bands(history(values).frame(lr=[0.1] * 4), "accuracy", by="lr", ax=Figure().subplots())
+    numpy.testing.assert_allclose(ax.lines[0].get_ydata(), [2.75, 5.0], rtol=1e-12)
+    assert ax.lines[0].get_label() == "0.1 (2 not finite)"
+
+
+def test_a_history_of_training_can_be_drawn_and_saved(tmp_path):
+    def loss_fn(model, batch):
+        return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def factory():
+        return torch.nn.Linear(3, 1)
+
+    seeds, lr = [0, 1, 2, 3], [0.1, 0.1, 0.01, 0.01]
+    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=lr))
+    state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
+    data = (torch.linspace(-1, 1, 48).reshape(16, 3), torch.linspace(0, 2, 16).reshape(16, 1))
+    _, made = hfta.fit(step, state, hfta.ArrayLoader(data, 4, seeds=seeds), epochs=3, progress=False)
+
+    ax = bands(made.frame(lr=lr), "loss", by="lr")
+    numpy.testing.assert_allclose(ax.lines[1].get_ydata(), made["loss"][:, :2].mean(1), rtol=1e-6)
+    ax.figure.savefig(tmp_path / "loss.png")
+    assert pyplot.imread(tmp_path / "loss.png")[..., :3].std() > 0.01
+
+
+def test_errors_name_the_cure(monkeypatch):
+    frame = history(numpy.array([[0.2, 0.6]])).frame()
+    with pytest.raises(ValueError, match=r"no column 'loss'; it has member, seed, epoch, accuracy"):
+        bands(frame, "loss")
+    with pytest.raises(ValueError, match=r"no column 'lr'; it has"):
+        bands(frame, "accuracy", by="lr")
+    with pytest.raises(ValueError, match=r"no column 'member'"):
+        bands(pandas.DataFrame(), "accuracy")
+    with pytest.raises(ValueError, match=r"level is 90; it is the fraction"):
+        bands(frame, "accuracy", level=90)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"matplotlib.*pip install hfta_func\[plot\]"):
+        bands(frame, "accuracy")

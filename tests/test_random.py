@@ -1,0 +1,704 @@
+"""Keys and noise: the bits themselves, their statistics, and the random calls of a model that are routed to them."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import nn
+
+import hfta_func as hfta
+from hfta_func import random
+from hfta_func._routing import REFUSED, ROUTED, routed
+
+SEEDS = [0, 1, 2, 3, -1, 12345678901234567, 2**63 - 1, -(2**63)]
+
+# The reference: SplitMix64's finaliser over Python's integers, which have no size.
+WORD = 2**64
+GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mix(z):
+    z %= WORD
+    z = (z ^ (z >> 30)) * MIX1 % WORD
+    z = (z ^ (z >> 27)) * MIX2 % WORD
+    return z ^ (z >> 31)
+
+
+def signed(z):
+    return z - WORD if z >= WORD // 2 else z
+
+
+def reference_bits(key, count):
+    start = mix(key + GOLDEN)
+    stride = mix(start + GOLDEN) | 1
+    return [signed(mix(start + stride * i)) for i in range(1, count + 1)]
+
+
+def reference_fold_in(key, data):
+    return signed(mix(mix(key + GOLDEN) ^ (data * MIX2 % WORD)))
+
+
+def test_splitmix64_itself():
+    # The first outputs of SplitMix64 from state 1234567, as its authors' C program prints them.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [mix(1234567 + i * GOLDEN) for i in range(1, 5)] == expected
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (257,), (3, 4, 5)])
+def test_bits_are_those_of_the_reference(shape):
+    drawn = random.bits(random.keys(SEEDS), shape)
+    assert drawn.shape == (len(SEEDS), *shape)
+    assert (
+        drawn.flatten(1).tolist()
+        if shape
+        else drawn.unsqueeze(1).tolist() == [reference_bits(seed, math.prod(shape)) for seed in SEEDS]
+    )
+
+
+@pytest.mark.parametrize("data", [0, 1, 2, -1, 10**6, 2**62, -(2**61)])
+def test_fold_in_is_that_of_the_reference(data):
+    expected = [reference_fold_in(seed, data) for seed in SEEDS]
+    keys = random.keys(SEEDS)
+    assert random.fold_in(keys, data).tolist() == expected
+    assert random.fold_in(keys, torch.full_like(keys, data)).tolist() == expected
+
+
+def test_draws_follow_from_the_bits():
+    count = 100
+    for seed in SEEDS:
+        key, words = random.keys([seed])[0], reference_bits(seed, count)
+        assert random.uniform(key, (count,)).tolist() == [(word % WORD >> 40) / 2**24 for word in words]
+        assert random.uniform(key, (count,), dtype=torch.float64).tolist() == [
+            (word % WORD >> 11) / 2**53 for word in words
+        ]
+        assert random.randint(key, -3, 7, (count,)).tolist() == [(word % WORD >> 1) % 10 - 3 for word in words]
+        assert random.bernoulli(key, 0.3, (count,)).tolist() == [
+            (word >> 11) < round(0.3 * 2**53) - 2**52 for word in words
+        ]
+        assert random.permutation(key, count).tolist() == sorted(range(count), key=words.__getitem__)
+
+
+def test_keys():
+    assert random.keys(SEEDS).tolist() == SEEDS
+    assert random.keys(SEEDS).dtype == torch.int64
+    assert random.keys(range(3)).tolist() == [0, 1, 2]
+    assert random.keys(torch.tensor([3, 1], dtype=torch.int32)).tolist() == [3, 1]
+
+
+DRAWS = {
+    "bits": lambda key: random.bits(key, (7, 3)),
+    "uniform": lambda key: random.uniform(key, (7, 3)),
+    "uniform float64": lambda key: random.uniform(key, (7, 3), dtype=torch.float64),
+    "uniform float16": lambda key: random.uniform(key, (7, 3), dtype=torch.float16),
+    "uniform bfloat16": lambda key: random.uniform(key, (7, 3), dtype=torch.bfloat16),
+    "normal": lambda key: random.normal(key, (7, 3)),
+    "normal float64": lambda key: random.normal(key, (7, 3), dtype=torch.float64),
+    "bernoulli": lambda key: random.bernoulli(key, 0.3, (7, 3)),
+    "bernoulli of a tensor": lambda key: random.bernoulli(key, torch.linspace(0, 1, 3), (7, 3)),
+    "randint": lambda key: random.randint(key, -5, 100, (7, 3)),
+    "permutation": lambda key: random.permutation(key, 21),
+    "fold_in": lambda key: random.fold_in(key, 3),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_member_draws_alone_what_it_draws_in_an_array(name):
+    draw, keys = DRAWS[name], random.keys(SEEDS)
+    array = draw(keys)
+    assert torch.equal(torch.vmap(draw)(keys), array)
+    assert torch.equal(draw(keys.flip(0)), array.flip(0))
+    assert torch.equal(draw(keys.reshape(2, -1)).flatten(0, 1), array)
+    for i in range(len(SEEDS)):
+        assert torch.equal(draw(keys[i]), array[i])
+        assert torch.equal(draw(keys[i : i + 3])[0], array[i])
+    assert len({str(member.tolist()) for member in array}) == len(SEEDS)
+
+
+def test_draws_do_not_depend_on_threads_or_the_global_generator():
+    before = torch.get_rng_state()
+    expected = random.normal(random.keys(SEEDS), (1000,))
+    assert torch.equal(torch.get_rng_state(), before)
+    threads = torch.get_num_threads()
+    torch.manual_seed(5)
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(random.normal(random.keys(SEEDS), (1000,)), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# The compiler's own code meets this one.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_compiled_draws_are_the_eager_ones():
+    def everything(keys, data):
+        folded = random.fold_in(random.fold_in(keys, data), 7)
+        return [draw(folded) for draw in DRAWS.values()]
+
+    compiled = torch.compile(everything, backend="inductor", fullgraph=True)
+    for seeds in (SEEDS, SEEDS[::-1]):
+        keys, data = random.keys(seeds), torch.arange(len(seeds))
+        for found, expected in zip(compiled(keys, data), everything(keys, data), strict=True):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+
+
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+@pytest.mark.parametrize("dtype", DIGITS, ids=str)
+def test_uniforms_lie_on_the_grid_of_their_dtype(dtype):
+    digits = DIGITS[dtype]
+    drawn = random.uniform(random.keys([1, 2, 3]), (1 << 16,), dtype=dtype)
+    assert drawn.dtype == dtype
+    cells = drawn.double() * 2.0**digits
+    assert torch.equal(cells, cells.round())
+    assert cells.min() >= 0 and cells.max() <= 2**digits - 1
+    assert drawn.max() < 1
+    assert bool((cells.to(torch.int64) % 2 == 1).any())
+    if digits <= 11:
+        for member in cells:
+            assert stats.chisquare(member.to(torch.int64).bincount(minlength=2**digits)).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 12345678901234567])
+def test_uniform_and_normal_distributions(seed):
+    key, count = random.keys([seed])[0], 1 << 15
+    assert stats.kstest(random.uniform(key, (count,), dtype=torch.float64), "uniform").pvalue > 1e-3
+    assert stats.kstest(random.uniform(key, (count,)), "uniform").pvalue > 1e-3
+    assert stats.kstest(random.normal(key, (count,), dtype=torch.float64), "norm").pvalue > 1e-3
+    assert abs(stats.skew(random.normal(key, (count,)))) < 5 * math.sqrt(6 / count)
+    assert abs(stats.kurtosis(random.normal(key, (count,)))) < 5 * math.sqrt(24 / count)
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.9, 1.0])
+def test_bernoulli_mean(p):
+    count = 1 << 17
+    for source in (p, torch.tensor(p, dtype=torch.float64)):
+        drawn = random.bernoulli(random.keys([5, 6]), source, (count,))
+        assert drawn.dtype == torch.bool
+        assert ((drawn.double().mean(1) - p).abs() <= 5 * math.sqrt(p * (1 - p) / count)).all()
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 2), (-3, 4), (10, 110)])
+def test_randint_is_uniform(low, high):
+    drawn = random.randint(random.keys([5, 6]), low, high, (1 << 16,))
+    assert drawn.min() == low and drawn.max() == high - 1
+    for member in drawn:
+        assert stats.chisquare((member - low).bincount()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("shift", [0, 8, 16, 32, 48, 56])
+def test_every_byte_of_the_words_is_uniform(shift):
+    drawn = (random.bits(random.keys(SEEDS), (1 << 15,)) >> shift) & 0xFF
+    for member in drawn:
+        assert stats.chisquare(member.bincount(minlength=256)).pvalue > 1e-4
+    # Neighbouring words are independent: pairs of low nibbles are uniform too.
+    pairs = (drawn[:, ::2] & 0xF) * 16 + (drawn[:, 1::2] & 0xF)
+    for member in pairs:
+        assert stats.chisquare(member.bincount(minlength=256)).pvalue > 1e-4
+
+
+def test_permutations_are_uniform():
+    drawn = random.permutation(random.fold_in(random.keys([3])[0], torch.arange(24_000)), 4)
+    assert torch.equal(drawn.sort(1).values, torch.arange(4).expand(24_000, 4))
+    which = (drawn * torch.tensor([64, 16, 4, 1])).sum(1).unique(return_counts=True)[1]
+    assert len(which) == 24
+    assert stats.chisquare(which).pvalue > 1e-3
+
+
+# Seeds are often consecutive, and so are steps and call sites.
+NEIGHBOURS = {
+    "seeds": lambda: random.keys(range(64)),
+    "steps": lambda: random.fold_in(random.keys([0])[0], torch.arange(64)),
+    "negative steps": lambda: random.fold_in(random.keys([0])[0], ~torch.arange(64)),
+    "steps of consecutive seeds": lambda: random.fold_in(random.keys(range(8))[:, None], torch.arange(8)).flatten(),
+    "call sites": lambda: torch.stack([random.fold_in(random.fold_in(random.keys([7])[0], 1), i) for i in range(64)]),
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_streams_are_independent(name):
+    keys, count = NEIGHBOURS[name](), 1 << 13
+    assert keys.unique().numel() == len(keys)
+    words = random.bits(keys, (count,))
+    # No two of the 2^19 words of 64 bits are equal, as they would be if streams were shifted copies of each other.
+    assert words.unique().numel() == words.numel()
+    noise = (random.uniform(keys, (count,), dtype=torch.float64) - 0.5) * math.sqrt(12)
+    correlation = noise @ noise.T / count
+    assert correlation.fill_diagonal_(0).abs().max() < 6 / math.sqrt(count)
+    # At any lag, neighbours against each other and the first against all.
+    spectrum = torch.fft.rfft(noise)
+    for other in (spectrum.roll(1, 0), spectrum[:1]):
+        lagged = torch.fft.irfft(spectrum * other.conj(), count) / count
+        if len(other) == 1:
+            # The first against itself.
+            lagged = lagged[1:]
+        assert lagged.abs().max() < 6.5 / math.sqrt(count)
+
+
+def test_normal_is_the_quantile_of_its_uniform(monkeypatch):
+    # All codes of 24 bits near both ends and around zero, and a sample of the others.
+    ends = torch.arange(1 << 14)
+    codes = torch.cat(
+        [ends - (1 << 23), ends - (1 << 13), (1 << 23) - 1 - ends, torch.arange(-(1 << 23), 1 << 23, 101)]
+    )
+    monkeypatch.setattr(random, "bits", lambda key, shape: codes << 40)
+    drawn = random.normal(random.keys([0])[0], codes.shape, dtype=torch.float64)
+    exact = torch.special.ndtri((codes.double() + 0.5) * 2.0**-24 + 0.5)
+    assert (drawn - exact).abs().max() < 1e-6
+    assert 5.41 < drawn.max() < 5.42
+    single = random.normal(random.keys([0])[0], codes.shape)
+    assert single.dtype == torch.float32
+    assert (single - exact).abs().max() < 1.3e-6
+    order = codes.argsort()
+    assert (drawn[order].diff() >= 0).all()
+
+
+def test_half_precision_normals_are_the_rounded_ones():
+    keys = random.keys([1, 2])
+    exact = random.normal(keys, (1000,), dtype=torch.float64)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert torch.equal(random.normal(keys, (1000,), dtype=dtype), exact.to(dtype))
+
+
+# One call of every operator that is routed, for an input [N, C, L] with values in (0, 1).
+CALLS = {
+    "dropout": lambda x: torch.dropout(x, 0.5, True),
+    "dropout_": lambda x: torch.dropout_(x.clone(), 0.5, True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "feature_dropout": lambda x: torch.feature_dropout(x, 0.5, True),
+    "feature_dropout_": lambda x: torch.feature_dropout_(x.clone(), 0.5, True),
+    "alpha_dropout": lambda x: torch.alpha_dropout(x, 0.5, True),
+    "alpha_dropout_": lambda x: torch.alpha_dropout_(x.clone(), 0.5, True),
+    "feature_alpha_dropout": lambda x: torch.feature_alpha_dropout(x, 0.5, True),
+    "feature_alpha_dropout_": lambda x: torch.feature_alpha_dropout_(x.clone(), 0.5, True),
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "rrelu": lambda x: torch.rrelu(-x, training=True),
+    "rrelu_": lambda x: torch.rrelu_(-x, training=True),
+    "rand": lambda x: torch.rand(4, 3),
+    "randn": lambda x: torch.randn((4, 3)),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint": lambda x: torch.randint(1000, (4, 3)),
+    "randint_like": lambda x: torch.randint_like(x, 1000),
+    "randperm": lambda x: torch.randperm(20),
+    "bernoulli": torch.bernoulli,
+    "normal": lambda x: torch.normal(x, 2.0),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(),
+    "normal_": lambda x: torch.empty_like(x).normal_(),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(),
+}
+
+# Calls of the Python layer, and other ways to write those above.
+FURTHER_CALLS = {
+    "F.dropout": F.dropout,
+    "F.dropout in place": lambda x: F.dropout(x.clone(), inplace=True),
+    "F.dropout of a tensor p": lambda x: F.dropout(x, torch.tensor(0.5)),
+    "F.dropout1d": F.dropout1d,
+    "F.dropout2d": lambda x: F.dropout2d(x.unsqueeze(-1)),
+    "F.dropout3d": lambda x: F.dropout3d(x[..., None, None]),
+    "F.alpha_dropout": lambda x: F.alpha_dropout(x, training=True),
+    "F.feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, training=True),
+    "F.rrelu": lambda x: F.rrelu(-x, training=True),
+    "F.gumbel_softmax": F.gumbel_softmax,
+    "nn.Dropout": nn.Dropout(),
+    "nn.Dropout in place": lambda x: nn.Dropout(inplace=True)(x.clone()),
+    "nn.Dropout1d": nn.Dropout1d(),
+    "nn.Dropout2d": lambda x: nn.Dropout2d()(x.unsqueeze(-1)),
+    "nn.Dropout3d": lambda x: nn.Dropout3d()(x[..., None, None]),
+    "nn.AlphaDropout": nn.AlphaDropout(),
+    "nn.FeatureAlphaDropout": nn.FeatureAlphaDropout(),
+    "nn.RReLU": lambda x: nn.RReLU()(-x),
+    "torch.rand size=": lambda x: torch.rand(size=(4, 3), dtype=torch.float64),
+    "torch.rand of a Size": lambda x: torch.rand(x.shape),
+    "torch.randn empty shape": lambda x: torch.randn(()),
+    "torch.randint low high": lambda x: torch.randint(10, 1000, (4, 3)),
+    "torch.randint keywords": lambda x: torch.randint(low=10, high=1000, size=(4, 3)),
+    "torch.randint_like bounds": lambda x: torch.randint_like(x, 10, 1000),
+    "torch.normal of numbers": lambda x: torch.normal(1.0, 2.0, (4, 3)),
+    "torch.normal of tensors": lambda x: torch.normal(x, x),
+    "torch.normal std": lambda x: torch.normal(1.0, x),
+    "torch.bernoulli p": lambda x: torch.bernoulli(x, 0.5),
+    "Tensor.bernoulli": lambda x: x.bernoulli(),
+    "Tensor.bernoulli_ of a tensor": lambda x: torch.empty_like(x).bernoulli_(x),
+    "Bernoulli": lambda x: torch.distributions.Bernoulli(x, validate_args=False).sample((5,)),
+    "Uniform": lambda x: torch.distributions.Uniform(x - 1, x + 1, validate_args=False).rsample(),
+    "Gumbel": lambda x: torch.distributions.Gumbel(x, x, validate_args=False).rsample(),
+}  # fmt: skip
+
+
+# What writes noise into a tensor made from the input.
+IN_PLACE = {
+    *(name for name in CALLS if name.endswith("_")),
+    *(name for name in FURTHER_CALLS if "in place" in name),
+    *("F.gumbel_softmax", "Tensor.bernoulli_ of a tensor"),
+}
+
+
+def test_every_routed_operator_is_called_here():
+    # Recurrent layers are in the table to refuse their dropout, and draw nothing otherwise.
+    assert {*CALLS, "lstm", "gru", "rnn_tanh", "rnn_relu"} == set(ROUTED)
+
+
+# One tensor that all members share cannot hold noise of each member's own.
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        (name, shared)
+        for name in (*CALLS, *FURTHER_CALLS)
+        for shared in (False, True)
+        if not (shared and name in IN_PLACE)
+    ],
+)
+def test_noise_comes_from_the_member_s_key(name, shared):
+    call = {**CALLS, **FURTHER_CALLS}[name]
+    x = torch.rand(6, 5, 4) * 0.8 + 0.1
+
+    def twice(x, key):
+        with routed(key):
+            return call(x), call(x)
+
+    before = torch.get_rng_state()
+    keys = random.keys([5, 6, 5, 7])
+    # All members see the same values, so that only their noise can tell them apart.
+    inputs = x if shared else x.expand(4, *x.shape).contiguous()
+    first, second = hfta.vmap(twice, in_dims=(None if shared else 0, 0))(inputs, keys)
+    for i in range(4):
+        for drawn, expected in zip((first, second), twice(x, keys[i]), strict=True):
+            assert drawn.dtype == expected.dtype
+            torch.testing.assert_close(drawn[i], expected, rtol=1e-6, atol=1e-7)
+            assert torch.equal(drawn[i] == 0, expected == 0)
+    assert torch.equal(first[0], first[2])
+    assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[3])
+    assert all(not torch.equal(first[i], second[i]) for i in range(4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def sample(call, seeds=(5, 6), count=1 << 14):
+    """``[members, count]`` values of a call on ones."""
+
+    def draw(x, key):
+        with routed(key):
+            return call(x)
+
+    return hfta.vmap(draw)(torch.ones(len(seeds), count), random.keys(seeds))
+
+
+DISTRIBUTIONS = {
+    "rand": (lambda x: torch.rand(x.shape), stats.uniform()),
+    "rand_like": (torch.rand_like, stats.uniform()),
+    "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), stats.uniform(-1, 4)),
+    "uniform_ from to": (lambda x: torch.empty_like(x).uniform_(**{"from": -1, "to": 3}), stats.uniform(-1, 4)),
+    "randn": (lambda x: torch.randn(x.shape), stats.norm()),
+    "randn_like": (torch.randn_like, stats.norm()),
+    "normal_": (lambda x: torch.empty_like(x).normal_(2, 3), stats.norm(2, 3)),
+    "normal_ by name": (lambda x: torch.empty_like(x).normal_(std=3, mean=2), stats.norm(2, 3)),
+    "normal": (lambda x: torch.normal(2 * x, 3.0), stats.norm(2, 3)),
+    "normal std": (lambda x: torch.normal(2.0, 3 * x), stats.norm(2, 3)),
+    "normal size": (lambda x: torch.normal(2.0, 3.0, x.shape), stats.norm(2, 3)),
+    "exponential_": (lambda x: torch.empty_like(x).exponential_(2.0), stats.expon(scale=0.5)),
+    "rrelu": (lambda x: -F.rrelu(-x, 0.1, 0.5, training=True), stats.uniform(0.1, 0.4)),
+    "Uniform": (lambda x: torch.distributions.Uniform(-x, x, validate_args=False).sample(), stats.uniform(-1, 2)),
+    "gumbel_softmax": (
+        # The log odds of two Gumbel variables have a logistic distribution.
+        lambda x: torch.logit(F.gumbel_softmax(torch.stack([x, x], -1).double())[:, 0]),
+        stats.logistic(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distribution(name):
+    call, expected = DISTRIBUTIONS[name]
+    for member in sample(call):
+        assert stats.kstest(member, expected.cdf).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("call", "values"),
+    [
+        (lambda x: torch.randint(5, x.shape), range(5)),
+        (lambda x: torch.randint(-2, 5, x.shape), range(-2, 5)),
+        (lambda x: torch.randint(low=-2, high=5, size=x.shape), range(-2, 5)),
+        (lambda x: torch.randint(high=5, size=x.shape), range(5)),
+        (lambda x: torch.randint(-2, high=5, size=x.shape), range(-2, 5)),
+        (lambda x: torch.randint_like(x, 5), range(5)),
+        (lambda x: torch.randint_like(x, -2, 5), range(-2, 5)),
+        (lambda x: torch.randint_like(x, low=-2, high=5), range(-2, 5)),
+    ],
+)
+def test_distribution_of_integers(call, values):
+    for member in sample(call):
+        found, counts = member.unique(return_counts=True)
+        assert found.tolist() == list(values)
+        assert stats.chisquare(counts).pvalue > 1e-3
+
+
+BERNOULLI = {
+    "bernoulli": lambda x: torch.bernoulli(0.3 * x),
+    "bernoulli p": lambda x: torch.bernoulli(x, 0.3),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "bernoulli_ of a tensor": lambda x: torch.empty_like(x).bernoulli_(0.3 * x),
+    "Bernoulli": lambda x: torch.distributions.Bernoulli(0.3 * x, validate_args=False).sample(),
+}
+
+
+@pytest.mark.parametrize("name", BERNOULLI)
+def test_distribution_of_flags(name):
+    for member in sample(BERNOULLI[name]):
+        assert set(member.tolist()) == {0.0, 1.0}
+        assert abs(member.mean() - 0.3) < 5 * math.sqrt(0.21 / len(member))
+
+
+DROPOUTS = {
+    "torch.dropout": lambda x, p: torch.dropout(x, p, True),
+    "torch.dropout_": lambda x, p: torch.dropout_(x.clone(), p, True),
+    "torch.native_dropout": lambda x, p: torch.native_dropout(x, p, True)[0],
+    "torch.feature_dropout": lambda x, p: torch.feature_dropout(x.reshape(1, -1, 1), p, True),
+    "F.dropout": F.dropout,
+    "F.dropout of a tensor": lambda x, p: F.dropout(x, torch.tensor(p)),
+    "F.dropout1d": lambda x, p: F.dropout1d(x.reshape(1, -1, 1), p),
+    "F.dropout2d": lambda x, p: F.dropout2d(x.reshape(1, -1, 1, 1), p),
+    "F.dropout3d": lambda x, p: F.dropout3d(x.reshape(1, -1, 1, 1, 1), p),
+    "nn.Dropout": lambda x, p: nn.Dropout(p)(x),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+@pytest.mark.parametrize("p", [0.1, 0.7])
+def test_dropout_keeps_a_fraction_and_scales_it(name, p):
+    for member in sample(lambda x: DROPOUTS[name](x, p).flatten()):
+        kept = member != 0
+        assert abs(kept.double().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / len(member))
+        torch.testing.assert_close(member[kept], torch.full_like(member[kept], 1 / (1 - p)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_of_nothing_and_of_everything(name):
+    assert torch.equal(sample(lambda x: DROPOUTS[name](x, 0.0).flatten(), count=50), torch.ones(2, 50))
+    assert torch.equal(sample(lambda x: DROPOUTS[name](x, 1.0).flatten(), count=50), torch.zeros(2, 50))
+
+
+def test_dropout_rate_of_each_member_s_own():
+    def draw(x, p, key):
+        with routed(key):
+            return F.dropout(x, p)
+
+    rates = torch.tensor([0.0, 0.25, 0.5, 1.0], dtype=torch.float64)
+    drawn = hfta.vmap(draw, in_dims=(None, 0, 0))(torch.ones(1 << 15).double(), rates, random.keys([1, 2, 3, 4]))
+    for member, p in zip(drawn, rates.tolist(), strict=True):
+        kept = member != 0
+        assert abs(kept.double().mean() - (1 - p)) <= 5 * math.sqrt(p * (1 - p) / len(member))
+        torch.testing.assert_close(member[kept], torch.full_like(member[kept], 1 / (1 - p) if p < 1 else 0))
+
+
+def test_channels_are_dropped_as_a_whole():
+    x = torch.rand(4, 50, 3, 2) + 1
+    for module in (nn.Dropout2d(0.4), nn.FeatureAlphaDropout(0.4)):
+        with routed(random.keys([3])[0]):
+            dropped = module(x).flatten(2)
+        # A dropped channel has one value throughout, and the others keep their order.
+        flat = dropped.std(2) < 1e-6
+        assert 40 < int(flat.sum()) < 120
+        assert torch.equal(dropped[~flat].argsort(1), x.flatten(2)[~flat].argsort(1))
+    with routed(random.keys([3])[0]):
+        rows = nn.Dropout1d(0.4)(x[..., 0]).flatten(2)
+    assert torch.equal((rows == 0).any(2), (rows == 0).all(2))
+
+
+@pytest.mark.parametrize("module", [nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)])
+def test_alpha_dropout_keeps_mean_and_variance(module):
+    count = 1 << 16
+    x = torch.randn(1, count, 1, dtype=torch.float64)
+
+    def draw(key):
+        with routed(key):
+            return module(x).flatten()
+
+    for member in hfta.vmap(draw)(random.keys([5, 6])):
+        assert abs(member.mean()) < 0.03
+        assert abs(member.var() - 1) < 0.03
+        dropped = member == member.mode().values
+        assert abs(dropped.double().mean() - 0.3) < 0.02
+
+
+MODULES = [
+    nn.Dropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout1d(0.5), nn.Dropout2d(0.5), nn.Dropout3d(0.5),
+    nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_modules_in_eval_mode_are_the_identity(module):
+    x = torch.randn(2, 6, 3, *{nn.Dropout1d: (), nn.Dropout3d: (2, 2)}.get(type(module), (2,)))
+
+    def forward(x, key):
+        with routed(key):
+            return module(x.clone())
+
+    keys = random.keys([1, 2])
+    module.train()
+    members = torch.stack([x, -x])
+    assert not torch.equal(hfta.vmap(forward)(members, keys)[0], x)
+    module.eval()
+    assert torch.equal(hfta.vmap(forward)(members, keys), members)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rrelu_in_eval_mode_has_the_mean_slope(inplace):
+    x, module = torch.randn(3, 50), nn.RReLU(0.1, 0.5, inplace=inplace).eval()
+    with routed(random.keys([1])[0]):
+        torch.testing.assert_close(module(x.clone()), F.leaky_relu(x, 0.3))
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_without_noise(kind):
+    x = torch.randn(5, 2, 4)
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
+    for module in (kind(4, 3, 2), kind(4, 3, 2, dropout=0.5).eval()):
+        expected = module(x)[0], module(packed)[0].data
+        with routed(random.keys([1])[0]):
+            assert torch.equal(module(x)[0], expected[0])
+            assert torch.equal(module(packed)[0].data, expected[1])
+
+
+# Query [M, N, H, L, D], key and value [M, N, H, T, D]; what else the call is given.
+ATTENTION = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "boolean mask": {"attn_mask": torch.rand(3, 5).argsort(1) < 3},
+    "float mask": {"attn_mask": torch.randn(3, 5, dtype=torch.float64)},
+    "mask of each head": {"attn_mask": torch.randn(2, 4, 3, 5, dtype=torch.float64)},
+    "mask and causal": {"attn_mask": torch.randn(3, 5, dtype=torch.float64), "is_causal": True},
+    "row that sees nothing": {"attn_mask": torch.tensor([[True] * 5, [False] * 5, [True, False] * 2 + [True]])},
+    "groups of queries": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_with_next_to_no_dropout(name):
+    options = ATTENTION[name]
+    heads = 2 if options.get("enable_gqa") else 4
+    query = torch.randn(3, 2, 4, 3, 6, dtype=torch.float64)
+    key, value = torch.randn(2, 3, 2, heads, 5, 6, dtype=torch.float64)
+
+    def attend(query, key, value, noise, p):
+        with routed(noise):
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=p, **options)
+
+    keys = random.keys([1, 2, 3])
+    members = zip(query, key, value, strict=True)
+    exact = torch.stack([F.scaled_dot_product_attention(*member, **options) for member in members])
+    for p in (0.0, 1e-14):
+        found = hfta.vmap(lambda *args, p=p: attend(*args, p))(query, key, value, keys)
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
+    noisy = hfta.vmap(lambda *args: attend(*args, 0.4))(query, key, value, keys)
+    assert noisy.shape == exact.shape and noisy.isfinite().all()
+    assert not torch.allclose(noisy, exact)
+
+
+def test_attention_drops_weights():
+    # Every weight is 1/1000 and every value 1: an output is the kept fraction, scaled.
+    query, value = torch.zeros(1, 1, 64, 8, dtype=torch.float64), torch.ones(1, 1, 1000, 8, dtype=torch.float64)
+    with routed(random.keys([3])[0]):
+        outputs = F.scaled_dot_product_attention(query, torch.zeros_like(value), value, dropout_p=0.25)[..., 0]
+    kept = outputs * 0.75
+    assert abs(kept.mean() - 0.75) < 5 * math.sqrt(0.1875 / 64_000)
+    assert abs(kept.std() - math.sqrt(0.1875 / 1000)) < 0.5 * math.sqrt(0.1875 / 1000)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention(need_weights):
+    x = torch.randn(5, 2, 8, dtype=torch.float64)
+
+    module = nn.MultiheadAttention(8, 2, dtype=torch.float64)
+
+    def attend(key, p):
+        module.dropout = p
+        with routed(key):
+            return module(x, x, x, need_weights=need_weights)[0]
+
+    keys = random.keys([1, 2, 1])
+    noisy = hfta.vmap(lambda key: attend(key, 0.5))(keys)
+    for i in range(3):
+        torch.testing.assert_close(noisy[i], attend(keys[i], 0.5), rtol=1e-10, atol=1e-12)
+    assert torch.equal(noisy[0], noisy[2]) and not torch.allclose(noisy[0], noisy[1])
+    torch.testing.assert_close(attend(keys[0], 1e-14), attend(keys[0], 0.0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "space"), [(nn.FractionalMaxPool2d, 2), (nn.FractionalMaxPool3d, 3)])
+def test_fractional_pooling(kind, space):
+    # Without vmap: the operator itself has no batching rule.
+    module, x = kind(2, output_ratio=0.6), torch.randn(2, 3, *(15,) * space)
+
+    def pool(seed):
+        with routed(random.keys([seed])[0]):
+            return module(x)
+
+    before = torch.get_rng_state()
+    assert torch.equal(pool(1), pool(1))
+    assert not torch.equal(pool(1), pool(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_key_torch_draws():
+    x = torch.ones(100)
+    torch.manual_seed(3)
+    expected = F.dropout(x), torch.rand(3), torch.multinomial(x, 5)
+    torch.manual_seed(3)
+    with routed(None):
+        found = F.dropout(x), torch.rand(3), torch.multinomial(x, 5)
+    assert all(map(torch.equal, found, expected))
+
+
+# Operators that draw but that no code of a model calls by name.
+INTERNAL = {
+    **dict.fromkeys(
+        [
+            *("_efficient_attention_forward", "_flash_attention_forward"),
+            "_flash_attention_forward_no_dropout_inplace",
+            *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+            *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"),
+            *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+            *("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps"),
+            *("_scaled_dot_product_attention_math", "_cudnn_attention_forward", "_cudnn_attention_backward"),
+            *("_triton_scaled_dot_attention", "_fill_mem_eff_dropout_mask_", "_nested_tensor_softmax_with_shape"),
+        ],
+        "kernels of scaled_dot_product_attention, which hands them no dropout",
+    ),
+    "_fused_sdp_choice": "chooses among those kernels and draws nothing",
+    **dict.fromkeys(
+        ["_cudnn_rnn", "_cudnn_init_dropout_state", "miopen_rnn", "_lstm_mps"],
+        "kernels of lstm, gru and rnn, which refuse dropout",
+    ),
+    "_fused_dropout": "kernel of native_dropout on CUDA",
+    **dict.fromkeys(["rrelu_with_noise_", "rrelu_with_noise_functional"], "what rrelu_ and the compiler make of rrelu"),
+    **dict.fromkeys(
+        ["cauchy", "exponential", "geometric", "log_normal", "normal_functional", "random", "uniform"],
+        "what the compiler makes of the in-place spelling; torch has no public function of that name",
+    ),
+}  # fmt: skip
+
+
+def seeded_operators():
+    """Names of all aten operators that take from a generator."""
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace == "aten":
+            operator = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default", None)
+            if operator is not None and torch.Tag.nondeterministic_seeded in operator.tags:
+                yield name
+
+
+def test_every_operator_that_draws_is_routed_or_refused():
+    seeded = set(seeded_operators())
+    assert len(seeded) > 50
+    unknown = seeded - {*ROUTED, *REFUSED, *INTERNAL}
+    assert not unknown
+    assert not set(INTERNAL) & {*ROUTED, *REFUSED}
+    assert set(INTERNAL) <= seeded
+    assert not set(ROUTED) & set(REFUSED)

@@ -1,0 +1,168 @@
+"""Schedules against ``torch.optim.lr_scheduler``, step by step, with knobs of each member's own."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import hfta_func as hfta
+from hfta_func import schedules
+
+COUNT = 40
+LR = [0.1, 0.3, 1.0]
+
+
+# Each row: the schedule of all members, and the scheduler of torch that member i follows.
+SCHEDULES = {
+    "constant": (schedules.constant(LR), lambda i, optimizer: lr_scheduler.ConstantLR(optimizer, factor=1.0)),
+    "step_lr": (
+        schedules.step_lr(LR, step_size=[3, 7, 10], gamma=[0.1, 0.5, 0.9]),
+        lambda i, optimizer: lr_scheduler.StepLR(optimizer, [3, 7, 10][i], [0.1, 0.5, 0.9][i]),
+    ),
+    "cosine": (
+        schedules.cosine(LR, T_max=[40, 50, 65], eta_min=[0.0, 0.01, 0.2]),
+        lambda i, optimizer: lr_scheduler.CosineAnnealingLR(optimizer, [40, 50, 65][i], [0.0, 0.01, 0.2][i]),
+    ),
+    "warmup of a value": (
+        schedules.warmup(LR, steps=[2, 5, 11], start_factor=[0.5, 0.1, 0.3]),
+        lambda i, optimizer: lr_scheduler.LinearLR(optimizer, [0.5, 0.1, 0.3][i], total_iters=[2, 5, 11][i]),
+    ),
+    "warmup of step_lr": (
+        schedules.warmup(
+            schedules.step_lr(LR, [3, 4, 5], [0.5, 0.6, 0.7]), steps=[2, 5, 11], start_factor=[0.5, 0.1, 0.3]
+        ),
+        lambda i, optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                lr_scheduler.LinearLR(optimizer, [0.5, 0.1, 0.3][i], total_iters=[2, 5, 11][i]),
+                lr_scheduler.StepLR(optimizer, [3, 4, 5][i], [0.5, 0.6, 0.7][i]),
+            ],
+            milestones=[[2, 5, 11][i]],
+        ),
+    ),
+    "warmup of cosine": (
+        schedules.warmup(schedules.cosine(LR, [38, 45, 50], [0.0, 0.01, 0.2]), steps=[2, 5, 11]),
+        lambda i, optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                lr_scheduler.LinearLR(optimizer, 1 / 3, total_iters=[2, 5, 11][i]),
+                lr_scheduler.CosineAnnealingLR(optimizer, [38, 45, 50][i], [0.0, 0.01, 0.2][i]),
+            ],
+            milestones=[[2, 5, 11][i]],
+        ),
+    ),
+}
+
+
+def descent(lr, params, count=COUNT, change=None):
+    """The learning rates that sgd used: with gradients of one, each update is minus its rate."""
+    optimizer = hfta.sgd(lr=lr)
+    state, rates = optimizer.init(params), []
+    for number in range(count):
+        if change is not None and number in change:
+            state = hfta.with_hyperparams(state, lr=change[number])
+        updates, state = optimizer.update({"w": torch.ones_like(params["w"])}, state, params)
+        rates.append(-updates["w"][:, 0])
+    return torch.stack(rates)
+
+
+def torch_rates(make, count=COUNT):
+    """``[count, M]`` learning rates of torch's schedulers, one optimizer for each member."""
+    columns = []
+    for i, lr in enumerate(LR):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+        scheduler = make(i, optimizer)
+        column = []
+        for _ in range(count):
+            column.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        columns.append(torch.tensor(column, dtype=torch.float64))
+    return torch.stack(columns, dim=1)
+
+
+PARAMS = {"w": torch.zeros(3, 2, dtype=torch.float64)}
+
+
+# SequentialLR itself calls scheduler.step(epoch), which torch deprecates.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_as_in_torch(name):
+    schedule, make = SCHEDULES[name]
+    expected = torch_rates(make)
+    assert len({tuple(column) for column in expected.T.tolist()}) == len(LR)
+    torch.testing.assert_close(descent(schedule, PARAMS), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_plain_numbers_stand_for_all_members():
+    rates = descent(schedules.warmup(schedules.cosine(0.5, 20), 4), PARAMS)
+    assert torch.equal(rates, rates[:, :1].expand(-1, 3))
+    assert rates[4, 0] == 0.5
+
+
+def test_members_count_their_own_updates():
+    optimizer = hfta.sgd(lr=schedules.step_lr(LR, step_size=10, gamma=0.5))
+    state = optimizer.init(PARAMS)._replace(step=torch.tensor([0, 10, 25]))
+    updates, _ = optimizer.update({"w": torch.ones(3, 2, dtype=torch.float64)}, state, PARAMS)
+    torch.testing.assert_close(-updates["w"][:, 0], torch.tensor([0.1, 0.15, 0.25]).double(), rtol=1e-7, atol=0)
+
+
+def test_schedule_within_a_step():
+    def factory():
+        return torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+
+    schedule, make = SCHEDULES["step_lr"]
+    step = hfta.make_train_step(factory(), lambda model, batch: model(batch).sum(), hfta.sgd(lr=schedule))
+    state = step.init(*hfta.init_params(factory, [0, 1, 2]), seeds=[0, 1, 2])
+    batch = torch.ones(3, 1, 3, dtype=torch.float64)
+    for rate in torch_rates(make, count=12):
+        new, _ = step(state, batch)
+        torch.testing.assert_close(
+            state.params["weight"] - new.params["weight"], rate.reshape(3, 1, 1).expand(3, 1, 3), rtol=1e-9, atol=1e-12
+        )
+        state = new
+
+
+def test_schedules_of_other_knobs():
+    optimizer = hfta.adam(lr=0.1, betas=(schedules.constant([0.5, 0.6, 0.7]), 0.9))
+    fixed = hfta.adam(lr=0.1, betas=([0.5, 0.6, 0.7], 0.9))
+    states = [optimizer.init(PARAMS), fixed.init(PARAMS)]
+    for _ in range(3):
+        grads = {"w": torch.randn(3, 2, dtype=torch.float64)}
+        (updates, states[0]), (expected, states[1]) = (
+            part.update(grads, state, PARAMS) for part, state in zip((optimizer, fixed), states, strict=True)
+        )
+        assert torch.equal(updates["w"], expected["w"])
+
+
+def test_a_number_replaces_the_value_that_a_schedule_starts_from():
+    schedule = schedules.step_lr(LR, step_size=[3, 7, 10], gamma=[0.1, 0.5, 0.9])
+    changed = schedules.step_lr([0.2, 0.4, 0.6], step_size=[3, 7, 10], gamma=[0.1, 0.5, 0.9])
+    rates = descent(schedule, PARAMS, change={5: [0.2, 0.4, 0.6]})
+    assert torch.equal(rates[:5], descent(schedule, PARAMS)[:5])
+    assert torch.equal(rates[5:], descent(changed, PARAMS)[5:])
+    same = schedules.step_lr(2.0, step_size=[3, 7, 10], gamma=[0.1, 0.5, 0.9])
+    assert torch.equal(descent(schedule, PARAMS, change={0: 2.0}), descent(same, PARAMS))
+
+
+def test_a_dict_replaces_knobs_by_name():
+    schedule = schedules.step_lr(LR, step_size=[3, 7, 10], gamma=[0.1, 0.5, 0.9])
+    changed = schedules.step_lr(LR, step_size=[2, 4, 6], gamma=0.25)
+    rates = descent(schedule, PARAMS, change={5: {"step_size": [2, 4, 6], "gamma": 0.25}})
+    assert torch.equal(rates[:5], descent(schedule, PARAMS)[:5])
+    assert torch.equal(rates[5:], descent(changed, PARAMS)[5:])
+
+
+def test_a_number_reaches_the_schedule_within_a_schedule():
+    def schedule(lr, T_max=(20, 25, 30), steps=4):
+        return schedules.warmup(schedules.cosine(lr, list(T_max)), steps)
+
+    rates = descent(schedule(LR), PARAMS, change={0: [0.2, 0.4, 0.6]})
+    assert torch.equal(rates, descent(schedule([0.2, 0.4, 0.6]), PARAMS))
+    rates = descent(schedule(LR), PARAMS, change={0: {"after": {"T_max": [10, 11, 12]}, "steps": 6}})
+    assert torch.equal(rates, descent(schedule(LR, (10, 11, 12), 6), PARAMS))
+
+
+def test_replacing_leaves_the_old_state():
+    state = hfta.sgd(lr=schedules.step_lr(LR, 5)).init(PARAMS)
+    hfta.with_hyperparams(state, lr=[0.2, 0.4, 0.6])
+    assert state.hyperparams["lr"]["value"].tolist() == LR
