@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,8 @@ def demo() -> ModuleType:
     """The demo as a module; ``examples`` is no package."""
     spec = importlib.util.spec_from_file_location("digits", ROOT / "examples" / "digits.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    # The compiler looks up the module of what it traces by name.
+    module = sys.modules["digits"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

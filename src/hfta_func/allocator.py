@@ -20,10 +20,10 @@ _decided = False
 
 
 def keep_memory(enabled: bool = True) -> bool:
-    """Set up glibc's allocator for array training; the first step on a CPU does so unless this was called before.
+    """Set up glibc's allocator for array training; the first ``step.init`` on a CPU does so unless this was called before.
 
     The process keeps its peak memory until it ends. ``keep_memory(False)`` keeps or restores glibc's defaults; call it
-    before the first step to opt out.
+    before that to opt out.
 
     Returns:
         Whether the allocator was set up; always False where the C library is not glibc.
@@ -45,6 +45,6 @@ def keep_memory(enabled: bool = True) -> bool:
 
 
 def keep_memory_once() -> None:
-    """What a step does before its first update on a CPU."""
+    """What a step does when it makes its first state on a CPU."""
     if not _decided:
         keep_memory()

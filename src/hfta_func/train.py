@@ -150,6 +150,8 @@ class TrainStep:
             )
         trainable = {path: param for path, param in params.items() if path in self.trainable}
         first = next(iter(trainable.values()))
+        if keys.device.type == "cpu":
+            keep_memory_once()
         return TrainState(
             params=dict(params),
             buffers=dict(buffers or {}),
@@ -257,8 +259,6 @@ class TrainStep:
             raise StateError(f"expected a TrainState but got {type(state).__qualname__}; make one with step.init(...)")
         _check_tensors((state.params, state.buffers), self._shapes)
         if not torch.compiler.is_compiling():
-            if state.keys.device.type == "cpu":
-                keep_memory_once()
             self._check_opt_state(state)
         check_batch(self.batch_dims, batch, state.keys.shape[0])
 
