@@ -6,9 +6,9 @@ import datetime
 import functools
 import gc
 import importlib.util
+import itertools
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,19 +66,12 @@ def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int, warmup: 
     return {name: values[warmup:] for name, values in times.items()}
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    """First quartile, median, third quartile."""
-    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else list(values) * 3
-
-
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned to the right, the first one to the left."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = []
-    for first, *rest in (head, *rows):
-        cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
-    return "\n".join(lines)
+    signs = "<" + ">" * len(widths)
+    lines = [zip(row, signs, widths, strict=False) for row in (head, *rows)]
+    return "\n".join("  ".join(f"{cell:{sign}{width}}" for cell, sign, width in line) for line in lines)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
@@ -94,11 +87,8 @@ def peak_bytes(work: Callable[[], object]) -> int:
     del result
     kineto = recorded.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
     events = [event for event in kineto.events() if event.name() == "[memory]"]
-    total = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return peak
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def resident_bytes(tree: Any) -> int:

@@ -16,8 +16,6 @@ import hfta_func as hfta
 from benchmarks._measure import peak_bytes, resident_bytes, table
 from benchmarks.training import Workload, digits
 
-CHUNKS = 6
-
 
 def solo(work: Workload) -> tuple[int, int]:
     """Resident and peak bytes of one member's step with ``torch.optim``."""
@@ -48,7 +46,7 @@ def array(work: Workload, chunk_size: int | None, compiled: bool) -> tuple[int, 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All rows; the ratio is that of resident and peak together to M times a solo step's."""
     work = digits(*(4, 8) if args.quick else (48, 32))
-    count, chunk = len(work.lr), max(len(work.lr) // CHUNKS, 1)
+    count, chunk = len(work.lr), len(work.lr) // 4
     found = {f"{count} x solo": tuple(count * size for size in solo(work))}
     found["array eager"] = array(work, None, False)
     found[f"array eager, chunk_size={chunk}"] = array(work, chunk, False)

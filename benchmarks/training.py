@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import itertools
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 import hfta_func as hfta
-from benchmarks._measure import ROOT, demo, interleaved, quartiles, seconds, table
+from benchmarks._measure import ROOT, demo, interleaved, seconds, table
 
 MOMENTUM = 0.9
 TOLERANCE = 1e-3
@@ -51,7 +50,10 @@ class Workload(NamedTuple):
     def models(self, dropout: bool = True) -> list[nn.Module]:
         """The members as ordinary modules."""
         models = hfta.unstack_params(self.make(), *hfta.init_params(self.make, self.seeds))
-        return models if dropout else [without_dropout(model) for model in models]
+        for module in [] if dropout else itertools.chain.from_iterable(model.modules() for model in models):
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return models
 
 
 def mlp(num_models: int, batch_size: int) -> Workload:
@@ -95,17 +97,9 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    """The same model, keeping everything: serial and array draw different masks."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
-
-
-def serial(work: Workload, models: list[nn.Module], make: Callable[..., torch.optim.Optimizer]) -> Callable[..., Any]:
+def serial(work: Workload, models: list[nn.Module]) -> Callable[..., Tensor]:
     """``step(batch) -> losses`` of all members, one after another."""
-    optimizers = [make(model, rate) for model, rate in zip(models, work.lr, strict=True)]
+    optimizers = [work.solo_optimizer(model, rate) for model, rate in zip(models, work.lr, strict=True)]
 
     def step(batch: tuple[Tensor, Tensor]) -> Tensor:
         losses = []
@@ -152,10 +146,10 @@ def stock(work: Workload) -> Callable[..., Any]:
     return step
 
 
-def endless(work: Workload, step: Callable[..., Any]) -> Callable[[], Any]:
-    """The step on one batch after another."""
+def timer(work: Workload, step: Callable[..., Any], calls: int) -> Callable[[], float]:
+    """The time of a step, on one batch after another."""
     batches = itertools.cycle(work.batches)
-    return lambda: step(next(batches))
+    return lambda: seconds(lambda: step(next(batches)), calls)
 
 
 class Elsewhere:
@@ -175,6 +169,7 @@ class Elsewhere:
 
     def close(self) -> None:
         """End the process."""
+        self._process.kill()
         self._process.communicate()
 
 
@@ -185,10 +180,10 @@ def answer(order: str) -> None:
     work = WORKLOADS[name](*sizes)
     if row == "stock":
         hfta.keep_memory()
-    step = stock(work) if row == "stock" else serial(work, work.models(), work.solo_optimizer)
-    run = endless(work, step)
+    step = stock(work) if row == "stock" else serial(work, work.models())
+    clock = timer(work, step, calls)
     for _ in sys.stdin:
-        print(seconds(run, calls), flush=True)
+        print(clock(), flush=True)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -197,28 +192,28 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return (difference / scale.clamp(min=1e-12)).nan_to_num(nan=float("inf")).max().item()
 
 
-def agreement(work: Workload, rows: dict[str, hfta.TrainStep]) -> dict[str, float]:
+def agreement(work: Workload, steps: Iterable[Callable[..., Any]], start: hfta.TrainState) -> dict[str, float]:
     """How far the rows are from each other; without dropout where the serial loop is one of them.
 
     Adam divides by the size of a gradient and so makes noise of a gradient that should be zero: parameters are compared
     after a step of SGD, and with the workload's own optimizer the losses of three steps.
     """
     models = work.models(dropout=False)
-    sgd = functools.partial(torch.optim.SGD, momentum=MOMENTUM)
-    own, plain = copy.deepcopy(models), copy.deepcopy(models)
-    step = hfta.make_train_step(models[0], work.loss_fn, hfta.sgd(lr=work.lr, momentum=MOMENTUM))
-    state, _ = step(step.init(*hfta.stack_params(models), seeds=work.seeds), work.batches[0])
-    serial(work, plain, lambda model, rate: sgd(model.parameters(), lr=rate))(work.batches[0])
-    expected = hfta.stack_params(plain).params
-    found = {"parameters": max(relative(state.params[path], param) for path, param in expected.items())}
-
+    params, buffers = hfta.stack_params(models)
     step = hfta.make_train_step(models[0], work.loss_fn, work.optimizer())
-    runs = array(step, step.init(*hfta.stack_params(models), seeds=work.seeds)), serial(work, own, work.solo_optimizer)
-    found["losses"] = difference(work, *runs)
-    eager, *others = rows.values()
-    start = eager.init(*hfta.init_params(work.make, work.seeds), seeds=work.seeds)
-    if others:
-        found["compiled to eager"] = difference(work, array(others[0], start), array(eager, start))
+    run, loop = array(step, step.init(params, buffers, seeds=work.seeds)), serial(work, copy.deepcopy(models))
+    found = {"losses": difference(work, run, loop)}
+
+    step = hfta.make_train_step(models[0], work.loss_fn, hfta.sgd(lr=work.lr))
+    state, _ = step(step.init(params, buffers, seeds=work.seeds), work.batches[0])
+    plain = work._replace(solo_optimizer=lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate))
+    serial(plain, models)(work.batches[0])
+    expected = hfta.stack_params(models).params
+    found["parameters"] = max(relative(state.params[path], param) for path, param in expected.items())
+
+    runs = [array(step, start) for step in steps]
+    if len(runs) > 1:
+        found["compiled to eager"] = difference(work, runs[1], runs[0])
     return found
 
 
@@ -230,9 +225,11 @@ def difference(work: Workload, found: Callable[..., Any], expected: Callable[...
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every workload: what the check found, and the rows where it passed."""
     hfta.keep_memory()
-    sizes = {"mlp": (4, 8), "digits": (4, 8)} if args.quick else {"mlp": (32, 32), "digits": (48, 32)}
-    rounds, calls = (3, {"mlp": 2, "digits": 1}) if args.quick else (30, {"mlp": 20, "digits": 4})
-    return {name: compare(name, sizes[name], rounds, calls[name], args.compile) for name in WORKLOADS}
+    if args.quick:
+        plan = {"mlp": ((4, 8), 3, 2), "digits": ((4, 8), 3, 1)}
+    else:
+        plan = {"mlp": ((32, 32), 30, 20), "digits": ((48, 32), 30, 4)}
+    return {name: compare(name, *how, args.compile) for name, how in plan.items()}
 
 
 def compare(name: str, sizes: Sequence[int], rounds: int, calls: int, compiled: bool) -> dict[str, Any]:
@@ -246,14 +243,14 @@ def compare(name: str, sizes: Sequence[int], rounds: int, calls: int, compiled: 
         start = time.perf_counter()
         steps["array compiled"](state, work.batches[0])
         compile_seconds = time.perf_counter() - start
-    found = agreement(work, steps)
+    found = agreement(work, steps.values(), state)
     result = {"title": work.title, "rounds": rounds, "calls": calls, "agreement": found}
     result["agrees"] = max(found.values()) < TOLERANCE
     if not result["agrees"]:
         return result
-    runs = {SERIAL: serial(work, work.models(), work.solo_optimizer)}
+    runs = {SERIAL: serial(work, work.models())}
     runs |= {row: array(each, state) for row, each in steps.items()}
-    timers = {row: functools.partial(seconds, endless(work, run), calls) for row, run in runs.items()}
+    timers = {row: timer(work, run, calls) for row, run in runs.items()}
     apart = {"serial, default allocator": "serial"} | ({"stock vmap eager": "stock"} if name == "mlp" else {})
     elsewhere = {row: Elsewhere(kind, name, sizes, calls) for row, kind in apart.items()}
     try:
@@ -263,7 +260,7 @@ def compare(name: str, sizes: Sequence[int], rounds: int, calls: int, compiled: 
             each.close()
     result["rows"] = {
         row: {
-            "seconds": quartiles(own),
+            "seconds": statistics.quantiles(own, n=4, method="inclusive"),
             "ratio": statistics.median(a / b for a, b in zip(times[SERIAL], own, strict=True)),
             "compile_seconds": compile_seconds if row == "array compiled" else None,
         }
@@ -274,10 +271,11 @@ def compare(name: str, sizes: Sequence[int], rounds: int, calls: int, compiled: 
 
 def show(result: dict[str, Any]) -> str:
     """The tables."""
-    return "\n\n".join(map(_show, result.values()))
+    return "\n\n".join(map(section, result.values()))
 
 
-def _show(result: dict[str, Any]) -> str:
+def section(result: dict[str, Any]) -> str:
+    """The table of one workload, or why there is none."""
     agreement = ", ".join(f"{name} {value:.1e}" for name, value in result["agreement"].items())
     verdict = "below" if result["agrees"] else "NOT below"
     title = f"{result['title']}\nlargest relative difference: {agreement}; {verdict} {TOLERANCE:.0e}"

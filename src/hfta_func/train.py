@@ -169,8 +169,8 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step of every active member.
 
-        A member whose loss or gradient is not finite keeps its parameters, buffers and optimizer state; ``metrics["finite"]``
-        tells which. Inactive members keep everything.
+        A member whose loss or gradient is not finite keeps its parameters, buffers and optimizer state;
+        ``metrics["finite"]`` tells which. Inactive members keep everything.
 
         Returns:
             The new state, and the metrics: ``loss``, ``finite``, and what the loss function reports, each ``[M, ...]``.
@@ -228,7 +228,8 @@ class TrainStep:
             # Members do not meet, so the gradient of the sum holds each member's own gradient.
             return losses.sum(), (losses, metrics, new_buffers)
 
-        if not self._tried and not torch.compiler.is_compiling():
+        # The compiler must not see the flag, or it would compile again when an eager call has set it.
+        if not torch.compiler.is_compiling() and not self._tried:
             # Once, so that a model that writes them is found out before it has changed the caller's.
             frozen = {path: param.clone() for path, param in frozen.items()}
         versions = {path: param._version for path, param in frozen.items()} if can_look(keys) else {}
