@@ -29,9 +29,10 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
     if can_look(leaves[0]) and bool(torch.stack([leaf.sum() for leaf in leaves]).isfinite().all()):
         # Nothing infinite and no NaN can have gone into a finite sum.
         return torch.ones(leaves[0].shape[0], dtype=torch.bool)
-    # One reduction at the end, so that the compiler computes the flags once and not for every leaf that reads them.
-    largest = [leaf.abs().reshape(leaf.shape[0], -1).amax(1) for leaf in leaves if leaf.numel()]
-    return torch.stack(largest).isfinite().all(0)
+    # In float64, sums of narrower values do not overflow. One reduction at the end, so that the compiler computes the
+    # flags once and not for every leaf that reads them.
+    sums = [leaf.reshape(leaf.shape[0], -1).sum(1, dtype=torch.float64) for leaf in leaves]
+    return torch.stack(sums).isfinite().all(0)
 
 
 def grad_and_aux(params: Params, func: Callable[[Params], tuple[Tensor, Any]]) -> tuple[Params, Any]:

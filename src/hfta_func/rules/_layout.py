@@ -1,4 +1,4 @@
-"""The two layout verbs of every batching rule."""
+"""The layout verbs of every batching rule: fold, its inverse split, and front."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ def fold(x: Tensor, model_dim: int | None, into: int, num_models: int) -> Tensor
     """
     if model_dim is None:
         x, model_dim = x.expand(num_models, *x.shape), 0
-    return x.movedim(model_dim, into).flatten(into, into + 1)
+    return (x if model_dim == into else x.movedim(model_dim, into)).flatten(into, into + 1)
+
+
+def front(x: Tensor, model_dim: int) -> Tensor:
+    """Move the model axis to the front; where it is there already, autograd gets no node."""
+    return x if model_dim == 0 else x.movedim(model_dim, 0)
 
 
 def split(x: Tensor, axis: int, num_models: int) -> Tensor:

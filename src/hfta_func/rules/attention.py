@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func.rules._layout import fold, split
+from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._registry import Call, Result, register
 
 
@@ -18,7 +18,7 @@ def _fold_mask(mask: Tensor | None, dim: int | None, num_models: int, batch: int
     """A mask ``[...,L,T]``, shared or per member, for inputs whose model axis has joined the batch."""
     if mask is None or (dim is None and (mask.dim() == 2 or mask.shape[0] == 1)):
         return mask
-    mask = mask.expand(num_models, *mask.shape) if dim is None else mask.movedim(dim, 0)
+    mask = mask.expand(num_models, *mask.shape) if dim is None else front(mask, dim)
     while mask.dim() < 5:
         mask = mask.unsqueeze(1)
     # [M,1|N,1|H,L,T] -> [MN,1|H,L,T]

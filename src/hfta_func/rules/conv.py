@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func.rules._layout import fold, split
+from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._lowering import Case, choose
 from hfta_func.rules._registry import Call, Result, register
 
@@ -94,17 +94,17 @@ def _wide(
 
 def _interleave(weight: Tensor, dim: int, groups: int) -> Tensor:
     """``[M,GO,...] -> [GMO,...]``: each group's filters of all members side by side."""
-    return split(weight.movedim(dim, 0), 1, groups).transpose(0, 1).flatten(0, 2)
+    return split(front(weight, dim), 1, groups).transpose(0, 1).flatten(0, 2)
 
 
 def _add_bias(y: Tensor, dim: int | None, bias: Tensor, bias_dim: int | None) -> Result:
     space = y.dim() - 2 - (dim is not None)
     if bias_dim is None:
         bias = bias.reshape(1, -1, *(1,) * space)
-        return (y if dim is None else y.movedim(dim, 0)) + bias, None if dim is None else 0
+        return (y if dim is None else front(y, dim)) + bias, None if dim is None else 0
     # [M,N,O,S] + [M,1,O,1]
-    bias = bias.movedim(bias_dim, 0).unsqueeze(1).reshape(bias.shape[bias_dim], 1, -1, *(1,) * space)
-    return (y.unsqueeze(0) if dim is None else y.movedim(dim, 0)) + bias, 0
+    bias = front(bias, bias_dim).unsqueeze(1).reshape(bias.shape[bias_dim], 1, -1, *(1,) * space)
+    return (y.unsqueeze(0) if dim is None else front(y, dim)) + bias, 0
 
 
 _LOWERINGS = {"grouped": _grouped, "wide": _wide}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hfta_func.rules._layout import fold, split
+from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._registry import Call, Result, register
 
 
@@ -23,7 +23,7 @@ def mm(call: Call, x: Tensor, weight: Tensor) -> Result:
     if weight_dim is None:
         # [M,P,I], [I,O] -> [MP,I], [I,O] -> [MP,O] -> [M,P,O]
         return split(torch.mm(fold(x, x_dim, 0, num_models), weight), 0, num_models), 0
-    return torch.bmm(x.movedim(x_dim, 0), weight.movedim(weight_dim, 0)), 0
+    return torch.bmm(front(x, x_dim), front(weight, weight_dim)), 0
 
 
 @register("addmm")
@@ -32,14 +32,14 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
     bias_dim, x_dim, weight_dim = call.dims
     if bias_dim is not None:
         # [M,O] or [M,P|1,O] -> [M,P|1,O]
-        bias = bias.movedim(bias_dim, 0)
+        bias = front(bias, bias_dim)
         bias = bias.reshape(bias.shape[0], *(1,) * (3 - bias.dim()), *bias.shape[1:])
     if x_dim is not None and weight_dim is not None:
         # [M,1,O] + [M,P,I], [M,I,O] -> [M,P,O]
-        return torch.baddbmm(bias, x.movedim(x_dim, 0), weight.movedim(weight_dim, 0), beta=beta, alpha=alpha), 0
+        return torch.baddbmm(bias, front(x, x_dim), front(weight, weight_dim), beta=beta, alpha=alpha), 0
     if x_dim is None and weight_dim is None:
         y = torch.mm(x, weight)
     else:
         y, y_dim = mm(Call(call.num_models, (x_dim, weight_dim), {}), x, weight)
-        y = y.movedim(y_dim, 0)
+        y = front(y, y_dim)
     return torch.add(bias if beta == 1 else beta * bias, y, alpha=alpha), 0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func.rules._layout import fold, split
+from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._registry import Call, Result, register
 
 _NONE, _MEAN = 0, 1
@@ -33,7 +33,7 @@ def nll_loss2d_forward(
 
 
 def _nll(operator: Any, call: Call, input: Tensor, target: Tensor, weight: Tensor | None, *options: int) -> Result:
-    # [M,N,C,S], [M,N,S] -> [MN,C,S], [MN,S] -> [MN,S] -> [M,N,S] -> [M]
+    # [M,N,C,S], [M,N,S] -> [MN,C,S], [MN,S] -> [MN,S] -> [M,NS] -> [M]
     num_models, (input_dim, target_dim, weight_dim) = call.num_models, call.dims[:3]
     reduction, ignore_index = options
     single = target.dim() - (target_dim is not None) == 0
@@ -42,29 +42,30 @@ def _nll(operator: Any, call: Call, input: Tensor, target: Tensor, weight: Tenso
         input, input_dim = _front(input, input_dim).unsqueeze(-2), None if input_dim is None else 0
         target, target_dim = _front(target, target_dim).unsqueeze(-1), None if target_dim is None else 0
     input, target = fold(input, input_dim, 0, num_models), fold(target, target_dim, 0, num_models)
-    counted = target != ignore_index
-    if weight is None:
-        weights = counted.to(input.dtype)
-    else:
-        # Ignored targets may lie outside the table.
-        index = torch.where(counted, target, 0)
-        if weight_dim is None:
-            weights = weight[index]
-        else:
-            table = weight.movedim(weight_dim, 0)
-            member = torch.arange(num_models, device=index.device).repeat_interleave(target.shape[0] // num_models)
-            weights = table[member.reshape(-1, *(1,) * (index.dim() - 1)), index]
-        weights = torch.where(counted, weights, 0)
     losses = operator(input, target, None, _NONE, ignore_index)[0]
+    weights = target != ignore_index
     if weight is not None:
+        weights = _weights(weight, weight_dim, target, weights, num_models)
         losses = losses * weights
-    losses, weights = split(losses, 0, num_models), split(weights, 0, num_models)
     if reduction == _NONE:
-        losses = losses.squeeze(1) if single else losses
-        return (losses, losses.new_zeros(num_models)), (0, 0)
-    total, weights = losses.flatten(1).sum(1), weights.flatten(1).sum(1)
-    return (total / weights if reduction == _MEAN else total, weights), (0, 0)
+        losses = split(losses, 0, num_models)
+        return (losses.squeeze(1) if single else losses, losses.new_zeros(num_models)), (0, 0)
+    total = losses.reshape(num_models, -1).sum(1)
+    divisor = weights.reshape(num_models, -1).sum(1, dtype=total.dtype)
+    return (total / divisor if reduction == _MEAN else total, divisor), (0, 0)
+
+
+def _weights(weight: Tensor, dim: int | None, target: Tensor, counted: Tensor, num_models: int) -> Tensor:
+    """The class weight of every target ``[MN,...]``, zero where it is ignored."""
+    # Ignored targets may lie outside the table.
+    index = torch.where(counted, target, 0)
+    if dim is None:
+        weights = weight[index]
+    else:
+        member = torch.arange(num_models, device=index.device).repeat_interleave(target.shape[0] // num_models)
+        weights = front(weight, dim)[member.reshape(-1, *(1,) * (index.dim() - 1)), index]
+    return torch.where(counted, weights, 0)
 
 
 def _front(x: Tensor, dim: int | None) -> Tensor:
-    return x if dim is None else x.movedim(dim, 0)
+    return x if dim is None else front(x, dim)

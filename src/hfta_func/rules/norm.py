@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._errors import TraceError
-from hfta_func.rules._layout import fold, split
+from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._registry import Call, Result, register
 
 
@@ -44,8 +44,8 @@ def batch_norm(
             updated = split(flat, 0, num_models)
             if dim is None:
                 stat.copy_(updated[0])
-            elif not stat.movedim(dim, 0).is_contiguous():
-                stat.movedim(dim, 0).copy_(updated)
+            elif not front(stat, dim).is_contiguous():
+                front(stat, dim).copy_(updated)
     return split(y, 1, num_models), 1
 
 
