@@ -14,6 +14,7 @@ from hfta_func._errors import (
     StateError,
     TraceError,
 )
+from hfta_func._routing import routed
 from hfta_func._tree import concat, num_models, take
 from hfta_func._types import PerModel, Schedule
 from hfta_func.allocator import keep_memory
@@ -70,6 +71,7 @@ __all__ = [
     "num_models",
     "optim",
     "random",
+    "routed",
     "rules",
     "schedules",
     "sgd",

@@ -1,7 +1,7 @@
-"""Keys, counter-based noise, and the mode that routes a model's own random calls to them.
+"""Keys and counter-based noise.
 
 Public: :func:`keys`, :func:`fold_in`, :func:`uniform`, :func:`normal`, :func:`bernoulli`, :func:`randint`,
-:func:`permutation`, :func:`bits`, :class:`routed`.
+:func:`permutation`, :func:`bits`. A model's own random calls draw from a key inside :class:`hfta_func.routed`.
 
 A key is one ``int64``; a tensor of keys ``[...]`` draws ``[..., *shape]``, so one key per member gives one
 independent stream per member, and a member draws the same numbers alone as in an array of any size. All draws are

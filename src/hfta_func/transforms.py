@@ -31,7 +31,7 @@ def vmap(
         func: A function of one member's tensors.
         in_dims: Which axis of each input is the model axis, or ``None`` for an input that all members share.
         out_dims: Where the model axis goes in each output.
-        randomness: As in ``torch.func.vmap``. Random calls inside :class:`hfta_func.random.routed` need no flag.
+        randomness: As in ``torch.func.vmap``. Random calls inside :class:`hfta_func.routed` need no flag.
         chunk_size: Members per group; ``None`` runs all of them at once.
 
     Raises:
