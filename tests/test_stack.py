@@ -1,7 +1,10 @@
 """Ordinary modules to an array and back, and members taken, joined and trained within it."""
 
 import copy
+import functools
+import types
 
+import numpy
 import optree
 import pytest
 import torch
@@ -404,3 +407,41 @@ def test_tied_and_frozen_parameters_train_as_in_a_loop(steps):
         assert model.decoder.weight is model.encoder.weight
         for path, tensor in tensors(own).items():
             torch.testing.assert_close(tensors(model)[path], tensor, rtol=1e-10, atol=1e-12)
+
+
+class Settings(nn.Module):
+    """Holds one setting of any kind."""
+
+    def __init__(self, setting):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.setting = setting
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (numpy.zeros(2), numpy.zeros(3)),
+        (numpy.zeros(2), numpy.array([0.0, 1.0])),
+        (
+            [functools.partial(max, 1), functools.partial(max, 2)],
+            [functools.partial(max, 1), functools.partial(max, 3)],
+        ),
+        ({"a": [1, (2, 3)]}, {"a": [1, (2, 4)]}),
+        (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
+    ],
+)
+def test_settings_of_any_kind_are_compared(first, second):
+    hfta.stack_params([Settings(first), Settings(copy.deepcopy(first))])
+    with pytest.raises(hfta.StackError, match="model 1: 'setting' is .* but in model 0 it is .*share every setting"):
+        hfta.stack_params([Settings(first), Settings(second)])
+
+
+def test_objects_without_equality_are_compared_by_attributes():
+    class Opaque:
+        def __init__(self, value):
+            self.value = value
+
+    hfta.stack_params([Settings(Opaque(1)), Settings(Opaque(1))])
+    with pytest.raises(hfta.StackError, match="'setting' is"):
+        hfta.stack_params([Settings(Opaque(1)), Settings(Opaque(2))])

@@ -73,7 +73,7 @@ def _check_module(mine: nn.Module, theirs: nn.Module, path: str, member: int) ->
     for name in sorted({*vars(mine), *vars(theirs)} - _INTERNAL):
         missing = object()
         a, b = vars(mine).get(name, missing), vars(theirs).get(name, missing)
-        if a is missing or b is missing or not _equal(a, b, own, set()):
+        if a is missing or b is missing or not _equal(a, b, own, {}):
             shown = [("unset" if value is missing else _show(value)) for value in (a, b)]
             raise StackError(
                 f"model {member}: '{f'{path}.{name}' if path else name}' is {shown[0]} but in model 0 it is {shown[1]}; "
@@ -104,11 +104,12 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _equal(a: Any, b: Any, own: set[int], seen: set[tuple[int, int]]) -> bool:
+def _equal(a: Any, b: Any, own: set[int], seen: dict[tuple[int, int], Any]) -> bool:
     """Equality of settings; objects without an equality of their own are equal if all their attributes are."""
     if a is b or (id(a), id(b)) in seen or (id(a) in own and id(b) in own):
         return True
-    seen.add((id(a), id(b)))
+    # Kept alive here, because a later object could otherwise get the same id.
+    seen[id(a), id(b)] = (a, b)
     if type(a) is not type(b):
         return False
     same = functools.partial(_equal, own=own, seen=seen)
@@ -137,7 +138,7 @@ def _equal(a: Any, b: Any, own: set[int], seen: set[tuple[int, int]]) -> bool:
             (a.__defaults__, a.__kwdefaults__, closures[0]), (b.__defaults__, b.__kwdefaults__, closures[1])
         )
     if type(a).__eq__ is not object.__eq__:
-        return bool(_all((a == b) | ((a != a) & (b != b))))
+        return getattr(a, "shape", None) == getattr(b, "shape", None) and bool(_all((a == b) | ((a != a) & (b != b))))
     return hasattr(a, "__dict__") and same(vars(a), vars(b))
 
 
