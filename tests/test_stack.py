@@ -433,7 +433,7 @@ class Settings(nn.Module):
 )
 def test_settings_of_any_kind_are_compared(first, second):
     hfta.stack_params([Settings(first), Settings(copy.deepcopy(first))])
-    with pytest.raises(hfta.StackError, match="model 1: 'setting' is .* but in model 0 it is .*share every setting"):
+    with pytest.raises(hfta.StackError, match=r"model 1: 'setting' is .* but in model 0 it is .*share every setting"):
         hfta.stack_params([Settings(first), Settings(second)])
 
 
