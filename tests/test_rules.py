@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 
@@ -183,7 +184,7 @@ def test_processes_with_different_rules_do_not_share_compiled_graphs(tmp_path) -
     def run(factor: str) -> str:
         done = subprocess.run(
             [sys.executable, "-c", _PROCESS, factor],
-            env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
             capture_output=True,
             text=True,
             check=True,

@@ -19,11 +19,11 @@ def check_batch(dims: Tree, batch: Tree, count: int, path: str = "batch") -> Non
             if isinstance(dims, Mapping) and name not in dims:
                 raise BatchError(f"{path} has '{name}' but batch_dims has not; give one entry per part")
             check_batch(dims[name] if isinstance(dims, Mapping) else dims, child, count, f"{path}['{name}']")
-    elif isinstance(batch, tuple | list):
-        if isinstance(dims, tuple | list) and len(dims) != len(batch):
+    elif isinstance(batch, (tuple, list)):
+        if isinstance(dims, (tuple, list)) and len(dims) != len(batch):
             raise BatchError(f"{path} has {len(batch)} parts but batch_dims has {len(dims)}; give one entry per part")
         for position, child in enumerate(batch):
-            inner = dims[position] if isinstance(dims, tuple | list) else dims
+            inner = dims[position] if isinstance(dims, (tuple, list)) else dims
             check_batch(inner, child, count, f"{path}[{position}]")
     elif not isinstance(batch, Tensor):
         raise BatchError(f"{path} is a {type(batch).__qualname__}; the leaves of a batch must be tensors")
@@ -43,8 +43,8 @@ def slice_batch(dims: Tree, batch: Tree, start: int, stop: int) -> Tree:
             name: slice_batch(dims[name] if isinstance(dims, Mapping) else dims, child, start, stop)
             for name, child in batch.items()
         }
-    if isinstance(batch, tuple | list):
-        inner = dims if isinstance(dims, tuple | list) else [dims] * len(batch)
+    if isinstance(batch, (tuple, list)):
+        inner = dims if isinstance(dims, (tuple, list)) else [dims] * len(batch)
         parts = [slice_batch(dim, child, start, stop) for dim, child in zip(inner, batch, strict=True)]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch[start:stop]

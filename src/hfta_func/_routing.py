@@ -278,7 +278,7 @@ def _exponential_draw(key: Tensor, input: Tensor, lambd: float = 1.0) -> Tensor:
 
 
 def _recurrent(mode: routed, func: Any, *args: Any) -> Any:
-    packed = isinstance(args[3], list | tuple)
+    packed = isinstance(args[3], (list, tuple))
     dropout, train = args[6:8] if packed else args[5:7]
     if train and dropout:
         _refuse(func)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import optree
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from hfta_func._errors import StackError
@@ -20,6 +21,9 @@ T = TypeVar("T")
 
 def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Any:
     """``func`` of every leaf, or of the corresponding leaves of several trees."""
+    # Older compilers cannot look into optree's compiled code.
+    if torch.compiler.is_compiling():
+        return pytree.tree_map(func, tree, *rest)
     return optree.tree_map(func, tree, *rest)
 
 

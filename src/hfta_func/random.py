@@ -149,18 +149,24 @@ def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.floa
     same bits on every device.
     """
     draws = bits(key, shape) >> 40
-    # An odd number in (0, 2^24), in units of 2^-25 the tail probability; its float32 bits hold octave and position.
+    # An odd number in (0, 2^24), in units of 2^-25 the tail probability. Being odd, it lies far enough from a power of two
+    # for the logarithm to find the octave whatever its last digit.
     tail = ((1 << 24) - 1) - ((draws ^ (draws >> 63)) << 1)
-    code = tail.to(torch.float32).view(torch.int32).to(torch.int64)
-    segment, within = (code >> _WITHIN) - (127 << _STEPS), code & ((1 << _WITHIN) - 1)
-    start, slope = _NORMAL_START.to(key.device), _NORMAL_SLOPE.to(key.device)
-    magnitude = (start[segment] << _WITHIN) + slope[segment] * within
+    octave = torch.floor(torch.log2(tail.to(torch.float64))).to(torch.int64)
+    place = (tail << (23 - octave)) & ((1 << 23) - 1)
+    segment, within = (octave << _STEPS) + (place >> _WITHIN), place & ((1 << _WITHIN) - 1)
+    # index_select, because under vmap an index without axes counts as a look at its value.
+    start, slope = (
+        table.to(key.device).index_select(0, segment.flatten()).reshape(segment.shape)
+        for table in (_NORMAL_START, _NORMAL_SLOPE)
+    )
+    magnitude = (start << _WITHIN) + slope * within
     signed = torch.where(draws < 0, -magnitude, magnitude)
     return (signed.to(torch.float64) * 2.0 ** -(_FRACTION + _WITHIN)).to(dtype)
 
 
 _STEPS = 8  # 2^8 segments to an octave
-_WITHIN = 23 - _STEPS  # bits of a float32 significand that are left for the position within a segment
+_WITHIN = 23 - _STEPS  # bits of the place within an octave that are left for the place within a segment
 _FRACTION = 26  # fractional bits of the tabulated quantiles
 
 

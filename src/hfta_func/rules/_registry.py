@@ -74,11 +74,15 @@ def install() -> None:
         # PyTorch registers its decompositions at the first vmap; before that they would displace the rules.
         lazy_load_decompositions()
         library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            # The dispatcher warns that a kernel is replaced, which is what is meant.
-            warnings.simplefilter("ignore")
-            for op, rule in RULES.items():
-                library.impl(op, _kernel(op, rule), "FuncTorchBatched", with_keyset=True)
+        try:
+            with warnings.catch_warnings():
+                # The dispatcher warns that a kernel is replaced, which is what is meant.
+                warnings.simplefilter("ignore")
+                for op, rule in RULES.items():
+                    library.impl(op, _kernel(op, rule), "FuncTorchBatched", with_keyset=True, allow_override=True)
+        except BaseException:
+            library._destroy()
+            raise
         _library = library
 
 
