@@ -13,6 +13,7 @@ from torch import Tensor
 
 import hfta_func as hfta
 from cases import RULE_CASES, RuleCase
+from hfta_func.rules import _registry
 
 M = 3
 
@@ -148,21 +149,26 @@ def test_running_statistics_shared_by_members_are_refused() -> None:
         hfta.vmap(norm)(torch.randn(M, 4, 3))
 
 
-def test_install_and_uninstall_restore_pytorch() -> None:
-    op = torch.ops.aten.convolution.default
+def test_install_and_uninstall(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    rule, calls = _registry.RULES["convolution"], []
+
+    def counted(*args):  # type: ignore[no-untyped-def]
+        calls.append(args)
+        return rule(*args)
+
+    monkeypatch.setitem(_registry.RULES, "convolution", counted)
+    inputs = torch.randn(M, 2, 3, 5, 5), torch.randn(M, 4, 3, 2, 2)
     hfta.rules.uninstall()
-    assert not hfta.rules.is_installed()
-    before = torch.library.get_kernel(op, "FuncTorchBatched")
+    plain = torch.vmap(torch.nn.functional.conv2d)(*inputs)
+    assert not calls and not hfta.rules.is_installed()
+    torch.testing.assert_close(hfta.vmap(torch.nn.functional.conv2d)(*inputs), plain)
+    assert len(calls) == 1 and hfta.rules.is_installed()
     hfta.rules.install()
-    hfta.rules.install()
-    assert hfta.rules.is_installed()
+    torch.vmap(torch.nn.functional.conv2d)(*inputs)
+    assert len(calls) == 2
     hfta.rules.uninstall()
-    x, weight = torch.randn(M, 2, 3, 5, 5), torch.randn(M, 4, 3, 2, 2)
-    plain = torch.vmap(torch.nn.functional.conv2d)(x, weight)
-    assert not hfta.rules.is_installed()
-    assert before is not None
-    torch.testing.assert_close(hfta.vmap(torch.nn.functional.conv2d)(x, weight), plain)
-    assert hfta.rules.is_installed()
+    torch.vmap(torch.nn.functional.conv2d)(*inputs)
+    assert len(calls) == 2 and not hfta.rules.is_installed()
 
 
 _PROCESS = """

@@ -101,23 +101,30 @@ def unstack_params(model: nn.Module, params: Params, buffers: Params) -> list[nn
         True
     """
     count = num_models((params, buffers))
-    for stacked, own in ((params, dict(model.named_parameters())), (buffers, dict(model.named_buffers()))):
+    for stacked, own in zip((params, buffers), shapes(model), strict=True):
         check_matches(stacked, own)
     return [_member(model, params, buffers, index) for index in range(count)]
 
 
-def check_matches(stacked: Params, own: dict[str, Any]) -> None:
-    """Raise a StackError unless ``stacked`` holds the tensors ``own`` of one model, with a model axis in front."""
+def shapes(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, torch.Size]]:
+    """Shapes of one model's parameters and buffers by path."""
+    return (
+        {path: parameter.shape for path, parameter in model.named_parameters()},
+        {path: buffer.shape for path, buffer in model.named_buffers()},
+    )
+
+
+def check_matches(stacked: Params, own: dict[str, torch.Size]) -> None:
+    """Raise a StackError unless ``stacked`` has the shapes ``own`` of one model, with a model axis in front."""
     for path in [*own, *(path for path in stacked if path not in own)]:
         if path not in stacked or path not in own:
             here, there = ("the array", "the model") if path not in stacked else ("the model", "the array")
             raise StackError(
                 f"'{path}' is in {there} but not in {here}; pass the model that the array was stacked from"
             )
-        shape = getattr(own[path], "shape", own[path])
-        if stacked[path].shape[1:] != shape:
+        if stacked[path].shape[1:] != own[path]:
             raise StackError(
-                f"'{path}' is {list(stacked[path].shape[1:])} per member but {list(shape)} in the model; "
+                f"'{path}' is {list(stacked[path].shape[1:])} per member but {list(own[path])} in the model; "
                 f"pass the model that the array was stacked from"
             )
 

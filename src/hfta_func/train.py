@@ -5,7 +5,6 @@ Public: :class:`TrainState`, :func:`make_train_step`, :class:`TrainStep`, :func:
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,9 +20,9 @@ from hfta_func._gradient import all_finite, can_look, grad_and_aux
 from hfta_func._tree import num_models, tree_map, where
 from hfta_func._types import Params, Tree
 from hfta_func.allocator import keep_memory_once
-from hfta_func.functional import bind
+from hfta_func.functional import bind, skeleton
 from hfta_func.optim._base import GradientTransformation, apply_updates, per_member
-from hfta_func.stack import Stacked, check_matches
+from hfta_func.stack import Stacked, check_matches, shapes
 from hfta_func.transforms import vmap
 
 
@@ -110,7 +109,7 @@ class TrainStep:
         self.trainable = frozenset(path for path, parameter in parameters.items() if parameter.requires_grad)
         if not self.trainable:
             raise LossError("no parameter of the model requires grad, so there is nothing to train")
-        self._shapes = _shapes(model)
+        self._shapes = shapes(model)
         self._takes_hparams = _positional(loss_fn) >= 3
         self._loss = bind(model, loss_fn)
         self._opt_spec: Any = None
@@ -292,7 +291,8 @@ def make_eval_step(
 
     Returns:
         ``evaluate(state, batch) -> dict[str, Tensor[M, ...]]``, where ``state`` is a :class:`TrainState` or what
-        :func:`stack_params` returns. A single tensor comes back under the name of ``metric_fn``.
+        :func:`stack_params` returns. A single tensor comes back under the name of ``metric_fn``. Random calls draw from
+        the members' keys; without a training state all members draw those of seed 0.
 
     Example:
         >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
@@ -314,8 +314,8 @@ class EvalStep:
         self.batch_dims = batch_dims
         self.chunk_size = chunk_size
         self._name = getattr(metric_fn, "__name__", "metric")
-        self._metrics = bind(copy.deepcopy(model).eval(), metric_fn)
-        self._shapes = _shapes(model)
+        self._metrics = bind(skeleton(model).eval(), metric_fn)
+        self._shapes = shapes(model)
 
     @torch.no_grad()
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
@@ -339,22 +339,13 @@ class EvalStep:
         return metrics if isinstance(metrics, dict) else {self._name: metrics}
 
 
-def _shapes(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, torch.Size]]:
-    """Shapes of one member's parameters and buffers."""
-    return (
-        {path: parameter.shape for path, parameter in model.named_parameters()},
-        {path: buffer.shape for path, buffer in model.named_buffers()},
-    )
-
-
-def _check_tensors(stacked: tuple[Params, Params], shapes: tuple[dict[str, torch.Size], dict[str, torch.Size]]) -> None:
+def _check_tensors(stacked: tuple[Params, Params], own: tuple[dict[str, torch.Size], dict[str, torch.Size]]) -> None:
     """Raise a StateError unless parameters and buffers are those of the step's model."""
-    for held, expected in zip(stacked, shapes, strict=True):
-        if held.keys() != expected.keys() or any(held[path].shape[1:] != shape for path, shape in expected.items()):
-            try:
-                check_matches(held, expected)
-            except StackError as error:
-                raise StateError(str(error)) from None
+    for held, expected in zip(stacked, own, strict=True):
+        try:
+            check_matches(held, expected)
+        except StackError as error:
+            raise StateError(str(error)) from None
 
 
 def _check_loss(loss: Any, metrics: Any) -> None:
@@ -367,11 +358,12 @@ def _check_loss(loss: Any, metrics: Any) -> None:
     if not isinstance(metrics, dict):
         raise LossError(f"the loss function returned (loss, {type(metrics).__qualname__}); metrics must be a dict")
     for name, value in metrics.items():
-        if not isinstance(value, Tensor) or name in ("loss", "finite"):
+        if name in ("loss", "finite"):
             raise LossError(
-                f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors, and not be named 'loss' or "
-                f"'finite'"
+                f"metric '{name}' hides what the step reports; a metric must not be named 'loss' or 'finite'"
             )
+        if not isinstance(value, Tensor):
+            raise LossError(f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors")
 
 
 def _positional(func: Callable[..., Any]) -> int:

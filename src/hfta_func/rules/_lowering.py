@@ -7,15 +7,9 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """One call of an operator on M members at once, as the table sees it.
-
-    ``work`` is the number of multiplications of one member, ``shared`` whether all members read one input.
-    """
+    """One call of an operator on M members at once, as the table sees it; ``shared``: all members read one input."""
 
     op: str
-    device: str
-    num_models: int
-    work: int
     shared: bool
 
 

@@ -5,7 +5,6 @@ Dimension letters: M models, N batch, G groups, I and O channels of one group in
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ _convolution = torch.ops.aten.convolution.default
 @register("convolution")
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     """Forward and transposed, any number of space axes, any mix of shared and per-member inputs."""
-    *geometry, transposed, output_padding, groups = options
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
     separate = bias is not None and (weight_dim is None) != (bias_dim is None)
@@ -34,51 +32,32 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
             y = _convolution(fold(x, x_dim, 0, num_models), weight, inner, *options)
             y, dim = split(y, 0, num_models), 0
     else:
-        case = Case("convolution", x.device.type, num_models, math.prod(weight.shape) // num_models, x_dim is None)
-        lower = _LOWERINGS[choose(case)]
-        y, dim = lower(call, x, weight, inner, geometry, transposed, output_padding, groups)
+        lower = _LOWERINGS[choose(Case("convolution", shared=x_dim is None))]
+        y, dim = lower(call, x, weight, inner, *options)
     if separate:
         assert bias is not None
         y, dim = _add_bias(y, dim, bias, bias_dim)
     return y, dim
 
 
-def _grouped(
-    call: Call,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    geometry: Any,
-    transposed: bool,
-    padding: Any,
-    groups: int,
-) -> Result:
+def _grouped(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K] -> [N,MGO,S] -> [N,M,GO,S]
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
+    *geometry, groups = options
     y = _convolution(
         fold(x, x_dim, 1, num_models),
         fold(weight, weight_dim, 0, num_models),
         None if bias is None else fold(bias, bias_dim, 0, num_models),
         *geometry,
-        transposed,
-        padding,
         groups * num_models,
     )
     return split(y, 1, num_models), 1
 
 
-def _wide(
-    call: Call,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    geometry: Any,
-    transposed: bool,
-    padding: Any,
-    groups: int,
-) -> Result:
+def _wide(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     # [N,GI,S], [M,GO,I,K] -> [N,GI,S], [GMO,I,K] -> [N,GMO,S] -> [N,G,M,O,S] -> [N,M,GO,S]
     num_models, (_, weight_dim, bias_dim) = call.num_models, call.dims[:3]
+    *_, transposed, _, groups = options
     assert weight_dim is not None
     if transposed:
         # The filters of a transposed convolution are [GI,O,K]: members go next to O.
@@ -88,7 +67,7 @@ def _wide(
     if bias is not None:
         assert bias_dim is not None
         bias = _interleave(bias, bias_dim, groups)
-    y = split(_convolution(x, weight, bias, *geometry, transposed, padding, groups), 1, groups)
+    y = split(_convolution(x, weight, bias, *options), 1, groups)
     return split(y, 2, num_models).transpose(1, 2).flatten(2, 3), 1
 
 
