@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import hfta_func as hfta
-from cases import RULE_CASES, RuleCase
 from hfta_func.rules import _registry
+from rule_cases import RULE_CASES, RuleCase
 
 M = 3
 

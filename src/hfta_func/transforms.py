@@ -6,6 +6,7 @@ Public: :func:`vmap`.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 from hfta_func import rules
 from hfta_func._errors import RandomnessError, TraceError
-from hfta_func.rules._registry import install_for_compiler
+from hfta_func.rules import _lowering
+from hfta_func.rules._registry import install_for_compiler, no_fallback
 
 
 def vmap(
@@ -46,13 +48,14 @@ def vmap(
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            install_for_compiler()
+            install_for_compiler(_lowering.state)
             return mapped(*args, **kwargs)
         rules.install()
         try:
-            if kwargs or out_dims != 0:
-                return mapped(*args, **kwargs)
-            return _mapped_flat(func, args, in_dims, randomness, chunk_size)
+            with no_fallback():
+                if kwargs or out_dims != 0:
+                    return mapped(*args, **kwargs)
+                return _mapped_flat(func, args, in_dims, randomness, chunk_size)
         except RuntimeError as error:
             raise _advice(error) or error from error.__cause__
 
@@ -82,6 +85,19 @@ def _advice(error: RuntimeError) -> Exception | None:
         return RandomnessError(
             f"{_place(error)} draws from PyTorch's global generator in a way that cannot be routed to the members' keys; "
             f"draw with torch.rand, torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
+        )
+    if unsupported := re.search(
+        r"(aten::[\w.]+) hit the vmap fallback|Batching rule not implemented for (aten::[\w.]+)", text
+    ):
+        return TraceError(
+            f"{_place(error)} calls {unsupported[1] or unsupported[2]}, for which there is no batching rule; write it with "
+            f"operators that have one, or give it one with torch.library.register_vmap"
+        )
+    if "dynamic shape" in text or "differently shaped" in text:
+        called = re.search(r"aten::[\w.]+|torch\.[\w.]+", text)
+        return TraceError(
+            f"{_place(error)} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), "
+            f"and each member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some"
         )
     if "inplace arithmetic" in text:
         return TraceError(

@@ -1,9 +1,28 @@
 """Batching rules: what an operator of M members becomes.
 
-Public: :func:`install`, :func:`uninstall`, :func:`is_installed`. Rules are installed by themselves on first use.
+Public: :func:`install`, :func:`uninstall`, :func:`is_installed`, :func:`override`, :func:`explain`. Rules are installed by
+themselves on first use.
 """
 
-from hfta_func.rules import attention, conv, linear, loss, norm, pooling
+from hfta_func.rules import attention, composite, conv, embedding, linear, loss, norm, pooling, recurrent
+from hfta_func.rules._lowering import Explanation, Override, explain, override
 from hfta_func.rules._registry import install, is_installed, uninstall
 
-__all__ = ["attention", "conv", "install", "is_installed", "linear", "loss", "norm", "pooling", "uninstall"]
+__all__ = [
+    "Explanation",
+    "Override",
+    "attention",
+    "composite",
+    "conv",
+    "embedding",
+    "explain",
+    "install",
+    "is_installed",
+    "linear",
+    "loss",
+    "norm",
+    "override",
+    "pooling",
+    "recurrent",
+    "uninstall",
+]

@@ -24,6 +24,8 @@ from torch._C._functorch import _add_batch_dim, _unwrap_batched
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 
+from hfta_func.rules._lowering import TABLE, Case, choose, enter, is_simple, member_shape
+
 Dims = tuple[int | None, ...]
 Result = tuple[Any, Any]
 
@@ -31,11 +33,19 @@ _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 
 
 class Call(NamedTuple):
-    """What a rule is told about a call besides its arguments: M, and the model axis of each argument (or None)."""
+    """What a rule is told about a call besides its arguments.
+
+    Args:
+        num_models: M.
+        dims: The model axis of each positional argument, or None; of a list of tensors, a tuple of them.
+        named_dims: The model axis of each keyword argument, or None.
+        lowering: Which of its lowerings the table chose.
+    """
 
     num_models: int
     dims: Dims
     named_dims: dict[str, int | None]
+    lowering: str
 
 
 Rule = Callable[..., Result]
@@ -44,18 +54,32 @@ Rule = Callable[..., Result]
 RULES: dict[str, Rule] = {}
 """Rules by operator name, ``"convolution"`` or ``"name.overload"``."""
 
+COMPOSITES: list[str] = []
+"""Operators that are taken apart into others."""
+
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
 
 
-def register(op: str) -> Callable[[Rule], Rule]:
-    """Add a rule for ``aten::<op>`` to the table; it takes effect at the next :func:`install`."""
+def register(op: str, family: str) -> Callable[[Rule], Rule]:
+    """Add a rule for ``aten::<op>`` to the table; it takes effect at the next :func:`install`.
+
+    Args:
+        op: The operator's name, ``"name"`` or ``"name.overload"``.
+        family: What overrides may call it and its relatives.
+    """
 
     def add(rule: Rule) -> Rule:
         RULES[op] = rule
+        enter(op, family, (rule.__doc__ or "").partition("\n")[0])
         return rule
 
     return add
+
+
+def register_composite(*ops: str) -> None:
+    """Have operators taken apart under ``vmap`` as PyTorch takes them apart without it."""
+    COMPOSITES.extend(ops)
 
 
 def is_installed() -> bool:
@@ -80,29 +104,80 @@ def install() -> None:
                 warnings.simplefilter("ignore")
                 for op, rule in RULES.items():
                     library.impl(op, _kernel(op, rule), "FuncTorchBatched", with_keyset=True, allow_override=True)
+                for op in COMPOSITES:
+                    library.impl(op, _operator(op).decompose, "FuncTorchBatched", allow_override=True)
         except BaseException:
             library._destroy()
             raise
         _library = library
 
 
-def install_for_compiler() -> bool:
+def install_for_compiler(overrides: str) -> bool:
     """Install, and keep graphs compiled with these rules apart from others on disk.
 
     PyTorch's cache of compiled graphs keys on the graph before batching rules run, on its version and on inductor's
     configuration; the fingerprint of the rules joins the latter, as one more entry of a table of versions.
+
+    Args:
+        overrides: :data:`_lowering.state`. That it is passed has the compiler guard on it and compile anew when it changes.
     """
     install()
     config: Any = importlib.import_module("torch._inductor.config")
     # Assigned, not updated in place: the configuration notices only assignments.
     versions = config.unsafe_marked_cacheable_functions
-    config.unsafe_marked_cacheable_functions = {**versions, "hfta_func.rules": fingerprint()}
+    config.unsafe_marked_cacheable_functions = {**versions, "hfta_func.rules": fingerprint() + overrides}
+    _refuse_fallback_until_compiled()
     return True
 
 
 # The compiler runs a function with this mark while it traces and treats the result as a constant. It is set here by hand
 # because torch.compiler.assume_constant_result imports all of the compiler.
 install_for_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class no_fallback:
+    """Inside, an operator without a batching rule raises instead of running on PyTorch's slow path.
+
+    The switch is one for the whole process, so the last to leave resets it.
+    """
+
+    _depth = 0
+    _before = True
+
+    def __enter__(self) -> None:
+        with _lock:
+            if no_fallback._depth == 0:
+                no_fallback._before = torch._C._functorch._is_vmap_fallback_enabled()
+                torch._C._functorch._set_vmap_fallback_enabled(False)
+            no_fallback._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            no_fallback._depth -= 1
+            if no_fallback._depth == 0:
+                torch._C._functorch._set_vmap_fallback_enabled(no_fallback._before)
+
+
+_compiling = False
+
+
+def _refuse_fallback_until_compiled() -> None:
+    """Rules run after this function's caller was traced, when the compiler captures operators."""
+    global _compiling
+    if _compiling:
+        return
+    handler: Any = importlib.import_module("torch._dynamo.callback").callback_handler
+    guard = no_fallback()
+
+    def end(*args: Any) -> None:
+        global _compiling
+        handler.remove_end_callback(end)
+        _compiling = False
+        guard.__exit__()
+
+    _compiling = True
+    guard.__enter__()
+    handler.register_end_callback(end)
 
 
 @functools.cache
@@ -128,9 +203,14 @@ def uninstall() -> None:
             config.unsafe_marked_cacheable_functions = versions
 
 
-def _kernel(op: str, rule: Rule) -> Callable[..., Any]:
+def _operator(op: str) -> Any:
     packet, _, overload = op.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _kernel(op: str, rule: Rule) -> Callable[..., Any]:
+    operator = _operator(op)
+    only = TABLE[op][0].lowering
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         interpreter: Any = retrieve_current_functorch_interpreter()
@@ -142,9 +222,16 @@ def _kernel(op: str, rule: Rule) -> Callable[..., Any]:
         else:
             named_dims = {}
         with torch._C._ExcludeDispatchKeyGuard(_BELOW):
-            if all(dim is None for dim in (*dims, *named_dims.values())):
+            if all(map(_is_shared, (*dims, *named_dims.values()))):
                 return operator(*plain, **kwargs)
-            outputs, out_dims = rule(Call(interpreter.batch_size(), tuple(dims), named_dims), *plain, **kwargs)
+            num_models = interpreter.batch_size()
+            lowering = (
+                only if is_simple(op) else choose(_case(op, num_models, plain, dims, kwargs, named_dims)).lowering
+            )
+            if lowering == "loop":
+                outputs, out_dims = _loop(operator, num_models, plain, dims, kwargs, named_dims)
+            else:
+                outputs, out_dims = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **kwargs)
         if isinstance(outputs, tuple):
             return tuple(_wrap(output, dim, level) for output, dim in zip(outputs, out_dims, strict=True))
         return _wrap(outputs, out_dims, level)
@@ -152,9 +239,65 @@ def _kernel(op: str, rule: Rule) -> Callable[..., Any]:
     return kernel
 
 
-def _unwrap(values: Iterable[Any], level: int) -> tuple[list[Any], list[int | None]]:
-    pairs = [_unwrap_batched(value, level) if isinstance(value, Tensor) else (value, None) for value in values]
+def _case(op: str, num_models: int, args: list[Any], dims: list[Any], kwargs: Any, named_dims: Any) -> Case:
+    tensors, options = [], []
+    for value, dim in zip((*args, *kwargs.values()), (*dims, *named_dims.values()), strict=True):
+        if isinstance(value, Tensor):
+            tensors.append((value, dim))
+        elif isinstance(dim, tuple):
+            tensors.extend(zip(value, dim, strict=True))
+        else:
+            options.append(value)
+    return Case(
+        op,
+        num_models,
+        tensors[0][0].device.type,
+        tensors[0][0].dtype,
+        tuple(member_shape(x, dim) for x, dim in tensors),
+        tuple(dim is None for _, dim in tensors),
+        tuple(options),
+    )
+
+
+def _loop(operator: Any, num_models: int, args: list[Any], dims: list[Any], kwargs: Any, named_dims: Any) -> Result:
+    """The lowering that every operator has: the members one after another."""
+    # Taken apart once, because the gradient of M separate selections would be M arrays.
+    parts = [_unbind(x, dim, num_models) for x, dim in zip(args, dims, strict=True)]
+    named = {name: _unbind(x, named_dims[name], num_models) for name, x in kwargs.items()}
+    outputs = [
+        operator(*(part[i] for part in parts), **{name: part[i] for name, part in named.items()})
+        for i in range(num_models)
+    ]
+    if isinstance(outputs[0], Tensor):
+        return torch.stack(outputs), 0
+    columns = list(zip(*outputs, strict=True))
+    stacks = tuple(torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns)
+    return stacks, tuple(0 if isinstance(stack, Tensor) else None for stack in stacks)
+
+
+def _unbind(value: Any, dim: Any, num_models: int) -> Any:
+    """The value for each member."""
+    if isinstance(dim, tuple):
+        return list(zip(*(_unbind(x, d, num_models) for x, d in zip(value, dim, strict=True)), strict=True))
+    return [value] * num_models if dim is None else value.unbind(dim)
+
+
+def _unwrap(values: Iterable[Any], level: int) -> tuple[list[Any], list[Any]]:
+    pairs = [_unwrap_one(value, level) for value in values]
     return [value for value, _ in pairs], [dim for _, dim in pairs]
+
+
+def _unwrap_one(value: Any, level: int) -> tuple[Any, Any]:
+    if isinstance(value, Tensor):
+        return _unwrap_batched(value, level)
+    if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in value):
+        values, dims = _unwrap(value, level)
+        return values, tuple(dims)
+    return value, None
+
+
+def _is_shared(dim: Any) -> bool:
+    return dim is None or (isinstance(dim, tuple) and all(inner is None for inner in dim))
 
 
 def _wrap(output: Any, dim: int | None, level: int) -> Any:

@@ -25,7 +25,7 @@ def _fold_mask(mask: Tensor | None, dim: int | None, num_models: int, batch: int
     return mask.expand(-1, batch, -1, -1, -1).flatten(0, 1)
 
 
-@register("_scaled_dot_product_flash_attention_for_cpu")
+@register("_scaled_dot_product_flash_attention_for_cpu", "attention")
 def attention_cpu(call: Call, *args: Any, attn_mask: Tensor | None = None, scale: float | None = None) -> Result:
     """Forward of query, key and value ``[M,N,H,L,D]``; the model axis joins the batch that kernels are parallel over."""
     if attn_mask is not None and attn_mask.requires_grad:
@@ -34,7 +34,7 @@ def attention_cpu(call: Call, *args: Any, attn_mask: Tensor | None = None, scale
     return _folded(_forward, call, 3, args, attn_mask, scale)
 
 
-@register("_scaled_dot_product_flash_attention_for_cpu_backward")
+@register("_scaled_dot_product_flash_attention_for_cpu_backward", "attention")
 def attention_cpu_backward(
     call: Call, *args: Any, attn_mask: Tensor | None = None, scale: float | None = None
 ) -> Result:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from hfta_func.rules._layout import fold, front, split
-from hfta_func.rules._lowering import Case, choose
 from hfta_func.rules._registry import Call, Result, register
 
 _convolution = torch.ops.aten.convolution.default
 
 
-@register("convolution")
+@register("convolution", "conv")
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     """Forward and transposed, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
@@ -32,7 +31,8 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
             y = _convolution(fold(x, x_dim, 0, num_models), weight, inner, *options)
             y, dim = split(y, 0, num_models), 0
     else:
-        lower = _LOWERINGS[choose(Case("convolution", shared=x_dim is None))]
+        # Only a shared input can be read by one wide convolution.
+        lower = _wide if call.lowering == "wide" and x_dim is None else _grouped
         y, dim = lower(call, x, weight, inner, *options)
     if separate:
         assert bias is not None
@@ -84,6 +84,3 @@ def _add_bias(y: Tensor, dim: int | None, bias: Tensor, bias_dim: int | None) ->
     # [M,N,O,S] + [M,1,O,1]
     bias = front(bias, bias_dim).unsqueeze(1).reshape(bias.shape[bias_dim], 1, -1, *(1,) * space)
     return (y.unsqueeze(0) if dim is None else front(y, dim)) + bias, 0
-
-
-_LOWERINGS = {"grouped": _grouped, "wide": _wide}

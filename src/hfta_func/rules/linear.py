@@ -13,7 +13,7 @@ from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._registry import Call, Result, register
 
 
-@register("mm")
+@register("mm", "linear")
 def mm(call: Call, x: Tensor, weight: Tensor) -> Result:
     """``x @ weight``."""
     num_models, (x_dim, weight_dim) = call.num_models, call.dims
@@ -26,7 +26,7 @@ def mm(call: Call, x: Tensor, weight: Tensor) -> Result:
     return torch.bmm(front(x, x_dim), front(weight, weight_dim)), 0
 
 
-@register("addmm")
+@register("addmm", "linear")
 def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Result:
     """``beta * bias + alpha * x @ weight``; the bias is ``[O]``, or anything that broadcasts to ``[P,O]``."""
     bias_dim, x_dim, weight_dim = call.dims
@@ -40,6 +40,6 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
     if x_dim is None and weight_dim is None:
         y = torch.mm(x, weight)
     else:
-        y, y_dim = mm(Call(call.num_models, (x_dim, weight_dim), {}), x, weight)
+        y, y_dim = mm(call._replace(dims=(x_dim, weight_dim)), x, weight)
         y = front(y, y_dim)
     return torch.add(bias if beta == 1 else beta * bias, y, alpha=alpha), 0

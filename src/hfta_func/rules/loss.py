@@ -16,7 +16,7 @@ from hfta_func.rules._registry import Call, Result, register
 _NONE, _MEAN = 0, 1
 
 
-@register("nll_loss_forward")
+@register("nll_loss_forward", "loss")
 def nll_loss_forward(
     call: Call, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> Result:
@@ -24,7 +24,7 @@ def nll_loss_forward(
     return _nll(torch.ops.aten.nll_loss_forward.default, call, input, target, weight, reduction, ignore_index)
 
 
-@register("nll_loss2d_forward")
+@register("nll_loss2d_forward", "loss")
 def nll_loss2d_forward(
     call: Call, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> Result:

@@ -13,7 +13,7 @@ from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._registry import Call, Result, register
 
 
-@register("batch_norm")
+@register("batch_norm", "norm")
 def batch_norm(
     call: Call,
     x: Tensor,

@@ -14,7 +14,7 @@ from hfta_func.rules._layout import fold, split
 from hfta_func.rules._registry import Call, Result, register
 
 
-@register("max_pool2d_with_indices")
+@register("max_pool2d_with_indices", "pooling")
 def max_pool2d(call: Call, x: Tensor, *options: Any) -> Result:
     """Maxima and their positions, ``[M,N,C,H,W]`` or ``[M,C,H,W]``."""
     # Members join the axis that they already stand next to in memory, so that nothing is copied:

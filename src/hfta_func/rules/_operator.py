@@ -1,0 +1,84 @@
+"""Operators of this package over stacked tensors, for lowerings whose gradient autograd would compute badly.
+
+Public: :class:`Operator`.
+
+Such an operator is known to PyTorch's dispatcher, so that it passes through gradients, jvp, outer ``vmap``s and the
+compiler like one of PyTorch's own: autograd uses the backward pass written for it, and everything else sees the plain
+tensor operations that its forward pass is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+
+class Operator:
+    """An operator ``hfta_func::<name>`` with a backward pass of its own.
+
+    Args:
+        schema: Its signature in PyTorch's notation, positional arguments only.
+        forward: Computes the outputs, in tensor operations that have derivatives of their own.
+        setup_context: ``setup_context(ctx, inputs, output)`` saves what the backward pass needs.
+        backward: ``backward(ctx, *grads)``, one gradient or None per argument, in tensor operations that have derivatives.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        forward: Callable[..., Any],
+        setup_context: Callable[..., None],
+        backward: Callable[..., Any],
+    ):
+        self.schema = schema
+        self.forward = forward
+        self.setup_context = setup_context
+        self.backward = backward
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it."""
+        return self._op(*args)
+
+    @functools.cached_property
+    def _op(self) -> Any:
+        # Defined at the first use, since nothing happens at import.
+        name = self.schema.partition("(")[0]
+        library = torch.library.Library("hfta_func", "FRAGMENT")
+        library.define(self.schema)
+        op = getattr(torch.ops.hfta_func, name).default
+        forward, setup_context, backward = self.forward, self.setup_context, self.backward
+
+        def below(*args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args)
+
+        function = type(
+            name,
+            (_SingleLevelFunction,),
+            {
+                "forward": staticmethod(below),
+                "setup_context": staticmethod(setup_context),
+                "backward": staticmethod(backward),
+            },
+        )
+
+        def autograd(*args: Any) -> Any:
+            if forward_ad._current_level >= 0:
+                # Tangents take the derivatives of the operations inside.
+                return forward(*args)
+            with enable_single_level_autograd_function():
+                return function.apply(*args)
+
+        library.impl(name, forward, "CompositeExplicitAutograd")
+        library.impl(name, autograd, "Autograd")
+        library.impl(name, forward, "FuncTorchBatched")
+        # What graph capture replaces the operator by, below autograd.
+        op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(forward)
+        self._library = library
+        return op
