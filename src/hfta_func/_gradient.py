@@ -14,14 +14,14 @@ from hfta_func._tree import tree_map
 from hfta_func._types import Params
 
 
-def _inside_transform() -> bool:
+def inside_transform() -> bool:
     """Whether a torch.func transform is running around this call."""
     return peek_interpreter_stack() is not None
 
 
 def can_look(flags: Tensor) -> bool:
     """Whether reading values costs less than computing around them: on a CPU, outside compilation and transforms."""
-    return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not _inside_transform()
+    return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not inside_transform()
 
 
 def all_finite(leaves: list[Tensor]) -> Tensor:
@@ -41,7 +41,7 @@ def grad_and_aux(params: Params, func: Callable[[Params], tuple[Tensor, Any]]) -
     The gradient is taken outside ``vmap``, so that the backward pass is autograd's own on the lowered operators. Eagerly
     that is plain autograd, which is faster than ``torch.func.grad``; compiler and outer transforms know only the latter.
     """
-    if torch.compiler.is_compiling() or _inside_transform():
+    if torch.compiler.is_compiling() or inside_transform():
         return torch.func.grad(func, has_aux=True)(params)
     leaves = {path: param.detach().requires_grad_() for path, param in params.items()}
     with torch.enable_grad():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._batch import check_batch, slice_batch
+from hfta_func._chunks import Chunks
 from hfta_func._errors import HyperparameterError, LossError, StackError, StateError
 from hfta_func._gradient import all_finite, can_look, grad_and_aux
 from hfta_func._tree import num_models, tree_map, where
@@ -54,7 +55,7 @@ def make_train_step(
     optimizer: GradientTransformation,
     *,
     batch_dims: Tree = 0,
-    chunk_size: int | None = None,
+    chunk_size: int | Literal["auto"] | None = None,
 ) -> TrainStep:
     """A training step for arrays of ``model``.
 
@@ -67,7 +68,8 @@ def make_train_step(
         optimizer: For example ``adam(lr=[1e-3, 1e-2])``.
         batch_dims: 0 if every leaf of a batch is ``[M, N, ...]``, None if the members share one batch ``[N, ...]``,
             or a tree of both in the batch's own structure.
-        chunk_size: Members that run together; None is all of them, 1 is one after another.
+        chunk_size: Members that run together; None is all of them, 1 is one after another. ``"auto"`` times 1, 2, 4, ...
+            and all of them at the first step with a shape of batch, and keeps the fastest; compiled, it is all of them.
 
     Returns:
         A :class:`TrainStep`; ``torch.compile(step)`` works.
@@ -98,10 +100,12 @@ class TrainStep:
         loss_fn: Callable[..., Any],
         optimizer: GradientTransformation,
         batch_dims: Tree = 0,
-        chunk_size: int | None = None,
+        chunk_size: int | Literal["auto"] | None = None,
     ):
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1, or None for all members at once")
+        if not (chunk_size is None or chunk_size == "auto" or (isinstance(chunk_size, int) and chunk_size >= 1)):
+            raise ValueError(
+                f"chunk_size is {chunk_size!r}; it must be at least 1, 'auto', or None for all members at once"
+            )
         parameters = dict(model.named_parameters())
         self.optimizer = optimizer
         self.batch_dims = batch_dims
@@ -114,6 +118,7 @@ class TrainStep:
         self._loss = bind(model, loss_fn)
         self._opt_spec: Any = None
         self._tried = False
+        self._chunks = Chunks()
 
     def init(
         self,
@@ -203,17 +208,22 @@ class TrainStep:
 
     def _gradients(self, state: TrainState, batch: Tree) -> tuple[Params, Tensor, Params, Params]:
         keys = random.fold_in(state.keys, state.step)
-        count = keys.shape[0]
-        size = self.chunk_size or count
         members = (state.params, state.buffers, keys, state.hparams)
-        if size >= count:
-            return self._run(members, batch)
-        pieces = []
-        for start in range(0, count, size):
-            stop = start + size
-            part = tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
-            pieces.append(self._run(part, slice_batch(self.batch_dims, batch, start, stop)))
-        return tree_map(lambda *leaves: torch.cat(leaves), *pieces)
+        count = keys.shape[0]
+
+        def run(size: int) -> tuple[Params, Tensor, Params, Params]:
+            if size >= count:
+                return self._run(members, batch)
+            pieces = []
+            for start in range(0, count, size):
+                stop = start + size
+                part = tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
+                pieces.append(self._run(part, slice_batch(self.batch_dims, batch, start, stop)))
+            return tree_map(lambda *leaves: torch.cat(leaves), *pieces)
+
+        if self.chunk_size == "auto":
+            return run(self._chunks.fastest(run, count, keys.device, batch))
+        return run(self.chunk_size or count)
 
     def _run(self, members: tuple[Params, Params, Tensor, Params], batch: Tree) -> Any:
         params, buffers, keys, hparams = members

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx.traceback import get_current_meta
 
 
 class Case(NamedTuple):
@@ -58,11 +59,20 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(_input_is_shared, "wide", "one shared input: all members' filters in one convolution"),
         Row(_always, "grouped", "one group per member"),
     ),
+    "convolution_input_grad": (Row(_always, "grouped", "one group per member"),),
+    "convolution_weight_grad": (Row(_always, "grouped", "one group per member"),),
 }
 """The rows of every operator with a rule, from the first to ask to the last, which always matches. Measured operators stand
 here; one that has a single lowering enters by itself when its rule is registered."""
 
-FAMILIES: dict[str, str] = {}
+LOWERINGS: dict[str, tuple[str, ...]] = {
+    "convolution": ("grouped", "channels_last", "matmul", "wide"),
+    "convolution_input_grad": ("grouped", "channels_last", "matmul"),
+    "convolution_weight_grad": ("grouped", "channels_last", "matmul"),
+}
+"""The lowerings of every operator besides ``"loop"``, for overrides; where it is not named, those of its rows."""
+
+FAMILIES: dict[str, str] = {"convolution_input_grad": "conv", "convolution_weight_grad": "conv"}
 """The family of every operator with a rule."""
 
 
@@ -156,7 +166,10 @@ def _set(overrides: tuple[Override, ...]) -> None:
 
 def _names(name: str) -> set[str]:
     """Lowerings of an operator, a family or of all operators."""
-    found = {row.lowering for op, rows in TABLE.items() if name in _titles(op) for row in rows}
+    found = set()
+    for op, rows in TABLE.items():
+        if name in _titles(op):
+            found |= set(LOWERINGS.get(op, ())) | {row.lowering for row in rows}
     return found | {"loop"} if found else found
 
 
@@ -273,7 +286,7 @@ def _dotted(path: str) -> str:
 
 def module_path() -> str:
     """The path of the module whose code is running, inside the model of the array."""
-    stack = torch.fx.traceback.get_current_meta().get("nn_module_stack")
+    stack = get_current_meta().get("nn_module_stack")
     if stack:
         # A compiler runs the operators of a graph, and the graph remembers whose they were: expressions in Python, from
         # the outermost module to the innermost.

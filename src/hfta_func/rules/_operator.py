@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -42,8 +43,14 @@ class Operator:
         self.backward = backward
 
     def __call__(self, *args: Any) -> Any:
-        """Call it."""
-        return self._op(*args)
+        """Call it; under autocast in the lower precision, backward pass included, as PyTorch does for such operators."""
+        kind = args[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return self._op(*args)
+        dtype = torch.get_autocast_dtype(kind)
+        args = tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in args)
+        with torch.autocast(kind, enabled=False):
+            return self._op(*args)
 
     @functools.cached_property
     def _op(self) -> Any:
@@ -58,7 +65,7 @@ class Operator:
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args)
 
-        function = type(
+        function: Any = type(
             name,
             (_SingleLevelFunction,),
             {

@@ -20,7 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _unwrap_batched
+from torch._C._functorch import (
+    _add_batch_dim,
+    _is_vmap_fallback_enabled,  # pyright: ignore[reportAttributeAccessIssue]
+    _set_vmap_fallback_enabled,  # pyright: ignore[reportAttributeAccessIssue]
+    _unwrap_batched,
+)
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 
@@ -147,15 +152,15 @@ class no_fallback:
     def __enter__(self) -> None:
         with _lock:
             if no_fallback._depth == 0:
-                no_fallback._before = torch._C._functorch._is_vmap_fallback_enabled()
-                torch._C._functorch._set_vmap_fallback_enabled(False)
+                no_fallback._before = _is_vmap_fallback_enabled()
+                _set_vmap_fallback_enabled(False)
             no_fallback._depth += 1
 
     def __exit__(self, *error: object) -> None:
         with _lock:
             no_fallback._depth -= 1
             if no_fallback._depth == 0:
-                torch._C._functorch._set_vmap_fallback_enabled(no_fallback._before)
+                _set_vmap_fallback_enabled(no_fallback._before)
 
 
 _compiling = False

@@ -1,28 +1,54 @@
-"""Convolutions of M members as one convolution.
+"""Convolutions of M members as one.
 
-Dimension letters: M models, N batch, G groups, I and O channels of one group in and out, S space, K kernel.
+Forward pass and both gradients each have their own lowering, chosen by the table:
+
+- ``grouped``: one convolution with a group per member;
+- ``channels_last``: the same with channels innermost in memory;
+- ``matmul``: one batched matrix product per direction over unfolded inputs;
+- ``loop``: one convolution per member;
+- ``wide``: for an input that all members share, all members' filters in one convolution.
+
+Dimension letters: M models, N batch, G groups, I and O channels of one group in and out, S space, L space of the output,
+K kernel.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func.rules._layout import fold, front, split
+from hfta_func.rules._lowering import Case, choose, member_shape
+from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register
 
 _convolution = torch.ops.aten.convolution.default
+_convolution_backward = torch.ops.aten.convolution_backward.default
+
+
+class Geometry(NamedTuple):
+    """The arguments of a convolution that are not tensors, in PyTorch's order."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
 
 
 @register("convolution", "conv")
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
-    """Forward and transposed, any number of space axes, any mix of shared and per-member inputs."""
+    """Convolution and transposed convolution, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
     separate = bias is not None and (weight_dim is None) != (bias_dim is None)
-    inner = None if separate else bias
+    inner, inner_dim = (None, None) if separate else (bias, bias_dim)
     if weight_dim is None:
         # [M,N,GI,S], [GO,I,K] -> [MN,GI,S], [GO,I,K] -> [MN,GO,S] -> [M,N,GO,S]
         if x_dim is None:
@@ -30,50 +56,92 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
         else:
             y = _convolution(fold(x, x_dim, 0, num_models), weight, inner, *options)
             y, dim = split(y, 0, num_models), 0
+    elif x_dim is None and call.lowering == "wide":
+        y, dim = _wide(num_models, x, front(weight, weight_dim), inner, inner_dim, Geometry(*options)), 1
     else:
-        # Only a shared input can be read by one wide convolution.
-        lower = _wide if call.lowering == "wide" and x_dim is None else _grouped
-        y, dim = lower(call, x, weight, inner, *options)
+        y, dim = _per_member(call, x, front(weight, weight_dim), inner, Geometry(*options))
     if separate:
         assert bias is not None
         y, dim = _add_bias(y, dim, bias, bias_dim)
     return y, dim
 
 
-def _grouped(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
-    # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K] -> [N,MGO,S] -> [N,M,GO,S]
-    num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
-    *geometry, groups = options
-    y = _convolution(
-        fold(x, x_dim, 1, num_models),
-        fold(weight, weight_dim, 0, num_models),
-        None if bias is None else fold(bias, bias_dim, 0, num_models),
-        *geometry,
-        groups * num_models,
-    )
-    return split(y, 1, num_models), 1
-
-
-def _wide(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
-    # [N,GI,S], [M,GO,I,K] -> [N,GI,S], [GMO,I,K] -> [N,GMO,S] -> [N,G,M,O,S] -> [N,M,GO,S]
-    num_models, (_, weight_dim, bias_dim) = call.num_models, call.dims[:3]
-    *_, transposed, _, groups = options
-    assert weight_dim is not None
-    if transposed:
-        # The filters of a transposed convolution are [GI,O,K]: members go next to O.
-        weight = fold(weight, weight_dim, 1, num_models)
-    else:
-        weight = _interleave(weight, weight_dim, groups)
+def _per_member(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Result:
+    """Filters ``[M,GO,I,K]`` of every member: a lowering for each of three directions, then what they make."""
+    num_models, (x_dim, _, bias_dim) = call.num_models, call.dims[:3]
     if bias is not None:
         assert bias_dim is not None
-        bias = _interleave(bias, bias_dim, groups)
-    y = split(_convolution(x, weight, bias, *options), 1, groups)
-    return split(y, 2, num_models).transpose(1, 2).flatten(2, 3), 1
+        bias = front(bias, bias_dim)
+    shape = member_shape(x, x_dim)
+    assert shape is not None
+    weight, geometry = _crop(weight, geometry, shape[-len(geometry.stride) :])
+    case = Case(
+        "convolution_input_grad",
+        num_models,
+        x.device.type,
+        x.dtype,
+        (shape, tuple(weight.shape[1:])),
+        (x_dim is None, False),
+        tuple(geometry),
+    )
+    lowerings = [
+        call.lowering if call.lowering != "wide" else "grouped",
+        choose(case).lowering,
+        choose(case._replace(op="convolution_weight_grad")).lowering,
+    ]
+    if lowerings == ["grouped"] * 3:
+        # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K] -> [N,MGO,S] -> [N,M,GO,S]
+        bias = None if bias is None else bias.flatten()
+        y = _convolution(
+            fold(x, x_dim, 1, num_models), weight.flatten(0, 1), bias, *geometry[:-1], geometry.groups * num_models
+        )
+        return split(y, 1, num_models), 1
+    if not _unfolds(geometry):
+        lowerings = ["grouped" if lowering == "matmul" else lowering for lowering in lowerings]
+    x = x.expand(num_models, *x.shape) if x_dim is None else front(x, x_dim)
+    return _stacked(x, weight, bias, *geometry, lowerings), 0
 
 
-def _interleave(weight: Tensor, dim: int, groups: int) -> Tensor:
+def _crop(weight: Tensor, geometry: Geometry, space: tuple[int, ...]) -> tuple[Tensor, Geometry]:
+    """Filters without the taps at their edges that meet only padding: a 3x3 filter on a 1x1 image uses one of its nine."""
+    if geometry.transposed:
+        return weight, geometry
+    padding = list(geometry.padding)
+    for axis, (size, stride, pad, dilation) in enumerate(zip(space, *geometry[:3], strict=True)):
+        taps = weight.shape[3 + axis]
+        if not pad or not isinstance(size, int) or size > pad + dilation * (taps - 1):
+            continue
+        starts = range(-pad, size + pad - dilation * (taps - 1), stride)
+        used = [tap for tap in range(taps) if any(0 <= start + dilation * tap < size for start in starts)]
+        if not used or len(used) == taps:
+            continue
+        # PyTorch pads both sides alike; what remains of the padding must let the filter stop where it stopped.
+        count, rest = used[-1] - used[0] + 1, pad - dilation * used[0]
+        if rest >= 0 and (size + 2 * rest - dilation * (count - 1) - 1) // stride + 1 == len(starts):
+            weight, padding[axis] = weight.narrow(3 + axis, used[0], count), rest
+    return weight, geometry._replace(padding=padding)
+
+
+def _wide(
+    num_models: int, x: Tensor, weight: Tensor, bias: Tensor | None, bias_dim: int | None, geometry: Geometry
+) -> Tensor:
+    # [N,GI,S], [M,GO,I,K] -> [N,GI,S], [GMO,I,K] -> [N,GMO,S] -> [N,G,M,O,S] -> [N,M,GO,S]
+    groups = geometry.groups
+    if geometry.transposed:
+        # The filters of a transposed convolution are [GI,O,K]: members go next to O.
+        weight = fold(weight, 0, 1, num_models)
+    else:
+        weight = _interleave(weight, groups)
+    if bias is not None:
+        assert bias_dim is not None
+        bias = _interleave(front(bias, bias_dim), groups)
+    y = split(_convolution(x, weight, bias, *geometry), 1, groups)
+    return split(y, 2, num_models).transpose(1, 2).flatten(2, 3)
+
+
+def _interleave(weight: Tensor, groups: int) -> Tensor:
     """``[M,GO,...] -> [GMO,...]``: each group's filters of all members side by side."""
-    return split(front(weight, dim), 1, groups).transpose(0, 1).flatten(0, 2)
+    return split(weight, 1, groups).transpose(0, 1).flatten(0, 2)
 
 
 def _add_bias(y: Tensor, dim: int | None, bias: Tensor, bias_dim: int | None) -> Result:
@@ -84,3 +152,184 @@ def _add_bias(y: Tensor, dim: int | None, bias: Tensor, bias_dim: int | None) ->
     # [M,N,O,S] + [M,1,O,1]
     bias = front(bias, bias_dim).unsqueeze(1).reshape(bias.shape[bias_dim], 1, -1, *(1,) * space)
     return (y.unsqueeze(0) if dim is None else front(y, dim)) + bias, 0
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """``[M,N,GI,S], [M,GO,I,K], [M,GO] -> [M,N,GO,L]``."""
+    geometry, (lowering, *_) = Geometry(*options[:-1]), options[-1]
+    if lowering == "matmul":
+        y = _scatter(x, weight, geometry) if geometry.transposed else _gather(x, weight, geometry)
+        return y if bias is None else y + bias.reshape(bias.shape[0], 1, -1, *(1,) * len(geometry.stride))
+    if lowering == "loop":
+        biases = [None] * x.shape[0] if bias is None else bias.unbind()
+        members = zip(x.unbind(), weight.unbind(), biases, strict=True)
+        return torch.stack([_convolution(*member, *geometry) for member in members])
+    bias = None if bias is None else bias.flatten()
+    return _unfold_members(_convolution(*_fold_members(lowering, x, weight), bias, *_grouped(geometry, x)), x)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, *geometry, lowerings = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.geometry, ctx.lowerings = Geometry(*geometry), lowerings
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    _, for_x, for_weight = ctx.lowerings
+    dx = dweight = None
+    if needs_x and needs_weight and for_x == for_weight:
+        dx, dweight = _gradients(for_x, grad, x, weight, ctx.geometry, True, True)
+    else:
+        if needs_x:
+            dx, _ = _gradients(for_x, grad, x, weight, ctx.geometry, True, False)
+        if needs_weight:
+            _, dweight = _gradients(for_weight, grad, x, weight, ctx.geometry, False, True)
+    dbias = grad.flatten(3).sum((1, 3)) if needs_bias else None
+    return dx, dweight, dbias, *(None,) * (len(Geometry._fields) + 1)
+
+
+def _gradients(
+    lowering: str, grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, for_x: bool, for_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of input and filters from that of the output ``[M,N,GO,L]``, those that are wanted."""
+    dx = dweight = None
+    if lowering == "matmul":
+        if for_x:
+            dx = _gather(grad, weight, geometry) if geometry.transposed else _scatter(grad, weight, geometry, x)
+        if for_weight:
+            dweight = _correlate(*((x, grad) if geometry.transposed else (grad, x)), weight, geometry)
+        return dx, dweight
+    mask = [for_x, for_weight, False]
+    if lowering == "loop":
+        members = zip(grad.unbind(), x.unbind(), weight.unbind(), strict=True)
+        pairs = [_convolution_backward(*member, None, *geometry, mask)[:2] for member in members]
+        of_x, of_weight = zip(*pairs, strict=True)
+        return torch.stack(of_x) if for_x else None, torch.stack(of_weight) if for_weight else None
+    folded = _fold_members(lowering, grad, weight, x)
+    dx, dweight, _ = _convolution_backward(folded[0], folded[2], folded[1], None, *_grouped(geometry, x), mask)
+    return (
+        _unfold_members(dx, x) if for_x else None,
+        dweight.unflatten(0, weight.shape[:2]) if for_weight else None,
+    )
+
+
+def _fold_members(lowering: str, image: Tensor, weight: Tensor, *images: Tensor) -> tuple[Tensor, ...]:
+    # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K]
+    folded = (fold(image, 0, 1, image.shape[0]), weight.flatten(0, 1), *(fold(x, 0, 1, x.shape[0]) for x in images))
+    if lowering == "channels_last":
+        return tuple(x.movedim(1, -1).contiguous().movedim(-1, 1) for x in folded)
+    return folded
+
+
+def _unfold_members(image: Tensor, like: Tensor) -> Tensor:
+    # [N,MC,S] -> [M,N,C,S]
+    return split(image, 1, like.shape[0]).movedim(1, 0)
+
+
+def _grouped(geometry: Geometry, x: Tensor) -> Geometry:
+    return geometry._replace(groups=geometry.groups * x.shape[0])
+
+
+def _unfolds(geometry: Geometry) -> bool:
+    """Whether a convolution can be written with unfolded images: two space axes at most."""
+    return len(geometry.stride) <= 2 and all(map(int.__lt__, geometry.output_padding, geometry.stride))
+
+
+def _gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
+    columns, space = _columns(image, weight, geometry)
+    # [MG,NL,IK] @ [MG,IK,O] -> [MG,NL,O] -> [M,G,N,L,O] -> [M,N,GO,L]
+    products = torch.bmm(columns, _matrix(weight, geometry).transpose(1, 2))
+    return _channels_first(products, image.shape[:2], space, geometry)
+
+
+def _scatter(channels: Tensor, weight: Tensor, geometry: Geometry, like: Tensor | None = None) -> Tensor:
+    """Each input pixel onto the output pixels under the filter: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]``."""
+    num_models, batch, _, *small = channels.shape
+    kernel = weight.shape[3:]
+    if like is None:
+        space = [
+            (size - 1) * stride - 2 * pad + dilation * (taps - 1) + extra + 1
+            for size, taps, stride, pad, dilation, extra in zip(
+                small, kernel, *geometry[:3], geometry.output_padding, strict=True
+            )
+        ]
+    else:
+        space = list(like.shape[3:])
+    # [MG,NL,O] @ [MG,O,IK] -> [MG,NL,IK]
+    columns = torch.bmm(_rows(channels, geometry), _matrix(weight, geometry))
+    if _is_pointwise(kernel, geometry):
+        return _channels_first(columns, channels.shape[:2], small, geometry)
+    # [M,G,N,L,I,K] -> [MN,GIK,L] -> [MN,GI,S]
+    columns = columns.reshape(num_models, geometry.groups, batch, math.prod(small), -1).permute(0, 2, 1, 4, 3)
+    columns = columns.reshape(num_models * batch, -1, math.prod(small))
+    image = F.fold(
+        columns,
+        _two(space, 1),
+        _two(kernel, 1),
+        _two(geometry.dilation, 1),
+        _two(geometry.padding, 0),
+        _two(geometry.stride, 1),
+    )
+    return image.reshape(num_models, batch, -1, *space)
+
+
+def _correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
+    # [MG,O,NL] @ [MG,NL,IK] -> [MG,O,IK]
+    columns, _ = _columns(image, weight, geometry)
+    return torch.bmm(_rows(channels, geometry).transpose(1, 2), columns).reshape(weight.shape)
+
+
+def _columns(image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, list[int]]:
+    """The pixels under the filter at every place: ``[M,N,GI,S] -> [MG,NL,IK]``, and L."""
+    kernel = weight.shape[3:]
+    if _is_pointwise(kernel, geometry):
+        return _rows(image, geometry), list(image.shape[3:])
+    axes = len(kernel)
+    windows = F.pad(image, [pad for pad in reversed(geometry.padding) for _ in range(2)])
+    for axis, (taps, stride, dilation) in enumerate(zip(kernel, geometry.stride, geometry.dilation, strict=True)):
+        windows = windows.unfold(3 + axis, dilation * (taps - 1) + 1, stride)[..., ::dilation]
+    # [M,N,GI,L,K] -> [M,N,G,I,L,K] -> [M,G,N,L,I,K]
+    space = list(windows.shape[3 : 3 + axes])
+    windows = split(windows, 2, geometry.groups)
+    order = (0, 2, 1, *range(4, 4 + axes), 3, *range(4 + axes, 4 + 2 * axes))
+    windows = windows.permute(order)
+    return windows.reshape(image.shape[0] * geometry.groups, image.shape[1] * math.prod(space), -1), space
+
+
+def _rows(channels: Tensor, geometry: Geometry) -> Tensor:
+    # [M,N,GO,L] -> [M,N,G,O,L] -> [M,G,N,L,O] -> [MG,NL,O]
+    rows = split(channels, 2, geometry.groups).flatten(4).permute(0, 2, 1, 4, 3)
+    return rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2] * rows.shape[3], rows.shape[4])
+
+
+def _matrix(weight: Tensor, geometry: Geometry) -> Tensor:
+    # [M,GO,I,K] -> [MG,O,IK]
+    return weight.reshape(weight.shape[0] * geometry.groups, weight.shape[1] // geometry.groups, -1)
+
+
+def _channels_first(products: Tensor, lead: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
+    # [MG,NL,O] -> [M,G,N,L,O] -> [M,N,G,O,L] -> [M,N,GO,L]
+    products = products.reshape(lead[0], geometry.groups, lead[1], math.prod(space), -1).permute(0, 2, 1, 4, 3)
+    return products.reshape(*lead, -1, *space)
+
+
+def _is_pointwise(kernel: Sequence[int], geometry: Geometry) -> bool:
+    return all(taps == 1 for taps in kernel) and set(geometry.stride) == {1} and not any(geometry.padding)
+
+
+def _two(values: Sequence[int], fill: int) -> tuple[int, ...]:
+    """For one space axis, values for two of which the first is trivial."""
+    return (*[fill] * (2 - len(values)), *values)
+
+
+_stacked = Operator(
+    "convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, bool transposed, "
+    "int[] output_padding, int groups, str[] lowerings) -> Tensor",
+    _forward,
+    _setup_context,
+    _backward,
+)
