@@ -34,6 +34,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -49,12 +50,18 @@ def demo() -> ModuleType:
     return module
 
 
-def seconds(work: Callable[[], object], calls: int) -> float:
-    """The time of one of ``calls`` calls in a row."""
-    start = time.perf_counter()
+def seconds(work: Callable[[], object], calls: int, device: str = "cpu") -> float:
+    """The time of one of ``calls`` calls in a row, until the device has done them."""
+    start = _now(device)
     for _ in range(calls):
         work()
-    return (time.perf_counter() - start) / calls
+    return (_now(device) - start) / calls
+
+
+def _now(device: str) -> float:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:

@@ -26,11 +26,23 @@ def _with_targets(make: Callable[[], tuple[Tensor, ...]], *size: int, classes: i
     return lambda: (*make(), torch.randint(classes, size))
 
 
-def _batch_norm(training: bool) -> Callable[..., Any]:
+def _integers(*size: int, high: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: (torch.randint(high, size),)
+
+
+def _signs(*size: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: (torch.randint(2, size, dtype=torch.float64) * 2 - 1,)
+
+
+def _joined(*makes: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: tuple(x for make in makes for x in make())
+
+
+def _batch_norm(training: bool, norm: Callable[..., Tensor] = F.batch_norm) -> Callable[..., Any]:
     def func(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # What x is mapped over decides whether running statistics are per member; adding it in makes them follow.
         mean, var = mean.detach() + 0 * x.detach().sum(), var.detach().square() + 1 + 0 * x.detach().sum()
-        return F.batch_norm(x, mean, var, weight, bias, training, 0.3, 1e-3), mean, var
+        return norm(x, mean, var, weight, bias, training, 0.3, 1e-3), mean, var
 
     return func
 
@@ -41,13 +53,36 @@ def _attention(**options: Any) -> Callable[..., Tensor]:
 
 _QKV = ((2, 2, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4))
 
+
+def _recurrent(kind: str, states: int, *sizes: Tensor, bidirectional: bool = False, batch_first: bool = False) -> Any:
+    """A layer of ``torch.<kind>`` as a function of its input, its states and its parameters."""
+
+    def func(x: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
+        hx = args[:states] if kind == "lstm" else args[0]
+        params = args[states:]
+        has_biases = any(param.dim() == 1 for param in params)
+        options = (bidirectional,) if sizes else (bidirectional, batch_first)
+        return getattr(torch, kind)(x, *sizes, hx, params, has_biases, 1, 0.0, True, *options)
+
+    return func
+
+
+def _packed(kind: str, states: int, **options: Any) -> Any:
+    return _recurrent(kind, states, torch.tensor([3, 2, 1]), **options)
+
+
 LINEAR = [
     RuleCase("linear", F.linear, _randn((2, 4, 3), (5, 3), (5,))),
     RuleCase("linear of one row", F.linear, _randn((3,), (5, 3), (5,))),
     RuleCase("linear without bias", F.linear, _randn((4, 3), (5, 3))),
+    RuleCase("linear to a number", F.linear, _randn((2, 4, 3), (3,))),
+    RuleCase("linear with one bias", F.linear, _randn((4, 3), (5, 3), ())),
     RuleCase("mm", torch.mm, _randn((4, 3), (3, 5))),
     RuleCase("addmm", lambda *a: torch.addmm(*a, beta=0.5, alpha=2.0), _randn((5,), (4, 3), (3, 5))),
     RuleCase("addmm of a matrix", torch.addmm, _randn((4, 5), (4, 3), (3, 5))),
+    RuleCase("bilinear", F.bilinear, _randn((4, 3), (4, 5), (2, 3, 5), (2,))),
+    RuleCase("bilinear of one row", F.bilinear, _randn((3,), (5,), (2, 3, 5))),
+    RuleCase("bilinear of matrices", F.bilinear, _randn((2, 4, 3), (2, 4, 5), (2, 3, 5))),
 ]
 
 CONV = [
@@ -73,6 +108,30 @@ NORM = [
     RuleCase("batch_norm in training", _batch_norm(True), _randn((4, 3, 2, 2), (3,), (3,), (3,), (3,))),
     RuleCase("batch_norm in evaluation", _batch_norm(False), _randn((4, 3, 5), (3,), (3,), (3,), (3,))),
     RuleCase("batch_norm without anything", lambda x: F.batch_norm(x, None, None, training=True), _randn((4, 3))),
+    RuleCase(
+        "batch_norm of a batch", lambda x, w, b: F.batch_norm(x, None, None, w, b, True), _randn((4, 3, 2), (3,), (3,))
+    ),
+    RuleCase("instance_norm", _batch_norm(True, F.instance_norm), _randn((2, 3, 4, 2), (3,), (3,), (3,), (3,))),
+    RuleCase(
+        "instance_norm in evaluation", _batch_norm(False, F.instance_norm), _randn((2, 3, 5), (3,), (3,), (3,), (3,))
+    ),
+    RuleCase("instance_norm without anything", F.instance_norm, _randn((2, 3, 5))),
+    RuleCase("layer_norm", lambda x, *a: F.layer_norm(x, (5,), *a, 1e-3), _randn((2, 3, 5), (5,), (5,))),
+    RuleCase("layer_norm of one row", lambda x, *a: F.layer_norm(x, (5,), *a), _randn((5,), (5,), (5,))),
+    RuleCase("layer_norm over two axes", lambda x, *a: F.layer_norm(x, (3, 5), *a), _randn((2, 3, 5), (3, 5), (3, 5))),
+    RuleCase("layer_norm without weight", lambda x, b: F.layer_norm(x, (5,), None, b), _randn((2, 5), (5,))),
+    RuleCase("layer_norm without anything", lambda x: F.layer_norm(x, (5,)), _randn((2, 3, 5))),
+    RuleCase("rms_norm", lambda x, w: F.rms_norm(x, (5,), w, 1e-3), _randn((2, 3, 5), (5,))),
+    RuleCase("rms_norm without anything", lambda x: F.rms_norm(x, (3, 5)), _randn((2, 3, 5))),
+    RuleCase("group_norm", lambda x, *a: F.group_norm(x, 2, *a, 1e-3), _randn((3, 4, 2, 3), (4,), (4,))),
+    RuleCase("group_norm without bias", lambda x, w: F.group_norm(x, 4, w), _randn((2, 4, 3), (4,))),
+    RuleCase("group_norm without anything", lambda x: F.group_norm(x, 2), _randn((3, 4))),
+    RuleCase("local_response_norm", lambda x: F.local_response_norm(x, 2), _randn((2, 4, 3))),
+    RuleCase("local_response_norm of images", lambda x: F.local_response_norm(x, 3, 0.1), _randn((2, 4, 3, 2))),
+    RuleCase("weight_norm", torch._weight_norm, _randn((4, 3, 2), (4, 1, 1))),
+    RuleCase("weight_norm of columns", lambda v, g: torch._weight_norm(v, g, 1), _randn((4, 3), (1, 3))),
+    RuleCase("weight_norm of everything", lambda v, g: torch._weight_norm(v, g, -1), _randn((4, 3, 2), ())),
+    RuleCase("weight_norm of an inner axis", lambda v, g: torch._weight_norm(v, g, 1), _randn((4, 3, 2), (1, 3, 1))),
 ]
 
 POOLING = [
@@ -81,6 +140,54 @@ POOLING = [
         "max_pool2d after conv2d", lambda x, w: F.max_pool2d(F.conv2d(x, w), 2), _randn((2, 3, 5, 5), (4, 3, 2, 2))
     ),
     RuleCase("max_pool2d of one image", lambda x: F.max_pool2d(x, 2), _randn((3, 4, 4))),
+    RuleCase("max_pool1d", lambda x: F.max_pool1d(x, 3, 2, 1, return_indices=True), _randn((2, 3, 7))),
+    RuleCase("max_pool3d", lambda x: F.max_pool3d(x, 2, return_indices=True), _randn((2, 3, 4, 4, 4))),
+    RuleCase("avg_pool1d", lambda x: F.avg_pool1d(x, 2), _randn((2, 3, 7))),
+    RuleCase("avg_pool2d", lambda x: F.avg_pool2d(x, 2, padding=1, count_include_pad=False), _randn((2, 3, 5, 6))),
+    RuleCase(
+        "avg_pool2d after conv2d", lambda x, w: F.avg_pool2d(F.conv2d(x, w), 2), _randn((2, 3, 5, 5), (4, 3, 2, 2))
+    ),
+    RuleCase("avg_pool3d of one volume", lambda x: F.avg_pool3d(x, 2), _randn((3, 4, 4, 4))),
+    RuleCase("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x, 3), _randn((2, 3, 7))),
+    RuleCase(
+        "adaptive_avg_pool2d after conv2d",
+        lambda x, w: F.adaptive_avg_pool2d(F.conv2d(x, w), (3, 2)),
+        _randn((2, 3, 6, 5), (4, 3, 2, 2)),
+    ),
+    RuleCase("adaptive_avg_pool3d", lambda x: F.adaptive_avg_pool3d(x, 2), _randn((2, 3, 5, 5, 5))),
+    RuleCase("adaptive_max_pool1d", lambda x: F.adaptive_max_pool1d(x, 3), _randn((2, 3, 7))),
+    RuleCase(
+        "adaptive_max_pool2d", lambda x: F.adaptive_max_pool2d(x * 1, 3, return_indices=True), _randn((2, 3, 7, 5))
+    ),
+    RuleCase("adaptive_max_pool3d of one volume", lambda x: F.adaptive_max_pool3d(x, 2), _randn((3, 5, 5, 5))),
+    RuleCase("lp_pool1d", lambda x: F.lp_pool1d(x.abs(), 2, 2), _randn((2, 3, 6))),
+    RuleCase("lp_pool2d", lambda x: F.lp_pool2d(x.abs(), 3, 2), _randn((2, 3, 6, 6))),
+    RuleCase("max_unpool1d", lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), _randn((2, 3, 6))),
+    RuleCase(
+        "max_unpool2d",
+        lambda x, y: F.max_unpool2d(y, F.max_pool2d(x, 2, return_indices=True)[1], 2),
+        _randn((2, 3, 6, 4), (2, 3, 3, 2)),
+    ),
+    RuleCase(
+        "max_unpool3d of one volume",
+        lambda x, y: F.max_unpool3d(y, F.max_pool3d(x, 2, return_indices=True)[1], 2),
+        _randn((3, 4, 4, 4), (3, 2, 2, 2)),
+    ),
+    RuleCase(
+        "fractional_max_pool2d",
+        lambda x, s: F.fractional_max_pool2d(x, 2, (3, 4), return_indices=True, _random_samples=s.detach().sigmoid()),
+        _randn((2, 3, 7, 8), (2, 3, 2)),
+    ),
+    RuleCase(
+        "fractional_max_pool2d of one image",
+        lambda x, s: F.fractional_max_pool2d(x, 2, (3, 4), _random_samples=s.detach().sigmoid()),
+        _randn((3, 7, 8), (1, 3, 2)),
+    ),
+    RuleCase(
+        "fractional_max_pool3d",
+        lambda x, s: F.fractional_max_pool3d(x, 2, (3, 2, 3), _random_samples=s.detach().sigmoid()),
+        _randn((2, 3, 7, 6, 6), (2, 3, 3)),
+    ),
 ]
 
 LOSS = [
@@ -110,6 +217,144 @@ LOSS = [
     ),
     RuleCase("nll_loss of one sample", F.nll_loss, _with_targets(_randn((5,)), classes=5)),
     RuleCase("cross_entropy of images", F.cross_entropy, _with_targets(_randn((2, 4, 3, 3)), 2, 3, 3, classes=4)),
+    RuleCase(
+        "cross_entropy after conv2d",
+        lambda x, w, y: F.cross_entropy(F.conv2d(x, w), y, ignore_index=0),
+        _with_targets(_randn((2, 3, 4, 4), (4, 3, 2, 2)), 2, 3, 3, classes=4),
+    ),
+    RuleCase(
+        "cross_entropy with everything",
+        lambda x, w, y: F.cross_entropy(x, y, w.detach().square(), ignore_index=2, label_smoothing=0.2),
+        _with_targets(_randn((2, 4, 3), (4,)), 2, 3, classes=4),
+    ),
+    RuleCase(
+        "cross_entropy with everything, summed",
+        lambda x, w, y: F.cross_entropy(x, y, w.detach().square(), reduction="sum", label_smoothing=0.2),
+        _with_targets(_randn((6, 4), (4,)), 6, classes=4),
+    ),
+    RuleCase(
+        "cross_entropy of one sample, smoothed",
+        lambda x, w, y: F.cross_entropy(x, y, w.detach().square(), reduction="none", label_smoothing=0.2),
+        _with_targets(_randn((4,), (4,)), classes=4),
+    ),
+    RuleCase(
+        "cross_entropy with probabilities",
+        lambda x, y, w: F.cross_entropy(x, y.softmax(1), w.detach().square(), label_smoothing=0.1),
+        _randn((2, 4, 3), (2, 4, 3), (4,)),
+    ),
+    RuleCase(
+        "cross_entropy of one sample with probabilities",
+        lambda x, y, w: F.cross_entropy(x, y.softmax(0), w.detach().square()),
+        _randn((4,), (4,), (4,)),
+    ),
+    RuleCase(
+        "nll_loss of images with class weights",
+        lambda x, w, y: F.nll_loss(x, y, w.detach().square(), ignore_index=1),
+        _with_targets(_randn((2, 4, 3, 2), (4,)), 2, 3, 2, classes=4),
+    ),
+    RuleCase(
+        "nll_loss of one sample, with class weights",
+        lambda x, w, y: F.nll_loss(x, y, w.detach().square(), reduction="none"),
+        _with_targets(_randn((4,), (4,)), classes=4),
+    ),
+    RuleCase(
+        "multi_margin_loss",
+        lambda x, w, y: F.multi_margin_loss(x, y, 2, 0.7, w.detach().square()),
+        _with_targets(_randn((6, 4), (4,)), 6, classes=4),
+    ),
+    RuleCase(
+        "multi_margin_loss without reduction",
+        lambda x, y: F.multi_margin_loss(x, y, reduction="none"),
+        _with_targets(_randn((6, 4)), 6, classes=4),
+    ),
+    RuleCase("multi_margin_loss of one sample", F.multi_margin_loss, _with_targets(_randn((4,)), 1, classes=4)),
+    # No target ends with -1 here: compiled, PyTorch itself counts what comes after.
+    RuleCase("multilabel_margin_loss", F.multilabel_margin_loss, _with_targets(_randn((6, 4)), 6, 4, classes=4)),
+    RuleCase("multilabel_margin_loss of one", F.multilabel_margin_loss, _with_targets(_randn((4,)), 4, classes=4)),
+    RuleCase(
+        "multilabel_margin_loss without reduction",
+        lambda x, y: F.multilabel_margin_loss(x, y, reduction="none"),
+        _with_targets(_randn((6, 4)), 6, 4, classes=4),
+    ),
+    RuleCase(
+        "soft_margin_loss",
+        lambda x, y: F.soft_margin_loss(x, y.detach()),
+        _joined(_randn((4, 3)), _signs(4, 3)),
+    ),
+    RuleCase(
+        "soft_margin_loss without reduction",
+        lambda x, y: F.soft_margin_loss(x, y.detach(), reduction="none"),
+        _joined(_randn((4, 3)), _signs(4, 3)),
+    ),
+    RuleCase(
+        "kl_div",
+        lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+        _randn((4, 3), (4, 3)),
+    ),
+    RuleCase(
+        "kl_div of logarithms",
+        lambda x, y: F.kl_div(x.log_softmax(-1), y.log_softmax(-1), reduction="none", log_target=True),
+        _randn((4, 3), (3,)),
+    ),
+    RuleCase(
+        "margin_ranking_loss",
+        lambda x, y, t: F.margin_ranking_loss(x, y, t.detach(), 0.3),
+        _joined(_randn((4,), (4,)), _signs(4)),
+    ),
+    RuleCase("triplet_margin_loss", lambda *a: F.triplet_margin_loss(*a, swap=True), _randn((4, 3), (4, 3), (4, 3))),
+    RuleCase(
+        "hinge_embedding_loss",
+        lambda x, t: F.hinge_embedding_loss(x, t.detach(), reduction="sum"),
+        _joined(_randn((4, 3)), _signs(4, 3)),
+    ),
+    RuleCase(
+        "cosine_embedding_loss",
+        lambda x, y, t: F.cosine_embedding_loss(x, y, t.detach(), 0.1),
+        _joined(_randn((4, 3), (4, 3)), _signs(4)),
+    ),
+    RuleCase(
+        "cosine_embedding_loss of one pair",
+        lambda x, y, t: F.cosine_embedding_loss(x, y, t.detach(), 0.1),
+        _joined(_randn((3,), (3,)), _signs()),
+    ),
+    RuleCase(
+        "poisson_nll_loss",
+        lambda x, y: F.poisson_nll_loss(x, y.detach().square(), full=True),
+        _randn((4, 3), (4, 3)),
+    ),
+    RuleCase("l1_loss", F.l1_loss, _randn((4, 3), (4, 3))),
+    RuleCase("mse_loss", F.mse_loss, _randn((4, 3), (4, 3))),
+    RuleCase("smooth_l1_loss", lambda x, y: F.smooth_l1_loss(x, y, beta=0.7), _randn((4, 3), (4, 3))),
+    RuleCase("huber_loss", lambda x, y: F.huber_loss(x, y, "sum", 0.7), _randn((4, 3), (4, 3))),
+    RuleCase(
+        "binary_cross_entropy", lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), _randn((4, 3), (4, 3))
+    ),
+    RuleCase(
+        "binary_cross_entropy_with_logits",
+        lambda x, y, w, p: F.binary_cross_entropy_with_logits(
+            x, y.sigmoid(), w.detach(), pos_weight=p.detach().square()
+        ),
+        _randn((4, 3), (4, 3), (3,), (3,)),
+    ),
+    RuleCase(
+        "gaussian_nll_loss",
+        lambda x, y, v: F.gaussian_nll_loss(x, y, v.square(), full=True, eps=0.3),
+        _randn((4, 3), (4, 3), (4, 3)),
+    ),
+    RuleCase(
+        "gaussian_nll_loss with one variance a row",
+        lambda x, y, v: F.gaussian_nll_loss(x, y, v.square(), reduction="sum"),
+        _randn((4, 3), (4, 3), (4,)),
+    ),
+]
+
+DISTANCE = [
+    RuleCase("cdist", torch.cdist, _randn((4, 3), (5, 3))),
+    RuleCase("cdist of many rows", torch.cdist, _randn((2, 30, 3), (28, 3))),
+    RuleCase("cdist of differences", lambda x, y: torch.cdist(x, y, 1.0), _randn((2, 4, 3), (2, 5, 3))),
+    RuleCase("pdist", F.pdist, _randn((5, 3))),
+    RuleCase("pdist of the largest difference", lambda x: F.pdist(x, float("inf")), _randn((5, 3))),
+    RuleCase("pdist of equal rows", lambda x: F.pdist(torch.cat([x, x]), 3.0), _randn((3, 3))),
 ]
 
 ATTENTION = [
@@ -118,12 +363,150 @@ ATTENTION = [
     RuleCase("attention with a mask", _attention(scale=0.3), _randn(*_QKV, (5, 6))),
     RuleCase("attention with a mask per sample", _attention(), _randn(*_QKV, (2, 1, 5, 6))),
     RuleCase("attention with a mask per head", _attention(), _randn(*_QKV, (1, 2, 5, 6))),
+    RuleCase("attention with a mask of keys", _attention(), _randn(*_QKV, (2, 1, 1, 6))),
+    RuleCase(
+        "attention with a mask of booleans",
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(5, 6, dtype=torch.bool).tril()),
+        _randn(*_QKV),
+    ),
+    RuleCase(
+        "attention with grouped queries", _attention(enable_gqa=True), _randn((2, 4, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4))
+    ),
+    RuleCase("attention of one head", _attention(), _randn((5, 4), (6, 4), (6, 3))),
+    RuleCase("attention of one sample", _attention(), _randn((2, 5, 4), (2, 6, 4), (2, 6, 4))),
+    RuleCase("attention over two batch axes", _attention(), _randn((2, 3, 2, 5, 4), (2, 3, 2, 6, 4), (2, 3, 2, 6, 4))),
+    RuleCase("attention to one sequence", _attention(), _randn((3, 2, 5, 4), (1, 2, 6, 4), (1, 2, 6, 4))),
 ]
 
-EMBEDDING: list[RuleCase] = []
 
-RECURRENT: list[RuleCase] = []
+def _bag(make_offsets: Callable[[], tuple[Tensor, ...]] | None = None, **options: Any) -> tuple[Any, Any]:
+    """``embedding_bag`` of seven entries, and its inputs."""
+
+    def func(table: Tensor, indices: Tensor, offsets: Tensor, *weights: Tensor) -> Tensor:
+        return F.embedding_bag(indices, table, offsets, per_sample_weights=weights[0] if weights else None, **options)
+
+    return func, _joined(_randn((5, 3)), _integers(7, high=5), make_offsets or _offsets)
+
+
+def _offsets() -> tuple[Tensor, ...]:
+    return (torch.tensor([0, *sorted(torch.randint(7, (2,)).tolist())]),)
+
+
+EMBEDDING = [
+    RuleCase("embedding", lambda w, i: F.embedding(i, w), _joined(_randn((5, 3)), _integers(2, 4, high=5))),
+    RuleCase("embedding of one index", lambda w, i: F.embedding(i, w), _joined(_randn((5, 3)), _integers(high=5))),
+    RuleCase(
+        "embedding with padding",
+        lambda w, i: F.embedding(i, w, padding_idx=-2),
+        _joined(_randn((4, 3)), _integers(9, high=4)),
+    ),
+    RuleCase(
+        "embedding by frequency",
+        lambda w, i: F.embedding(i, w, padding_idx=1, scale_grad_by_freq=True),
+        _joined(_randn((4, 3)), _integers(9, high=4)),
+    ),
+    RuleCase(
+        "embedding of bounded norm",
+        lambda w, i: F.embedding(i, w.clone(), max_norm=1.0),
+        _joined(_randn((5, 3)), _integers(3, high=5)),
+    ),
+    RuleCase(
+        "embedding_bag of rows",
+        lambda w, i: F.embedding_bag(i, w),
+        _joined(_randn((5, 3)), _integers(2, 4, high=5)),
+    ),
+    RuleCase("embedding_bag, sums", *_bag(mode="sum")),
+    RuleCase("embedding_bag, maxima", *_bag(mode="max")),
+    RuleCase("embedding_bag, sums with padding", *_bag(mode="sum", padding_idx=1)),
+    RuleCase("embedding_bag, means with padding", *_bag(padding_idx=-1)),
+    RuleCase("embedding_bag, maxima with padding", *_bag(mode="max", padding_idx=0)),
+    RuleCase("embedding_bag by frequency", *_bag(scale_grad_by_freq=True)),
+    RuleCase(
+        "embedding_bag with the last offset",
+        *_bag(lambda: (torch.cat([*_offsets(), torch.tensor([7])]),), include_last_offset=True),
+    ),
+    RuleCase(
+        "embedding_bag, weighted",
+        *_bag(_joined(_offsets, _randn((7,))), mode="sum", padding_idx=2),
+    ),
+]
+
+RECURRENT = [
+    # The inputs are x, the states, and the parameters; what a row leaves out is zero or absent.
+    RuleCase(
+        "lstm", _recurrent("lstm", 2), _randn((3, 2, 4), *((1, 2, 3),) * 2, *((12, n) for n in (4, 3)), *((12,),) * 2)
+    ),
+    RuleCase("gru", _recurrent("gru", 1), _randn((3, 2, 4), (1, 2, 3), (9, 4), (9, 3), (9,), (9,))),
+    RuleCase("rnn_tanh", _recurrent("rnn_tanh", 1), _randn((3, 2, 4), (1, 2, 3), (3, 4), (3, 3), (3,), (3,))),
+    RuleCase("rnn_relu without biases", _recurrent("rnn_relu", 1), _randn((3, 2, 4), (1, 2, 3), (3, 4), (3, 3))),
+    RuleCase("gru without biases", _recurrent("gru", 1), _randn((3, 2, 4), (1, 2, 3), (9, 4), (9, 3))),
+    RuleCase("lstm without biases", _recurrent("lstm", 2), _randn((3, 2, 4), (1, 2, 3), (1, 2, 3), (12, 4), (12, 3))),
+    RuleCase(
+        "lstm with projection", _recurrent("lstm", 2), _randn((3, 2, 4), (1, 2, 2), (1, 2, 3), (12, 4), (12, 2), (2, 3))
+    ),
+    RuleCase(
+        "lstm in both directions",
+        _recurrent("lstm", 2, bidirectional=True, batch_first=True),
+        _randn((2, 3, 4), (2, 2, 3), (2, 2, 3), *((12, 4), (12, 3)) * 2),
+    ),
+    RuleCase(
+        "gru in both directions",
+        _recurrent("gru", 1, bidirectional=True),
+        _randn((3, 2, 4), (2, 2, 3), *((9, 4), (9, 3)) * 2),
+    ),
+    RuleCase("lstm, packed", _packed("lstm", 2), _randn((6, 4), (1, 3, 3), (1, 3, 3), (12, 4), (12, 3), (12,), (12,))),
+    RuleCase("gru, packed", _packed("gru", 1), _randn((6, 4), (1, 3, 3), (9, 4), (9, 3), (9,), (9,))),
+    RuleCase("rnn_relu, packed", _packed("rnn_relu", 1), _randn((6, 4), (1, 3, 3), (3, 4), (3, 3))),
+    RuleCase(
+        "rnn_tanh, packed, in both directions",
+        _packed("rnn_tanh", 1, bidirectional=True),
+        _randn((6, 4), (2, 3, 3), *((3, 4), (3, 3)) * 2),
+    ),
+    RuleCase(
+        "lstm_cell",
+        lambda x, h, c, *params: torch.lstm_cell(x, (h, c), *params),
+        _randn((2, 4), (2, 3), (2, 3), (12, 4), (12, 3), (12,), (12,)),
+    ),
+    RuleCase("gru_cell", torch.gru_cell, _randn((2, 4), (2, 3), (9, 4), (9, 3), (9,), (9,))),
+    RuleCase("gru_cell without biases", torch.gru_cell, _randn((2, 4), (2, 3), (9, 4), (9, 3))),
+    RuleCase("rnn_tanh_cell", torch.rnn_tanh_cell, _randn((2, 4), (2, 3), (3, 4), (3, 3), (3,), (3,))),
+    RuleCase("rnn_relu_cell", torch.rnn_relu_cell, _randn((2, 4), (2, 3), (3, 4), (3, 3), (3,), (3,))),
+]
 
 COMPOSITE: list[RuleCase] = []
 
-RULE_CASES = [*LINEAR, *CONV, *NORM, *POOLING, *LOSS, *ATTENTION, *EMBEDDING, *RECURRENT, *COMPOSITE]
+ACTIVATION = [
+    RuleCase("prelu", F.prelu, _randn((2, 3, 4), (3,))),
+    RuleCase("prelu of one slope", F.prelu, _randn((4,), (1,))),
+]
+
+SHAPE = [
+    RuleCase("view after conv2d", lambda x, w: F.conv2d(x, w).view(-1), _randn((2, 3, 4, 4), (5, 3, 2, 2))),
+    RuleCase("view after linear", lambda x, w: F.linear(x, w).view(6, -1), _randn((6, 4, 3), (5, 3))),
+]
+
+RULE_CASES = [
+    *ACTIVATION, *SHAPE, *LINEAR, *CONV, *NORM, *POOLING, *LOSS, *DISTANCE, *ATTENTION, *EMBEDDING, *RECURRENT, *COMPOSITE
+]  # fmt: skip
+
+BATCH_AXES: dict[str, tuple[int | None, ...]] = {
+    "linear": (0, None, None),
+    "conv1d": (0, None, None),
+    "conv2d": (0, None, None),
+    "conv3d": (0, None, None),
+    "conv_transpose2d grouped": (0, None, None),
+    "batch_norm in training": (0, None, None, None, None),
+    "batch_norm in evaluation": (0, None, None, None, None),
+    "instance_norm": (0, None, None),
+    "layer_norm": (0, None, None),
+    "rms_norm": (0, None),
+    "group_norm": (0, None, None),
+    "max_pool2d": (0,),
+    "cross_entropy": (0, 0),
+    "cross_entropy with label smoothing": (0, 0),
+    "cross_entropy of images": (0, 0),
+    "attention": (0, 0, 0),
+    "attention with a mask": (0, 0, 0, None),
+    "attention with a mask per sample": (0, 0, 0, 0),
+}
+"""For some rows, the axis of each of a member's inputs that is the batch, or None."""

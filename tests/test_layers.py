@@ -17,19 +17,31 @@ SOURCE = pathlib.Path(hfta.__file__).parent
 ORDERED, APART = True, False
 FLOORS = [
     (ORDERED, ["_types", "_errors"]),
-    (ORDERED, ["_tree", "_batch", "_gradient", "random", "allocator"]),
+    (ORDERED, ["_tree", "_batch", "_gradient", "_chunks", "random", "allocator"]),
     (
         ORDERED,
         [
-            *("_routing", "_structure", "rules/_layout", "rules/_lowering", "rules/_registry", "rules/_operator"),
+            *("_composites", "_routing", "_checkpoint", "_structure"),
+            *("rules/_layout", "rules/_affine", "rules/_lowering", "rules/_registry", "rules/_operator"),
+            "rules/_recurrence",
             *("optim/_base", "schedules"),
         ],
     ),
     (
         APART,
         [
-            *("rules/attention", "rules/composite", "rules/conv", "rules/embedding", "rules/linear", "rules/loss"),
-            *("rules/norm", "rules/pooling", "rules/recurrent"),
+            *(
+                "rules/activation",
+                "rules/shape",
+                "rules/attention",
+                "rules/composite",
+                "rules/conv",
+                "rules/ctc",
+                "rules/distance",
+                "rules/embedding",
+            ),
+            *("rules/linear", "rules/loss"),
+            *("rules/norm", "rules/norm_batch", "rules/pooling", "rules/recurrent"),
             *("optim/adam", "optim/sgd", "optim/transforms"),
         ],
     ),

@@ -31,7 +31,7 @@ CASES = [
 ALL_BATCHED = [pytest.param(case, id=case.name) for case in RULE_CASES]
 
 
-def _inputs(case: RuleCase, mask: tuple[bool, ...]) -> list[Tensor]:
+def member_inputs(case: RuleCase, mask: tuple[bool, ...]) -> list[Tensor]:
     members = [case.make() for _ in range(M)]
     return [
         torch.stack(column) if batched else column[0]
@@ -69,19 +69,24 @@ def _close(got: object, expected: object) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(("case", "mask"), CASES)
-def test_matches_the_loop_forward_and_backward(case: RuleCase, mask: tuple[bool, ...]) -> None:
-    inputs = [x.requires_grad_(x.is_floating_point()) for x in _inputs(case, mask)]
+def check_against_loop(case: RuleCase, mask: tuple[bool, ...]) -> None:
+    """Outputs and gradients of an array, where ``mask`` says which inputs are per member, are those of a loop."""
+    inputs = [x.requires_grad_(x.is_floating_point()) for x in member_inputs(case, mask)]
     expected = _loop(case, mask, inputs)
     got = _tuple(hfta.vmap(case.func, in_dims=tuple(0 if batched else None for batched in mask))(*inputs))
     _close(got, expected)
     _close(_grads(got, inputs), _grads(expected, inputs))
 
 
+@pytest.mark.parametrize(("case", "mask"), CASES)
+def test_matches_the_loop_forward_and_backward(case: RuleCase, mask: tuple[bool, ...]) -> None:
+    check_against_loop(case, mask)
+
+
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_model_axis_anywhere(case: RuleCase) -> None:
     mask = (True,) * len(case.make())
-    inputs = _inputs(case, mask)
+    inputs = member_inputs(case, mask)
     last = [x.movedim(0, -1) for x in inputs]
     _close(_tuple(hfta.vmap(case.func, in_dims=-1)(*last)), _loop(case, mask, inputs))
 
@@ -89,7 +94,7 @@ def test_model_axis_anywhere(case: RuleCase) -> None:
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_gradient_inside_vmap(case: RuleCase) -> None:
     mask = (True,) * len(case.make())
-    inputs = _inputs(case, mask)
+    inputs = member_inputs(case, mask)
     argnums = tuple(i for i, x in enumerate(inputs) if x.is_floating_point())
 
     def objective(*args: Tensor) -> Tensor:
@@ -103,7 +108,7 @@ def test_gradient_inside_vmap(case: RuleCase) -> None:
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_array_of_arrays(case: RuleCase) -> None:
     mask = (True,) * len(case.make())
-    arrays = [_inputs(case, mask) for _ in range(2)]
+    arrays = [member_inputs(case, mask) for _ in range(2)]
     nested = hfta.vmap(hfta.vmap(case.func))(*(torch.stack(column) for column in zip(*arrays, strict=True)))
     for i, inputs in enumerate(arrays):
         _close(tuple(output[i] for output in _tuple(nested)), _loop(case, mask, inputs))
@@ -112,7 +117,7 @@ def test_array_of_arrays(case: RuleCase) -> None:
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_under_compile(case: RuleCase) -> None:
     mask = (True,) * len(case.make())
-    inputs = _inputs(case, mask)
+    inputs = member_inputs(case, mask)
     torch._dynamo.reset()
     compiled = torch.compile(hfta.vmap(case.func), fullgraph=True, backend="aot_eager")
     _close(_tuple(compiled(*inputs)), _loop(case, mask, inputs))
@@ -120,7 +125,7 @@ def test_under_compile(case: RuleCase) -> None:
 
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_an_array_of_one(case: RuleCase) -> None:
-    inputs = [x[:1] for x in _inputs(case, (True,) * len(case.make()))]
+    inputs = [x[:1] for x in member_inputs(case, (True,) * len(case.make()))]
     expected = tuple(output.unsqueeze(0) for output in _tuple(case.func(*(x[0] for x in inputs))))
     _close(_tuple(hfta.vmap(case.func)(*inputs)), expected)
 
@@ -150,13 +155,13 @@ def test_running_statistics_shared_by_members_are_refused() -> None:
 
 
 def test_install_and_uninstall(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    rule, calls = _registry.RULES["convolution"], []
+    entry, calls = _registry.RULES["convolution"], []
 
     def counted(*args):  # type: ignore[no-untyped-def]
         calls.append(args)
-        return rule(*args)
+        return entry.rule(*args)
 
-    monkeypatch.setitem(_registry.RULES, "convolution", counted)
+    monkeypatch.setitem(_registry.RULES, "convolution", entry._replace(rule=counted))
     inputs = torch.randn(M, 2, 3, 5, 5), torch.randn(M, 4, 3, 2, 2)
     hfta.rules.uninstall()
     plain = torch.vmap(torch.nn.functional.conv2d)(*inputs)
@@ -175,11 +180,11 @@ _PROCESS = """
 import sys, torch, hfta_func as hfta
 from hfta_func.rules import _registry
 factor = float(sys.argv[1])
-rule = _registry.RULES["mm"]
+entry = _registry.RULES["mm"]
 def scaled(call, x, weight):
-    output, dim = rule(call, x, weight)
+    output, dim = entry.rule(call, x, weight)
     return output * factor, dim
-_registry.RULES["mm"] = scaled
+_registry.RULES["mm"] = entry._replace(rule=scaled)
 _registry.fingerprint = lambda: sys.argv[1]
 f = torch.compile(hfta.vmap(torch.mm), fullgraph=True)
 print(f(torch.ones(2, 1, 1), torch.ones(2, 1, 1)).flatten().tolist())

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hfta_func import random
+from hfta_func._composites import LOWERED
 from hfta_func._errors import RandomnessError
 
 
@@ -27,6 +28,7 @@ class routed(TorchFunctionMode):
     Args:
         key: One key, ``int64[]``; under ``vmap`` each member's own. None leaves the drawing to PyTorch's generator, and
             only keeps attention on its operator-by-operator path, as any mode does.
+        site: How many call sites of a surrounding block come before this one.
 
     Raises:
         RandomnessError: when a random operator is called that is not routed; it names the operator.
@@ -41,10 +43,10 @@ class routed(TorchFunctionMode):
         (True, False)
     """
 
-    def __init__(self, key: Tensor | None):
+    def __init__(self, key: Tensor | None, site: int = 0):
         super().__init__()
         self.key = key
-        self.site = 0
+        self.site = site
 
     def next_key(self) -> Tensor:
         """The key of the next call site."""
@@ -57,9 +59,7 @@ class routed(TorchFunctionMode):
     ) -> Any:
         """Answer one call of a torch function."""
         kwargs = kwargs or {}
-        if func is torch.Tensor.unflatten:
-            # torch.compile cannot enter the Python body of this method while a mode is in force.
-            return torch.unflatten(*args, **kwargs)
+        func = LOWERED.get(func, func)
         if self.key is None:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
@@ -278,11 +278,24 @@ def _exponential_draw(key: Tensor, input: Tensor, lambd: float = 1.0) -> Tensor:
 
 
 def _recurrent(mode: routed, func: Any, *args: Any) -> Any:
-    packed = isinstance(args[3], (list, tuple))
-    dropout, train = args[6:8] if packed else args[5:7]
-    if train and dropout:
-        _refuse(func)
-    return func(*args)
+    """One layer after the other where there is dropout between them."""
+    # Only packed sequences have their sizes before the states and parameters.
+    x, *sizes = args[: 2 if isinstance(args[3], (list, tuple)) else 1]
+    hx, params, has_biases, num_layers, dropout, train, bidirectional, *rest = args[1 + len(sizes) :]
+    if not (train and dropout and num_layers > 1):
+        return func(*args)
+    states = hx if isinstance(hx, (list, tuple)) else [hx]
+    directions, size, finals = 1 + bidirectional, len(params) // num_layers, []
+    for layer in range(num_layers):
+        if layer:
+            x = _scale(mode, x, x.shape, dropout, True, False)
+        first = [state[layer * directions : (layer + 1) * directions] for state in states]
+        weights = params[layer * size : (layer + 1) * size]
+        options = has_biases, 1, 0.0, train, bidirectional, *rest
+        x, *last = func(x, *sizes, first[0] if states is not hx else first, weights, *options)
+        finals.append(last)
+    # Not torch.cat, whose batching rule fixes the sizes of a graph that is compiled for any.
+    return x, *(torch.stack(column).flatten(0, 1) for column in zip(*finals, strict=True))
 
 
 def _refused(mode: routed, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ Public: :func:`fit`, :class:`Result`, :class:`History`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,6 +119,7 @@ def fit(
                 for name, value in metrics.items():
                     value = value if value.is_floating_point() else value.float()
                     sums[name] = sums[name] + value if name in sums else value
+                _execute(state.keys.device)
                 bar.update()
             if batches == 0:
                 raise ValueError("the loader gave no batch; pass an iterable that can be gone through once per epoch")
@@ -130,6 +132,12 @@ def fit(
             for callback in callbacks:
                 state = callback(epoch, state, metrics) or state
     return Result(state, history)
+
+
+def _execute(device: torch.device) -> None:
+    """Have a device that only records operations run them, or the steps of an epoch would become one long program."""
+    if device.type == "xla":
+        importlib.import_module("torch_xla").sync()
 
 
 def _bar(epochs: int, loader: Any, progress: bool) -> tqdm[Any]:

@@ -6,12 +6,15 @@ Public: :func:`functional`. :func:`bind` is what it and the training step are ma
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from hfta_func._checkpoint import checkpoint_segments
 from hfta_func._routing import routed
 from hfta_func._types import Params
 
@@ -44,13 +47,17 @@ def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
     return bind(model, forward)
 
 
-def bind(model: nn.Module, func: Callable[..., Any]) -> Callable[..., tuple[Any, Params]]:
+def bind(
+    model: nn.Module, func: Callable[..., Any], checkpoint: bool | Sequence[str] = False
+) -> Callable[..., tuple[Any, Params]]:
     """``func(model, *args, **kwargs)`` as a pure function ``(params, buffers, *args, key=None, **kwargs)``.
 
     ``func`` sees an ordinary module that holds the given tensors, so it may call it any number of times, use its
-    submodules and methods, and read its parameters.
+    submodules and methods, and read its parameters. The submodules that ``checkpoint`` names run again in the backward
+    pass, see :func:`make_train_step`.
     """
     body = _Body(skeleton(model), func)
+    checkpoint_segments(body.model, checkpoint)
 
     def apply(params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
         tensors = {f"model.{path}": tensor for path, tensor in params.items()}
@@ -83,4 +90,48 @@ def skeleton(model: nn.Module) -> nn.Module:
         memo[id(own)] = nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=own.requires_grad)
     for own in model.buffers():
         memo[id(own)] = torch.empty_like(own, device="meta")
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        if isinstance(module, _BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
+            if type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+                module.momentum = 1.0
+                module.forward = types.MethodType(_cumulative_average, module)
+        if isinstance(module, nn.RNNBase):
+            module._update_flat_weights = types.MethodType(_nothing, module)
+            module.forward = types.MethodType(_with_flat_weights, module)
+    return copied
+
+
+def _cumulative_average(module: _BatchNorm, input: Tensor) -> Tensor:
+    """Forward of a batch normalisation whose running statistics are the average over all batches, ``momentum=None``.
+
+    PyTorch reads the number of batches as a Python number, but members may have seen different numbers. With a momentum of
+    1 its forward leaves the statistics of the batch behind, and the average is made of tensors.
+    """
+    count, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
+    if not module.training or not module.track_running_stats or count is None or mean is None or var is None:
+        return type(module).forward(module, input)
+    # The backward pass wants to find what the forward pass was given as it was.
+    module.running_mean, module.running_var = mean.clone(), var.clone()
+    output = type(module).forward(module, input)
+    mean += (module.running_mean - mean) / count
+    var += (module.running_var - var) / count
+    module.running_mean, module.running_var = mean, var
+    return output
+
+
+def _with_flat_weights(module: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a recurrent layer, which must not remember the list of its weights beyond the call.
+
+    PyTorch keeps it, packs the weights together for cuDNN where they are no member's own, and would so hand tensors that
+    exist only inside ``vmap`` to whoever calls next.
+    """
+    before = module._flat_weights
+    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    output = type(module).forward(module, *args, **kwargs)
+    module._flat_weights = before
+    return output
+
+
+def _nothing(module: nn.RNNBase) -> None:
+    pass

@@ -53,7 +53,11 @@ def keys(seeds: Sequence[int] | Tensor, *, device: torch.device | str | None = N
 
 def _shift(z: Tensor, by: int) -> Tensor:
     """Logical right shift of int64."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
+    return _signed_shift(z, by) & ((1 << (64 - by)) - 1)
+
+
+# Not spelled `>>`, which XLA computes as a division and so rounds towards zero.
+_signed_shift = torch.bitwise_right_shift
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -125,7 +129,7 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
         shape: What one key draws.
     """
     # Signed words against a signed threshold: -2^52 stands for 0 and 2^52 for 1, which no word reaches.
-    draws = bits(key, shape) >> 11
+    draws = _signed_shift(bits(key, shape), 11)
     if isinstance(p, Tensor):
         return draws < (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52)
     return draws < round(p * 2.0**53) - (1 << 52)
@@ -148,13 +152,13 @@ def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.floa
     of the tail probability (error below 1e-6), in fixed-point integers: unlike logarithm and cosine, these give the
     same bits on every device.
     """
-    draws = bits(key, shape) >> 40
+    draws = _signed_shift(bits(key, shape), 40)
     # An odd number in (0, 2^24), in units of 2^-25 the tail probability. Being odd, it lies far enough from a power of two
     # for the logarithm to find the octave whatever its last digit.
-    tail = ((1 << 24) - 1) - ((draws ^ (draws >> 63)) << 1)
+    tail = ((1 << 24) - 1) - ((draws ^ _signed_shift(draws, 63)) << 1)
     octave = torch.floor(torch.log2(tail.to(torch.float64))).to(torch.int64)
     place = (tail << (23 - octave)) & ((1 << 23) - 1)
-    segment, within = (octave << _STEPS) + (place >> _WITHIN), place & ((1 << _WITHIN) - 1)
+    segment, within = (octave << _STEPS) + _signed_shift(place, _WITHIN), place & ((1 << _WITHIN) - 1)
     # index_select, because under vmap an index without axes counts as a look at its value.
     start, slope = (
         table.to(key.device).index_select(0, segment.flatten()).reshape(segment.shape)

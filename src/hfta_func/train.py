@@ -24,7 +24,7 @@ from hfta_func.allocator import keep_memory_once
 from hfta_func.functional import bind, skeleton
 from hfta_func.optim._base import GradientTransformation, apply_updates, per_member
 from hfta_func.stack import Stacked, check_matches, shapes
-from hfta_func.transforms import vmap
+from hfta_func.transforms import vmap_routed
 
 
 class TrainState(NamedTuple):
@@ -56,6 +56,7 @@ def make_train_step(
     *,
     batch_dims: Tree = 0,
     chunk_size: int | Literal["auto"] | None = None,
+    checkpoint: bool | Sequence[str] = False,
 ) -> TrainStep:
     """A training step for arrays of ``model``.
 
@@ -70,12 +71,17 @@ def make_train_step(
             or a tree of both in the batch's own structure.
         chunk_size: Members that run together; None is all of them, 1 is one after another. ``"auto"`` times 1, 2, 4, ...
             and all of them at the first step with a shape of batch, and keeps the fastest; compiled, it is all of them.
+        checkpoint: Paths of submodules that keep only their inputs and run again in the backward pass: less memory for
+            more time. True is the blocks: elements of ``nn.Sequential`` and ``nn.ModuleList`` that have children, else
+            the model's children that have children, else the model. Compiled, on XLA, or inside a ``torch.func``
+            gradient, they run once: a compiler plans memory itself.
 
     Returns:
         A :class:`TrainStep`; ``torch.compile(step)`` works.
 
     Raises:
         LossError: if no parameter of the model requires grad.
+        ValueError: if ``checkpoint`` names a submodule that there is not.
 
     Example:
         >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
@@ -88,7 +94,7 @@ def make_train_step(
         >>> metrics["loss"].shape
         torch.Size([3])
     """
-    return TrainStep(model, loss_fn, optimizer, batch_dims, chunk_size)
+    return TrainStep(model, loss_fn, optimizer, batch_dims, chunk_size, checkpoint)
 
 
 class TrainStep:
@@ -101,6 +107,7 @@ class TrainStep:
         optimizer: GradientTransformation,
         batch_dims: Tree = 0,
         chunk_size: int | Literal["auto"] | None = None,
+        checkpoint: bool | Sequence[str] = False,
     ):
         if not (chunk_size is None or chunk_size == "auto" or (isinstance(chunk_size, int) and chunk_size >= 1)):
             raise ValueError(
@@ -115,7 +122,7 @@ class TrainStep:
             raise LossError("no parameter of the model requires grad, so there is nothing to train")
         self._shapes = shapes(model)
         self._takes_hparams = _positional(loss_fn) >= 3
-        self._loss = bind(model, loss_fn)
+        self._loss = bind(model, loss_fn, checkpoint)
         self._opt_spec: Any = None
         self._tried = False
         self._chunks = Chunks()
@@ -230,7 +237,7 @@ class TrainStep:
         # A model may write its input, as ReLU(inplace=True) does in a first layer; the batch is the caller's.
         batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
         frozen = {path: param for path, param in params.items() if path not in self.trainable}
-        run = vmap(self._member, in_dims=(0, 0, 0, 0, 0, self.batch_dims))
+        run = vmap_routed(self._member, in_dims=(0, 0, 0, 0, 0, self.batch_dims))
 
         def total(trainable: Params) -> tuple[Tensor, Any]:
             losses, metrics, new_buffers = run(trainable, frozen, buffers, keys, hparams, batch)
@@ -337,7 +344,7 @@ class EvalStep:
         count = num_models((state.params, state.buffers))
         _check_tensors((state.params, state.buffers), self._shapes)
         check_batch(self.batch_dims, batch, count)
-        run = vmap(self._member, in_dims=(0, 0, 0, self.batch_dims), chunk_size=self.chunk_size)
+        run = vmap_routed(self._member, in_dims=(0, 0, 0, self.batch_dims), chunk_size=self.chunk_size)
         if isinstance(state, TrainState):
             keys = random.fold_in(state.keys, ~state.step)
         else:

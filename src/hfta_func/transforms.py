@@ -1,6 +1,6 @@
 """``vmap`` with this package's batching rules.
 
-Public: :func:`vmap`.
+Public: :func:`vmap`. Steps use :func:`vmap_routed`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import optree
 import torch
 
 from hfta_func import rules
+from hfta_func._composites import lowered
 from hfta_func._errors import RandomnessError, TraceError
 from hfta_func.rules import _lowering
 from hfta_func.rules._registry import install_for_compiler, no_fallback
@@ -43,6 +44,24 @@ def vmap(
         >>> torch.equal(vmap(torch.dot)(torch.ones(3, 2), torch.ones(3, 2)), torch.full((3,), 2.0))
         True
     """
+
+    @functools.wraps(func)
+    def member(*args: Any, **kwargs: Any) -> Any:
+        with lowered():
+            return func(*args, **kwargs)
+
+    return vmap_routed(member, in_dims, out_dims, randomness=randomness, chunk_size=chunk_size)
+
+
+def vmap_routed(
+    func: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    *,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Callable[..., Any]:
+    """The same for a function that runs in :class:`hfta_func.routed`, which spares a mode."""
     mapped = torch.func.vmap(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
     @functools.wraps(func)

@@ -4,16 +4,34 @@ Public: :func:`install`, :func:`uninstall`, :func:`is_installed`, :func:`overrid
 themselves on first use.
 """
 
-from hfta_func.rules import attention, composite, conv, embedding, linear, loss, norm, pooling, recurrent
+from hfta_func.rules import (
+    activation,
+    attention,
+    composite,
+    conv,
+    ctc,
+    distance,
+    embedding,
+    linear,
+    loss,
+    norm,
+    norm_batch,
+    pooling,
+    recurrent,
+    shape,
+)
 from hfta_func.rules._lowering import Explanation, Override, explain, override
 from hfta_func.rules._registry import install, is_installed, uninstall
 
 __all__ = [
     "Explanation",
     "Override",
+    "activation",
     "attention",
     "composite",
     "conv",
+    "ctc",
+    "distance",
     "embedding",
     "explain",
     "install",
@@ -21,8 +39,10 @@ __all__ = [
     "linear",
     "loss",
     "norm",
+    "norm_batch",
     "override",
     "pooling",
     "recurrent",
+    "shape",
     "uninstall",
 ]

@@ -1,4 +1,4 @@
-"""The layout verbs of every batching rule: fold, its inverse split, and front."""
+"""The layout verbs of every batching rule: fold, its inverse split, and front, with its kin expand and align."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ def fold(x: Tensor, model_dim: int | None, into: int, num_models: int) -> Tensor
 def front(x: Tensor, model_dim: int) -> Tensor:
     """Move the model axis to the front; where it is there already, autograd gets no node."""
     return x if model_dim == 0 else x.movedim(model_dim, 0)
+
+
+def expand(x: Tensor, model_dim: int | None, num_models: int) -> Tensor:
+    """``[M, ...]`` of a shared tensor too, as a view that repeats it."""
+    return x.expand(num_models, *x.shape) if model_dim is None else front(x, model_dim)
+
+
+def align(x: Tensor, model_dim: int | None, rank: int) -> Tensor:
+    """``[M, ...]``, or ``[1, ...]`` if shared, with ``rank`` axes for a member: members then broadcast as one does."""
+    x = x.unsqueeze(0) if model_dim is None else front(x, model_dim)
+    return x.reshape(x.shape[0], *(1,) * (rank + 1 - x.dim()), *x.shape[1:])
 
 
 def split(x: Tensor, axis: int, num_models: int) -> Tensor:

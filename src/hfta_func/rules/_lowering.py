@@ -5,6 +5,7 @@ Public: :func:`override`, :func:`explain`. :func:`choose` is a pure function of 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.fx.traceback import get_current_meta
 
 
@@ -54,6 +56,23 @@ def _input_is_shared(case: Case) -> bool:
     return case.shared[0]
 
 
+def _has_tangents(case: Case) -> bool:
+    return forward_ad._current_level >= 0
+
+
+def _recurrent_weights_exceed_cache(case: Case) -> bool:
+    """Every time step reads the weights from state to gates of all members, a loop those of one member."""
+    matrices = [shape for shape in case.shapes[1:] if shape is not None and len(shape) == 2]
+    size = 4 if case.dtype is None else case.dtype.itemsize
+    return case.device == "cpu" and case.num_models * math.prod(matrices[1]) * size > 2**21
+
+
+_RECURRENT = (
+    Row(_has_tangents, "batched", "derivatives forward: PyTorch's fused kernel has none"),
+    Row(_recurrent_weights_exceed_cache, "loop", "the members' recurrent weights together do not fit in the cache"),
+    Row(_always, "batched", "one batched product a time step"),
+)
+
 TABLE: dict[str, tuple[Row, ...]] = {
     "convolution": (
         Row(_input_is_shared, "wide", "one shared input: all members' filters in one convolution"),
@@ -61,6 +80,10 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
     "convolution_input_grad": (Row(_always, "grouped", "one group per member"),),
     "convolution_weight_grad": (Row(_always, "grouped", "one group per member"),),
+    **dict.fromkeys(
+        (f"{kind}.{packed}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for packed in ("input", "data")),
+        _RECURRENT,
+    ),
 }
 """The rows of every operator with a rule, from the first to ask to the last, which always matches. Measured operators stand
 here; one that has a single lowering enters by itself when its rule is registered."""
@@ -71,6 +94,9 @@ LOWERINGS: dict[str, tuple[str, ...]] = {
     "convolution_weight_grad": ("grouped", "channels_last", "matmul"),
 }
 """The lowerings of every operator besides ``"loop"``, for overrides; where it is not named, those of its rows."""
+
+UNLOOPED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence"})
+"""Operators without a loop: they return lengths that the members share, and a loop would give each member its own."""
 
 FAMILIES: dict[str, str] = {"convolution_input_grad": "conv", "convolution_weight_grad": "conv"}
 """The family of every operator with a rule."""
@@ -143,7 +169,7 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
         Wang et al., Horizontally Fused Training Array, MLSys 2021, section 3 (partial fusion).
     """
     for name, lowering in lowerings.items():
-        known = _names(name)
+        known = known_lowerings(name)
         if not known:
             families = sorted(set(FAMILIES.values()))
             raise ValueError(f"no operator or family is called '{name}'; families are {families}, or 'all'")
@@ -164,13 +190,13 @@ def _set(overrides: tuple[Override, ...]) -> None:
     state = repr(overrides) if overrides else ""
 
 
-def _names(name: str) -> set[str]:
-    """Lowerings of an operator, a family or of all operators."""
+def known_lowerings(name: str) -> set[str]:
+    """The lowerings of an operator, a family or of ``"all"`` operators; none for a name that does not exist."""
     found = set()
     for op, rows in TABLE.items():
         if name in _titles(op):
             found |= set(LOWERINGS.get(op, ())) | {row.lowering for row in rows}
-    return found | {"loop"} if found else found
+    return found | {"loop"} if found and name not in UNLOOPED else found
 
 
 def _titles(op: str) -> tuple[str, ...]:
@@ -200,7 +226,7 @@ def choose(case: Case) -> Choice:
     chosen = None
     for one in reversed(_overrides):
         forced = next((one.lowerings[name] for name in _titles(case.op) if name in one.lowerings), None)
-        if forced is not None and one.matches(path) and forced in _names(case.op):
+        if forced is not None and one.matches(path) and forced in known_lowerings(case.op):
             chosen = forced, "overridden"
             break
     if chosen is None:

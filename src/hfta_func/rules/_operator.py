@@ -14,10 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+
+from hfta_func.rules._registry import fingerprint
 
 
 class Operator:
@@ -54,19 +56,24 @@ class Operator:
 
     @functools.cached_property
     def _op(self) -> Any:
-        # Defined at the first use, since nothing happens at import.
-        name = self.schema.partition("(")[0]
+        # Defined at the first use, since nothing happens at import. The fingerprint keeps two versions of this package in
+        # one process apart; two copies of one version share the operator.
+        title, _, signature = self.schema.partition("(")
+        name = f"{title}_{fingerprint()[:8]}"
+        if hasattr(torch.ops.hfta_func, name):
+            return getattr(torch.ops.hfta_func, name).default
         library = torch.library.Library("hfta_func", "FRAGMENT")
-        library.define(self.schema)
+        library.define(f"{name}({signature}")
         op = getattr(torch.ops.hfta_func, name).default
         forward, setup_context, backward = self.forward, self.setup_context, self.backward
 
         def below(*args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
+            # A function turns gradients off for its body, but an outer gradient transform still needs them below.
+            with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
                 return op(*args)
 
         function: Any = type(
-            name,
+            title,
             (_SingleLevelFunction,),
             {
                 "forward": staticmethod(below),

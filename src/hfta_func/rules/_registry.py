@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import (
+    TransformType,
     _add_batch_dim,
     _is_vmap_fallback_enabled,  # pyright: ignore[reportAttributeAccessIssue]
     _set_vmap_fallback_enabled,  # pyright: ignore[reportAttributeAccessIssue]
@@ -34,7 +35,16 @@ from hfta_func.rules._lowering import TABLE, Case, choose, enter, is_simple, mem
 Dims = tuple[int | None, ...]
 Result = tuple[Any, Any]
 
-_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.FuncTorchVmapMode
+)
+
+BATCHED = "FuncTorchBatched"
+"""The key of batching rules: asked where an argument has a model axis."""
+MODE = "FuncTorchVmapMode"
+"""The key of operators that PyTorch checks for randomness under ``vmap``, before any batching rule is asked."""
+FRONT = "FuncTorchDynamicLayerFrontMode"
+"""The key of operators that PyTorch takes apart under every transform, before any batching rule is asked."""
 
 
 class Call(NamedTuple):
@@ -56,7 +66,16 @@ class Call(NamedTuple):
 Rule = Callable[..., Result]
 """``rule(call, *args, **kwargs) -> (outputs, dims)``, on plain tensors; ``dims`` has one entry per output."""
 
-RULES: dict[str, Rule] = {}
+
+class Entry(NamedTuple):
+    """A rule, the dispatch key where it stands, and for :data:`FRONT` what other transforms than ``vmap`` get."""
+
+    rule: Rule
+    key: str
+    otherwise: Callable[..., Any] | None
+
+
+RULES: dict[str, Entry] = {}
 """Rules by operator name, ``"convolution"`` or ``"name.overload"``."""
 
 COMPOSITES: list[str] = []
@@ -66,16 +85,20 @@ _lock = threading.RLock()
 _library: torch.library.Library | None = None
 
 
-def register(op: str, family: str) -> Callable[[Rule], Rule]:
+def register(
+    op: str, family: str, key: str = BATCHED, otherwise: Callable[..., Any] | None = None
+) -> Callable[[Rule], Rule]:
     """Add a rule for ``aten::<op>`` to the table; it takes effect at the next :func:`install`.
 
     Args:
         op: The operator's name, ``"name"`` or ``"name.overload"``.
         family: What overrides may call it and its relatives.
+        key: Where it stands. At any other key than :data:`BATCHED` it is also asked when nothing has a model axis.
+        otherwise: For :data:`FRONT`, what the other transforms of ``torch.func`` call instead of the operator.
     """
 
     def add(rule: Rule) -> Rule:
-        RULES[op] = rule
+        RULES[op] = Entry(rule, key, otherwise)
         enter(op, family, (rule.__doc__ or "").partition("\n")[0])
         return rule
 
@@ -107,10 +130,10 @@ def install() -> None:
             with warnings.catch_warnings():
                 # The dispatcher warns that a kernel is replaced, which is what is meant.
                 warnings.simplefilter("ignore")
-                for op, rule in RULES.items():
-                    library.impl(op, _kernel(op, rule), "FuncTorchBatched", with_keyset=True, allow_override=True)
+                for op, entry in RULES.items():
+                    library.impl(op, _kernel(op, *entry), entry.key, with_keyset=True, allow_override=True)
                 for op in COMPOSITES:
-                    library.impl(op, _operator(op).decompose, "FuncTorchBatched", allow_override=True)
+                    library.impl(op, _operator(op).decompose, BATCHED, allow_override=True)
         except BaseException:
             library._destroy()
             raise
@@ -208,17 +231,26 @@ def uninstall() -> None:
             config.unsafe_marked_cacheable_functions = versions
 
 
+# In a compiled function these two run between graphs, as any code that changes the dispatcher must; graphs keep the rules
+# that they were compiled with. Marked by hand, because torch.compiler.disable imports all of the compiler.
+for _func in (install, uninstall):
+    _func._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    _func._torchdynamo_disable_msg = "rules cannot change inside a graph"  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def _operator(op: str) -> Any:
     packet, _, overload = op.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _kernel(op: str, rule: Rule) -> Callable[..., Any]:
+def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
     operator = _operator(op)
     only = TABLE[op][0].lowering
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         interpreter: Any = retrieve_current_functorch_interpreter()
+        if otherwise is not None and interpreter.key() != TransformType.Vmap:
+            return otherwise(*args, **kwargs)
         level = interpreter.level()
         plain, dims = _unwrap(args, level)
         if kwargs:
@@ -226,8 +258,8 @@ def _kernel(op: str, rule: Rule) -> Callable[..., Any]:
             kwargs, named_dims = dict(zip(kwargs, values, strict=True)), dict(zip(kwargs, found, strict=True))
         else:
             named_dims = {}
-        with torch._C._ExcludeDispatchKeyGuard(_BELOW):
-            if all(map(_is_shared, (*dims, *named_dims.values()))):
+        with interpreter.lower() if key == FRONT else torch._C._ExcludeDispatchKeyGuard(_BELOW):
+            if key != MODE and all(map(_is_shared, (*dims, *named_dims.values()))):
                 return operator(*plain, **kwargs)
             num_models = interpreter.batch_size()
             lowering = (

@@ -46,6 +46,9 @@ class Geometry(NamedTuple):
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     """Convolution and transposed convolution, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
+    # A number for all space axes may come as a list of one.
+    axes = weight.dim() - 2 - (weight_dim is not None)
+    options = tuple(option * axes if isinstance(option, list) and len(option) == 1 else option for option in options)
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
     separate = bias is not None and (weight_dim is None) != (bias_dim is None)
     inner, inner_dim = (None, None) if separate else (bias, bias_dim)

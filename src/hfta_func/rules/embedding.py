@@ -1,4 +1,177 @@
 """Look-up tables of M members as one table.
 
-Dimension letters: M models, N any batch, V rows of a table, D features.
+Dimension letters: M models, N any batch, V rows of a table, D features, B bags, L entries of all bags.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._errors import TraceError
+from hfta_func.rules._layout import expand, fold, front, split
+from hfta_func.rules._operator import Operator
+from hfta_func.rules._registry import Call, Result, register
+
+
+@register("embedding", "embedding")
+def embedding(
+    call: Call,
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Result:
+    """Rows ``[M,N,D]`` of tables ``[M,V,D]``; the gradient is one scatter into one table."""
+    _refuse_sparse(sparse)
+    weight_dim, indices_dim = call.dims[:2]
+    if weight_dim is None and not scale_grad_by_freq:
+        return torch.ops.aten.embedding.default(weight, indices, padding_idx), indices_dim
+    # [M,V,D], [M,N] -> [MV,D], [M,N] -> [M,N,D]. Frequencies are counted per member, so that they need a table per member.
+    num_models = call.num_models
+    table, indices = fold(weight, weight_dim, 0, num_models), expand(indices, indices_dim, num_models)
+    rows = _rows(indices, table.shape[0] // num_models)
+    if padding_idx < 0:
+        return torch.ops.aten.embedding.default(table, rows, -1, scale_grad_by_freq), 0
+    targets = torch.where(indices == padding_idx, padding_idx, rows)
+    # Autocast leaves tables alone.
+    with torch.autocast(weight.device.type, enabled=False):
+        return _padded(table, rows, targets, padding_idx, scale_grad_by_freq), 0
+
+
+@register("embedding_renorm_", "embedding")
+def embedding_renorm_(call: Call, weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Result:
+    """Shorten, in place, those of the rows ``[M,V,D]`` that are looked up and longer than ``max_norm``."""
+    num_models, (weight_dim, indices_dim) = call.num_models, call.dims[:2]
+    if weight_dim is None:
+        torch.ops.aten.embedding_renorm_.default(weight, indices, max_norm, norm_type)
+        return weight, None
+    table = fold(weight, weight_dim, 0, num_models)
+    rows = _rows(expand(indices, indices_dim, num_models), table.shape[0] // num_models)
+    torch.ops.aten.embedding_renorm_.default(table, rows, max_norm, norm_type)
+    if not front(weight, weight_dim).is_contiguous():
+        # Flattening had to copy, and the copy was updated.
+        front(weight, weight_dim).copy_(split(table, 0, num_models))
+    return weight, weight_dim
+
+
+@register("embedding_bag", "embedding")
+def embedding_bag(
+    call: Call,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Result:
+    """Sums, means or maxima ``[M,B,D]`` over bags of rows of tables ``[M,V,D]``; bags begin at the offsets ``[M,B]``."""
+    _refuse_sparse(sparse)
+    num_models, (weight_dim, indices_dim, offsets_dim) = call.num_models, call.dims[:3]
+    weights_dim = None if per_sample_weights is None else call.dims[6]
+    if scale_grad_by_freq:
+        # The CPU's kernel counts frequencies along the order of all indices, so that it needs each member's alone.
+        options = scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
+        dims = (*call.dims[:3], None, None, None, weights_dim, None, None)
+        return _one_by_one(_embedding_bag, num_models, (weight, indices, offsets, *options), dims)
+    indices, offsets = expand(indices, indices_dim, num_models), expand(offsets, offsets_dim, num_models)
+    if include_last_offset:
+        # The last bag ends where the indices end.
+        offsets = offsets[:, :-1]
+    # [M,V,D], [M,L], [M,B] -> [MV,D], [ML], [MB] -> [MB,D] -> [M,B,D]
+    table, rows = weight, indices
+    if weight_dim is not None:
+        table = fold(weight, weight_dim, 0, num_models)
+        size = table.shape[0] // num_models
+        rows = _rows(indices, size)
+        if padding_idx is not None:
+            padding_idx %= size
+            # Padding is left out of the bags, so that one row may stand for that of every member.
+            rows = torch.where(indices == padding_idx, padding_idx, rows)
+    starts = torch.arange(num_models, dtype=offsets.dtype, device=offsets.device) * indices.shape[1]
+    if per_sample_weights is not None:
+        per_sample_weights = fold(per_sample_weights, weights_dim, 0, num_models)
+    # The composite, because it sees on the folded table whether there will be a gradient.
+    bags, *notes = _embedding_bag(
+        *(table, rows.flatten(), (offsets + starts.unsqueeze(1)).flatten(), False, mode, False, per_sample_weights),
+        *(False, padding_idx),
+    )
+    # What the kernel notes for its gradient is about all members together; nobody else reads it.
+    return (split(bags, 0, num_models), *notes), (0, *(None,) * len(notes))
+
+
+register("embedding_bag.padding_idx", "embedding")(embedding_bag)
+
+
+def _apart(op: str) -> None:
+    """A rule for an operator that is reached only where the gradient is taken inside vmap."""
+    operator = getattr(torch.ops.aten, op).default
+
+    @register(op, "embedding")
+    def rule(call: Call, *args: Any) -> Result:
+        """One member after another."""
+        return _one_by_one(operator, call.num_models, args, call.dims)
+
+
+for _op in (
+    *("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward"),
+    "_embedding_bag_per_sample_weights_backward",
+):
+    _apart(_op)
+
+
+def _one_by_one(operator: Any, num_models: int, args: tuple[Any, ...], dims: Any) -> Result:
+    parts = ([x] * num_models if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True))
+    outputs = [operator(*part) for part in zip(*parts, strict=True)]
+    if isinstance(outputs[0], Tensor):
+        return torch.stack(outputs), 0
+    return tuple(torch.stack(column) for column in zip(*outputs, strict=True)), (0,) * len(outputs[0])
+
+
+def _rows(indices: Tensor, size: int) -> Tensor:
+    """Rows of the folded table for indices ``[M,N]`` into tables of one size."""
+    starts = torch.arange(len(indices), dtype=indices.dtype, device=indices.device) * size
+    rows = indices + starts.reshape(-1, *(1,) * (indices.dim() - 1))
+    # An index outside its member's table is one outside the folded table, not a row of another member.
+    return torch.where((indices >= 0) & (indices < size), rows, -1)
+
+
+def _refuse_sparse(sparse: bool) -> None:
+    if sparse:
+        raise TraceError(
+            "the gradient of an embedding with sparse=True is a sparse tensor, which the members cannot share; use "
+            "sparse=False: the array scatters into one table for all members"
+        )
+
+
+def _forward(weight: Tensor, rows: Tensor, targets: Tensor, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
+    return torch.ops.aten.embedding.default(weight, rows)
+
+
+def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    weight, _, targets, *ctx.options = inputs
+    ctx.num_rows = weight.shape[0]
+    ctx.save_for_backward(targets)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (targets,) = ctx.saved_tensors
+    return torch.ops.aten.embedding_dense_backward(grad, targets, ctx.num_rows, *ctx.options), None, None, None, None
+
+
+_embedding_bag = torch.ops.aten.embedding_bag.padding_idx
+
+# The kernel of the gradient knows one padding row, but each member has its own: all members' padding is sent to that of the
+# first, which only padding is sent to.
+_padded = Operator(
+    "embedding(Tensor weight, Tensor rows, Tensor targets, int padding_idx, bool scale_grad_by_freq) -> Tensor",
+    _forward,
+    _setup,
+    _backward,
+)

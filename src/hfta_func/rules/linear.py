@@ -1,16 +1,64 @@
-"""Matrix products of linear layers of M members: one batched product, or one wide one where the input is shared.
+"""Linear layers and matrix products of M members: one batched product, or one wide one where the input is shared.
 
-PyTorch takes ``linear`` apart into these before any batching rule is asked. Dimension letters: M models, P rows, I and O
-features in and out.
+Dimension letters: M models, B any leading axes, P rows, I and O features in and out.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func.rules._layout import fold, front, split
-from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._registry import FRONT, Call, Result, register
+
+
+def _apart(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What PyTorch makes of ``linear`` under transforms."""
+    if bias is not None and x.dim() == 2:
+        return torch.addmm(bias, x, weight.t())
+    y = torch.matmul(x, weight.t())
+    return y if bias is None else y + bias
+
+
+@register("linear", "linear", key=FRONT, otherwise=_apart)
+def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
+    """One batched product; one wide one for an input that members share, one tall one for weights that they share."""
+    num_models, (x_dim, weight_dim, bias_dim) = call.num_models, (*call.dims, None)[:3]
+    vector = weight.dim() - (weight_dim is not None) == 1
+    if vector:
+        # Weights [I] make one feature, which is no axis of the output.
+        weight = weight.unsqueeze(0) if weight_dim is None else front(weight, weight_dim).unsqueeze(1)
+        weight_dim = None if weight_dim is None else 0
+    # A bias [O] that is per member exactly when the weights are goes into the product; any other is added afterwards.
+    fused = bias is not None and not vector and (bias_dim is None) == (weight_dim is None)
+    inner = bias if fused and bias is not None and bias.dim() - (bias_dim is not None) == 1 else None
+    if weight_dim is None:
+        # [M,B,I], [O,I] -> [M,B,O]
+        y, dim = F.linear(x if x_dim is None else front(x, x_dim), weight, inner), None if x_dim is None else 0
+    elif x_dim is None:
+        # [B,I], [M,O,I] -> [B,I], [MO,I] -> [B,MO] -> [B,M,O]
+        wide = None if inner is None else fold(inner, bias_dim, 0, num_models)
+        y = F.linear(x, fold(weight, weight_dim, 0, num_models), wide)
+        y, dim = split(y, y.dim() - 1, num_models), x.dim() - 1
+    else:
+        # [M,1,O] + [M,P,I], [M,I,O] -> [M,P,O] -> [M,B,O]
+        x, weight = front(x, x_dim), front(weight, weight_dim).transpose(1, 2)
+        rows = x if x.dim() == 3 else x.reshape(num_models, math.prod(x.shape[1:-1]), x.shape[-1])
+        if inner is None:
+            y = torch.bmm(rows, weight)
+        else:
+            y = torch.baddbmm(front(inner, bias_dim).unsqueeze(1), rows, weight)
+        y, dim = y if x.dim() == 3 else y.reshape(*x.shape[:-1], weight.shape[-1]), 0
+    if vector:
+        y = y.squeeze(-1)
+    if bias is None or inner is not None:
+        return y, dim
+    y = y.unsqueeze(0) if dim is None else front(y, dim)
+    bias = bias.unsqueeze(0) if bias_dim is None else front(bias, bias_dim)
+    return y + bias.reshape(bias.shape[0], *(1,) * (y.dim() - bias.dim()), *bias.shape[1:]), 0
 
 
 @register("mm", "linear")
@@ -43,3 +91,25 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
         y, y_dim = mm(call._replace(dims=(x_dim, weight_dim)), x, weight)
         y = front(y, y_dim)
     return torch.add(bias if beta == 1 else beta * bias, y, alpha=alpha), 0
+
+
+@register("_trilinear", "linear")
+def trilinear(
+    call: Call,
+    first: Tensor,
+    second: Tensor,
+    third: Tensor,
+    expand1: list[int],
+    expand2: list[int],
+    expand3: list[int],
+    sumdim: list[int],
+    unroll_dim: int = 1,
+) -> Result:
+    """A product of three tensors with axes put in at ``expand``, summed over ``sumdim``, such as ``bilinear``."""
+    # The model axis comes first, so that all others move up; in a shared tensor it is put in like those of length one.
+    tensors = [x if dim is None else front(x, dim) for x, dim in zip((first, second, third), call.dims, strict=False)]
+    expands = (
+        [0] * (dim is None) + [axis + 1 for axis in axes]
+        for axes, dim in zip((expand1, expand2, expand3), call.dims, strict=False)
+    )
+    return torch.ops.aten._trilinear.default(*tensors, *expands, [axis + 1 for axis in sumdim], unroll_dim + 1), 0

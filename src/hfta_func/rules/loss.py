@@ -1,71 +1,349 @@
 """Losses of M members as one loss over M times the batch.
 
-Dimension letters: M models, N batch, C classes, S space.
+Each kernel runs without a reduction on rows of all members; the members' sums and means are taken afterwards. Dimension
+letters: M models, N batch, C classes, S space, D features.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func.rules._layout import fold, front, split
+from hfta_func.rules._layout import align, expand, front
+from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._registry import Call, Result, register
 
 _NONE, _MEAN = 0, 1
 
 
-@register("nll_loss_forward", "loss")
-def nll_loss_forward(
-    call: Call, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+@register("cross_entropy_loss", "loss")
+def cross_entropy_loss(
+    call: Call,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> Result:
-    """Negative log likelihood ``[M,N,C], [M,N] -> [M]`` or ``[M,N]``, and the total weight of the targets."""
-    return _nll(torch.ops.aten.nll_loss_forward.default, call, input, target, weight, reduction, ignore_index)
+    """Cross entropy ``[M,N,C,S]`` with classes ``[M,N,S]`` or probabilities ``[M,N,C,S]``, to ``[M]`` or ``[M,N,S]``."""
+    # One log_softmax and one nll_loss, inside PyTorch's own composite, so that autocast treats it as that of a solo run.
+    rows = _Rows(call, input)
+    has_probabilities = member_shape(input, call.dims[0]) == member_shape(target, call.dims[1])
+    target = expand(target, call.dims[1], call.num_models)
+    weight_dim = None if weight is None else call.dims[2]
+    own_weights = None if weight is None or weight_dim is None else front(weight, weight_dim)
+    shared_weights = None if weight_dim is not None else weight
+    if has_probabilities:
+        if own_weights is not None:
+            # The loss is linear in the probabilities, so the weights of a member's classes can go into them.
+            target = (target * (1 - label_smoothing) + label_smoothing / own_weights.shape[1]) * rows.classwise(
+                own_weights
+            )
+            label_smoothing = 0.0
+        losses = _cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, label_smoothing)
+        return _reduce(rows.split(losses), reduction), 0
+    counted = target != ignore_index
+    if own_weights is None:
+        losses = rows.split(
+            _cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, label_smoothing)
+        )
+        weights = counted if weight is None else _weights(weight, None, target, counted)
+    else:
+        losses = rows.split(_cross_entropy(rows.input, rows.of(target), None, _NONE, ignore_index))
+        weights = _weights(own_weights, 0, target, counted)
+        losses = losses * weights
+        if label_smoothing:
+            # What smoothing adds is the loss of equally likely classes, each with its weight.
+            uniform = (rows.classwise(own_weights) / own_weights.shape[1]).expand(rows.shape)
+            smooth = rows.split(_cross_entropy(rows.input, rows.of(uniform), None, _NONE))
+            losses = (1 - label_smoothing) * losses + label_smoothing * torch.where(counted, smooth, 0)
+    if reduction == _MEAN:
+        return _flat(losses).sum(1) / _flat(weights).sum(1, dtype=losses.dtype), 0
+    return _reduce(losses, reduction), 0
+
+
+@register("nll_loss_nd", "loss")
+def nll_loss(
+    call: Call,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+) -> Result:
+    """Negative log likelihood ``[M,N,C,S], [M,N,S] -> [M]`` or ``[M,N,S]``."""
+    (loss, _), _ = _nll(_nll_loss, call, input, target, weight, reduction, ignore_index)
+    return loss, 0
+
+
+@register("nll_loss_forward", "loss")
+def nll_loss_forward(call: Call, *args: Any) -> Result:
+    """The same with the total weight of the targets, ``[M,N,C], [M,N] -> [M]`` or ``[M,N]``."""
+    return _nll(torch.ops.aten.nll_loss_forward.default, call, *args)
 
 
 @register("nll_loss2d_forward", "loss")
-def nll_loss2d_forward(
-    call: Call, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> Result:
+def nll_loss2d_forward(call: Call, *args: Any) -> Result:
     """The same for images ``[M,N,C,H,W], [M,N,H,W]``."""
-    return _nll(torch.ops.aten.nll_loss2d_forward.default, call, input, target, weight, reduction, ignore_index)
+    return _nll(torch.ops.aten.nll_loss2d_forward.default, call, *args)
 
 
-def _nll(operator: Any, call: Call, input: Tensor, target: Tensor, weight: Tensor | None, *options: int) -> Result:
-    # [M,N,C,S], [M,N,S] -> [MN,C,S], [MN,S] -> [MN,S] -> [M,NS] -> [M]
-    num_models, (input_dim, target_dim, weight_dim) = call.num_models, call.dims[:3]
-    reduction, ignore_index = options
-    single = target.dim() - (target_dim is not None) == 0
-    if single:
-        # One sample without a batch axis, [C] and []: give it one.
-        input, input_dim = _front(input, input_dim).unsqueeze(-2), None if input_dim is None else 0
-        target, target_dim = _front(target, target_dim).unsqueeze(-1), None if target_dim is None else 0
-    input, target = fold(input, input_dim, 0, num_models), fold(target, target_dim, 0, num_models)
-    losses = operator(input, target, None, _NONE, ignore_index)[0]
+@register("nll_loss_backward", "loss")
+def nll_loss_backward(call: Call, *args: Any) -> Result:
+    """Gradient of the log likelihoods ``[M,N,C]``."""
+    return _nll_backward(torch.ops.aten.nll_loss_backward.default, call, *args)
+
+
+@register("nll_loss2d_backward", "loss")
+def nll_loss2d_backward(call: Call, *args: Any) -> Result:
+    """The same for images ``[M,N,C,H,W]``."""
+    return _nll_backward(torch.ops.aten.nll_loss2d_backward.default, call, *args)
+
+
+def _nll(
+    operator: Any,
+    call: Call,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+) -> Result:
+    rows = _Rows(call, input)
+    target = expand(target, call.dims[1], call.num_models)
+    losses = operator(rows.input, rows.of(target), None, _NONE, ignore_index)
+    losses = rows.split(losses[0] if isinstance(losses, tuple) else losses)
     weights = target != ignore_index
     if weight is not None:
-        weights = _weights(weight, weight_dim, target, weights, num_models)
+        weights = _weights(weight, call.dims[2], target, weights)
         losses = losses * weights
     if reduction == _NONE:
-        losses = split(losses, 0, num_models)
-        return (losses.squeeze(1) if single else losses, losses.new_zeros(num_models)), (0, 0)
-    total = losses.reshape(num_models, -1).sum(1)
-    divisor = weights.reshape(num_models, -1).sum(1, dtype=total.dtype)
+        return (losses, losses.new_zeros(call.num_models)), (0, 0)
+    total, divisor = _flat(losses).sum(1), _flat(weights).sum(1, dtype=losses.dtype)
     return (total / divisor if reduction == _MEAN else total, divisor), (0, 0)
 
 
-def _weights(weight: Tensor, dim: int | None, target: Tensor, counted: Tensor, num_models: int) -> Tensor:
-    """The class weight of every target ``[MN,...]``, zero where it is ignored."""
-    # Ignored targets may lie outside the table.
-    index = torch.where(counted, target, 0)
+def _nll_backward(
+    operator: Any,
+    call: Call,
+    grad: Tensor,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Result:
+    num_models, dims = call.num_models, call.dims
+    rows = _Rows(call, input, 1)
+    target = expand(target, dims[2], num_models)
+    grad = expand(grad, dims[0], num_models)
+    total_weight = expand(total_weight, dims[6], num_models)
+    grad = grad / total_weight if reduction == _MEAN else grad
+    grad = _spread(grad, target.shape, _NONE)
+    if weight is not None:
+        grad = grad * _weights(weight, dims[3], target, target != ignore_index)
+    # Without a reduction the kernel does not read the total weight.
+    grad = operator(rows.of(grad), rows.input, rows.of(target), None, _NONE, ignore_index, total_weight[0])
+    return rows.split(grad), 0
+
+
+@register("multi_margin_loss", "loss")
+def multi_margin_loss(
+    call: Call,
+    input: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+) -> Result:
+    """Hinge losses of the true class against all others, ``[M,N,C], [M,N] -> [M]`` or ``[M,N]``."""
+    rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
+    # One sample [C] may have a target [] or [1].
+    losses = _multi_margin(rows.input, rows.of(target).flatten(), p, margin, None, _NONE)
+    losses = rows.split(losses).reshape(target.shape)
+    if weight is not None:
+        losses = losses * _weights(weight, call.dims[4], target)
+    return _reduce(losses, reduction), 0
+
+
+@register("multi_margin_loss_backward", "loss")
+def multi_margin_loss_backward(
+    call: Call,
+    grad: Tensor,
+    input: Tensor,
+    target: Tensor,
+    p: float,
+    margin: float,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+) -> Result:
+    """Gradient of the inputs ``[M,N,C]``."""
+    rows, target = _Rows(call, input, 1), expand(target, call.dims[2], call.num_models)
+    grad = _spread(expand(grad, call.dims[0], call.num_models), target.shape, reduction)
+    if weight is not None:
+        grad = grad * _weights(weight, call.dims[5], target)
+    grad, classes = rows.of(grad).flatten(), rows.of(target).flatten()
+    return rows.split(_multi_margin_backward(grad, rows.input, classes, p, margin, None, _NONE)), 0
+
+
+@register("multilabel_margin_loss", "loss")
+def multilabel_margin_loss(call: Call, input: Tensor, target: Tensor, reduction: int = _MEAN) -> Result:
+    """Hinge losses of the true classes against the others, ``[M,N,C] -> [M]`` or ``[M,N]``."""
+    rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
+    return _reduce(rows.split(_multilabel_margin(rows.input, rows.of(target), _NONE)), reduction), 0
+
+
+@register("multilabel_margin_loss_forward", "loss")
+def multilabel_margin_loss_forward(call: Call, input: Tensor, target: Tensor, reduction: int) -> Result:
+    """The same, and which classes are true."""
+    rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
+    losses, is_target = _multilabel_margin_forward(rows.input, rows.of(target), _NONE)
+    return (_reduce(rows.split(losses), reduction), rows.split(is_target)), (0, 0)
+
+
+@register("multilabel_margin_loss_backward", "loss")
+def multilabel_margin_loss_backward(
+    call: Call, grad: Tensor, input: Tensor, target: Tensor, reduction: int, is_target: Tensor
+) -> Result:
+    """Gradient of the inputs ``[M,N,C]``."""
+    num_models, dims = call.num_models, call.dims
+    rows, target = _Rows(call, input, 1), expand(target, dims[2], num_models)
+    is_target = expand(is_target, dims[4], num_models)
+    grad = _spread(expand(grad, dims[0], num_models), target.shape[:-1], reduction)
+    grads = _multilabel_margin_backward(rows.of(grad), rows.input, rows.of(target), _NONE, rows.of(is_target))
+    return rows.split(grads), 0
+
+
+@register("soft_margin_loss", "loss")
+def soft_margin_loss(call: Call, input: Tensor, target: Tensor, reduction: int = _MEAN) -> Result:
+    """Logistic losses of every entry, any shape."""
+    input, target = (expand(x, dim, call.num_models) for x, dim in zip((input, target), call.dims, strict=False))
+    return _reduce(_soft_margin(input, target, _NONE), reduction), 0
+
+
+@register("soft_margin_loss_backward", "loss")
+def soft_margin_loss_backward(call: Call, grad: Tensor, input: Tensor, target: Tensor, reduction: int) -> Result:
+    """Gradient of the inputs, any shape."""
+    num_models, dims = call.num_models, call.dims
+    input, target = expand(input, dims[1], num_models), expand(target, dims[2], num_models)
+    grad = _spread(expand(grad, dims[0], num_models), input.shape, reduction)
+    return _soft_margin_backward(grad, input, target, _NONE), 0
+
+
+@register("cosine_embedding_loss", "loss")
+def cosine_embedding_loss(
+    call: Call, first: Tensor, second: Tensor, target: Tensor, margin: float = 0.0, reduction: int = _MEAN
+) -> Result:
+    """Cosine losses of pairs ``[M,N,D]``, alike or not ``[M,N]``."""
+    rows = _Rows(call, first)
+    second, target = (expand(x, dim, call.num_models) for x, dim in zip((second, target), call.dims[1:3], strict=True))
+    return _reduce(
+        rows.split(_cosine_embedding(rows.input, rows.of(second), rows.of(target), margin, _NONE)), reduction
+    ), 0
+
+
+def _broadcasting(op: str) -> None:
+    """A rule for a loss whose tensors broadcast against each other, whatever stands in front of their last axis."""
+    operator = getattr(torch.ops.aten, op).default
+    names = [argument.name for argument in operator._schema.arguments]
+    position = names.index("reduction")
+
+    @register(op, "loss")
+    def loss(call: Call, *args: Any, **options: Any) -> Result:
+        """Losses of every entry or row, by PyTorch's own operator, so that autocast treats it as that of a solo run."""
+        reduction = args[position] if len(args) > position else _MEAN
+        tensors = list(zip(args[:position], call.dims, strict=False))
+        rank = max(x.dim() - (dim is not None) for x, dim in tensors if isinstance(x, Tensor))
+        aligned = [align(x, dim, rank) if isinstance(x, Tensor) else x for x, dim in tensors]
+        # As views of one shape, because some of their gradients do not broadcast.
+        shape = torch.broadcast_shapes(*(x.shape for x in aligned if isinstance(x, Tensor)))
+        aligned = [x.expand(shape) if isinstance(x, Tensor) else x for x in aligned]
+        options.update(zip(names[position + 1 :], args[position + 1 :], strict=False))
+        return _reduce(operator(*aligned, reduction=_NONE, **options), reduction), 0
+
+
+for _op in (
+    *("binary_cross_entropy_with_logits", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss"),
+    *("margin_ranking_loss", "mse_loss", "poisson_nll_loss", "smooth_l1_loss", "triplet_margin_loss"),
+):
+    _broadcasting(_op)
+
+
+class _Rows:
+    """The samples of all members as one batch, in the order in which the input has them in memory.
+
+    ``[M,N,C,S] -> [MN,C,S]`` or ``[N,M,C,S] -> [NM,C,S]``, both without a copy; single samples ``[M,C]`` are a batch already.
+    A shared input is repeated.
+    """
+
+    def __init__(self, call: Call, input: Tensor, position: int = 0):
+        self.num_models = call.num_models
+        dim = call.dims[position]
+        own = expand(input, dim, call.num_models)
+        self.shape = own.shape
+        self.has_batch = own.dim() > 2
+        self.is_inner = self.has_batch and dim == 1
+        self.input = self.of(own)
+
+    def of(self, x: Tensor) -> Tensor:
+        """``[M,N,...] -> [MN,...]``."""
+        return (x.transpose(0, 1) if self.is_inner else x).flatten(0, 1) if self.has_batch else x
+
+    def split(self, x: Tensor) -> Tensor:
+        """``[MN,...] -> [M,N,...]``."""
+        if not self.has_batch:
+            return x
+        sizes = self.num_models, x.shape[0] // self.num_models
+        return x.unflatten(0, sizes[::-1]).transpose(0, 1) if self.is_inner else x.unflatten(0, sizes)
+
+    def classwise(self, x: Tensor) -> Tensor:
+        """``[M,C] -> [M,1,C,1]``."""
+        return x.reshape(len(x), 1, -1, *(1,) * (len(self.shape) - 3)) if self.has_batch else x
+
+
+def _weights(weight: Tensor, dim: int | None, target: Tensor, counted: Tensor | None = None) -> Tensor:
+    """The class weight of every target ``[M,N,S]``, zero where it is not counted."""
+    # Targets that are ignored may lie outside the table.
+    index = target if counted is None else torch.where(counted, target, 0)
     if dim is None:
-        weights = weight[index]
+        weights = weight.index_select(0, index.flatten()).reshape(target.shape)
     else:
-        member = torch.arange(num_models, device=index.device).repeat_interleave(target.shape[0] // num_models)
-        weights = front(weight, dim)[member.reshape(-1, *(1,) * (index.dim() - 1)), index]
-    return torch.where(counted, weights, 0)
+        weights = front(weight, dim).gather(1, _flat(index)).reshape(target.shape)
+    return weights if counted is None else torch.where(counted, weights, 0)
 
 
-def _front(x: Tensor, dim: int | None) -> Tensor:
-    return x if dim is None else front(x, dim)
+def _flat(x: Tensor) -> Tensor:
+    """``[M,...] -> [M,K]``, also of one number a member."""
+    return x.unsqueeze(-1).flatten(1)
+
+
+def _reduce(losses: Tensor, reduction: int) -> Tensor:
+    """``[M,...] -> [M]``, or as it is."""
+    if reduction == _NONE:
+        return losses
+    return _flat(losses).mean(1) if reduction == _MEAN else _flat(losses).sum(1)
+
+
+def _spread(grad: Tensor, shape: torch.Size, reduction: int) -> Tensor:
+    """The gradient of every loss ``[M,...]`` from that of each member's sum or mean ``[M]``."""
+    if grad.dim() == 1:
+        grad = grad.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape)
+    return grad / math.prod(shape[1:]) if reduction == _MEAN else grad
+
+
+_cross_entropy = torch.ops.aten.cross_entropy_loss.default
+_nll_loss = torch.ops.aten.nll_loss_nd.default
+_cosine_embedding = torch.ops.aten.cosine_embedding_loss.default
+_multi_margin = torch.ops.aten.multi_margin_loss.default
+_multi_margin_backward = torch.ops.aten.multi_margin_loss_backward.default
+_multilabel_margin = torch.ops.aten.multilabel_margin_loss.default
+_multilabel_margin_forward = torch.ops.aten.multilabel_margin_loss_forward.default
+_multilabel_margin_backward = torch.ops.aten.multilabel_margin_loss_backward.default
+_soft_margin = torch.ops.aten.soft_margin_loss.default
+_soft_margin_backward = torch.ops.aten.soft_margin_loss_backward.default

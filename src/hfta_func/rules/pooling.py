@@ -14,13 +14,70 @@ from hfta_func.rules._layout import fold, split
 from hfta_func.rules._registry import Call, Result, register
 
 
-@register("max_pool2d_with_indices", "pooling")
-def max_pool2d(call: Call, x: Tensor, *options: Any) -> Result:
-    """Maxima and their positions, ``[M,N,C,H,W]`` or ``[M,C,H,W]``."""
-    # Members join the axis that they already stand next to in memory, so that nothing is copied:
-    # [N,M,C,S] -> [N,MC,S] or [M,N,C,S] -> [MN,C,S]
-    (dim, *_) = call.dims
-    assert dim is not None
-    into = 1 if dim == 1 and x.dim() == 5 else 0
-    values, indices = torch.ops.aten.max_pool2d_with_indices.default(fold(x, dim, into, call.num_models), *options)
-    return (split(values, into, call.num_models), split(indices, into, call.num_models)), (into, into)
+def _channelwise(op: str, space: int) -> None:
+    """A rule for an operator with one input ``[N,C,S]`` or ``[C,S]`` that treats every channel of every sample alike."""
+    operator = getattr(torch.ops.aten, op).default
+
+    @register(op, "pooling")
+    def pool(call: Call, x: Tensor, *options: Any) -> Result:
+        """Every channel by itself; the members join the axis that they stand next to in memory."""
+        # Nothing is copied: [N,M,C,S] -> [N,MC,S], [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
+        (dim, *_) = call.dims
+        assert dim is not None
+        into = 1 if dim == 1 and x.dim() == space + 3 else 0
+        outputs = operator(fold(x, dim, into, call.num_models), *options)
+        return _split(outputs, into, call.num_models)
+
+
+for _op, _space in (
+    *(("max_pool2d_with_indices", 2), ("max_pool3d_with_indices", 3), ("avg_pool2d", 2), ("avg_pool3d", 3)),
+    *(("_adaptive_avg_pool2d", 2), ("_adaptive_avg_pool3d", 3), ("adaptive_max_pool2d", 2), ("adaptive_max_pool3d", 3)),
+):
+    _channelwise(_op, _space)
+
+
+def _aligned(op: str) -> None:
+    """A rule for an operator whose tensors all begin with the same batch or channel axis."""
+    operator = getattr(torch.ops.aten, op).default
+
+    @register(op, "pooling")
+    def pool(call: Call, *args: Any) -> Result:
+        """Every channel by itself; the members join the batch, or the channels of a single sample."""
+        # [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
+        return _split(operator(*_fold(call, args, 0)), 0, call.num_models)
+
+
+for _op in ("max_unpool2d", "max_unpool3d", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward"):
+    _aligned(_op)
+
+
+def _fractional(op: str, space: int) -> None:
+    operator = getattr(torch.ops.aten, op).default
+
+    @register(op, "pooling")
+    def pool(call: Call, x: Tensor, kernel_size: Any, output_size: Any, samples: Tensor) -> Result:
+        """Maxima over windows that the samples ``[N,C,2]`` or ``[N,C,3]`` place."""
+        # [M,N,C,S], [M,N,C,2] -> [MN,C,S], [MN,C,2], or of a single sample [M,C,S], [M,1,C,2] -> [MC,S], [1,MC,2]
+        num_models, (x_dim, *_, samples_dim) = call.num_models, call.dims
+        single = x.dim() - (x_dim is not None) == space + 1
+        outputs = operator(
+            fold(x, x_dim, 0, num_models), kernel_size, output_size, fold(samples, samples_dim, int(single), num_models)
+        )
+        return _split(outputs, 0, num_models)
+
+
+for _op, _space in (("fractional_max_pool2d", 2), ("fractional_max_pool3d", 3)):
+    _fractional(_op, _space)
+
+
+def _fold(call: Call, args: tuple[Any, ...], into: int) -> list[Any]:
+    return [
+        fold(x, dim, into, call.num_models) if isinstance(x, Tensor) else x
+        for x, dim in zip(args, call.dims, strict=True)
+    ]
+
+
+def _split(outputs: Any, axis: int, num_models: int) -> Result:
+    if isinstance(outputs, Tensor):
+        return split(outputs, axis, num_models), axis
+    return tuple(split(output, axis, num_models) for output in outputs), (axis,) * len(outputs)

@@ -1,4 +1,385 @@
 """Recurrent layers of M members.
 
-Dimension letters: M models, T time, N batch, I features in, H features of the state.
+Two lowerings, chosen by the table:
+
+- ``batched``: the inputs of all time steps times their weights in one matrix product; then one batched matrix product a step
+  for all members, and for both directions where there are two;
+- ``loop``: PyTorch's own layers, one member after another.
+
+Where all members share the weights, their samples join one batch instead. Dimension letters: M models, T time, N batch,
+L layers, D directions, I features in, G gates, H features of the state, R rows of a packed sequence.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfta_func._errors import RandomnessError, TraceError
+from hfta_func.rules import _recurrence
+from hfta_func.rules._layout import front
+from hfta_func.rules._registry import FRONT, Call, Result, Rule, register
+
+
+class _Value(NamedTuple):
+    """A tensor and whether it has a model axis, which is then in front."""
+
+    tensor: Tensor
+    own: bool
+
+    def rows(self, num_models: int) -> Tensor:
+        """``[M,...]``, a view."""
+        return self.tensor if self.own else self.tensor.expand(num_models, *self.tensor.shape)
+
+
+class _Weights(NamedTuple):
+    """Parameters of one direction of one layer: ``[GH,I]``, ``[GH,H]``, ``[GH]`` twice, and the projection's ``[P,H]``."""
+
+    inputs: _Value
+    state: _Value
+    input_bias: _Value | None
+    state_bias: _Value | None
+    project: _Value | None
+
+
+def _register(kind: str) -> None:
+    """The rules of one kind of layer: for sequences of one length, for packed ones, and for a single step."""
+
+    def padded(call: Call, x: Tensor, hx: Any, params: list[Tensor], *options: Any) -> Result:
+        """One product for the inputs of all steps, then one batched product a step."""
+        return _sequences(kind, call, x, None, hx, params, options[:-1], options[-1])
+
+    def packed(call: Call, x: Tensor, batch_sizes: Tensor, hx: Any, params: list[Tensor], *options: Any) -> Result:
+        """The same, padded inside; where a sequence has ended its state stays."""
+        _refuse_own(call.dims[1], "batch_sizes")
+        call = call._replace(dims=(call.dims[0], *call.dims[2:]))
+        return _sequences(kind, call, x, batch_sizes, hx, params, options, False)
+
+    def step(call: Call, x: Tensor, hx: Any, *params: Tensor | None) -> Result:
+        """One step: a product for the inputs and one for the states."""
+        return _single(kind, call, x, hx, params)
+
+    register(f"{kind}.input", "recurrent", FRONT, _otherwise(padded, ()))(padded)
+    register(f"{kind}.data", "recurrent", FRONT, _otherwise(packed, (1,)))(packed)
+    register(f"{kind}_cell", "recurrent", FRONT, _otherwise(step, ()))(step)
+
+
+def _otherwise(rule: Rule, shared: tuple[int, ...]) -> Callable[..., Any]:
+    """What gradients and jvp of ``torch.func`` get, inside ``vmap`` or not: the layer as an array of one.
+
+    PyTorch would take it apart into kernels that have no batching rule or no jvp, or into writes to tensors that members
+    share. Arguments at positions ``shared`` never have a model axis.
+    """
+
+    def array_of_one(*args: Any) -> Any:
+        values, dims = [], []
+        for position, value in enumerate(args):
+            if isinstance(value, Tensor) and position not in shared:
+                value, dim = value.unsqueeze(0), 0
+            elif isinstance(value, (list, tuple)):
+                value, dim = [x.unsqueeze(0) for x in value], (0,) * len(value)
+            else:
+                dim = None
+            values.append(value)
+            dims.append(dim)
+        outputs, dims = rule(Call(1, tuple(dims), {}, "batched"), *values)
+        if isinstance(outputs, Tensor):
+            return outputs.squeeze(dims)
+        return tuple(output.squeeze(dim) for output, dim in zip(outputs, dims, strict=True))
+
+    return array_of_one
+
+
+for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    _register(_kind)
+
+
+def _sequences(
+    kind: str,
+    call: Call,
+    x: Tensor,
+    batch_sizes: Tensor | None,
+    hx: Any,
+    params: list[Tensor],
+    options: tuple[Any, ...],
+    batch_first: bool,
+) -> Result:
+    has_biases, num_layers, dropout, train, bidirectional = options
+    if train and dropout and num_layers > 1:
+        raise RandomnessError(
+            f"torch.{kind} draws the dropout between its layers from PyTorch's global generator; give functional(model)(...) "
+            f"a key, so that each member draws from its own"
+        )
+    num_models, dims = call.num_models, call.dims
+    param_dims: Any = dims[2]
+    if all(dim is None for dim in param_dims):
+        return _joined(kind, call, x, batch_sizes, hx, params, options, batch_first)
+    inputs, directions = _value(x, dims[0]), 1 + bidirectional
+    states = [state.rows(num_models) for state in _states(hx, dims[1])]
+    values = [_value(param, dim) for param, dim in zip(params, param_dims, strict=True)]
+    weights = _grouped(values, has_biases, num_layers * directions)
+    mask = places = None
+    if batch_sizes is not None:
+        # [M,R,I] -> [M,TN,I] -> [M,T,N,I]
+        sources, places, mask = _padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
+        selected = inputs.tensor.index_select(-2, sources)
+        inputs = inputs._replace(tensor=selected.unflatten(-2, mask.shape[1:3]))
+    is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None
+    finals: list[tuple[Tensor, ...]] = []
+    for layer in range(num_layers):
+        span = slice(layer * directions, (layer + 1) * directions)
+        bases = [_base(kind, inputs, one, num_models) for one in weights[span]]
+        if batch_first and layer == 0:
+            # [M,N,T,GH] -> [M,T,N,GH]; only now, because the inputs may lie in memory as they came.
+            bases = [base.transpose(1, 2) for base in bases]
+        if bases[0].shape[1] == 0:
+            raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+        # [M,D,N,H] -> [DM,N,H]
+        first = [state[:, span].transpose(0, 1).flatten(0, 1) for state in states]
+        after = _through_time(kind, bases, first, weights[span], mask, num_models, is_fused)
+        # [DM,T,N,H] -> [DM,N,H] -> [D,M,N,H]
+        finals.append(tuple(one[:, -1].unflatten(0, (directions, num_models)) for one in after))
+        output = after[0]
+        if bidirectional:
+            forward, backward = output.chunk(2)
+            output = torch.cat((forward, backward.flip(1)), -1)
+        inputs = _Value(output, True)
+    output = inputs.tensor
+    if places is not None:
+        output = output.flatten(1, 2).index_select(1, places)
+    elif batch_first:
+        output = output.transpose(1, 2)
+    # [LD,M,N,H]
+    joined = tuple(torch.cat(column) for column in zip(*finals, strict=True))
+    return (output, *joined), (0, *(1,) * len(joined))
+
+
+def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | None, ...]) -> Result:
+    num_models, (x_dim, hx_dims, *dims) = call.num_models, call.dims
+    if all(dim is None for dim in dims):
+        # [M,N,I] -> [NM,I] -> [NM,H] -> [N,M,H]
+        states = [_join(state, 0, num_models) for state in _states(hx, hx_dims)]
+        operator: Any = getattr(torch.ops.aten, f"{kind}_cell").default
+        outputs = operator(_join(_value(x, x_dim), 0, num_models), states if kind == "lstm" else states[0], *params)
+        results = [_part(y, 0, num_models) for y in (outputs if kind == "lstm" else (outputs,))]
+        dim = 1
+    else:
+        values = [None if p is None else _value(p, dim) for p, dim in zip(params, dims, strict=True)]
+        input_weight, state_weight, input_bias, state_bias = (*values, None, None)[:4]
+        assert input_weight is not None and state_weight is not None
+        weights = _Weights(input_weight, state_weight, input_bias, state_bias, None)
+        inputs = _value(x, x_dim)
+        # [M,N,I] -> [M,1,N,I] -> [M,1,N,H] -> [M,N,H]
+        base = _base(kind, inputs._replace(tensor=inputs.tensor.unsqueeze(-3)), weights, num_models)
+        states = [state.rows(num_models) for state in _states(hx, hx_dims)]
+        results = [y.squeeze(1) for y in _through_time(kind, [base], states, [weights], None, num_models, False)]
+        dim = 0
+    return (tuple(results), (dim, dim)) if kind == "lstm" else (results[0], dim)
+
+
+def _joined(
+    kind: str,
+    call: Call,
+    x: Tensor,
+    batch_sizes: Tensor | None,
+    hx: Any,
+    params: list[Tensor],
+    options: tuple[Any, ...],
+    batch_first: bool,
+) -> Result:
+    """Weights that all members share: their samples are further samples of one batch."""
+    num_models, (x_dim, hx_dims, *_) = call.num_models, call.dims
+    states = [_join(state, 1, num_models) for state in _states(hx, hx_dims)]
+    state = states if kind == "lstm" else states[0]
+    operator: Any = getattr(torch.ops.aten, kind)
+    if batch_sizes is None:
+        # [M,T,N,I], [M,LD,N,H] -> [T,NM,I], [LD,NM,H] -> [T,NM,DH], [LD,NM,H] -> [T,N,M,DH], [LD,N,M,H]
+        batch = 0 if batch_first else 1
+        outputs = operator.input(_join(_value(x, x_dim), batch, num_models), state, params, *options, batch_first)
+    else:
+        # [M,R,I] -> [RM,I]: a step has M times as many rows.
+        batch = 0
+        rows = _join(_value(x, x_dim), 0, num_models)
+        outputs = operator.data(rows, batch_sizes * num_models, state, params, *options)
+    axes = (batch, *(1,) * len(states))
+    return tuple(_part(y, axis, num_models) for y, axis in zip(outputs, axes, strict=True)), tuple(a + 1 for a in axes)
+
+
+def _base(kind: str, x: _Value, weights: _Weights, num_models: int) -> Tensor:
+    """What inputs and biases add to the gates: ``[M,T,N,I], [M,GH,I] -> [M,T,N,GH]``, as :mod:`_recurrence` takes it."""
+    a, b = weights.input_bias, weights.state_bias
+    own = (a is not None and a.own) or (b is not None and b.own)
+    input_bias, state_bias = (None if v is None else (v.rows(num_models) if own else v.tensor) for v in (a, b))
+    if kind != "gru":
+        bias = input_bias if state_bias is None else state_bias if input_bias is None else input_bias + state_bias
+        return _product(x, weights.inputs, None if bias is None else _Value(bias, own), num_models)
+    # The state's bias of n stands inside the reset gate, so it has a place of its own.
+    size = weights.state.tensor.shape[-1]
+    inner = None
+    if state_bias is not None:
+        outer, inner = state_bias.split((2 * size, size), -1)
+        outer = F.pad(outer, (0, size))
+        input_bias = outer if input_bias is None else input_bias + outer
+    base = _product(x, weights.inputs, None if input_bias is None else _Value(input_bias, own), num_models)
+    gates, new = base.split((2 * size, size), -1)
+    if inner is None:
+        inner = torch.zeros_like(new)
+    else:
+        inner = (inner[:, None, None] if own else inner).to(new.dtype).expand_as(new)
+    return torch.cat((gates, inner, new), -1)
+
+
+def _product(x: _Value, weight: _Value, bias: _Value | None, num_models: int) -> Tensor:
+    """``[M,T,N,I], [M,O,I] -> [M,T,N,O]``."""
+    if not weight.own:
+        y = F.linear(x.tensor, weight.tensor, None if bias is None or bias.own else bias.tensor)
+        if bias is not None and bias.own:
+            return y + bias.tensor[:, None, None]
+        return _Value(y, x.own).rows(num_models)
+    if not x.own:
+        # [TN,I], [I,MO] -> [TN,MO] -> [T,N,M,O] -> [M,T,N,O]
+        rows, wide = x.tensor.flatten(0, 1), weight.tensor.flatten(0, 1).t()
+        y = torch.mm(rows, wide) if bias is None else torch.addmm(bias.rows(num_models).flatten(), rows, wide)
+        return y.unflatten(1, (num_models, weight.tensor.shape[1])).unflatten(0, x.tensor.shape[:2]).movedim(2, 0)
+    rows, weights = x.tensor.flatten(1, 2), weight.tensor.mT
+    if bias is None:
+        y = torch.bmm(rows, weights)
+    else:
+        y = torch.baddbmm(bias.rows(num_models).unsqueeze(1), rows, weights)
+    return y.unflatten(1, x.tensor.shape[1:3])
+
+
+def _through_time(
+    kind: str,
+    bases: list[Tensor],
+    states: list[Tensor],
+    weights: list[_Weights],
+    mask: Tensor | None,
+    num_models: int,
+    is_fused: bool,
+) -> tuple[Tensor, ...]:
+    """One layer: bases ``[M,T,N,GH]`` and weights of each direction -> states ``[DM,T,N,H]``, and cells of an LSTM.
+
+    The direction that runs backward gets and gives its steps in reverse order, next to the other one.
+    """
+    if len(bases) == 1:
+        base = bases[0]
+    else:
+        base = torch.cat((bases[0], bases[1].flip(1)))
+        if mask is not None:
+            mask = torch.cat([one.expand(num_models, -1, -1, -1) for one in (mask, mask.flip(1))])
+    weight = _side_by_side([one.state for one in weights], num_models)
+    if kind == "lstm":
+        projections = [one.project for one in weights if one.project is not None]
+        project = _side_by_side(projections, num_models) if projections else None
+        after = _recurrence.lstm(base, weight, states[0], states[1], project, mask)
+    elif kind == "gru":
+        project, after = None, (_recurrence.gru(base, weight, states[0], mask),)
+    else:
+        project, after = None, (_recurrence.rnn(base, weight, states[0], mask, kind == "rnn_relu"),)
+    if base.device.type == "cpu" and not is_fused and kind in ("lstm", "gru"):
+        # Under autocast, PyTorch's step by step path on the CPU keeps what it adds to in the precision of the first state.
+        kept = torch.promote_types(states[-1].dtype, after[-1].dtype)
+        after = tuple(y if project is not None and y is after[0] else y.to(kept) for y in after)
+    return after
+
+
+def _side_by_side(values: list[_Value], num_models: int) -> Tensor:
+    """The directions' weights as those of further members."""
+    rows = [value.rows(num_models) for value in values]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For each place ``[TN]`` the packed row that it shows, for each row ``[R]`` its place, and which places are used.
+
+    Computed from the tensor, never by looking at it, so that graphs hold for every packing of the same shapes.
+    """
+    steps = torch.arange(batch_sizes.shape[0])
+    ends = batch_sizes.cumsum(0)
+    starts, sample = ends - batch_sizes, torch.arange(batch)
+    sources = (starts.unsqueeze(1) + sample).clamp(max=rows - 1).flatten()
+    row = torch.arange(rows)
+    step = torch.searchsorted(ends, row, right=True)
+    places = row + (steps * batch - starts).index_select(0, step)
+    mask = (sample < batch_sizes.unsqueeze(1))[None, :, :, None]
+    return sources.to(device), places.to(device), mask.to(device)
+
+
+def _grouped(params: list[_Value], has_biases: bool, count: int) -> list[_Weights]:
+    """PyTorch's flat list of parameters by layer and direction."""
+    size = len(params) // count
+    groups = [params[start : start + size] for start in range(0, len(params), size)]
+    return [
+        _Weights(
+            inputs=group[0],
+            state=group[1],
+            input_bias=group[2] if has_biases else None,
+            state_bias=group[3] if has_biases else None,
+            project=group[-1] if size % 2 else None,
+        )
+        for group in groups
+    ]
+
+
+def _value(x: Tensor, dim: int | None) -> _Value:
+    return _Value(x, False) if dim is None else _Value(front(x, dim), True)
+
+
+def _states(hx: Any, dims: Any) -> list[_Value]:
+    """Both states of an LSTM, or the one of the others."""
+    pairs = zip(hx, dims, strict=True) if isinstance(dims, tuple) else ((hx, dims),)
+    return [_value(state, dim) for state, dim in pairs]
+
+
+def _join(x: _Value, axis: int, num_models: int) -> Tensor:
+    """Members as further samples, innermost: ``[M,...,N,...] -> [...,NM,...]`` with N at ``axis`` of one member."""
+    return x.rows(num_models).movedim(0, axis + 1).flatten(axis, axis + 1)
+
+
+def _part(x: Tensor, axis: int, num_models: int) -> Tensor:
+    """The inverse, with the model axis at ``axis + 1``."""
+    return x.unflatten(axis, (x.shape[axis] // num_models, num_models))
+
+
+def _refuse_own(dim: int | None, what: str) -> None:
+    if dim is not None:
+        raise TraceError(
+            f"each member has its own {what} of packed sequences, but the members run as one and a packed sequence has a "
+            f"shape that depends on them; pack with lengths that all members share, or pad and mask"
+        )
+
+
+@register("_pack_padded_sequence", "recurrent")
+def pack(call: Call, x: Tensor, lengths: Tensor, batch_first: bool) -> Result:
+    """Packing, with the model axis behind those of time and batch."""
+    # [T,N,M,...] -> [R,M,...]
+    _refuse_own(call.dims[1], "lengths")
+    x_dim = call.dims[0]
+    assert x_dim is not None
+    return torch.ops.aten._pack_padded_sequence.default(x.movedim(x_dim, 2), lengths, batch_first), (1, None)
+
+
+@register("_pack_padded_sequence_backward", "recurrent")
+def pack_backward(call: Call, grad: Tensor, size: list[int], batch_sizes: Tensor, batch_first: bool) -> Result:
+    """Its gradient."""
+    # [R,M,...] -> [T,N,M,...]
+    _refuse_own(call.dims[2], "batch_sizes")
+    grad_dim = call.dims[0]
+    assert grad_dim is not None
+    grad, size = grad.movedim(grad_dim, 1), [*size[:2], call.num_models, *size[2:]]
+    return torch.ops.aten._pack_padded_sequence_backward.default(grad, size, batch_sizes, batch_first), 2
+
+
+@register("_pad_packed_sequence", "recurrent")
+def pad(call: Call, x: Tensor, batch_sizes: Tensor, *options: Any) -> Result:
+    """Padding, the way back from :func:`pack`."""
+    # [R,M,...] -> [T,N,M,...]
+    _refuse_own(call.dims[1], "batch_sizes")
+    x_dim = call.dims[0]
+    assert x_dim is not None
+    return torch.ops.aten._pad_packed_sequence.default(x.movedim(x_dim, 1), batch_sizes, *options), (2, None)

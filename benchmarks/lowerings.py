@@ -1,0 +1,102 @@
+"""Every lowering of every operator that has several, each direction by itself: what the table of lowerings is made from.
+
+Operators of one direction are timed as a whole, forward and backward; of convolutions each of the three directions is timed
+with the others as the table has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hfta_func as hfta
+from benchmarks._measure import interleaved, seconds, table
+from benchmarks.ops import ROWS, Row, tensors
+from hfta_func.rules._lowering import known_lowerings
+
+DIRECTIONS = {"convolution": (), "convolution_input_grad": (0,), "convolution_weight_grad": (1,)}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Median times in seconds, by row, operator and lowering; what the table chooses now stands under ``"chosen"``."""
+    hfta.keep_memory()
+    results: dict[str, Any] = {}
+    for row in ROWS:
+        if args.filter and args.filter not in f"{row.family} {row.name}":
+            continue
+        for op in _operators(row, args.device):
+            name = f"{op}: M {row.num_models}, {row.name}"
+            results[name] = _measure(row, op, args.quick, args.device)
+            if args.verbose:
+                print(name, {key: f"{value * 1e3:.2f}" for key, value in results[name]["times"].items()}, flush=True)
+    return results
+
+
+def _operators(row: Row, device: str) -> list[str]:
+    """Operators of the row that have a choice."""
+    _, stacks = tensors(row, device)
+    choices = hfta.rules.explain(hfta.vmap(row.func), *stacks)
+    return sorted({choice.op for choice in choices if len(known_lowerings(choice.op)) > 2})
+
+
+def _measure(row: Row, op: str, quick: bool, device: str) -> dict[str, Any]:
+    members, stacks = tensors(row, device)
+    chosen = next(c.lowering for c in hfta.rules.explain(hfta.vmap(row.func), *stacks) if c.op == op)
+    timers: dict[str, Callable[[], float]] = {}
+    for lowering in sorted(known_lowerings(op)):
+        with hfta.rules.override(**{op: lowering}):
+            work = _work(row, op, stacks)
+            timers[lowering] = _timer(work, op, lowering, quick, device)
+    solo = [_work(row, op, member, alone=True) for member in members]
+    timers["serial"] = _timer(lambda: [work() for work in solo], op, None, quick, device)
+    times = interleaved(timers, 1 if quick else 7, warmup=0 if quick else 1)
+    return {"chosen": chosen, "times": {name: statistics.median(values) for name, values in times.items()}}
+
+
+def _timer(work: Callable[[], Any], op: str, lowering: str | None, quick: bool, device: str) -> Callable[[], float]:
+    calls = 1 if quick else max(1, min(100, int(0.03 / seconds(work, 2, device))))
+
+    def timer() -> float:
+        if lowering is None:
+            return seconds(work, calls, device)
+        with hfta.rules.override(**{op: lowering}):
+            return seconds(work, calls, device)
+
+    return timer
+
+
+def _work(row: Row, op: str, inputs: list[Tensor], alone: bool = False) -> Callable[[], Any]:
+    func = row.func if alone else hfta.vmap(row.func)
+    if op not in DIRECTIONS:
+        return lambda: _whole(func, inputs)
+    if op == "convolution":
+        with torch.no_grad():
+            plain = [x.detach() for x in inputs]
+        return lambda: func(*plain)
+    output = func(*inputs)
+    grad, wanted = torch.randn_like(output), [inputs[i] for i in DIRECTIONS[op]]
+    return lambda: torch.autograd.grad(output, wanted, grad, retain_graph=True)
+
+
+def _whole(func: Callable[..., Tensor], inputs: list[Tensor]) -> Any:
+    output = func(*inputs)
+    return torch.autograd.grad(output, [x for x in inputs if x.requires_grad], torch.ones_like(output))
+
+
+def show(results: dict[str, Any]) -> str:
+    """One line per row and operator; the fastest lowering is marked, the chosen one bracketed."""
+    lines = []
+    for name, one in results.items():
+        ours = {key: value for key, value in one["times"].items() if key != "serial"}
+        best = min(ours, key=ours.__getitem__)
+        cells = []
+        for key, value in one["times"].items():
+            cell = f"{key} {value * 1e3:.2f}{'*' if key == best else ''}"
+            cells.append(f"[{cell}]" if key == one["chosen"] else cell)
+        lines.append([name, "  ".join(cells)])
+    return table(["operator", "ms by lowering (* fastest, [] chosen)"], lines)

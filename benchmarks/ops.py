@@ -1,0 +1,332 @@
+"""Forward and backward pass of single operators, for M members: array, serial loop, and PyTorch's own ``vmap``.
+
+The rows are layers of six workloads (ResNet-18 with the ImageNet stem on 32x32 images, MobileNetV2, PointNet, DCGAN, a
+Transformer language model, BERT-Medium) and small relatives of them, in float32. The loop runs M ordinary calls, each with
+its own tensors; the two arrays run one ``vmap`` over stacked tensors, the gradient taken outside. All rows take turns under
+the same allocator settings; a ratio is the median over rounds. Before it is shown, outputs and gradients are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hfta_func as hfta
+from benchmarks._measure import interleaved, seconds, table
+
+TOLERANCE = 1e-3
+
+
+class Row(NamedTuple):
+    """An operator on one member's tensors; ``make`` draws them, the first ones data and the others parameters."""
+
+    family: str
+    name: str
+    num_models: int
+    func: Callable[..., Tensor]
+    make: Callable[[], tuple[Tensor, ...]]
+
+
+def randn(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
+    """Inputs of the given shapes, scaled so that sums over many of them stay near one."""
+    return lambda: tuple(torch.randn(shape) / math.sqrt(math.prod(shape[1:]) or 1) for shape in shapes)
+
+
+def conv(title: str, num_models: int, batch: int, size: int, i: int, o: int, kernel: int, **options: Any) -> Row:
+    """A two-dimensional convolution."""
+    shape = (
+        f"{i}→{o} {kernel}x{kernel}{'/' + str(options['stride']) if 'stride' in options else ''} on {size}², N {batch}"
+    )
+    weight = (o, i // options.get("groups", 1), kernel, kernel)
+    return Row(
+        "conv",
+        f"{title} {shape}",
+        num_models,
+        functools.partial(_conv2d, **options),
+        lambda: (torch.randn(batch, i, size, size), *randn(weight)()),
+    )
+
+
+def _conv2d(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return F.conv2d(x, weight, **options)
+
+
+def conv_transpose(title: str, num_models: int, batch: int, size: int, i: int, o: int, **options: Any) -> Row:
+    """A transposed 4x4 convolution, as DCGAN's generator has them."""
+    return Row(
+        "conv",
+        f"{title} transposed {i}→{o} 4x4 on {size}², N {batch}",
+        num_models,
+        lambda x, weight: F.conv_transpose2d(x, weight, **options),
+        lambda: (torch.randn(batch, i, size, size), *randn((i, o, 4, 4))()),
+    )
+
+
+def points(title: str, num_models: int, batch: int, length: int, i: int, o: int) -> Row:
+    """A pointwise one-dimensional convolution, as PointNet has them."""
+    return Row(
+        "conv",
+        f"{title} 1d {i}→{o} on {length}, N {batch}",
+        num_models,
+        F.conv1d,
+        lambda: (torch.randn(batch, i, length), *randn((o, i, 1), (o,))()),
+    )
+
+
+def linear(title: str, num_models: int, rows: int, i: int, o: int) -> Row:
+    """A linear layer."""
+    return Row(
+        "linear",
+        f"{title} {i}→{o}, {rows} rows",
+        num_models,
+        F.linear,
+        lambda: (torch.randn(rows, i), *randn((o, i), (o,))()),
+    )
+
+
+def attention(title: str, num_models: int, batch: int, heads: int, length: int, dim: int, **options: Any) -> Row:
+    """Scaled dot-product attention."""
+    return Row(
+        "attention",
+        f"{title} heads {heads}, L {length}, D {dim}, N {batch}",
+        num_models,
+        lambda *qkv: F.scaled_dot_product_attention(*qkv, **options),
+        lambda: tuple(torch.randn(batch, heads, length, dim) for _ in range(3)),
+    )
+
+
+def batch_norm(title: str, num_models: int, *shape: int) -> Row:
+    """Batch normalisation in training, running statistics included."""
+    return Row(
+        "norm",
+        f"{title} batch norm {list(shape)}",
+        num_models,
+        lambda x, weight, bias, mean, var: F.batch_norm(x, mean.detach(), var.detach(), weight, bias, True),
+        lambda: (torch.randn(shape), *(torch.rand(shape[1]) for _ in range(4))),
+    )
+
+
+def norm(title: str, num_models: int, func: Callable[..., Tensor], shape: Sequence[int], features: int) -> Row:
+    """Another normalisation with weight and bias."""
+    return Row(
+        "norm",
+        f"{title} {list(shape)}",
+        num_models,
+        func,
+        lambda: (torch.randn(*shape), *(torch.rand(features) for _ in range(2))),
+    )
+
+
+def cross_entropy(title: str, num_models: int, rows: int, classes: int) -> Row:
+    """Cross entropy with class indices."""
+    return Row(
+        "loss",
+        f"{title} cross entropy {rows} x {classes}",
+        num_models,
+        F.cross_entropy,
+        lambda: (torch.randn(rows, classes), torch.randint(classes, (rows,))),
+    )
+
+
+def embedding(title: str, num_models: int, tokens: Sequence[int], vocabulary: int, dim: int) -> Row:
+    """A look-up table."""
+    return Row(
+        "embedding",
+        f"{title} {vocabulary} x {dim}, {list(tokens)} tokens",
+        num_models,
+        F.embedding,
+        lambda: (torch.randint(vocabulary, tuple(tokens)), torch.randn(vocabulary, dim)),
+    )
+
+
+def recurrent(kind: str, num_models: int, batch: int, time: int, i: int, h: int) -> Row:
+    """One recurrent layer."""
+    gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1}[kind]
+
+    def func(x: Tensor, state: Tensor, *weights: Tensor) -> Tensor:
+        states = (state, state) if kind == "lstm" else state
+        return getattr(torch, kind)(x, states, list(weights), True, 1, 0.0, True, False, False)[0]
+
+    shapes = (gates * h, i), (gates * h, h), (gates * h,), (gates * h,)
+    return Row(
+        "recurrent",
+        f"{kind} N {batch}, T {time}, I {i}, H {h}",
+        num_models,
+        func,
+        lambda: (torch.randn(time, batch, i), torch.zeros(1, batch, h), *randn(*shapes)()),
+    )
+
+
+def plain(family: str, title: str, num_models: int, func: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Row:
+    """Any other function of normal tensors."""
+    return Row(family, title, num_models, func, lambda: tuple(torch.randn(shape) for shape in shapes))
+
+
+ROWS = (
+    conv("small resnet", 16, 32, 8, 8, 8, 3, padding=1),
+    conv("small resnet", 8, 8, 32, 16, 16, 3, padding=1),
+    conv("small resnet", 8, 8, 16, 32, 32, 3, padding=1),
+    conv("digits", 16, 32, 8, 1, 16, 3, padding=1),
+    conv("resnet18 stem", 8, 8, 32, 3, 64, 7, stride=2, padding=3),
+    conv("resnet18 layer1", 4, 8, 8, 64, 64, 3, padding=1),
+    conv("resnet18 layer1", 8, 8, 8, 64, 64, 3, padding=1),
+    conv("resnet18 layer1", 16, 8, 8, 64, 64, 3, padding=1),
+    conv("resnet18 layer2", 8, 8, 8, 64, 128, 3, stride=2, padding=1),
+    conv("resnet18 layer2", 8, 8, 4, 128, 128, 3, padding=1),
+    conv("resnet18 shortcut", 8, 8, 8, 64, 128, 1, stride=2),
+    conv("resnet18 layer3", 8, 8, 4, 128, 256, 3, stride=2, padding=1),
+    conv("resnet18 layer3", 8, 8, 2, 256, 256, 3, padding=1),
+    conv("resnet18 layer4", 8, 8, 2, 256, 512, 3, stride=2, padding=1),
+    conv("resnet18 layer4", 8, 8, 1, 512, 512, 3, padding=1),
+    conv("resnet18 (CIFAR stem)", 4, 8, 32, 64, 64, 3, padding=1),
+    conv("resnet18 (CIFAR stem)", 4, 8, 4, 512, 512, 3, padding=1),
+    conv("mobilenet expand", 8, 32, 16, 16, 96, 1),
+    conv("mobilenet project", 8, 32, 16, 96, 24, 1),
+    conv("mobilenet depthwise", 8, 32, 16, 96, 96, 3, padding=1, groups=96),
+    conv("mobilenet expand", 8, 32, 4, 96, 576, 1),
+    conv("mobilenet depthwise", 8, 32, 4, 576, 576, 3, padding=1, groups=576),
+    conv("mobilenet head", 8, 32, 1, 320, 1280, 1),
+    points("pointnet", 8, 8, 512, 3, 64),
+    points("pointnet", 8, 8, 512, 64, 128),
+    points("pointnet", 4, 8, 512, 128, 1024),
+    conv_transpose("dcgan", 8, 16, 1, 100, 512),
+    conv_transpose("dcgan", 4, 16, 4, 512, 256, stride=2, padding=1),
+    conv_transpose("dcgan", 4, 16, 16, 128, 64, stride=2, padding=1),
+    conv_transpose("dcgan", 8, 16, 32, 64, 3, stride=2, padding=1),
+    conv("dcgan", 8, 16, 64, 3, 64, 4, stride=2, padding=1),
+    conv("dcgan", 4, 16, 16, 128, 256, 4, stride=2, padding=1),
+    conv("dcgan", 8, 16, 4, 512, 1, 4),
+    linear("mlp", 4, 32, 64, 64),
+    linear("mlp", 16, 32, 64, 64),
+    linear("resnet18", 8, 8, 512, 10),
+    linear("pointnet", 8, 8, 1024, 512),
+    linear("transformer", 8, 256, 128, 128),
+    linear("transformer", 8, 256, 128, 2000),
+    linear("transformer", 8, 256, 128, 33278),
+    linear("bert", 4, 256, 512, 2048),
+    linear("bert", 4, 256, 2048, 512),
+    attention("transformer", 8, 8, 2, 32, 64),
+    attention("transformer, causal", 16, 8, 2, 32, 64, is_causal=True),
+    attention("bert", 4, 8, 8, 32, 64),
+    attention("small", 16, 4, 2, 16, 16),
+    batch_norm("small resnet", 16, 32, 8, 8, 8),
+    batch_norm("resnet18", 8, 8, 64, 8, 8),
+    batch_norm("resnet18", 8, 8, 512, 1, 1),
+    batch_norm("mobilenet", 8, 32, 96, 16, 16),
+    batch_norm("pointnet", 4, 8, 1024, 512),
+    norm("transformer layer norm", 8, lambda x, w, b: F.layer_norm(x, (128,), w, b), (8, 32, 128), 128),
+    norm("bert layer norm", 4, lambda x, w, b: F.layer_norm(x, (512,), w, b), (8, 32, 512), 512),
+    norm("group norm", 8, lambda x, w, b: F.group_norm(x, 8, w, b), (8, 64, 8, 8), 64),
+    cross_entropy("digits", 16, 32, 10),
+    cross_entropy("transformer", 8, 256, 2000),
+    cross_entropy("transformer", 8, 256, 33278),
+    cross_entropy("bert", 4, 256, 33278),
+    plain("loss", "dcgan bce with logits", 8, lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), (16,), (16,)),
+    embedding("transformer", 8, (8, 32), 2000, 128),
+    embedding("transformer", 8, (8, 32), 33278, 128),
+    embedding("bert", 4, (8, 32), 33278, 512),
+    recurrent("lstm", 8, 8, 16, 32, 64),
+    recurrent("lstm", 16, 16, 32, 64, 128),
+    recurrent("gru", 8, 8, 16, 32, 64),
+    recurrent("rnn_tanh", 16, 8, 16, 32, 64),
+    plain("pooling", "resnet18 max pool 3x3/2 on [8, 64, 16, 16]", 8, lambda x: F.max_pool2d(x, 3, 2, 1), (8, 64, 16, 16)),
+    plain("pooling", "digits max pool 2x2 on [32, 16, 8, 8]", 16, lambda x: F.max_pool2d(x, 2), (32, 16, 8, 8)),
+    plain("pooling", "pointnet maximum over 512 points of [8, 1024, 512]", 4, lambda x: x.max(-1)[0], (8, 1024, 512)),
+    plain("pooling", "mobilenet average of [32, 320, 4, 4]", 8, lambda x: F.adaptive_avg_pool2d(x, 1), (32, 320, 4, 4)),
+    plain("activation", "relu [8, 64, 8, 8]", 8, F.relu, (8, 64, 8, 8)),
+    plain("activation", "gelu [8, 32, 512]", 8, F.gelu, (8, 32, 512)),
+)  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Times of every row, in seconds by mode, and whether the modes agree."""
+    hfta.keep_memory()
+    results = {}
+    for row in ROWS:
+        if args.filter and args.filter not in f"{row.family} {row.name}":
+            continue
+        results[f"{row.family}: M {row.num_models}, {row.name}"] = one = _measure(row, args.quick, args.device)
+        if args.verbose:
+            print(_line(f"{row.family}: M {row.num_models}, {row.name}", one), flush=True)
+    return results
+
+
+def tensors(row: Row, device: str) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Inputs of every member by themselves, and stacked."""
+    torch.manual_seed(0)
+    members = [[x.to(device).requires_grad_(x.is_floating_point()) for x in row.make()] for _ in range(row.num_models)]
+    stacks = [
+        torch.stack([x.detach() for x in column]).requires_grad_(column[0].requires_grad)
+        for column in zip(*members, strict=True)
+    ]
+    return members, stacks
+
+
+def _measure(row: Row, quick: bool, device: str) -> dict[str, Any]:
+    members, stacks = tensors(row, device)
+    grads = torch.randn_like(torch.stack([row.func(*member).detach() for member in members]))
+
+    def serial() -> list[tuple[Tensor, ...]]:
+        return [_run(row.func, member, grad) for member, grad in zip(members, grads, strict=True)]
+
+    array, stock = hfta.vmap(row.func), torch.func.vmap(row.func)
+    expected = [torch.stack(column) for column in zip(*serial(), strict=True)]
+    agrees = all(map(_close, _run(array, stacks, grads), expected))
+    modes = {
+        "serial": serial,
+        "stock vmap": lambda: _run(stock, stacks, grads),
+        "array": lambda: _run(array, stacks, grads),
+    }
+    # About 30 ms a round for each mode.
+    calls = max(1, min(100, int(0.03 / seconds(serial, 2, device)))) if not quick else 1
+    timers = {name: functools.partial(_timed, name, work, calls, device) for name, work in modes.items()}
+    times = interleaved(timers, 2 if quick else 9, warmup=0 if quick else 2)
+    hfta.rules.install()
+    return {"family": row.family, "num_models": row.num_models, "agrees": agrees, "times": times}
+
+
+def _timed(mode: str, work: Callable[[], object], calls: int, device: str) -> float:
+    (hfta.rules.uninstall if mode == "stock vmap" else hfta.rules.install)()
+    work()
+    return seconds(work, calls, device)
+
+
+def _run(func: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    output = func(*inputs)
+    wanted = [x for x in inputs if x.requires_grad]
+    return output.detach(), *torch.autograd.grad(output, wanted, grad, materialize_grads=True)
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    return bool((got - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1e-6))
+
+
+def _ratio(one: dict[str, Any], base: str) -> float:
+    return statistics.median(a / b for a, b in zip(one["times"][base], one["times"]["array"], strict=True))
+
+
+def _line(name: str, one: dict[str, Any]) -> list[str]:
+    if not one["agrees"]:
+        return [name, *("-",) * 3, "differs", "differs"]
+    times = [f"{statistics.median(values) * 1e3:.2f}" for values in one["times"].values()]
+    return [name, *times, f"{_ratio(one, 'serial'):.2f}x", f"{_ratio(one, 'stock vmap'):.2f}x"]
+
+
+def show(results: dict[str, Any]) -> str:
+    """The table, and geometric means."""
+    lines = [_line(name, one) for name, one in results.items()]
+    text = table(["operator, ms", "serial", "stock vmap", "array", "serial / array", "stock / array"], lines)
+    good = [one for one in results.values() if one["agrees"]]
+    for base in ("serial", "stock vmap"):
+        ratios = [_ratio(one, base) for one in good]
+        mean = statistics.geometric_mean(ratios)
+        text += f"\n{base} / array: geometric mean {mean:.2f}x over {len(ratios)} rows, least {min(ratios):.2f}x"
+    return text

@@ -1,0 +1,85 @@
+"""Functions of ``torch.nn.functional`` that vmap needs in other words.
+
+Public: :class:`lowered`. They look at the values of their tensors, or ask tensors what only the stacked ones can answer;
+:data:`LOWERED` holds the same mathematics without that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class lowered(TorchFunctionMode):
+    """Inside, the functions of :data:`LOWERED` are replaced. :class:`hfta_func.routed` does the same."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer one call of a torch function."""
+        return LOWERED.get(func, func)(*args, **(kwargs or {}))
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """Without the refusal of negative variances, which would look at values: like all below ``eps`` they become ``eps``."""
+    if isinstance(var, Tensor):
+        if var.shape == input.shape[:-1]:
+            var = var.unsqueeze(-1)
+        differing = [size for size, own in zip(var.shape, input.shape, strict=False) if size != own]
+        if var.dim() != input.dim() or differing not in ([], [1]):
+            raise ValueError("var is of incorrect size")
+    else:
+        if var < 0:
+            raise ValueError("var has negative entry/entries")
+        var = torch.full_like(input, var)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    # The gradient passes as if nothing had been clamped.
+    var = torch.where(var < eps, eps + (var - var.detach()), var)
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
+    """Never in chunks, whose operator asks its arguments whether they require a gradient; under vmap these don't know."""
+    return F.linear_cross_entropy(*args, **kwargs)
+
+
+def _binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> Tensor:
+    """In float32 under autocast, which never sees the operator: vmap takes it apart before."""
+    return F.binary_cross_entropy_with_logits(
+        *map(_float32, args), **{name: _float32(value) for name, value in kwargs.items()}
+    )
+
+
+def _float32(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return value.float() if torch.is_autocast_enabled(value.device.type) else value
+    return value
+
+
+LOWERED: dict[Any, Callable[..., Any]] = {
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
+    # torch.compile cannot enter the Python body of this method while a mode is in force.
+    torch.Tensor.unflatten: torch.unflatten,
+}
+"""What takes the place of which function."""
+
+if hasattr(F, "linear_cross_entropy"):
+    LOWERED[F.linear_cross_entropy] = _linear_cross_entropy

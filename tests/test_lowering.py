@@ -1,0 +1,277 @@
+"""The choice of lowerings: every one computes the same, overrides and explanations, and rules that come and go."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import hfta_func as hfta
+from hfta_func.rules import _lowering
+from rule_cases import CONV, RULE_CASES, RuleCase
+from test_rules import check_against_loop, member_inputs
+
+CONVOLUTION = ("convolution", "convolution_input_grad", "convolution_weight_grad")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in RULE_CASES])
+def test_every_operator_runs_as_a_loop(case: RuleCase) -> None:
+    with hfta.rules.override(all="loop"):
+        check_against_loop(case, (True,) * len(case.make()))
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "channels_last", "matmul", "loop", "wide"])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CONV])
+def test_every_lowering_of_a_convolution(case: RuleCase, lowering: str) -> None:
+    with hfta.rules.override(conv=lowering):
+        everything = (True,) * len(case.make())
+        check_against_loop(case, everything)
+        # The input alone is shared.
+        check_against_loop(case, (False, *everything[1:]))
+
+
+@pytest.mark.parametrize("lowering", ["matmul", "loop"])
+@pytest.mark.parametrize("op", CONVOLUTION)
+def test_directions_of_a_convolution_have_lowerings_of_their_own(op: str, lowering: str) -> None:
+    def func(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.conv2d(x, weight, padding=1)
+
+    inputs = torch.randn(3, 2, 4, 5, 5), torch.randn(3, 6, 4, 3, 3)
+    with hfta.rules.override(**{op: lowering}):
+        choices = {choice.op: choice.lowering for choice in hfta.rules.explain(hfta.vmap(func), *inputs)}
+        check_against_loop(
+            RuleCase("conv2d", func, lambda: (torch.randn(2, 4, 5, 5).double(), torch.randn(6, 4, 3, 3).double())),
+            (True, True),
+        )
+    assert choices.pop(op) == lowering and lowering not in choices.values()
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "channels_last", "matmul", "loop"])
+def test_second_derivatives_and_tangents_of_every_lowering(lowering: str) -> None:
+    x, weight = torch.randn(2, 1, 2, 4, 4).double(), torch.randn(2, 3, 2, 3, 3).double()
+
+    def func(x: Tensor, weight: Tensor) -> Tensor:
+        return hfta.vmap(lambda x, weight: torch.conv2d(x, weight, padding=1, stride=2).tanh())(x, weight)
+
+    with hfta.rules.override(conv=lowering):
+        x.requires_grad_(), weight.requires_grad_()
+        assert torch.autograd.gradgradcheck(func, (x, weight))
+        _, tangent = torch.func.jvp(func, (x.detach(), weight.detach()), (x.detach(), weight.detach()))
+    _, expected = torch.func.jvp(func, (x.detach(), weight.detach()), (x.detach(), weight.detach()))
+    torch.testing.assert_close(tangent, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("space", "kernel", "stride", "padding", "dilation", "taps"),
+    [
+        ((1, 1), 3, 1, 1, 1, (1, 1)),
+        ((2, 2), 3, 2, 1, 1, (2, 2)),
+        ((2, 1), 3, 1, 1, 1, (3, 1)),
+        ((2, 2), 5, 1, 2, 1, (3, 3)),
+        ((1, 1), 3, 1, 2, 2, (1, 1)),
+        ((4, 4), 3, 1, 1, 1, (3, 3)),
+        ((3, 3), 4, 2, 1, 1, (4, 4)),
+        ((1, 1), 3, 1, 2, 1, (3, 3)),
+    ],
+)
+def test_taps_that_see_only_padding_are_left_out(
+    space: tuple[int, int], kernel: int, stride: int, padding: int, dilation: int, taps: tuple[int, int]
+) -> None:
+    def func(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.conv2d(x, weight, stride=stride, padding=padding, dilation=dilation)
+
+    def make() -> tuple[Tensor, Tensor]:
+        return torch.randn(2, 3, *space).double(), torch.randn(4, 3, kernel, kernel).double()
+
+    case = RuleCase("cropped", func, make)
+    check_against_loop(case, (True, True))
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.aten.convolution.default:
+                seen.append(tuple(args[1].shape[2:]))
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), hfta.rules.override(conv="grouped"):
+        hfta.vmap(func)(*member_inputs(case, (True, True)))
+    assert seen == [taps]
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.layers = nn.ModuleList([nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.features(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+def _array() -> tuple[hfta.TrainStep, hfta.TrainState, Tensor]:
+    models = [_Model().double() for _ in range(3)]
+    step = hfta.make_train_step(models[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
+    return step, step.init(*hfta.stack_params(models), seeds=[0, 1, 2]), torch.randn(3, 4, 2, 6, 6).double()
+
+
+def _paths(explanation: hfta.rules.Explanation, op: str) -> dict[str, str]:
+    return {choice.module: choice.lowering for choice in explanation if choice.op == op}
+
+
+def test_explain_names_modules_and_reasons() -> None:
+    step, state, x = _array()
+    explanation = hfta.rules.explain(step, state, x)
+    assert set(_paths(explanation, "convolution")) == {"features.0", "layers.0.0", "layers.1.0"}
+    assert set(_paths(explanation, "addmm")) == {"head"}
+    text = str(explanation).splitlines()
+    assert text[0].split() == "operator module members shapes of one member (* shared) lowering reason".split()
+    line = next(line for line in text if "features.0" in line)
+    assert "[4, 2, 6, 6], [4, 2, 3, 3]" in line and "group" in line
+    assert all(choice.num_models == 3 and choice.reason for choice in explanation)
+
+
+def test_overrides_of_submodules_reach_eager_and_compiled_steps() -> None:
+    step, state, x = _array()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    expected, _ = step(state, x)
+    compiled(state, x)
+    for modules in ("layers.1", ["features", "layers.0"]):
+        with hfta.rules.override(modules=modules, conv="loop"):
+            eager = hfta.rules.explain(step, state, x)
+            chosen = {path for path, lowering in _paths(eager, "convolution").items() if lowering == "loop"}
+            assert chosen == ({"layers.1.0"} if modules == "layers.1" else {"features.0", "layers.0.0"})
+            before = counter.frame_count
+            recorded = _lowering._recorded = _lowering.Explanation()
+            try:
+                after, _ = compiled(state, x)
+            finally:
+                _lowering._recorded = None
+            assert counter.frame_count == before + 1
+            # The compiler runs rules several times, first to find the shapes and without the modules.
+            assert {c.module for c in recorded if c.lowering == "loop" and c.module} >= chosen
+            for path, param in after.params.items():
+                torch.testing.assert_close(param, expected.params[path], rtol=1e-11, atol=1e-12)
+    before = counter.frame_count
+    compiled(state, x)
+    assert counter.frame_count == before
+
+
+def test_the_latest_override_that_matches_decides() -> None:
+    step, state, x = _array()
+    with hfta.rules.override(all="loop"), hfta.rules.override(modules="layers.0", conv="matmul") as inner:
+        chosen = _paths(hfta.rules.explain(step, state, x), "convolution")
+        assert chosen == {"features.0": "loop", "layers.0.0": "matmul", "layers.1.0": "loop"}
+        inner.remove()
+        assert set(_paths(hfta.rules.explain(step, state, x), "convolution").values()) == {"loop"}
+    assert "loop" not in _paths(hfta.rules.explain(step, state, x), "batch_norm").values()
+
+
+@pytest.mark.parametrize(
+    ("lowerings", "message"),
+    [
+        ({"convolve": "loop"}, "no operator or family is called 'convolve'; families are .*'conv'"),
+        ({"conv": "fast"}, "'conv' has no lowering 'fast'; it has .*'grouped'.*'loop'.*'matmul'"),
+        ({}, "override needs a lowering, for example conv='loop'"),
+    ],
+)
+def test_overrides_that_make_no_sense(lowerings: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hfta.rules.override(**lowerings)
+
+
+def test_the_first_rows_that_match_decide() -> None:
+    for op, rows in _lowering.TABLE.items():
+        assert {row.lowering for row in rows} <= hfta.rules._lowering.known_lowerings(op), op
+        assert all(row.reason and "\n" not in row.reason for row in rows), op
+
+
+def test_install_from_many_threads() -> None:
+    hfta.rules.uninstall()
+    inputs = torch.randn(3, 2, 3, 5, 5), torch.randn(3, 4, 3, 2, 2)
+    results, errors, barrier = [], [], threading.Barrier(8)
+
+    def run() -> None:
+        try:
+            barrier.wait()
+            for _ in range(20):
+                hfta.rules.install()
+                results.append(hfta.vmap(torch.conv2d)(*inputs))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and all(torch.equal(result, results[0]) for result in results)
+    assert hfta.rules.is_installed()
+
+
+def test_uninstall_inside_a_compiled_function() -> None:
+    def func(x: Tensor, weight: Tensor) -> Tensor:
+        y = hfta.vmap(torch.conv2d)(x, weight)
+        hfta.rules.uninstall()
+        return hfta.vmap(torch.relu)(y)
+
+    inputs = torch.randn(3, 2, 3, 5, 5), torch.randn(3, 4, 3, 2, 2)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="rules cannot change inside a graph"):
+        torch.compile(func, fullgraph=True, backend="aot_eager")(*inputs)
+    # Where graphs may break it runs between two of them, and the next use installs again.
+    broken = torch.compile(func, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(broken(*inputs), torch.stack(list(map(torch.conv2d, *inputs))).relu())
+    # A graph keeps the rules that it was compiled with.
+    compiled = torch.compile(hfta.vmap(torch.conv2d), fullgraph=True, backend="aot_eager")
+    before = compiled(*inputs)
+    hfta.rules.uninstall()
+    assert torch.equal(compiled(*inputs), before)
+
+
+_TWO_COPIES = """
+import sys, torch
+import hfta_func as first
+first.rules.install()
+for name in [name for name in sys.modules if name.split(".")[0] == "hfta_func"]:
+    del sys.modules[name]
+import hfta_func as second
+assert second is not first and not second.rules.is_installed()
+calls = []
+for copy in (first, second):
+    rules = copy.rules._registry.RULES
+    def counted(call, *args, rule=rules["convolution"].rule, copy=copy):
+        calls.append(copy)
+        return rule(call, *args)
+    rules["convolution"] = rules["convolution"]._replace(rule=counted)
+first.rules.uninstall()
+first.rules.install()
+second.rules.install()
+inputs = torch.randn(3, 2, 3, 5, 5), torch.randn(3, 4, 3, 2, 2)
+expected = torch.stack(list(map(torch.conv2d, *inputs)))
+for lowering in ("grouped", "matmul"):
+    with second.rules.override(conv=lowering):
+        torch.testing.assert_close(second.vmap(torch.conv2d)(*inputs), expected)
+assert calls == [second, second], "the copy installed last serves"
+second.rules.uninstall()
+with first.rules.override(conv="matmul"):
+    torch.testing.assert_close(first.vmap(torch.conv2d)(*inputs), expected)
+assert calls[2:] == [first], "the earlier copy serves again"
+first.rules.uninstall()
+torch.testing.assert_close(torch.vmap(torch.conv2d)(*inputs), expected)
+assert len(calls) == 3
+"""
+
+
+def test_two_copies_of_the_package() -> None:
+    done = subprocess.run([sys.executable, "-c", _TWO_COPIES], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,263 @@
+"""The contract on an XLA device, operation by operation (lazily) and through ``torch.compile``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from cases import OPTIMIZERS, WORKLOADS, OptimizerCase, batches, loss_fn, models, ours, theirs
+from hfta_func.testing import assert_matches_solo
+from rule_cases import NORM, RULE_CASES, RuleCase
+from test_rules import M, member_inputs
+
+torch_xla = pytest.importorskip("torch_xla", reason="needs torch_xla; `make test-xla` sets it up")
+
+pytestmark = pytest.mark.xla
+SEEDS = [11, 7, 1002]
+MODES = ["lazy", "compiled"]
+CHOSEN = [case for case in OPTIMIZERS if case.name in ("sgd", "adam")]
+
+NOT_ON_XLA = {
+    **dict.fromkeys(
+        ["batch_norm in evaluation", "instance_norm in evaluation"],
+        "torch_xla has no gradient of a normalisation with running statistics, for one model either",
+    ),
+}
+"""Rows of RULE_CASES that torch_xla cannot compute even without ``vmap``."""
+
+NOT_COMPILED_ON_XLA = {
+    "linear of one row": "torch_xla's own linear, for a vector, does not pass graph capture under PyTorch's vmap",
+}
+
+# XLA rounds eps to float32 and keeps running variances without Bessel's correction; the loop over members runs there too.
+_LOOP_ON_XLA = {case.name for case in NORM}
+
+
+def _on(device: str, tree: Any) -> Any:
+    return optree.tree_map(lambda leaf: leaf.to(device), tree)
+
+
+def _compiled(func: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(func, backend="openxla", fullgraph=True)
+
+
+def _runner(mode: str, step: hfta.TrainStep) -> Callable[..., Any]:
+    """The step, followed by the execution of what it recorded."""
+    run = _compiled(step) if mode == "compiled" else step
+
+    def synced(state: hfta.TrainState, batch: Any) -> Any:
+        result = run(state, batch)
+        torch_xla.sync()
+        return result
+
+    synced.batch_dims = step.batch_dims  # type: ignore[attr-defined]
+    return synced
+
+
+def _array(name: str, case: OptimizerCase, dropout: float = 0.0) -> tuple[list[nn.Module], Any, hfta.TrainState]:
+    members = models(name, M, dropout)
+    step = hfta.make_train_step(members[0], loss_fn, ours(case))
+    return members, step, step.init(*_on("xla", hfta.stack_params(members)), seeds=SEEDS)
+
+
+def _identical(a: Any, b: Any) -> bool:
+    return all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+
+
+def _rows() -> Iterator[Any]:
+    for case in RULE_CASES:
+        count = len(case.make())
+        yield pytest.param(case, (True,) * count, "lazy", id=f"{case.name}-all")
+        yield pytest.param(case, (True,) * count, "compiled", id=f"{case.name}-compiled")
+        if count > 1:
+            yield pytest.param(case, (False,) + (True,) * (count - 1), "lazy", id=f"{case.name}-first shared")
+
+
+@pytest.mark.parametrize(("case", "mask", "mode"), list(_rows()))
+def test_rules_match_the_loop_forward_and_backward(case: RuleCase, mask: tuple[bool, ...], mode: str) -> None:
+    reason = NOT_ON_XLA.get(case.name) or (NOT_COMPILED_ON_XLA.get(case.name) if mode == "compiled" else None)
+    if reason:
+        pytest.skip(reason)
+    inputs = [x.requires_grad_(x.is_floating_point()) for x in member_inputs(case, mask)]
+    func = hfta.vmap(case.func, in_dims=tuple(0 if batched else None for batched in mask))
+
+    def loop(*inputs: Tensor) -> tuple[Tensor, ...]:
+        members = [
+            _tuple(case.func(*(x[i] if batched else x for x, batched in zip(inputs, mask, strict=True))))
+            for i in range(M)
+        ]
+        return tuple(torch.stack(column) for column in zip(*members, strict=True))
+
+    expected = _run(loop, inputs, "xla" if case.name in _LOOP_ON_XLA else "cpu")
+    got = _run(_compiled(func) if mode == "compiled" else func, inputs, "xla")
+    for mine, alone in zip(got, expected, strict=True):
+        # Compiled graphs return the integers that XLA computed with, which may be narrower.
+        torch.testing.assert_close(mine.to(alone.dtype), alone, rtol=1e-11, atol=1e-11)
+
+
+def _tuple(output: Any) -> tuple[Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def _run(func: Callable[..., Any], inputs: list[Tensor], device: str) -> list[Tensor]:
+    """Outputs, and gradients of a scalar in which every entry of every output has another weight."""
+    outputs = [output.cpu() for output in _tuple(func(*(x.to(device) for x in inputs)))]
+    wanted = [x for x in inputs if x.requires_grad]
+    smooth = [output for output in outputs if output.requires_grad]
+    weights = [torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).reshape(x.shape) for x in smooth]
+    cotangents = [2 * x.detach() * weight for x, weight in zip(smooth, weights, strict=True)]
+    grads = torch.autograd.grad(smooth, wanted, cotangents, materialize_grads=True, allow_unused=True)
+    return [*(output.detach() for output in outputs), *grads]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CHOSEN])
+def test_members_are_the_runs_of_torch(name: str, case: OptimizerCase) -> None:
+    members, step, state = _array(name, case)
+    steps = _on("xla", batches(M, 50))
+    ends = []
+    for mode in MODES:
+        run, end = _runner(mode, step), state
+        for batch in steps:
+            end, _ = run(end, batch)
+        ends.append(_on("cpu", end))
+    members = [member.to("xla") for member in members]
+    for i, member in enumerate(members):
+        optimizer = theirs(case, i, member.parameters())
+        for inputs, targets in steps:
+            optimizer.zero_grad()
+            loss_fn(member, (inputs[i], targets[i])).backward()
+            optimizer.step()
+            torch_xla.sync()
+    # Adam scales up the rounding noise of gradients that are zero, as that of a key's bias in attention.
+    limit = 1e-9 if (name, case.name) == ("transformer", "adam") else 1e-10
+    for end in ends:
+        for mine, alone in zip(hfta.unstack_params(members[0].cpu(), end.params, end.buffers), members, strict=True):
+            for (path, x), y in zip(mine.state_dict().items(), alone.cpu().state_dict().values(), strict=True):
+                difference = float((x - y).abs().max() / y.abs().max())
+                assert difference <= limit, f"{path} differs by {difference:.3g} of its magnitude"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_members_with_dropout_are_arrays_of_one(name: str, mode: str) -> None:
+    _, step, state = _array(name, CHOSEN[0], dropout=0.3)
+    run = _runner(mode, step)
+    after = assert_matches_solo(_runner("lazy", step), state, _on("xla", batches(M, 5)), run=run, rtol=1e-10)  # type: ignore[arg-type]
+    assert not _identical(after.params, state.params)
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_trajectories_with_dropout_are_those_of_the_cpu(name: str) -> None:
+    _, step, there = _array(name, CHOSEN[0], dropout=0.3)
+    run, here = _runner("compiled", step), _on("cpu", there)
+    for batch in batches(M, 20):
+        here, _ = step(here, batch)
+        there, _ = run(there, _on("xla", batch))
+    for mine, other in zip(optree.tree_leaves(there), optree.tree_leaves(here), strict=True):
+        torch.testing.assert_close(mine.cpu(), other, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_member_that_fails_leaves_the_others_bit_identical(name: str, mode: str) -> None:
+    _, step, state = _array(name, CHOSEN[1], dropout=0.3)
+    run, healthy, sick = _runner(mode, step), state, state
+    for number, (inputs, targets) in enumerate(batches(M, 3)):
+        spoilt = inputs.clone()
+        if number == 1:
+            spoilt[1] = float("nan")
+        before = sick
+        healthy, _ = run(healthy, _on("xla", (inputs, targets)))
+        sick, metrics = run(sick, _on("xla", (spoilt, targets)))
+        assert metrics["finite"].tolist() == [True, number != 1, True]
+        if number == 1:
+            assert _identical(hfta.take(sick.params, [1]), hfta.take(before.params, [1]))
+    assert _identical(hfta.take(sick, [0, 2]), hfta.take(healthy, [0, 2]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_step_writes_nothing_the_caller_holds(name: str, mode: str) -> None:
+    _, step, state = _array(name, CHOSEN[1], dropout=0.3)
+    (batch,) = _on("xla", batches(M, 1))
+    held = _on("cpu", (state, batch))
+    after, _ = _runner(mode, step)(state, batch)
+    assert _identical((state, batch), held)
+    assert not _identical(after.params, state.params)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_compiled_after_the_first_steps(mode: str) -> None:
+    metrics = pytest.importorskip("torch_xla.debug.metrics")
+    _, step, state = _array("mlp", CHOSEN[1], dropout=0.3)
+    run = _runner(mode, step)
+    first, *rest = _on("xla", batches(M, 5))
+    for _ in range(3):
+        state, _ = run(state, first)
+    opt_state = _on("xla", hfta.with_hyperparams(_on("cpu", state.opt_state), lr=[0.2, 0.1, 0.3]))
+    torch_xla.sync()
+    state, count = state._replace(opt_state=opt_state), metrics.counter_value("UncachedCompile")
+    for batch in rest:
+        state, _ = run(state, batch)
+    assert metrics.counter_value("UncachedCompile") == count
+
+
+def _draws(key: Tensor) -> tuple[Tensor, ...]:
+    return (
+        hfta.random.bits(key, (1001,)),
+        hfta.random.fold_in(key, 12),
+        hfta.random.uniform(key, (1001,)),
+        hfta.random.uniform(key, (1001,), dtype=torch.float64),
+        hfta.random.normal(key, (1001,)),
+        hfta.random.bernoulli(key, 0.3, (1001,)),
+        hfta.random.randint(key, -3, 11, (1001,)),
+        hfta.random.permutation(key, 101),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+# The table of normal quantiles is moved to the device inside the graph.
+@pytest.mark.filterwarnings("ignore:Found tensor with shape:UserWarning")
+def test_noise_is_that_of_the_cpu(mode: str) -> None:
+    func = hfta.vmap(_draws)
+    keys = hfta.random.keys(SEEDS)
+    mine = (_compiled(func) if mode == "compiled" else func)(keys.to("xla"))
+    assert _identical(mine, func(keys))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_is_that_of_the_cpu(mode: str) -> None:
+    def dropped(x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        with hfta.routed(key):
+            return F.dropout(x, 0.3), F.dropout2d(x.reshape(4, 25, 2, 5), 0.5)
+
+    func = hfta.vmap(dropped)
+    x, keys = torch.randn(M, 1000), hfta.random.keys(SEEDS)
+    mine = (_compiled(func) if mode == "compiled" else func)(x.to("xla"), keys.to("xla"))
+    assert _identical([drawn == 0 for drawn in mine], [drawn == 0 for drawn in func(x, keys)])
+
+
+def test_loader_and_fit() -> None:
+    _, step, state = _array("mlp", CHOSEN[0], dropout=0.3)
+    data = torch.randn(10, 4, 3, dtype=torch.float64), torch.randint(5, (10,))
+    here, there = (hfta.ArrayLoader(data, 4, seeds=SEEDS, drop_last=True, device=device) for device in ("cpu", "xla"))
+    assert _identical(list(there.batches(3)), list(here.batches(3)))
+    expected = hfta.fit(step, _on("cpu", state), here, epochs=2, progress=False)
+    result = hfta.fit(step, state, there, epochs=2, progress=False)
+    torch.testing.assert_close(result.history["loss"], expected.history["loss"], rtol=1e-9, atol=0)
+
+
+def test_the_package_does_not_import_torch_xla() -> None:
+    code = "import sys, hfta_func; sys.exit('torch_xla' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
