@@ -480,13 +480,21 @@ ACTIVATION = [
     RuleCase("prelu of one slope", F.prelu, _randn((4,), (1,))),
 ]
 
+RESAMPLING = [
+    RuleCase("nearest-exact", lambda x: F.interpolate(x, size=7, mode="nearest-exact"), _randn((2, 3, 4))),
+    RuleCase(
+        "nearest-exact images", lambda x: F.interpolate(x, scale_factor=1.5, mode="nearest-exact"), _randn((2, 3, 4, 6))
+    ),
+]
+
 SHAPE = [
     RuleCase("view after conv2d", lambda x, w: F.conv2d(x, w).view(-1), _randn((2, 3, 4, 4), (5, 3, 2, 2))),
     RuleCase("view after linear", lambda x, w: F.linear(x, w).view(6, -1), _randn((6, 4, 3), (5, 3))),
 ]
 
 RULE_CASES = [
-    *ACTIVATION, *SHAPE, *LINEAR, *CONV, *NORM, *POOLING, *LOSS, *DISTANCE, *ATTENTION, *EMBEDDING, *RECURRENT, *COMPOSITE
+    *ACTIVATION, *RESAMPLING, *SHAPE, *LINEAR,
+    *CONV, *NORM, *POOLING, *LOSS, *DISTANCE, *ATTENTION, *EMBEDDING, *RECURRENT, *COMPOSITE
 ]  # fmt: skip
 
 BATCH_AXES: dict[str, tuple[int | None, ...]] = {

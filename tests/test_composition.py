@@ -20,6 +20,7 @@ from rule_cases import (
     NORM,
     POOLING,
     RECURRENT,
+    RESAMPLING,
     RULE_CASES,
     SHAPE,
     RuleCase,
@@ -28,6 +29,7 @@ from test_rules import M, member_inputs
 
 FAMILIES = {
     "activation": ACTIVATION,
+    "resampling": RESAMPLING,
     "shape": SHAPE,
     "linear": LINEAR,
     "conv": CONV,

@@ -724,23 +724,6 @@ def test_generator_of_the_users_own(name):
     assert torch.equal(SHARED_GENERATOR.get_state(), before)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (functools.partial(nn.RNN, nonlinearity="tanh"), "torch.rnn_tanh"),
-        (functools.partial(nn.RNN, nonlinearity="relu"), "torch.rnn_relu"),
-        (nn.GRU, "torch.gru"),
-        (nn.LSTM, "torch.lstm"),
-    ],
-)
-def test_dropout_between_recurrent_layers(kind, name):
-    model = kind(4, 3, num_layers=2, dropout=0.5)
-    step, state = linear_step(lambda model, batch: model(batch)[0].mean(), model=model)
-    batch = torch.randn(3, 5, 2, 4)
-    with refused(hfta.RandomnessError, f"{name} draws from PyTorch's global generator", spared=(state, batch)):
-        step(state, batch)
-
-
 class Gate(nn.Module):
     """Asks for a value of its input, in the line after ``forward``."""
 

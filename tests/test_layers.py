@@ -41,7 +41,7 @@ FLOORS = [
                 "rules/embedding",
             ),
             *("rules/linear", "rules/loss"),
-            *("rules/norm", "rules/norm_batch", "rules/pooling", "rules/recurrent"),
+            *("rules/norm", "rules/norm_batch", "rules/pooling", "rules/recurrent", "rules/resampling"),
             *("optim/adam", "optim/sgd", "optim/transforms"),
         ],
     ),

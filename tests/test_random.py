@@ -339,7 +339,7 @@ IN_PLACE = {
 
 
 def test_every_routed_operator_is_called_here():
-    # Recurrent layers are in the table to refuse their dropout, and draw nothing otherwise.
+    # Recurrent layers draw only between layers, see test_recurrent.py.
     assert {*CALLS, "lstm", "gru", "rnn_tanh", "rnn_relu"} == set(ROUTED)
 
 
@@ -673,7 +673,7 @@ INTERNAL = {
     "_fused_sdp_choice": "chooses among those kernels and draws nothing",
     **dict.fromkeys(
         ["_cudnn_rnn", "_cudnn_init_dropout_state", "miopen_rnn", "_lstm_mps"],
-        "kernels of lstm, gru and rnn, which refuse dropout",
+        "kernels of lstm, gru and rnn, which hand them no dropout",
     ),
     "_fused_dropout": "kernel of native_dropout on CUDA",
     **dict.fromkeys(["rrelu_with_noise_", "rrelu_with_noise_functional"], "what rrelu_ and the compiler make of rrelu"),

@@ -18,6 +18,7 @@ from hfta_func.rules import (
     norm_batch,
     pooling,
     recurrent,
+    resampling,
     shape,
 )
 from hfta_func.rules._lowering import Explanation, Override, explain, override
@@ -43,6 +44,7 @@ __all__ = [
     "override",
     "pooling",
     "recurrent",
+    "resampling",
     "shape",
     "uninstall",
 ]
