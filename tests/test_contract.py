@@ -249,3 +249,32 @@ def test_an_array_of_arrays() -> None:
     for i, (start, batch) in enumerate(((state, first), (other, second))):
         alone, _ = step(start, batch)
         assert _largest_difference(optree.tree_map(lambda leaf, i=i: leaf[i], nested), alone) <= 1e-10
+
+
+def test_tables_with_max_norm_are_the_runs_of_torch() -> None:
+    # Such a table rescales its rows in place, before it reads them.
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(7, 4, max_norm=0.8), nn.Flatten(), nn.Linear(12, 2)).double()
+
+    def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
+        return model(tokens).square().mean()
+
+    members = [make() for _ in range(M)]
+    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=[0.1, 0.2, 0.3]))
+    state = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    optimizers = [
+        torch.optim.SGD(member.parameters(), lr=lr) for member, lr in zip(members, (0.1, 0.2, 0.3), strict=True)
+    ]
+    for _ in range(5):
+        tokens, before = torch.randint(7, (M, 5, 3)), {path: param.clone() for path, param in state.params.items()}
+        after, _ = step(state, tokens)
+        assert _identical(state.params, before)
+        compiled, _ = torch.compile(step, fullgraph=True, backend="aot_eager")(state, tokens)
+        assert _largest_difference(compiled.params, after.params) <= 1e-12
+        state = after
+        for member, optimizer, own in zip(members, optimizers, tokens, strict=True):
+            optimizer.zero_grad()
+            loss_fn(member, own).backward()
+            optimizer.step()
+    for mine, theirs_ in zip(hfta.unstack_params(members[0], *state[:2]), members, strict=True):
+        assert _largest_difference(mine.state_dict(), theirs_.state_dict()) <= 1e-10

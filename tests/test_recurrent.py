@@ -49,13 +49,9 @@ def array_of(modules: list[nn.Module]) -> tuple[Callable[..., Any], dict[str, Te
 
     def member(params: dict[str, Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
         output = apply(params, {}, *args, **kwargs)[0]
-        return [x for x in optree.tree_leaves(output, namespace="torch") if x is not None and x.is_floating_point()]
+        return optree.tree_leaves(output)
 
     return member, {path: param.detach().requires_grad_() for path, param in params.items()}
-
-
-def leaves(output: Any) -> list[Tensor]:
-    return [x for x in optree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def loop(member: Callable[..., Any], params: dict[str, Tensor], *args: Tensor) -> list[Tensor]:
@@ -197,7 +193,8 @@ class Deep(nn.Module):
 
     def forward(self, x: Any) -> list[Tensor]:
         output, state = self.layer(x)
-        return [output.data if isinstance(output, PackedSequence) else output, *leaves(state)]
+        states = state if isinstance(state, tuple) else (state,)
+        return [output.data if isinstance(output, PackedSequence) else output, *states]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -274,8 +271,8 @@ def test_shared_weights_join_the_batch() -> None:
     params = {path: param.detach() for path, param in module.named_parameters()}
     apply, x = hfta.functional(module), torch.randn(M, T, N, I).double()
     for member in (lambda x: apply(params, {}, x)[0], lambda x: packed_member(module, LENGTHS)(params, x)):
-        expected = [leaves(member(one)) for one in x]
-        got = leaves(hfta.vmap(member)(x))
+        expected = [optree.tree_leaves(member(one)) for one in x]
+        got = optree.tree_leaves(hfta.vmap(member)(x))
         torch.testing.assert_close(got, [torch.stack(y) for y in zip(*expected, strict=True)], rtol=1e-12, atol=1e-12)
 
 

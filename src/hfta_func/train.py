@@ -122,6 +122,8 @@ class TrainStep:
             raise LossError("no parameter of the model requires grad, so there is nothing to train")
         self._shapes = shapes(model)
         self._takes_hparams = _positional(loss_fn) >= 3
+        # A look-up table with max_norm rescales rows in place before it reads them: in a copy, where the update starts from.
+        self._renormalises = any(getattr(module, "max_norm", None) is not None for module in model.modules())
         self._loss = bind(model, loss_fn, checkpoint)
         self._opt_spec: Any = None
         self._tried = False
@@ -192,12 +194,19 @@ class TrainStep:
             LossError: if a loss is not a floating-point scalar.
         """
         self._check(state, batch)
+        old = (
+            {path: param for path, param in state.params.items() if path in self.trainable},
+            state.buffers,
+            state.opt_state,
+        )
+        if self._renormalises:
+            state = state._replace(params={path: param.clone() for path, param in state.params.items()})
         grads, losses, metrics, buffers = self._gradients(state, batch)
         trainable = {path: param for path, param in state.params.items() if path in self.trainable}
         updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable)
         updated = apply_updates(trainable, updates)
         finite = all_finite([losses, *grads.values()])
-        new, old = (updated, buffers, opt_state), (trainable, state.buffers, state.opt_state)
+        new = updated, buffers, opt_state
         keep = state.active & finite
         if not (can_look(keep) and bool(keep.all())):
             new = where(keep, new, old)

@@ -232,7 +232,7 @@ def choose(case: Case) -> Choice:
     if chosen is None:
         chosen = next((row.lowering, row.reason) for row in rows if row.when(case))
     choice = Choice(case.op, path, case.num_models, case.shapes, case.shared, *chosen)
-    if _recorded is not None:
+    if _recorded is not None and FAMILIES[case.op] != "shape":
         _recorded.append(choice)
     return choice
 
@@ -264,7 +264,7 @@ class Explanation(list[Choice]):
 def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Run ``func(*args, **kwargs)`` and tell how each of its operators was lowered, and why.
 
-    Operators that PyTorch itself batches, such as additions and activations, are not listed.
+    Operators that PyTorch itself batches, such as additions and activations, and changes of shape are not listed.
 
     Args:
         func: A training step, an evaluation step, or any function that uses ``vmap``. Of a compiled function the
