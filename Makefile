@@ -2,16 +2,19 @@
 PYTHON3 ?= python3
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
+XLA_PYTHON := .venv-xla/bin/python
+XLA_STAMP := .venv-xla/.installed
 
-.PHONY: help setup demo test lint notebooks bench clean
+.PHONY: help setup demo test test-xla lint notebooks bench clean
 
 help:
 	@echo "make demo       train 48 CNNs as one array; table, picture, ratio"
 	@echo "make test       tests, and the examples in docstrings and README"
+	@echo "make test-xla   tests on XLA and on the oldest PyTorch supported, in .venv-xla (some GB)"
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  run the notebooks top to bottom"
 	@echo "make bench      ratios measured side by side"
-	@echo "make clean      remove .venv and everything that was made"
+	@echo "make clean      remove .venv, .venv-xla and everything that was made"
 
 setup: $(STAMP)
 
@@ -27,6 +30,21 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTHON) -m pytest
 
+$(XLA_STAMP): pyproject.toml constraints.txt
+	@echo "Setting up .venv-xla with several GB of packages; this takes some minutes"
+	$(PYTHON3) -m venv .venv-xla
+	grep -v '^torch==' constraints.txt > .venv-xla/constraints.txt
+	$(XLA_PYTHON) -m pip install --quiet --disable-pip-version-check --progress-bar off \
+		-c .venv-xla/constraints.txt -e '.[xla]' expecttest hypothesis pytest pytest-timeout scipy
+	@touch $@
+
+# Most of the time on XLA goes into compiling, and graphs this small gain nothing from an optimised one.
+test-xla: export PJRT_DEVICE := CPU
+test-xla: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+test-xla: $(XLA_STAMP)
+	$(XLA_PYTHON) -m pytest tests/test_xla.py
+	$(XLA_PYTHON) -m pytest tests $(addprefix --ignore=tests/test_,benchmarks.py demo.py gpu.py notebooks.py plot.py xla.py)
+
 lint: $(STAMP)
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
@@ -39,5 +57,5 @@ bench: $(STAMP)
 	$(PYTHON) -m benchmarks
 
 clean:
-	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-xla out build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

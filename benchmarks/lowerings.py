@@ -16,7 +16,7 @@ from torch import Tensor
 
 import hfta_func as hfta
 from benchmarks._measure import interleaved, seconds, table
-from benchmarks.ops import ROWS, Row, tensors
+from benchmarks.ops import ROWS, Row, like, tensors
 from hfta_func.rules._lowering import known_lowerings
 
 DIRECTIONS = {"convolution": (), "convolution_input_grad": (0,), "convolution_weight_grad": (1,)}
@@ -73,19 +73,18 @@ def _timer(work: Callable[[], Any], op: str, lowering: str | None, quick: bool, 
 def _work(row: Row, op: str, inputs: list[Tensor], alone: bool = False) -> Callable[[], Any]:
     func = row.func if alone else hfta.vmap(row.func)
     if op not in DIRECTIONS:
-        return lambda: _whole(func, inputs)
+        grad = like(func(*inputs).detach())
+        wanted = [x for x in inputs if x.requires_grad]
+        return lambda: torch.autograd.grad(func(*inputs), wanted, grad)
+    inputs = [x.detach() for x in inputs]
     if op == "convolution":
-        with torch.no_grad():
-            plain = [x.detach() for x in inputs]
-        return lambda: func(*plain)
+        return lambda: func(*inputs)
+    # Only what is asked for requires a gradient, so that nothing else is computed.
+    (wanted,) = DIRECTIONS[op]
+    inputs[wanted].requires_grad_()
     output = func(*inputs)
-    grad, wanted = torch.randn_like(output), [inputs[i] for i in DIRECTIONS[op]]
-    return lambda: torch.autograd.grad(output, wanted, grad, retain_graph=True)
-
-
-def _whole(func: Callable[..., Tensor], inputs: list[Tensor]) -> Any:
-    output = func(*inputs)
-    return torch.autograd.grad(output, [x for x in inputs if x.requires_grad], torch.ones_like(output))
+    grad = like(output.detach())
+    return lambda: torch.autograd.grad(output, inputs[wanted], grad, retain_graph=True)
 
 
 def show(results: dict[str, Any]) -> str:

@@ -2,8 +2,10 @@
 
 The rows are layers of six workloads (ResNet-18 with the ImageNet stem on 32x32 images, MobileNetV2, PointNet, DCGAN, a
 Transformer language model, BERT-Medium) and small relatives of them, in float32. The loop runs M ordinary calls, each with
-its own tensors; the two arrays run one ``vmap`` over stacked tensors, the gradient taken outside. All rows take turns under
-the same allocator settings; a ratio is the median over rounds. Before it is shown, outputs and gradients are compared.
+its own tensors; the two arrays run one ``vmap`` over stacked tensors, the gradient taken outside. Data of convolution,
+pooling and batch normalisation lie in memory as they do inside an array of networks, ``[N, M, C, ...]``, and gradients like
+the outputs that they belong to. All rows take turns under the same allocator settings; a ratio is the median over rounds.
+Before it is shown, outputs and gradients are compared.
 """
 
 from __future__ import annotations
@@ -263,21 +265,26 @@ def tensors(row: Row, device: str) -> tuple[list[list[Tensor]], list[Tensor]]:
     """Inputs of every member by themselves, and stacked."""
     torch.manual_seed(0)
     members = [[x.to(device).requires_grad_(x.is_floating_point()) for x in row.make()] for _ in range(row.num_models)]
-    stacks = [
-        torch.stack([x.detach() for x in column]).requires_grad_(column[0].requires_grad)
-        for column in zip(*members, strict=True)
-    ]
-    return members, stacks
+    stacks = [torch.stack([x.detach() for x in column]) for column in zip(*members, strict=True)]
+    if row.family in ("conv", "pooling") or "batch norm" in row.name:
+        stacks[0] = stacks[0].transpose(0, 1).contiguous().transpose(0, 1)
+    return members, [x.requires_grad_(x.is_floating_point()) for x in stacks]
+
+
+def like(output: Tensor) -> Tensor:
+    """A gradient for an output, laid out in memory like it."""
+    return torch.empty_like(output).normal_()
 
 
 def _measure(row: Row, quick: bool, device: str) -> dict[str, Any]:
     members, stacks = tensors(row, device)
-    grads = torch.randn_like(torch.stack([row.func(*member).detach() for member in members]))
+    array, stock = hfta.vmap(row.func), torch.func.vmap(row.func)
+    grads = like(array(*stacks).detach())
+    own = [grad.contiguous() for grad in grads]
 
     def serial() -> list[tuple[Tensor, ...]]:
-        return [_run(row.func, member, grad) for member, grad in zip(members, grads, strict=True)]
+        return [_run(row.func, member, grad) for member, grad in zip(members, own, strict=True)]
 
-    array, stock = hfta.vmap(row.func), torch.func.vmap(row.func)
     expected = [torch.stack(column) for column in zip(*serial(), strict=True)]
     agrees = all(map(_close, _run(array, stacks, grads), expected))
     modes = {

@@ -161,7 +161,7 @@ class TrainStep:
                 f"hparams {sorted(hparams)} have no use: the loss function takes only (model, batch); give it a third "
                 f"argument"
             )
-        trainable = {path: param for path, param in params.items() if path in self.trainable}
+        trainable = self._trained(params)
         first = next(iter(trainable.values()))
         if keys.device.type == "cpu":
             keep_memory_once()
@@ -177,6 +177,9 @@ class TrainStep:
             },
             active=torch.ones(count, dtype=torch.bool, device=keys.device),
         )
+
+    def _trained(self, params: Params) -> Params:
+        return {path: param for path, param in params.items() if path in self.trainable}
 
     @torch.no_grad()
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
@@ -194,15 +197,11 @@ class TrainStep:
             LossError: if a loss is not a floating-point scalar.
         """
         self._check(state, batch)
-        old = (
-            {path: param for path, param in state.params.items() if path in self.trainable},
-            state.buffers,
-            state.opt_state,
-        )
+        old = self._trained(state.params), state.buffers, state.opt_state
         if self._renormalises:
             state = state._replace(params={path: param.clone() for path, param in state.params.items()})
         grads, losses, metrics, buffers = self._gradients(state, batch)
-        trainable = {path: param for path, param in state.params.items() if path in self.trainable}
+        trainable = self._trained(state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable)
         updated = apply_updates(trainable, updates)
         finite = all_finite([losses, *grads.values()])
@@ -258,7 +257,7 @@ class TrainStep:
             # Once, so that a model that writes them is found out before it has changed the caller's.
             frozen = {path: param.clone() for path, param in frozen.items()}
         versions = {path: param._version for path, param in frozen.items()} if can_look(keys) else {}
-        grads, aux = grad_and_aux({path: param for path, param in params.items() if path in self.trainable}, total)
+        grads, aux = grad_and_aux(self._trained(params), total)
         for path, version in versions.items():
             if frozen[path]._version != version:
                 raise StateError(

@@ -56,33 +56,43 @@ def _input_is_shared(case: Case) -> bool:
     return case.shared[0]
 
 
+def _on_xla(case: Case) -> bool:
+    return case.device == "xla"
+
+
 def _has_tangents(case: Case) -> bool:
     return forward_ad._current_level >= 0
 
 
-def _recurrent_weights_exceed_cache(case: Case) -> bool:
-    """Every time step reads the weights from state to gates of all members, a loop those of one member."""
-    matrices = [shape for shape in case.shapes[1:] if shape is not None and len(shape) == 2]
-    size = 4 if case.dtype is None else case.dtype.itemsize
-    return case.device == "cpu" and case.num_models * math.prod(matrices[1]) * size > 2**21
+def _is_fused_lstm_beyond_cache(case: Case) -> bool:
+    """An LSTM with a fused kernel, where a step of all members reads more recurrent weights than the cache holds."""
+    _, h, c, *params = case.shapes
+    if case.device != "cpu" or case.dtype is torch.float64 or h != c:
+        return False
+    recurrent = params[1] or ()
+    return case.num_models * math.prod(recurrent) * 4 > 2**21
 
 
-_RECURRENT = (
-    Row(_has_tangents, "batched", "derivatives forward: PyTorch's fused kernel has none"),
-    Row(_recurrent_weights_exceed_cache, "loop", "the members' recurrent weights together do not fit in the cache"),
-    Row(_always, "batched", "one batched product a time step"),
-)
+_BATCHED = Row(_always, "batched", "one batched product a time step")
+
+_LOOP_ON_XLA = Row(_on_xla, "loop", "XLA makes groups one dense convolution, in which NaN times zero crosses members")
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "convolution": (
         Row(_input_is_shared, "wide", "one shared input: all members' filters in one convolution"),
+        _LOOP_ON_XLA,
         Row(_always, "grouped", "one group per member"),
     ),
-    "convolution_input_grad": (Row(_always, "grouped", "one group per member"),),
-    "convolution_weight_grad": (Row(_always, "grouped", "one group per member"),),
+    "convolution_input_grad": (_LOOP_ON_XLA, Row(_always, "grouped", "one group per member")),
+    "convolution_weight_grad": (_LOOP_ON_XLA, Row(_always, "grouped", "one group per member")),
+    "lstm.input": (
+        Row(_has_tangents, "batched", "derivatives forward: PyTorch's fused kernel has none"),
+        Row(_is_fused_lstm_beyond_cache, "loop", "a fused kernel per member, whose weights stay in the cache"),
+        _BATCHED,
+    ),
     **dict.fromkeys(
-        (f"{kind}.{packed}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for packed in ("input", "data")),
-        _RECURRENT,
+        ("lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input", "rnn_relu.data"),
+        (_BATCHED,),
     ),
 }
 """The rows of every operator with a rule, from the first to ask to the last, which always matches. Measured operators stand
