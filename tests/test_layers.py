@@ -22,7 +22,14 @@ FLOORS = [
         ORDERED,
         [
             *("_composites", "_routing", "_checkpoint", "_structure"),
-            *("rules/_layout", "rules/_affine", "rules/_lowering", "rules/_registry", "rules/_operator"),
+            *(
+                "rules/_layout",
+                "rules/_affine",
+                "rules/_lowering",
+                "rules/_choice",
+                "rules/_registry",
+                "rules/_operator",
+            ),
             "rules/_recurrence",
             *("optim/_base", "schedules"),
         ],

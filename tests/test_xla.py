@@ -117,7 +117,7 @@ def _run(func: Callable[..., Any], inputs: list[Tensor], device: str) -> list[Te
     leaves = [x.clone().to(device).requires_grad_(x.is_floating_point()) for x in inputs]
     outputs = _tuple(func(*leaves))
     smooth = [output for output in outputs if output.requires_grad]
-    weights = [torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype, device=device).reshape(x.shape) for x in smooth]
+    weights = [torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).reshape(x.shape).to(device) for x in smooth]
     grads = torch.autograd.grad(
         smooth,
         [x for x in leaves if x.requires_grad],

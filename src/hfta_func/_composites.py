@@ -86,8 +86,6 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
     torch.Tensor.__bool__: _truth,
-    # torch.compile cannot enter the Python body of this method while a mode is in force.
-    torch.Tensor.unflatten: torch.unflatten,
 }
 """What takes the place of which function."""
 

@@ -59,6 +59,10 @@ class routed(TorchFunctionMode):
     ) -> Any:
         """Answer one call of a torch function."""
         kwargs = kwargs or {}
+        if func is torch.Tensor.unflatten:
+            # torch.compile cannot enter the Python body of this method while a mode is in force, and compares functions only
+            # one by one.
+            return torch.unflatten(*args, **kwargs)
         func = LOWERED.get(func, func)
         if self.key is None:
             return func(*args, **kwargs)

@@ -236,7 +236,7 @@ class TrainStep:
                 pieces.append(self._run(part, slice_batch(self.batch_dims, batch, start, stop)))
             return tree_map(lambda *leaves: torch.cat(leaves), *pieces)
 
-        if self.chunk_size == "auto":
+        if isinstance(self.chunk_size, str):
             return run(self._chunks.fastest(run, count, keys.device, batch))
         return run(self.chunk_size or count)
 

@@ -12,11 +12,14 @@ from typing import Any
 
 import optree
 import torch
+from torch import Tensor
+from torch._C._functorch import _add_batch_dim, _remove_batch_dim
+from torch._functorch.vmap import vmap_increment_nesting
 
 from hfta_func import rules
 from hfta_func._composites import lowered
 from hfta_func._errors import RandomnessError, TraceError
-from hfta_func.rules import _lowering
+from hfta_func.rules import _choice
 from hfta_func.rules._registry import install_for_compiler, no_fallback
 
 
@@ -67,7 +70,7 @@ def vmap_routed(
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            install_for_compiler(_lowering.state)
+            install_for_compiler(_choice.state)
             return mapped(*args, **kwargs)
         rules.install()
         try:
@@ -93,8 +96,42 @@ def _mapped_flat(func: Callable[..., Any], args: Any, in_dims: Any, randomness: 
         outputs, out_spec = optree.tree_flatten(func(*optree.tree_unflatten(spec, leaves)), none_is_leaf=True)
         return tuple(outputs)
 
-    outputs = torch.func.vmap(flat, in_dims, 0, randomness, chunk_size=chunk_size)(*leaves)
+    dims = (in_dims,) * len(leaves) if isinstance(in_dims, int) else in_dims
+    count = _num_models(leaves, dims) if chunk_size is None else None
+    if count is None:
+        outputs = torch.func.vmap(flat, in_dims, 0, randomness, chunk_size=chunk_size)(*leaves)
+    else:
+        outputs = _mapped_level(flat, leaves, dims, count, randomness)
     return optree.tree_unflatten(out_spec, outputs)
+
+
+def _num_models(leaves: list[Any], dims: tuple[Any, ...]) -> int | None:
+    """M, or None where something is wrong, which PyTorch then says."""
+    sizes = set()
+    for leaf, dim in zip(leaves, dims, strict=True):
+        if dim is not None:
+            if not isinstance(leaf, Tensor) or not isinstance(dim, int) or not -leaf.dim() <= dim < leaf.dim():
+                return None
+            sizes.add(leaf.shape[dim])
+    return sizes.pop() if len(sizes) == 1 and 0 not in sizes else None
+
+
+def _mapped_level(
+    func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...], count: int, randomness: str
+) -> tuple[Tensor, ...]:
+    """What ``torch.func.vmap`` does with flat tensors, without its walks over trees in Python."""
+    with vmap_increment_nesting(count, randomness) as level:
+        inputs = [
+            leaf if dim is None else _add_batch_dim(leaf, dim if dim >= 0 else leaf.dim() + dim, level)
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
+        outputs = func(*inputs)
+        for output in outputs:
+            if not isinstance(output, Tensor):
+                raise ValueError(
+                    f"a function under vmap must return tensors only, but it returned a {type(output).__qualname__}"
+                )
+        return tuple(_remove_batch_dim(output, level, count, 0) for output in outputs)
 
 
 def _advice(error: RuntimeError) -> Exception | None:

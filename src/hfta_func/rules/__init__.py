@@ -21,7 +21,7 @@ from hfta_func.rules import (
     resampling,
     shape,
 )
-from hfta_func.rules._lowering import Explanation, Override, explain, override
+from hfta_func.rules._choice import Explanation, Override, explain, override
 from hfta_func.rules._registry import install, is_installed, uninstall
 
 __all__ = [

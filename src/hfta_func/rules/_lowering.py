@@ -1,21 +1,16 @@
-"""Which lowering an operator gets: rows of a table, of which the first that matches decides, and overrides before them.
+"""The table of lowerings: rows for every operator, of which the first that matches a call decides.
 
-Public: :func:`override`, :func:`explain`. :func:`choose` is a pure function of the call and the overrides in force.
+The rows for the CPU were filled in from ``python -m benchmarks lowerings`` on two cores.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import sys
-from collections.abc import Callable, Iterable
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.fx.traceback import get_current_meta
+from torch import Tensor
 
 
 class Case(NamedTuple):
@@ -29,6 +24,7 @@ class Case(NamedTuple):
         shapes: What one member sees of each tensor argument, in order; None for arguments that are not tensors.
         shared: Which tensor arguments all members share.
         options: The arguments that are not tensors, in order.
+        tangents: Whether derivatives forward are taken.
     """
 
     op: str
@@ -38,6 +34,7 @@ class Case(NamedTuple):
     shapes: tuple[tuple[int, ...] | None, ...]
     shared: tuple[bool, ...]
     options: tuple[Any, ...]
+    tangents: bool
 
 
 class Row(NamedTuple):
@@ -60,8 +57,54 @@ def _on_xla(case: Case) -> bool:
     return case.device == "xla"
 
 
+def _on_cpu(condition: Callable[..., bool]) -> Callable[[Case], bool]:
+    """A condition on a convolution of one member: its input, its filters, and its geometry, the last six options."""
+
+    def when(case: Case) -> bool:
+        return case.device == "cpu" and condition(case.shapes[0], case.shapes[1], case.options[-6:])
+
+    return when
+
+
+def _is_one_pixel(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    """Whether a convolution makes one pixel per image, or a transposed one reads one: a linear layer over the filter."""
+    stride, padding, dilation, transposed, *_ = options
+    if transposed:
+        return all(size == 1 for size in x[2:]) and not any(padding)
+    return all(
+        size + 2 * pad - step * (taps - 1) - 1 < jump
+        for size, taps, jump, pad, step in zip(x[2:], weight[2:], stride, padding, dilation, strict=True)
+    )
+
+
+def _is_one_pixel_of_a_large_batch(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    return x[0] >= 16 and _is_one_pixel(x, weight, options)
+
+
+def _has_large_filters(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    return math.prod(weight) >= 2**20
+
+
+def _has_few_channels_on_large_images(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    few = min(weight[0], weight[1]) <= 4 and options[-1] == 1
+    return few and len(x) > 3 and x[0] * math.prod(x[2:]) >= 2**14
+
+
+def _has_few_channels_in(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    return (
+        x[1] <= 4 and len(x) > 3 and math.prod(weight[2:]) >= 9 and x[0] * math.prod(x[2:]) >= 2**11 and not options[3]
+    )
+
+
+_GROUPED = Row(_always, "grouped", "one group per member")
+_LARGE = Row(
+    _on_cpu(_has_large_filters), "loop", "4 MB of filters per member: one after another they stay in the cache"
+)
+_FEW = Row(_on_cpu(_has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill up")
+
+
 def _has_tangents(case: Case) -> bool:
-    return forward_ad._current_level >= 0
+    return case.tangents
 
 
 def _is_fused_lstm_beyond_cache(case: Case) -> bool:
@@ -70,7 +113,7 @@ def _is_fused_lstm_beyond_cache(case: Case) -> bool:
     if case.device != "cpu" or case.dtype is torch.float64 or h != c:
         return False
     recurrent = params[1] or ()
-    return case.num_models * math.prod(recurrent) * 4 > 2**21
+    return case.num_models * math.prod(recurrent) * 4 > 2**18
 
 
 _BATCHED = Row(_always, "batched", "one batched product a time step")
@@ -81,10 +124,25 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "convolution": (
         Row(_input_is_shared, "wide", "one shared input: all members' filters in one convolution"),
         _LOOP_ON_XLA,
-        Row(_always, "grouped", "one group per member"),
+        Row(_on_cpu(_is_one_pixel_of_a_large_batch), "matmul", "one pixel per image: a linear layer"),
+        _LARGE,
+        _FEW,
+        Row(_on_cpu(_has_few_channels_in), "channels_last", "few channels in: pixels lie together"),
+        _GROUPED,
     ),
-    "convolution_input_grad": (_LOOP_ON_XLA, Row(_always, "grouped", "one group per member")),
-    "convolution_weight_grad": (_LOOP_ON_XLA, Row(_always, "grouped", "one group per member")),
+    "convolution_input_grad": (
+        _LOOP_ON_XLA,
+        Row(_on_cpu(_is_one_pixel_of_a_large_batch), "matmul", "one pixel per image: a linear layer"),
+        _LARGE,
+        _GROUPED,
+    ),
+    "convolution_weight_grad": (
+        _LOOP_ON_XLA,
+        Row(_on_cpu(_is_one_pixel), "matmul", "one pixel per image: a linear layer"),
+        _LARGE,
+        _FEW,
+        _GROUPED,
+    ),
     "lstm.input": (
         Row(_has_tangents, "batched", "derivatives forward: PyTorch's fused kernel has none"),
         Row(_is_fused_lstm_beyond_cache, "loop", "a fused kernel per member, whose weights stay in the cache"),
@@ -118,187 +176,18 @@ def enter(op: str, family: str, reason: str) -> None:
     TABLE.setdefault(op, (Row(_always, "folded", reason),))
 
 
-class Override:
-    """A lowering forced by hand, in force until :meth:`remove` or the end of a ``with`` block; see :func:`override`."""
-
-    def __init__(self, lowerings: dict[str, str], modules: tuple[str, ...] | None):
-        self.lowerings = lowerings
-        self.modules = modules
-
-    def __repr__(self) -> str:
-        where = "everywhere" if self.modules is None else f"in {list(self.modules)}"
-        return f"{self.lowerings} {where}"
-
-    def matches(self, path: str) -> bool:
-        """Whether it speaks of the module at ``path``."""
-        return self.modules is None or any(path == name or path.startswith(f"{name}.") for name in self.modules)
-
-    def remove(self) -> None:
-        """Take it back."""
-        _set(tuple(other for other in _overrides if other is not self))
-
-    def __enter__(self) -> Override:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-
-_overrides: tuple[Override, ...] = ()
-
-state: str = ""
-"""The overrides in force, as text."""
-
-
-def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) -> Override:
-    """Force how operators are lowered, everywhere or inside named submodules.
-
-    ``"loop"`` exists for every operator: the members run one after another, as HFTA's partial fusion does for the layers
-    that it leaves out. The choice changes speed and memory, never results beyond rounding.
-
-    Args:
-        modules: Paths of submodules, such as ``"layer4"``; what stands below them counts too. None is everywhere.
-            Operators of the backward pass belong to no module.
-        lowerings: By family or operator, for example ``conv="loop"``; ``all="loop"`` speaks of every operator.
-
-    Returns:
-        A handle with ``remove()``, which is also a context manager. Of several, the latest that matches decides.
-
-    Raises:
-        ValueError: at a family or lowering that does not exist.
-
-    Example:
-        >>> with rules.override(conv="loop"):
-        ...     y = vmap(torch.conv1d)(torch.randn(3, 2, 4, 9), torch.randn(3, 5, 4, 3))
-        >>> y.shape
-        torch.Size([3, 2, 5, 7])
-
-    References:
-        Wang et al., Horizontally Fused Training Array, MLSys 2021, section 3 (partial fusion).
-    """
-    for name, lowering in lowerings.items():
-        known = known_lowerings(name)
-        if not known:
-            families = sorted(set(FAMILIES.values()))
-            raise ValueError(f"no operator or family is called '{name}'; families are {families}, or 'all'")
-        if lowering not in known:
-            raise ValueError(f"'{name}' has no lowering '{lowering}'; it has {sorted(known)}")
-    if not lowerings:
-        raise ValueError("override needs a lowering, for example conv='loop'")
-    if modules is not None:
-        modules = (modules,) if isinstance(modules, str) else tuple(modules)
-    added = Override(dict(lowerings), modules)
-    _set((*_overrides, added))
-    return added
-
-
-def _set(overrides: tuple[Override, ...]) -> None:
-    global _overrides, state
-    _overrides = overrides
-    state = repr(overrides) if overrides else ""
-
-
 def known_lowerings(name: str) -> set[str]:
     """The lowerings of an operator, a family or of ``"all"`` operators; none for a name that does not exist."""
     found = set()
     for op, rows in TABLE.items():
-        if name in _titles(op):
+        if name in titles(op):
             found |= set(LOWERINGS.get(op, ())) | {row.lowering for row in rows}
     return found | {"loop"} if found and name not in UNLOOPED else found
 
 
-def _titles(op: str) -> tuple[str, ...]:
+def titles(op: str) -> tuple[str, ...]:
     """What overrides may call an operator, from the narrowest to the widest."""
     return op, op.partition(".")[0], FAMILIES[op], "all"
-
-
-class Choice(NamedTuple):
-    """A line of what :func:`explain` prints."""
-
-    op: str
-    module: str
-    num_models: int
-    shapes: tuple[tuple[int, ...] | None, ...]
-    shared: tuple[bool, ...]
-    lowering: str
-    reason: str
-
-
-_recorded: list[Choice] | None = None
-
-
-def choose(case: Case) -> Choice:
-    """The lowering for a call, and why."""
-    rows = TABLE[case.op]
-    path = module_path() if _recorded is not None or any(one.modules is not None for one in _overrides) else ""
-    chosen = None
-    for one in reversed(_overrides):
-        forced = next((one.lowerings[name] for name in _titles(case.op) if name in one.lowerings), None)
-        if forced is not None and one.matches(path) and forced in known_lowerings(case.op):
-            chosen = forced, "overridden"
-            break
-    if chosen is None:
-        chosen = next((row.lowering, row.reason) for row in rows if row.when(case))
-    choice = Choice(case.op, path, case.num_models, case.shapes, case.shared, *chosen)
-    if _recorded is not None and FAMILIES[case.op] != "shape":
-        _recorded.append(choice)
-    return choice
-
-
-def is_simple(op: str) -> bool:
-    """Whether there is nothing to choose for an operator: one row, no overrides, nobody who wants to know."""
-    return len(TABLE[op]) == 1 and not _overrides and _recorded is None
-
-
-class Explanation(list[Choice]):
-    """Calls of operators in the order in which they ran, printed as a table."""
-
-    def __str__(self) -> str:
-        lines = [("operator", "module", "members", "shapes of one member (* shared)", "lowering", "reason")]
-        for choice in self:
-            shapes = ", ".join(
-                ("*" if shared else "") + str(list(shape))
-                for shape, shared in zip(choice.shapes, choice.shared, strict=True)
-                if shape is not None
-            )
-            lines.append((choice.op, choice.module, str(choice.num_models), shapes, choice.lowering, choice.reason))
-        widths = [max(len(line[column]) for line in lines) for column in range(5)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[5]])
-            for line in lines
-        )
-
-
-def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Run ``func(*args, **kwargs)`` and tell how each of its operators was lowered, and why.
-
-    Operators that PyTorch itself batches, such as additions and activations, and changes of shape are not listed.
-
-    Args:
-        func: A training step, an evaluation step, or any function that uses ``vmap``. Of a compiled function the
-            original runs.
-        args: Its arguments, for example a state and a batch.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        A list of choices that prints as a table: operator, module path, members, shapes, lowering, reason.
-
-    Example:
-        >>> x, weight = torch.randn(3, 2, 4, 9), torch.randn(3, 5, 4, 3)
-        >>> print(rules.explain(vmap(torch.conv1d), x, weight))
-        operator     module  members  shapes of one member (* shared)  lowering  reason
-        convolution          3        [2, 4, 9], [5, 4, 3]             ...
-    """
-    global _recorded
-    func = getattr(func, "_torchdynamo_orig_callable", func)
-    before, _recorded = _recorded, Explanation()
-    try:
-        func(*args, **kwargs)
-        return _recorded
-    finally:
-        _recorded = before
 
 
 def member_shape(x: Any, dim: int | None) -> tuple[int, ...] | None:
@@ -307,36 +196,3 @@ def member_shape(x: Any, dim: int | None) -> tuple[int, ...] | None:
         return None
     shape = tuple(x.shape)
     return shape if dim is None else shape[:dim] + shape[dim + 1 :]
-
-
-ROOT = "_Body"
-"""Name of the class that holds the model while an array runs; its only child is the model."""
-
-
-def _dotted(path: str) -> str:
-    """``getattr(root.features, '0')`` as ``root.features.0``."""
-    while (plain := re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", path)) != path:
-        path = plain
-    return re.sub(r"(\._modules)?\['?([^]']*)'?\]", r".\2", path)
-
-
-def module_path() -> str:
-    """The path of the module whose code is running, inside the model of the array."""
-    stack = get_current_meta().get("nn_module_stack")
-    if stack:
-        # A compiler runs the operators of a graph, and the graph remembers whose they were: expressions in Python, from
-        # the outermost module to the innermost.
-        paths = [_dotted(path) for path, _ in stack.values()]
-        names = [getattr(kind, "__name__", str(kind)) for _, kind in stack.values()]
-        outer = next((path for path, name in zip(paths, names, strict=True) if name.endswith(ROOT)), paths[0])
-        return paths[-1].removeprefix(outer).removeprefix(".model").lstrip(".")
-    frame, inner = sys._getframe(1), None
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            inner = inner or owner
-            if type(owner).__name__ == ROOT:
-                path = next((path for path, module in owner.named_modules() if module is inner), "")
-                return path.removeprefix("model").lstrip(".")
-        frame = frame.f_back
-    return ""

@@ -92,6 +92,8 @@ class Operator:
         library.impl(name, forward, "CompositeExplicitAutograd")
         library.impl(name, autograd, "Autograd")
         library.impl(name, forward, "FuncTorchBatched")
+        # XLA keeps track of views above its kernels; the operations inside must pass there.
+        library.impl(name, forward, "Functionalize")
         # What graph capture replaces the operator by, below autograd.
         op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(forward)
         self._library = library

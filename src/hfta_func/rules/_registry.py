@@ -29,8 +29,10 @@ from torch._C._functorch import (
 )
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
+from torch.autograd import forward_ad
 
-from hfta_func.rules._lowering import TABLE, Case, choose, enter, is_simple, member_shape
+from hfta_func.rules._choice import choose, is_simple
+from hfta_func.rules._lowering import TABLE, Case, enter, member_shape
 
 Dims = tuple[int | None, ...]
 Result = tuple[Any, Any]
@@ -147,7 +149,7 @@ def install_for_compiler(overrides: str) -> bool:
     configuration; the fingerprint of the rules joins the latter, as one more entry of a table of versions.
 
     Args:
-        overrides: :data:`_lowering.state`. That it is passed has the compiler guard on it and compile anew when it changes.
+        overrides: :data:`_choice.state`. That it is passed has the compiler guard on it and compile anew when it changes.
     """
     install()
     config: Any = importlib.import_module("torch._inductor.config")
@@ -284,7 +286,7 @@ def _case(op: str, num_models: int, args: list[Any], dims: list[Any], kwargs: An
         elif isinstance(dim, tuple):
             tensors.extend(zip(value, dim, strict=True))
         else:
-            options.append(value)
+            options.append(tuple(value) if isinstance(value, list) else value)
     return Case(
         op,
         num_models,
@@ -293,6 +295,7 @@ def _case(op: str, num_models: int, args: list[Any], dims: list[Any], kwargs: An
         tuple(member_shape(x, dim) for x, dim in tensors),
         tuple(dim is None for _, dim in tensors),
         tuple(options),
+        forward_ad._current_level >= 0,
     )
 
 

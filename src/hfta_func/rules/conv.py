@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from hfta_func.rules._choice import choose
 from hfta_func.rules._layout import fold, front, split
-from hfta_func.rules._lowering import Case, choose, member_shape
+from hfta_func.rules._lowering import Case, member_shape
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register
 
@@ -77,7 +79,6 @@ def _per_member(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, geom
         bias = front(bias, bias_dim)
     shape = member_shape(x, x_dim)
     assert shape is not None
-    weight, geometry = _crop(weight, geometry, shape[-len(geometry.stride) :])
     case = Case(
         "convolution_input_grad",
         num_models,
@@ -85,13 +86,15 @@ def _per_member(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, geom
         x.dtype,
         (shape, tuple(weight.shape[1:])),
         (x_dim is None, False),
-        tuple(geometry),
+        (*map(tuple, geometry[:3]), geometry.transposed, tuple(geometry.output_padding), geometry.groups),
+        forward_ad._current_level >= 0,
     )
     lowerings = [
         call.lowering if call.lowering != "wide" else "grouped",
         choose(case).lowering,
         choose(case._replace(op="convolution_weight_grad")).lowering,
     ]
+    weight, geometry = _crop(weight, geometry, shape[2:])
     if lowerings == ["grouped"] * 3:
         # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K] -> [N,MGO,S] -> [N,M,GO,S]
         bias = None if bias is None else bias.flatten()
@@ -109,20 +112,24 @@ def _crop(weight: Tensor, geometry: Geometry, space: tuple[int, ...]) -> tuple[T
     """Filters without the taps at their edges that meet only padding: a 3x3 filter on a 1x1 image uses one of its nine."""
     if geometry.transposed:
         return weight, geometry
-    padding = list(geometry.padding)
+    padding, cropped, left = list(geometry.padding), [], 1
     for axis, (size, stride, pad, dilation) in enumerate(zip(space, *geometry[:3], strict=True)):
-        taps = weight.shape[3 + axis]
-        if not pad or not isinstance(size, int) or size > pad + dilation * (taps - 1):
-            continue
-        starts = range(-pad, size + pad - dilation * (taps - 1), stride)
-        used = [tap for tap in range(taps) if any(0 <= start + dilation * tap < size for start in starts)]
-        if not used or len(used) == taps:
-            continue
-        # PyTorch pads both sides alike; what remains of the padding must let the filter stop where it stopped.
-        count, rest = used[-1] - used[0] + 1, pad - dilation * used[0]
-        if rest >= 0 and (size + 2 * rest - dilation * (count - 1) - 1) // stride + 1 == len(starts):
-            weight, padding[axis] = weight.narrow(3 + axis, used[0], count), rest
-    return weight, geometry._replace(padding=padding)
+        taps, first, count = weight.shape[3 + axis], 0, weight.shape[3 + axis]
+        if pad and isinstance(size, int) and size <= pad + dilation * (taps - 1):
+            starts = range(-pad, size + pad - dilation * (taps - 1), stride)
+            used = [tap for tap in range(taps) if any(0 <= start + dilation * tap < size for start in starts)]
+            rest = pad - dilation * used[0] if used else -1
+            # PyTorch pads both sides alike; what remains of the padding must let the filter stop where it stopped.
+            width = dilation * (used[-1] - used[0]) + 1 if used else 0
+            if rest >= 0 and (size + 2 * rest - width) // stride + 1 == len(starts):
+                first, count, padding[axis] = used[0], used[-1] - used[0] + 1, rest
+        cropped = [-first, first + count - taps, *cropped]
+        left *= count
+    # What is left is copied together, which pays only where it is little. Padding by less than nothing is one operator,
+    # whose gradient is written once.
+    if 4 * left > math.prod(weight.shape[3:]):
+        return weight, geometry
+    return F.pad(weight, cropped), geometry._replace(padding=padding)
 
 
 def _wide(
@@ -265,6 +272,10 @@ def _scatter(channels: Tensor, weight: Tensor, geometry: Geometry, like: Tensor 
     columns = torch.bmm(_rows(channels, geometry), _matrix(weight, geometry))
     if _is_pointwise(kernel, geometry):
         return _channels_first(columns, channels.shape[:2], small, geometry)
+    if math.prod(small) == 1 and space == list(kernel) and not any(geometry.padding):
+        # [MG,N,IK] -> [M,G,N,I,K] -> [M,N,GI,K]
+        columns = columns.reshape(num_models, geometry.groups, batch, -1, *space).transpose(1, 2)
+        return columns.reshape(num_models, batch, -1, *space)
     # [M,G,N,L,I,K] -> [MN,GIK,L] -> [MN,GI,S]
     columns = columns.reshape(num_models, geometry.groups, batch, math.prod(small), -1).permute(0, 2, 1, 4, 3)
     columns = columns.reshape(num_models * batch, -1, math.prod(small))

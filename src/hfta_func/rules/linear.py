@@ -47,7 +47,7 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         # [M,1,O] + [M,P,I], [M,I,O] -> [M,P,O] -> [M,B,O]
         x, weight = front(x, x_dim), front(weight, weight_dim).transpose(1, 2)
         rows = x if x.dim() == 3 else x.reshape(num_models, math.prod(x.shape[1:-1]), x.shape[-1])
-        if inner is None:
+        if inner is None or bias_dim is None:
             y = torch.bmm(rows, weight)
         else:
             y = torch.baddbmm(front(inner, bias_dim).unsqueeze(1), rows, weight)
