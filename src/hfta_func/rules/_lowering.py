@@ -53,6 +53,10 @@ def _input_is_shared(case: Case) -> bool:
     return case.shared[0]
 
 
+def _filters_are_shared(case: Case) -> bool:
+    return case.shared[1]
+
+
 def _on_xla(case: Case) -> bool:
     return case.device == "xla"
 
@@ -122,6 +126,7 @@ _LOOP_ON_XLA = Row(_on_xla, "loop", "XLA makes groups one dense convolution, in 
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "convolution": (
+        Row(_filters_are_shared, "folded", "shared filters: members join the batch"),
         Row(_input_is_shared, "wide", "one shared input: all members' filters in one convolution"),
         _LOOP_ON_XLA,
         Row(_on_cpu(_is_one_pixel_of_a_large_batch), "matmul", "one pixel per image: a linear layer"),

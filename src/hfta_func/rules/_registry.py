@@ -56,7 +56,7 @@ class Call(NamedTuple):
         num_models: M.
         dims: The model axis of each positional argument, or None; of a list of tensors, a tuple of them.
         named_dims: The model axis of each keyword argument, or None.
-        lowering: Which of its lowerings the table chose.
+        lowering: Which of its lowerings the table chose, unless the rule chooses.
     """
 
     num_models: int
@@ -75,6 +75,7 @@ class Entry(NamedTuple):
     rule: Rule
     key: str
     otherwise: Callable[..., Any] | None
+    chooses: bool
 
 
 RULES: dict[str, Entry] = {}
@@ -88,7 +89,11 @@ _library: torch.library.Library | None = None
 
 
 def register(
-    op: str, family: str, key: str = BATCHED, otherwise: Callable[..., Any] | None = None
+    op: str,
+    family: str,
+    key: str = BATCHED,
+    otherwise: Callable[..., Any] | None = None,
+    chooses: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Add a rule for ``aten::<op>`` to the table; it takes effect at the next :func:`install`.
 
@@ -97,10 +102,11 @@ def register(
         family: What overrides may call it and its relatives.
         key: Where it stands. At any other key than :data:`BATCHED` it is also asked when nothing has a model axis.
         otherwise: For :data:`FRONT`, what the other transforms of ``torch.func`` call instead of the operator.
+        chooses: Whether the rule asks the table itself, about more than the call says.
     """
 
     def add(rule: Rule) -> Rule:
-        RULES[op] = Entry(rule, key, otherwise)
+        RULES[op] = Entry(rule, key, otherwise, chooses)
         enter(op, family, (rule.__doc__ or "").partition("\n")[0])
         return rule
 
@@ -245,7 +251,7 @@ def _operator(op: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
+def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None, chooses: bool) -> Callable[..., Any]:
     operator = _operator(op)
     only = TABLE[op][0].lowering
 
@@ -264,9 +270,9 @@ def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None)
             if key != MODE and all(map(_is_shared, (*dims, *named_dims.values()))):
                 return operator(*plain, **kwargs)
             num_models = interpreter.batch_size()
-            lowering = (
-                only if is_simple(op) else choose(_case(op, num_models, plain, dims, kwargs, named_dims)).lowering
-            )
+            lowering = only
+            if not (chooses or is_simple(op)):
+                lowering = choose(_case(op, num_models, plain, dims, kwargs, named_dims)).lowering
             if lowering == "loop":
                 outputs, out_dims = _loop(operator, num_models, plain, dims, kwargs, named_dims)
             else:

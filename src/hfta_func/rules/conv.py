@@ -44,68 +44,72 @@ class Geometry(NamedTuple):
     groups: int
 
 
-@register("convolution", "conv")
+@register("convolution", "conv", chooses=True)
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     """Convolution and transposed convolution, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
-    # A number for all space axes may come as a list of one.
     axes = weight.dim() - 2 - (weight_dim is not None)
-    options = tuple(option * axes if isinstance(option, list) and len(option) == 1 else option for option in options)
+    # A number for all space axes may come as a list of one.
+    geometry = Geometry(
+        *(option * axes if isinstance(option, list) and len(option) == 1 else option for option in options)
+    )
+    if weight_dim is not None:
+        shape = member_shape(x, x_dim)
+        assert shape is not None
+        weight, geometry = _crop(front(weight, weight_dim), geometry, shape[2:])
+        weight_dim = 0
+    lowerings = _choose(num_models, x, x_dim, weight, weight_dim, geometry)
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
     separate = bias is not None and (weight_dim is None) != (bias_dim is None)
-    inner, inner_dim = (None, None) if separate else (bias, bias_dim)
+    inner = None if separate or bias is None else bias if bias_dim is None else front(bias, bias_dim)
     if weight_dim is None:
         # [M,N,GI,S], [GO,I,K] -> [MN,GI,S], [GO,I,K] -> [MN,GO,S] -> [M,N,GO,S]
         if x_dim is None:
-            y, dim = _convolution(x, weight, None, *options), None
+            y, dim = _convolution(x, weight, None, *geometry), None
         else:
-            y = _convolution(fold(x, x_dim, 0, num_models), weight, inner, *options)
+            y = _convolution(fold(x, x_dim, 0, num_models), weight, inner, *geometry)
             y, dim = split(y, 0, num_models), 0
-    elif x_dim is None and call.lowering == "wide":
-        y, dim = _wide(num_models, x, front(weight, weight_dim), inner, inner_dim, Geometry(*options)), 1
+    elif x_dim is None and lowerings[0] == "wide":
+        y, dim = _wide(num_models, x, weight, inner, geometry), 1
+    elif lowerings == ["grouped"] * 3:
+        # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K] -> [N,MGO,S] -> [N,M,GO,S]
+        inner = None if inner is None else inner.flatten()
+        x, weight = fold(x, x_dim, 1, num_models), weight.flatten(0, 1)
+        y = _convolution(x, weight, inner, *geometry[:-1], geometry.groups * num_models)
+        y, dim = split(y, 1, num_models), 1
     else:
-        y, dim = _per_member(call, x, front(weight, weight_dim), inner, Geometry(*options))
+        x = x.expand(num_models, *x.shape) if x_dim is None else front(x, x_dim)
+        y, dim = _stacked(x, weight, inner, *geometry, lowerings), 0
     if separate:
         assert bias is not None
         y, dim = _add_bias(y, dim, bias, bias_dim)
     return y, dim
 
 
-def _per_member(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Result:
-    """Filters ``[M,GO,I,K]`` of every member: a lowering for each of three directions, then what they make."""
-    num_models, (x_dim, _, bias_dim) = call.num_models, call.dims[:3]
-    if bias is not None:
-        assert bias_dim is not None
-        bias = front(bias, bias_dim)
-    shape = member_shape(x, x_dim)
-    assert shape is not None
+def _choose(
+    num_models: int, x: Tensor, x_dim: int | None, weight: Tensor, weight_dim: int | None, geometry: Geometry
+) -> list[str]:
+    """The lowerings of forward pass, gradient of the input, and gradient of the filters."""
     case = Case(
-        "convolution_input_grad",
+        "convolution",
         num_models,
         x.device.type,
         x.dtype,
-        (shape, tuple(weight.shape[1:])),
-        (x_dim is None, False),
+        (member_shape(x, x_dim), member_shape(weight, weight_dim)),
+        (x_dim is None, weight_dim is None),
         (*map(tuple, geometry[:3]), geometry.transposed, tuple(geometry.output_padding), geometry.groups),
         forward_ad._current_level >= 0,
     )
-    lowerings = [
-        call.lowering if call.lowering != "wide" else "grouped",
-        choose(case).lowering,
-        choose(case._replace(op="convolution_weight_grad")).lowering,
-    ]
-    weight, geometry = _crop(weight, geometry, shape[2:])
-    if lowerings == ["grouped"] * 3:
-        # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K] -> [N,MGO,S] -> [N,M,GO,S]
-        bias = None if bias is None else bias.flatten()
-        y = _convolution(
-            fold(x, x_dim, 1, num_models), weight.flatten(0, 1), bias, *geometry[:-1], geometry.groups * num_models
-        )
-        return split(y, 1, num_models), 1
+    forward = choose(case).lowering
+    if weight_dim is None or (x_dim is None and forward == "wide"):
+        return [forward]
+    if x_dim is not None and forward == "wide":
+        # Only a shared input can be read by one wide convolution.
+        forward = "grouped"
+    lowerings = [forward, *(choose(case._replace(op=f"convolution_{of}_grad")).lowering for of in ("input", "weight"))]
     if not _unfolds(geometry):
-        lowerings = ["grouped" if lowering == "matmul" else lowering for lowering in lowerings]
-    x = x.expand(num_models, *x.shape) if x_dim is None else front(x, x_dim)
-    return _stacked(x, weight, bias, *geometry, lowerings), 0
+        return ["grouped" if lowering == "matmul" else lowering for lowering in lowerings]
+    return lowerings
 
 
 def _crop(weight: Tensor, geometry: Geometry, space: tuple[int, ...]) -> tuple[Tensor, Geometry]:
@@ -132,9 +136,7 @@ def _crop(weight: Tensor, geometry: Geometry, space: tuple[int, ...]) -> tuple[T
     return F.pad(weight, cropped), geometry._replace(padding=padding)
 
 
-def _wide(
-    num_models: int, x: Tensor, weight: Tensor, bias: Tensor | None, bias_dim: int | None, geometry: Geometry
-) -> Tensor:
+def _wide(num_models: int, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     # [N,GI,S], [M,GO,I,K] -> [N,GI,S], [GMO,I,K] -> [N,GMO,S] -> [N,G,M,O,S] -> [N,M,GO,S]
     groups = geometry.groups
     if geometry.transposed:
@@ -143,8 +145,7 @@ def _wide(
     else:
         weight = _interleave(weight, groups)
     if bias is not None:
-        assert bias_dim is not None
-        bias = _interleave(front(bias, bias_dim), groups)
+        bias = _interleave(bias, groups)
     y = split(_convolution(x, weight, bias, *geometry), 1, groups)
     return split(y, 2, num_models).transpose(1, 2).flatten(2, 3)
 
