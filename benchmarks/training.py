@@ -25,6 +25,7 @@ from torch.func import functional_call, grad_and_value
 
 import hfta_func as hfta
 from benchmarks._measure import ROOT, demo, interleaved, seconds, table
+from benchmarks.models import ResNet18, TransformerLM
 
 MOMENTUM = 0.9
 TOLERANCE = 1e-3
@@ -89,7 +90,43 @@ def digits(num_models: int, batch_size: int) -> Workload:
     )
 
 
-WORKLOADS = {"mlp": mlp, "digits": digits}
+def resnet18(num_models: int, batch_size: int) -> Workload:
+    """HFTA's ResNet-18 on random images of CIFAR-10's size, SGD with momentum."""
+    generator = torch.Generator().manual_seed(0)
+    shape, lr = (num_models, batch_size), torch.logspace(-3, -2, num_models).tolist()
+    batches = [
+        (torch.randn(*shape, 3, 32, 32, generator=generator), torch.randint(0, 10, shape, generator=generator))
+        for _ in range(4)
+    ]
+    return Workload(
+        f"ResNet-18 (ImageNet stem) on 32x32, M = {num_models}, N = {batch_size}, SGD with momentum",
+        *(ResNet18, cross_entropy, batches, lr),
+        lambda: hfta.sgd(lr=lr, momentum=MOMENTUM),
+        lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM),
+    )
+
+
+def language_model(num_models: int, batch_size: int, vocabulary: int) -> Workload:
+    """HFTA's Transformer on random tokens, sequences of 32, SGD."""
+    generator = torch.Generator().manual_seed(0)
+    lr, length = torch.logspace(-3, -1, num_models).tolist(), 32
+    batches = [
+        tuple(torch.randint(vocabulary, (num_models, batch_size, length), generator=generator) for _ in range(2))
+        for _ in range(4)
+    ]
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    return Workload(
+        f"Transformer LM, vocabulary {vocabulary}, M = {num_models}, N = {batch_size}, L = {length}, SGD",
+        *(lambda: TransformerLM(vocabulary, length), loss_fn, batches, lr),
+        lambda: hfta.sgd(lr=lr),
+        lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate),
+    )
+
+
+WORKLOADS = {"mlp": mlp, "digits": digits, "resnet18": resnet18, "lm": language_model, "lm small": language_model}
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -228,8 +265,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.quick:
         plan = {"mlp": ((4, 8), 3, 2), "digits": ((4, 8), 3, 1)}
     else:
-        plan = {"mlp": ((32, 32), 30, 20), "digits": ((48, 32), 30, 4)}
-    return {name: compare(name, *how, args.compile) for name, how in plan.items()}
+        plan = {
+            "mlp": ((32, 32), 30, 20),
+            "digits": ((48, 32), 30, 4),
+            "resnet18": ((8, 8), 9, 1),
+            "lm small": ((8, 8, 2000), 9, 2),
+            "lm": ((8, 8, 33278), 7, 1),
+        }
+    return {name: compare(name, *how, args.compile) for name, how in plan.items() if args.filter in name}
 
 
 def compare(name: str, sizes: Sequence[int], rounds: int, calls: int, compiled: bool) -> dict[str, Any]:

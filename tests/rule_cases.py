@@ -505,7 +505,7 @@ BATCH_AXES: dict[str, tuple[int | None, ...]] = {
     "conv_transpose2d grouped": (0, None, None),
     "batch_norm in training": (0, None, None, None, None),
     "batch_norm in evaluation": (0, None, None, None, None),
-    "instance_norm": (0, None, None),
+    "instance_norm": (0, None, None, None, None),
     "layer_norm": (0, None, None),
     "rms_norm": (0, None),
     "group_norm": (0, None, None),

@@ -47,8 +47,10 @@ NOT_COMPILED_ON_XLA = {
     "attention with a mask of booleans": "no graph capture of masks of booleans",
     "linear of one row": "no graph capture of a product with a vector under PyTorch's own vmap",
     **dict.fromkeys(
-        ["soft_margin_loss", "soft_margin_loss without reduction", "cdist", "cdist of differences", "pdist"]
-        + ["pdist of the largest difference", "pdist of equal rows"],
+        [
+            *("soft_margin_loss", "soft_margin_loss without reduction", "cdist", "cdist of differences"),
+            *("pdist", "pdist of the largest difference", "pdist of equal rows"),
+        ],
         "no graph with operators that XLA leaves to the CPU",
     ),
 }

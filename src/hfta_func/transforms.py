@@ -48,11 +48,12 @@ def vmap(
         True
     """
 
-    @functools.wraps(func)
     def member(*args: Any, **kwargs: Any) -> Any:
         with lowered():
             return func(*args, **kwargs)
 
+    if not torch.compiler.is_compiling():
+        functools.update_wrapper(member, func)
     return vmap_routed(member, in_dims, out_dims, randomness=randomness, chunk_size=chunk_size)
 
 
@@ -67,7 +68,6 @@ def vmap_routed(
     """The same for a function that runs in :class:`hfta_func.routed`, which spares a mode."""
     mapped = torch.func.vmap(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
-    @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             install_for_compiler(_choice.state)
@@ -81,7 +81,7 @@ def vmap_routed(
         except RuntimeError as error:
             raise _advice(error) or error from error.__cause__
 
-    return wrapped
+    return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func)
 
 
 def _mapped_flat(func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, chunk_size: int | None) -> Any:

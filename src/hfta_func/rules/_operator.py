@@ -1,6 +1,6 @@
 """Operators of this package over stacked tensors, for lowerings whose gradient autograd would compute badly.
 
-Public: :class:`Operator`.
+Public: :class:`Operator`, :func:`lower_precision`.
 
 Such an operator is known to PyTorch's dispatcher, so that it passes through gradients, jvp, outer ``vmap``s and the
 compiler like one of PyTorch's own: autograd uses the backward pass written for it, and everything else sees the plain
@@ -20,6 +20,18 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from hfta_func.rules._registry import fingerprint
+
+
+def lower_precision(*values: Any) -> tuple[Any, ...]:
+    """The values as autocast hands them to operators that it runs in its lower precision; outside autocast, as they are.
+
+    For rules on what such an operator is taken apart into, which autocast itself does not know.
+    """
+    kind = next(value.device.type for value in values if isinstance(value, Tensor))
+    if not torch.is_autocast_enabled(kind):
+        return values
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in values)
 
 
 class Operator:
@@ -49,8 +61,7 @@ class Operator:
         kind = args[0].device.type
         if not torch.is_autocast_enabled(kind):
             return self._op(*args)
-        dtype = torch.get_autocast_dtype(kind)
-        args = tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in args)
+        args = lower_precision(*args)
         with torch.autocast(kind, enabled=False):
             return self._op(*args)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import RandomnessType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch.autograd import forward_ad
 
 from hfta_func._errors import RandomnessError
 from hfta_func.rules._layout import fold, front, split
@@ -53,9 +54,13 @@ def attention(
         if any(size != 1 for size in mask.shape[:-3]):
             mask = mask.expand(*common[: rank - 3], *mask.shape[-3:])
         mask = mask.flatten(0, -4)
-    output = torch.ops.aten.scaled_dot_product_attention.default(
-        *folded, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    if forward_ad._current_level >= 0:
+        # The fused kernels have no derivative forward.
+        operator = torch.ops.aten._scaled_dot_product_attention_math.default
+        output, _ = operator(*folded, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    else:
+        operator = torch.ops.aten.scaled_dot_product_attention.default
+        output = operator(*folded, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     output = output.unflatten(0, common[: rank - 3])
     return output.squeeze(1) if query.dim() - (dims[0] is not None) == 2 and rank == 4 else output, 0
 
@@ -70,7 +75,8 @@ def _pad(x: Tensor, rank: int) -> Tensor:
 
 
 def _check_randomness() -> None:
-    randomness = retrieve_current_functorch_interpreter().randomness()
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    randomness = interpreter.randomness()
     if randomness != RandomnessType.Different:
         raise RandomnessError(
             "scaled_dot_product_attention with dropout draws from PyTorch's global generator, for all members at once; call "

@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from hfta_func.rules._choice import choose
 from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._lowering import Case, member_shape
-from hfta_func.rules._operator import Operator
+from hfta_func.rules._operator import Operator, lower_precision
 from hfta_func.rules._registry import Call, Result, register
 
 _convolution = torch.ops.aten.convolution.default
@@ -48,11 +48,11 @@ class Geometry(NamedTuple):
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     """Convolution and transposed convolution, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
+    x, weight, bias = lower_precision(x, weight, bias)
     axes = weight.dim() - 2 - (weight_dim is not None)
     # A number for all space axes may come as a list of one.
-    geometry = Geometry(
-        *(option * axes if isinstance(option, list) and len(option) == 1 else option for option in options)
-    )
+    spread: Any = (option * axes if isinstance(option, list) and len(option) == 1 else option for option in options)
+    geometry = Geometry(*spread)
     if weight_dim is not None:
         shape = member_shape(x, x_dim)
         assert shape is not None

@@ -17,9 +17,10 @@ _DIRECT = 2  # PyTorch's number for a distance that is not computed with a matri
 @register("cdist", "distance")
 def cdist(call: Call, first: Tensor, second: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Result:
     """``[M,...,P,D], [M,...,R,D] -> [M,...,P,R]``; PyTorch's own composite, so that autocast knows it."""
-    pairs = list(zip((first, second), call.dims, strict=False))
-    rank = max(x.dim() - (dim is not None) for x, dim in pairs)
-    return torch.ops.aten.cdist.default(*(align(x, dim, rank) for x, dim in pairs), p, compute_mode), 0
+    # Repeated here, as PyTorch's kernel would, because XLA's does not broadcast.
+    both = [expand(x, dim, call.num_models) for x, dim in zip((first, second), call.dims, strict=False)]
+    rank = max(x.dim() for x in both) - 1
+    return torch.ops.aten.cdist.default(*(align(x, 0, rank) for x in both), p, compute_mode), 0
 
 
 @register("pdist", "distance")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func.rules._layout import fold, front, split
+from hfta_func.rules._operator import lower_precision
 from hfta_func.rules._registry import FRONT, Call, Result, register
 
 
@@ -57,6 +58,7 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     if bias is None or inner is not None:
         return y, dim
     y = y.unsqueeze(0) if dim is None else front(y, dim)
+    (bias,) = lower_precision(bias)
     bias = bias.unsqueeze(0) if bias_dim is None else front(bias, bias_dim)
     return y + bias.reshape(bias.shape[0], *(1,) * (y.dim() - bias.dim()), *bias.shape[1:]), 0
 
