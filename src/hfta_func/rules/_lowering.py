@@ -120,6 +120,10 @@ def _is_fused_lstm_beyond_cache(case: Case) -> bool:
     return case.num_models * math.prod(recurrent) * 4 > 2**18
 
 
+def _is_number(case: Case) -> bool:
+    return case.shapes[0] == ()
+
+
 _BATCHED = Row(_always, "batched", "one batched product a time step")
 
 _LOOP_ON_XLA = Row(_on_xla, "loop", "XLA makes groups one dense convolution, in which NaN times zero crosses members")
@@ -147,6 +151,13 @@ TABLE: dict[str, tuple[Row, ...]] = {
         _LARGE,
         _FEW,
         _GROUPED,
+    ),
+    **dict.fromkeys(
+        ("multi_margin_loss", "multilabel_margin_loss", "multilabel_margin_loss_forward"),
+        (
+            Row(_is_number, "loop", "a number, which has no rows to fold"),
+            Row(_always, "folded", "members join the rows"),
+        ),
     ),
     "lstm.input": (
         Row(_has_tangents, "batched", "derivatives forward: PyTorch's fused kernel has none"),

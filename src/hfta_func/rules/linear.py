@@ -58,9 +58,9 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     if bias is None or inner is not None:
         return y, dim
     y = y.unsqueeze(0) if dim is None else front(y, dim)
-    (bias,) = lower_precision(bias)
-    bias = bias.unsqueeze(0) if bias_dim is None else front(bias, bias_dim)
-    return y + bias.reshape(bias.shape[0], *(1,) * (y.dim() - bias.dim()), *bias.shape[1:]), 0
+    (extra,) = lower_precision(bias)
+    extra = extra.unsqueeze(0) if bias_dim is None else front(extra, bias_dim)
+    return y + extra.reshape(extra.shape[0], *(1,) * (y.dim() - extra.dim()), *extra.shape[1:]), 0
 
 
 @register("mm", "linear")

@@ -86,6 +86,14 @@ def _normalise(
     vectors: Pair = (weight, weight_dim), (bias, bias_dim)
     stats: Pair = (running_mean, mean_dim), (running_var, var_dim)
     options = training, momentum, eps, *rest
+    if training and running_mean is not None and x_dim is not None and (mean_dim is None or var_dim is None):
+        raise TraceError(
+            "a normalisation would update running statistics that all members share; pass the stacked buffers to vmap too, "
+            "as functional(model) does"
+        )
+    if x.dim() - (x_dim is not None) < 2 and x.numel() == 0:
+        # Without an axis of channels PyTorch takes an empty input only, and has nothing to normalise.
+        return (x.clone(), x.new_empty(0), x.new_empty(0)), (x_dim, None, None)
     if x_dim is None:
         # [N,C,S] -> [N,C,S]; [N,C,S], [M,C] -> [M,1,C,1] -> [M,N,C,S]
         if not training:
@@ -94,11 +102,6 @@ def _normalise(
         y, *saved = _normalise_once(kernel, x, inner, stats, momentum, options)
         y = affine(y, *(along(vector, dim, 1, x.dim() - 2) for vector, dim in outer))
         return (y, *saved), (None if weight_dim is None and bias_dim is None else 0, *(None for _ in saved))
-    if training and running_mean is not None and (mean_dim is None or var_dim is None):
-        raise TraceError(
-            "a normalisation would update running statistics that all members share; pass the stacked buffers to vmap too, "
-            "as functional(model) does"
-        )
     # [M,N,C,S], [M,C] -> [N,MC,S], [MC] -> [N,M,C,S], [M,C]
     flat_vectors = [flat(*vector, num_models) for vector in vectors]
     flat_stats = [flat(*stat, num_models) for stat in stats]
