@@ -35,7 +35,7 @@ $(XLA_STAMP): pyproject.toml constraints.txt
 	$(PYTHON3) -m venv .venv-xla
 	grep -v '^torch==' constraints.txt > .venv-xla/constraints.txt
 	$(XLA_PYTHON) -m pip install --quiet --disable-pip-version-check --progress-bar off \
-		-c .venv-xla/constraints.txt -e '.[xla]' expecttest hypothesis pytest pytest-timeout scipy
+		-c .venv-xla/constraints.txt -e '.[plot,xla]' hypothesis pytest pytest-timeout
 	@touch $@
 
 # Most of the time on XLA goes into compiling, and graphs this small gain nothing from an optimised one.
@@ -43,7 +43,7 @@ test-xla: export PJRT_DEVICE := CPU
 test-xla: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 test-xla: $(XLA_STAMP)
 	$(XLA_PYTHON) -m pytest tests/test_xla.py
-	$(XLA_PYTHON) -m pytest tests $(addprefix --ignore=tests/test_,benchmarks.py demo.py gpu.py notebooks.py plot.py xla.py)
+	$(XLA_PYTHON) -m pytest $(foreach name,checkpoint contract data fit layers random rules stack,tests/test_$(name).py)
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check

@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import multiprocessing
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,18 +25,20 @@ from torch import Tensor
 
 import hfta_func as hfta
 from benchmarks._measure import interleaved, seconds, table
+from hfta_func._chunks import Chunks
 
 TOLERANCE = 1e-3
 
 
 class Row(NamedTuple):
-    """An operator on one member's tensors; ``make`` draws them, the first ones data and the others parameters."""
+    """An operator on one member's tensors; ``make`` draws them, the first ``data`` of them data, the others parameters."""
 
     family: str
     name: str
     num_models: int
     func: Callable[..., Tensor]
     make: Callable[[], tuple[Tensor, ...]]
+    data: int = 1
 
 
 def randn(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
@@ -103,6 +106,7 @@ def attention(title: str, num_models: int, batch: int, heads: int, length: int, 
         num_models,
         lambda *qkv: F.scaled_dot_product_attention(*qkv, **options),
         lambda: tuple(torch.randn(batch, heads, length, dim) for _ in range(3)),
+        data=3,
     )
 
 
@@ -136,6 +140,7 @@ def cross_entropy(title: str, num_models: int, rows: int, classes: int) -> Row:
         num_models,
         F.cross_entropy,
         lambda: (torch.randn(rows, classes), torch.randint(classes, (rows,))),
+        data=2,
     )
 
 
@@ -152,11 +157,12 @@ def embedding(title: str, num_models: int, tokens: Sequence[int], vocabulary: in
 
 def recurrent(kind: str, num_models: int, batch: int, time: int, i: int, h: int) -> Row:
     """One recurrent layer."""
-    gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1}[kind]
+    cell = kind.split()[-1]
+    gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1}[cell]
 
     def func(x: Tensor, state: Tensor, *weights: Tensor) -> Tensor:
-        states = (state, state) if kind == "lstm" else state
-        return getattr(torch, kind)(x, states, list(weights), True, 1, 0.0, True, False, False)[0]
+        states = (state, state) if cell == "lstm" else state
+        return getattr(torch, cell)(x, states, list(weights), True, 1, 0.0, True, False, False)[0]
 
     shapes = (gates * h, i), (gates * h, h), (gates * h,), (gates * h,)
     return Row(
@@ -165,18 +171,34 @@ def recurrent(kind: str, num_models: int, batch: int, time: int, i: int, h: int)
         num_models,
         func,
         lambda: (torch.randn(time, batch, i), torch.zeros(1, batch, h), *randn(*shapes)()),
+        data=2,
     )
 
 
 def plain(family: str, title: str, num_models: int, func: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Row:
     """Any other function of normal tensors."""
-    return Row(family, title, num_models, func, lambda: tuple(torch.randn(shape) for shape in shapes))
+    return Row(family, title, num_models, func, lambda: tuple(torch.randn(shape) for shape in shapes), len(shapes))
 
 
 ROWS = (
     conv("small resnet", 16, 32, 8, 8, 8, 3, padding=1),
+    conv("small resnet stem", 16, 8, 32, 3, 8, 7, stride=2, padding=3),
     conv("small resnet", 8, 8, 32, 16, 16, 3, padding=1),
     conv("small resnet", 8, 8, 16, 32, 32, 3, padding=1),
+    conv("small resnet", 8, 8, 8, 16, 16, 3, padding=1),
+    conv("small resnet", 16, 8, 4, 32, 32, 3, padding=1),
+    conv("small resnet", 16, 8, 2, 64, 64, 3, padding=1),
+    conv("small resnet shortcut", 8, 32, 8, 8, 16, 1, stride=2),
+    conv("small mobilenet expand", 8, 8, 16, 4, 24, 1),
+    conv("small mobilenet depthwise", 8, 8, 16, 24, 24, 3, padding=1, groups=24),
+    conv("small mobilenet project", 16, 8, 8, 24, 8, 1),
+    points("small pointnet", 16, 8, 128, 3, 8),
+    points("small pointnet", 16, 8, 128, 8, 16),
+    points("small pointnet", 4, 8, 128, 16, 128),
+    conv_transpose("small dcgan", 8, 8, 1, 32, 64),
+    conv_transpose("small dcgan", 8, 8, 4, 64, 32, stride=2, padding=1),
+    conv_transpose("small dcgan", 16, 8, 16, 8, 3, stride=2, padding=1),
+    conv("small dcgan", 16, 8, 32, 3, 8, 4, stride=2, padding=1),
     conv("digits", 16, 32, 8, 1, 16, 3, padding=1),
     conv("resnet18 stem", 8, 8, 32, 3, 64, 7, stride=2, padding=3),
     conv("resnet18 layer1", 4, 8, 8, 64, 64, 3, padding=1),
@@ -207,8 +229,13 @@ ROWS = (
     conv("dcgan", 8, 16, 64, 3, 64, 4, stride=2, padding=1),
     conv("dcgan", 4, 16, 16, 128, 256, 4, stride=2, padding=1),
     conv("dcgan", 8, 16, 4, 512, 1, 4),
-    linear("mlp", 4, 32, 64, 64),
-    linear("mlp", 16, 32, 64, 64),
+    linear("small mlp", 4, 32, 64, 64),
+    linear("small mlp", 16, 32, 64, 64),
+    linear("small resnet", 8, 8, 64, 10),
+    linear("small pointnet", 8, 8, 128, 64),
+    linear("small transformer", 16, 64, 32, 32),
+    linear("small transformer", 8, 64, 32, 256),
+    linear("small bert", 4, 64, 64, 256),
     linear("resnet18", 8, 8, 512, 10),
     linear("pointnet", 8, 8, 1024, 512),
     linear("transformer", 8, 256, 128, 128),
@@ -216,11 +243,18 @@ ROWS = (
     linear("transformer", 8, 256, 128, 33278),
     linear("bert", 4, 256, 512, 2048),
     linear("bert", 4, 256, 2048, 512),
+    attention("small transformer", 16, 4, 2, 16, 16),
+    attention("small transformer, causal", 8, 4, 2, 16, 16, is_causal=True),
+    attention("small bert", 4, 4, 4, 16, 16),
     attention("transformer", 8, 8, 2, 32, 64),
     attention("transformer, causal", 16, 8, 2, 32, 64, is_causal=True),
     attention("bert", 4, 8, 8, 32, 64),
-    attention("small", 16, 4, 2, 16, 16),
     batch_norm("small resnet", 16, 32, 8, 8, 8),
+    batch_norm("small resnet", 8, 8, 32, 4, 4),
+    batch_norm("small pointnet", 4, 8, 16, 128),
+    norm("small transformer layer norm", 16, lambda x, w, b: F.layer_norm(x, (32,), w, b), (4, 16, 32), 32),
+    norm("small bert layer norm", 8, lambda x, w, b: F.layer_norm(x, (64,), w, b), (4, 16, 64), 64),
+    norm("small group norm", 16, lambda x, w, b: F.group_norm(x, 4, w, b), (8, 16, 8, 8), 16),
     batch_norm("resnet18", 8, 8, 64, 8, 8),
     batch_norm("resnet18", 8, 8, 512, 1, 1),
     batch_norm("mobilenet", 8, 32, 96, 16, 16),
@@ -228,22 +262,32 @@ ROWS = (
     norm("transformer layer norm", 8, lambda x, w, b: F.layer_norm(x, (128,), w, b), (8, 32, 128), 128),
     norm("bert layer norm", 4, lambda x, w, b: F.layer_norm(x, (512,), w, b), (8, 32, 512), 512),
     norm("group norm", 8, lambda x, w, b: F.group_norm(x, 8, w, b), (8, 64, 8, 8), 64),
-    cross_entropy("digits", 16, 32, 10),
+    cross_entropy("small resnet", 16, 32, 10),
+    cross_entropy("small transformer", 8, 64, 256),
+    plain("loss", "small dcgan bce with logits", 8, lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), (16,), (16,)),
     cross_entropy("transformer", 8, 256, 2000),
     cross_entropy("transformer", 8, 256, 33278),
     cross_entropy("bert", 4, 256, 33278),
-    plain("loss", "dcgan bce with logits", 8, lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), (16,), (16,)),
+    embedding("small transformer", 16, (4, 16), 256, 32),
+    embedding("small bert", 4, (4, 16), 256, 64),
     embedding("transformer", 8, (8, 32), 2000, 128),
     embedding("transformer", 8, (8, 32), 33278, 128),
     embedding("bert", 4, (8, 32), 33278, 512),
+    recurrent("small lstm", 16, 4, 8, 16, 32),
+    recurrent("small gru", 8, 4, 8, 16, 32),
     recurrent("lstm", 8, 8, 16, 32, 64),
     recurrent("lstm", 16, 16, 32, 64, 128),
     recurrent("gru", 8, 8, 16, 32, 64),
     recurrent("rnn_tanh", 16, 8, 16, 32, 64),
+    plain("pooling", "small resnet max pool 3x3/2 on [8, 8, 16, 16]", 16, lambda x: F.max_pool2d(x, 3, 2, 1), (8, 8, 16, 16)),
+    plain("pooling", "small pointnet maximum over 128 points of [8, 128, 128]", 8, lambda x: x.max(-1)[0], (8, 128, 128)),
+    plain("pooling", "small mobilenet average of [8, 64, 2, 2]", 8, lambda x: F.adaptive_avg_pool2d(x, 1), (8, 64, 2, 2)),
     plain("pooling", "resnet18 max pool 3x3/2 on [8, 64, 16, 16]", 8, lambda x: F.max_pool2d(x, 3, 2, 1), (8, 64, 16, 16)),
     plain("pooling", "digits max pool 2x2 on [32, 16, 8, 8]", 16, lambda x: F.max_pool2d(x, 2), (32, 16, 8, 8)),
     plain("pooling", "pointnet maximum over 512 points of [8, 1024, 512]", 4, lambda x: x.max(-1)[0], (8, 1024, 512)),
     plain("pooling", "mobilenet average of [32, 320, 4, 4]", 8, lambda x: F.adaptive_avg_pool2d(x, 1), (32, 320, 4, 4)),
+    plain("activation", "small relu [8, 8, 8, 8]", 16, F.relu, (8, 8, 8, 8)),
+    plain("activation", "small gelu [4, 16, 128]", 8, F.gelu, (4, 16, 128)),
     plain("activation", "relu [8, 64, 8, 8]", 8, F.relu, (8, 64, 8, 8)),
     plain("activation", "gelu [8, 32, 512]", 8, F.gelu, (8, 32, 512)),
 )  # fmt: skip
@@ -251,16 +295,21 @@ ROWS = (
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Times of every row, in seconds by mode, and whether the modes agree."""
-    hfta.keep_memory()
-    warnings.filterwarnings("ignore", "There is a performance drop")
+    wanted = [i for i, row in enumerate(ROWS) if args.filter in f"{row.family} {row.name}"]
+    run = functools.partial(_measure, quick=args.quick, device=args.device, threads=torch.get_num_threads())
     results = {}
-    for row in ROWS:
-        if args.filter and args.filter not in f"{row.family} {row.name}":
-            continue
-        results[f"{row.family}: M {row.num_models}, {row.name}"] = one = _measure(row, args.quick, args.device)
+    for i, one in zip(wanted, map(run, wanted) if args.quick else _apart(run, wanted), strict=True):
+        name = f"{ROWS[i].family}: M {ROWS[i].num_models}, {ROWS[i].name}"
+        results[name] = one
         if args.verbose:
-            print(*_line(f"{row.family}: M {row.num_models}, {row.name}", one), flush=True)
+            print(*_line(name, one), flush=True)
     return results
+
+
+def _apart(run: Callable[[int], Any], rows: Sequence[int]) -> Iterator[Any]:
+    """A few rows in a process of their own, or the memory that some leave behind would decide about the times of others."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        yield from pool.imap(run, rows, chunksize=3)
 
 
 def tensors(row: Row, device: str) -> tuple[list[list[Tensor]], list[Tensor]]:
@@ -278,28 +327,62 @@ def like(output: Tensor) -> Tensor:
     return torch.empty_like(output).normal_()
 
 
-def _measure(row: Row, quick: bool, device: str) -> dict[str, Any]:
+def _measure(number: int, quick: bool, device: str, threads: int) -> dict[str, Any]:
+    row = ROWS[number]
+    torch.set_num_threads(threads)
+    hfta.keep_memory()
+    warnings.filterwarnings("ignore", "There is a performance drop")
     members, stacks = tensors(row, device)
-    array = hfta.vmap(row.func)
-    grads = like(array(*stacks).detach())
+    grads = like(hfta.vmap(row.func)(*stacks).detach())
     own = [grad.contiguous() for grad in grads]
 
     def serial() -> list[tuple[Tensor, ...]]:
         return [_run(row.func, member, grad) for member, grad in zip(members, own, strict=True)]
 
+    @functools.cache
+    def chunks(size: int) -> list[tuple[list[Tensor], Tensor]]:
+        return [_part(row, stacks, grads, start, start + size) for start in range(0, row.num_models, size)]
+
+    def array(size: int) -> list[Tensor]:
+        pieces = [_run(hfta.vmap(row.func), inputs, grad) for inputs, grad in chunks(size)]
+        if len(pieces) == 1:
+            return list(pieces[0])
+        # A step gets the gradients of the parameters as stacks, while activations stay in their chunks.
+        output, *others = zip(*pieces, strict=True)
+        data = [x.requires_grad for x in stacks[: row.data]].count(True)
+        return [*output, *(x for column in others[:data] for x in column), *map(torch.cat, others[data:])]
+
     expected = [torch.stack(column) for column in zip(*serial(), strict=True)]
-    agrees = all(map(_close, _run(array, stacks, grads), expected))
+    agrees = all(map(_close, _run(hfta.vmap(row.func), stacks, grads), expected))
+    best = Chunks().fastest(array, row.num_models, torch.device(device), stacks)
     modes = {
         "serial": serial,
         "stock vmap": _stock(row.func, stacks, grads),
-        "array": lambda: _run(array, stacks, grads),
+        "array": lambda: array(row.num_models),
+        **({"chunks": lambda: array(best)} if best < row.num_models else {}),
     }
     # About 30 ms a round for each mode.
     calls = max(1, min(100, int(0.03 / seconds(serial, 2, device)))) if not quick else 1
     timers = {name: functools.partial(_timed, name, work, calls, device) for name, work in modes.items()}
     times = interleaved(timers, 2 if quick else 7, warmup=0 if quick else 1)
     hfta.rules.install()
-    return {"family": row.family, "num_models": row.num_models, "agrees": agrees, "times": times}
+    return {"family": row.family, "num_models": row.num_models, "chunk_size": best, "agrees": agrees, "times": times}
+
+
+def _part(row: Row, stacks: list[Tensor], grads: Tensor, start: int, stop: int) -> tuple[list[Tensor], Tensor]:
+    """Inputs of some members: activations by themselves, as a network of these members computes them; parameters as views."""
+    if stop - start == row.num_models:
+        return stacks, grads
+    parts = [stack.detach()[start:stop] for stack in stacks]
+    parts[: row.data] = [_alone(part) for part in parts[: row.data]]
+    return [x.requires_grad_(x.is_floating_point()) for x in parts], _alone(grads[start:stop])
+
+
+def _alone(part: Tensor) -> Tensor:
+    """A copy whose axes lie in memory in the order in which they lay."""
+    order = sorted(range(part.dim()), key=part.stride, reverse=True)
+    back = [order.index(axis) for axis in range(part.dim())]
+    return part.permute(order).contiguous().permute(back)
 
 
 def _stock(func: Callable[..., Tensor], inputs: Sequence[Tensor], grads: Tensor) -> Callable[[], object]:
@@ -342,24 +425,36 @@ def _close(got: Tensor, expected: Tensor) -> bool:
     return bool((got - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1e-6))
 
 
+def _best(one: dict[str, Any]) -> list[float]:
+    return one["times"].get("chunks", one["times"]["array"])
+
+
 def _ratio(one: dict[str, Any], base: str) -> float:
-    return statistics.median(a / b for a, b in zip(one["times"][base], one["times"]["array"], strict=True))
+    return statistics.median(a / b for a, b in zip(one["times"][base], _best(one), strict=True))
 
 
 def _line(name: str, one: dict[str, Any]) -> list[str]:
     if not one["agrees"]:
-        return [name, *("-",) * 3, "differs", "differs"]
-    times = [f"{statistics.median(values) * 1e3:.2f}" for values in one["times"].values()]
-    return [name, *times, f"{_ratio(one, 'serial'):.2f}x", f"{_ratio(one, 'stock vmap'):.2f}x"]
+        return [name, *("-",) * 5, "differs", "differs"]
+    times = {mode: f"{statistics.median(values) * 1e3:.2f}" for mode, values in one["times"].items()}
+    chunk = str(one["chunk_size"]) if "chunks" in times else ""
+    cells = [times["serial"], times["stock vmap"], times["array"], chunk, times.get("chunks", "")]
+    return [name, *cells, *(f"{_ratio(one, base):.2f}x" for base in ("serial", "stock vmap"))]
 
 
 def show(results: dict[str, Any]) -> str:
     """The table, and geometric means."""
-    lines = [_line(name, one) for name, one in results.items()]
-    text = table(["operator, ms", "serial", "stock vmap", "array", "serial / array", "stock / array"], lines)
-    good = [one for one in results.values() if one["agrees"]]
-    for base in ("serial", "stock vmap"):
-        ratios = [_ratio(one, base) for one in good]
-        mean = statistics.geometric_mean(ratios)
-        text += f"\n{base} / array: geometric mean {mean:.2f}x over {len(ratios)} rows, least {min(ratios):.2f}x"
+    head = ["operator, ms", "serial", "stock vmap", "array", "chunk", "in chunks", "serial / best", "stock / best"]
+    text = table(head, [_line(name, one) for name, one in results.items()])
+    good = {name: one for name, one in results.items() if one["agrees"]}
+    groups = {
+        "all rows": good,
+        "small rows": {name: one for name, one in good.items() if ", small" in name},
+        "published sizes": {name: one for name, one in good.items() if ", small" not in name},
+    }
+    for title, group in groups.items():
+        for base in ("serial", "stock vmap") if group else ():
+            ratios = [_ratio(one, base) for one in group.values()]
+            mean, least = statistics.geometric_mean(ratios), min(ratios)
+            text += f"\n{base} / array, {title}: geometric mean {mean:.2f}x over {len(ratios)}, least {least:.2f}x"
     return text

@@ -116,9 +116,16 @@ class Choice(NamedTuple):
 _recorded: list[Choice] | None = None
 
 
-@functools.lru_cache(maxsize=4096)
-def _by_rows(case: Case) -> tuple[str, str]:
-    return next((row.lowering, row.reason) for row in TABLE[case.op] if row.when(case))
+def remembered(decide: Callable[[Case], Any]) -> Callable[[Case], Any]:
+    """``decide`` with a memory, for decisions that depend on the call alone unless somebody overrides or wants to know them."""
+    known = functools.lru_cache(maxsize=4096)(decide)
+
+    def decided(case: Case) -> Any:
+        # Under a dispatch mode the compiler may be tracing, with sizes that are symbols.
+        plain = _overrides or _recorded is not None or torch._C._len_torch_dispatch_stack()
+        return decide(case) if plain else known(case)
+
+    return decided
 
 
 def choose(case: Case) -> Choice:
@@ -131,12 +138,17 @@ def choose(case: Case) -> Choice:
             chosen = forced, "overridden"
             break
     if chosen is None:
-        # Under a dispatch mode the compiler may be tracing, with sizes that are symbols.
-        chosen = (_by_rows.__wrapped__ if torch._C._len_torch_dispatch_stack() else _by_rows)(case)
+        chosen = next((row.lowering, row.reason) for row in TABLE[case.op] if row.when(case))
     choice = Choice(case.op, path, case.num_models, case.shapes, case.shared, *chosen)
     if _recorded is not None and FAMILIES[case.op] != "shape":
         _recorded.append(choice)
     return choice
+
+
+@remembered
+def lowering(case: Case) -> str:
+    """The lowering for a call."""
+    return choose(case).lowering
 
 
 def is_simple(op: str) -> bool:

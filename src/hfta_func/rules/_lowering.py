@@ -81,8 +81,15 @@ def _is_one_pixel(x: Sequence[int], weight: Sequence[int], options: Sequence[Any
     )
 
 
-def _is_one_pixel_of_a_large_batch(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    return x[0] >= 16 and _is_one_pixel(x, weight, options)
+def _is_one_pixel_of_a_batch(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    return x[0] >= 8 and _is_one_pixel(x, weight, options)
+
+
+def _is_few_pixels_of_large_filters(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    """At most 32 pixels in all images out, and 1 MB of filters or more."""
+    stride, *_, transposed, _, _ = options
+    out = math.prod(-(-size // step) for size, step in zip(x[2:], stride, strict=True))
+    return x[0] * out <= 2**5 and math.prod(weight) >= 2**18 and not transposed
 
 
 def _has_large_filters(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
@@ -94,17 +101,32 @@ def _has_few_channels_on_large_images(x: Sequence[int], weight: Sequence[int], o
     return few and len(x) > 3 and x[0] * math.prod(x[2:]) >= 2**14
 
 
+def _has_few_channels_into_large_images(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    return _has_few_channels_on_large_images(x, weight, options) and not options[3]
+
+
 def _has_few_channels_in(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
     return (
         x[1] <= 4 and len(x) > 3 and math.prod(weight[2:]) >= 9 and x[0] * math.prod(x[2:]) >= 2**11 and not options[3]
     )
 
 
+def _is_small_and_pointwise_on_large_images(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    """1x1 filters of 16 KB at most, on 128 pixels or more."""
+    _, padding, _, _, _, groups = options
+    small = math.prod(weight) <= 2**12 and groups == 1 and not any(padding)
+    return small and math.prod(weight[2:]) == 1 and math.prod(x[2:]) >= 2**7
+
+
 _GROUPED = Row(_always, "grouped", "one group per member")
+_POINTWISE = Row(
+    _on_cpu(_is_small_and_pointwise_on_large_images), "sample_matmul", "small 1x1 filters: images stay as they are in memory"
+)
 _LARGE = Row(
     _on_cpu(_has_large_filters), "loop", "4 MB of filters per member: one after another they stay in the cache"
 )
 _FEW = Row(_on_cpu(_has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill up")
+_FEW_IN = Row(_on_cpu(_has_few_channels_in), "channels_last", "few channels in: pixels lie together")
 
 
 def _has_tangents(case: Case) -> bool:
@@ -133,23 +155,30 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(_filters_are_shared, "folded", "shared filters: members join the batch"),
         Row(_input_is_shared, "wide", "one shared input: all members' filters in one convolution"),
         _LOOP_ON_XLA,
-        Row(_on_cpu(_is_one_pixel_of_a_large_batch), "matmul", "one pixel per image: a linear layer"),
+        Row(_on_cpu(_is_one_pixel_of_a_batch), "matmul", "one pixel per image: a linear layer"),
         _LARGE,
+        _POINTWISE,
         _FEW,
-        Row(_on_cpu(_has_few_channels_in), "channels_last", "few channels in: pixels lie together"),
+        _FEW_IN,
         _GROUPED,
     ),
     "convolution_input_grad": (
         _LOOP_ON_XLA,
-        Row(_on_cpu(_is_one_pixel_of_a_large_batch), "matmul", "one pixel per image: a linear layer"),
+        Row(_on_cpu(_is_one_pixel_of_a_batch), "matmul", "one pixel per image: a linear layer"),
         _LARGE,
+        _POINTWISE,
+        Row(_on_cpu(_has_few_channels_into_large_images), "loop", _FEW.reason),
+        _FEW_IN,
         _GROUPED,
     ),
     "convolution_weight_grad": (
         _LOOP_ON_XLA,
         Row(_on_cpu(_is_one_pixel), "matmul", "one pixel per image: a linear layer"),
+        Row(_on_cpu(_is_few_pixels_of_large_filters), "matmul", "few pixels: a short product writes the large filters once"),
         _LARGE,
+        _POINTWISE,
         _FEW,
+        _FEW_IN,
         _GROUPED,
     ),
     **dict.fromkeys(
@@ -173,9 +202,9 @@ TABLE: dict[str, tuple[Row, ...]] = {
 here; one that has a single lowering enters by itself when its rule is registered."""
 
 LOWERINGS: dict[str, tuple[str, ...]] = {
-    "convolution": ("grouped", "channels_last", "matmul", "wide"),
-    "convolution_input_grad": ("grouped", "channels_last", "matmul"),
-    "convolution_weight_grad": ("grouped", "channels_last", "matmul"),
+    "convolution": ("grouped", "channels_last", "matmul", "sample_matmul", "wide"),
+    "convolution_input_grad": ("grouped", "channels_last", "matmul", "sample_matmul"),
+    "convolution_weight_grad": ("grouped", "channels_last", "matmul", "sample_matmul"),
 }
 """The lowerings of every operator besides ``"loop"``, for overrides; where it is not named, those of its rows."""
 

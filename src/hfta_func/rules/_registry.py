@@ -15,23 +15,25 @@ import pathlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import (
+    CVmapInterpreterPtr,
     TransformType,
     _add_batch_dim,
     _is_vmap_fallback_enabled,  # pyright: ignore[reportAttributeAccessIssue]
     _set_vmap_fallback_enabled,  # pyright: ignore[reportAttributeAccessIssue]
     _unwrap_batched,
+    peek_interpreter_stack,
 )
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 from torch.autograd import forward_ad
 
-from hfta_func.rules._choice import choose, is_simple
+from hfta_func.rules import _choice
 from hfta_func.rules._lowering import TABLE, Case, enter, member_shape
 
 Dims = tuple[int | None, ...]
@@ -256,7 +258,7 @@ def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None,
     only = TABLE[op][0].lowering
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        interpreter: Any = retrieve_current_functorch_interpreter()
+        interpreter: Any = peek_interpreter_stack()
         if otherwise is not None and interpreter.key() != TransformType.Vmap:
             return otherwise(*args, **kwargs)
         level = interpreter.level()
@@ -266,13 +268,14 @@ def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None,
             kwargs, named_dims = dict(zip(kwargs, values, strict=True)), dict(zip(kwargs, found, strict=True))
         else:
             named_dims = {}
-        with interpreter.lower() if key == FRONT else torch._C._ExcludeDispatchKeyGuard(_BELOW):
-            if key != MODE and all(map(_is_shared, (*dims, *named_dims.values()))):
+        lower = retrieve_current_functorch_interpreter().lower if key == FRONT else _below
+        with lower():
+            if key != MODE and _are_shared(dims) and _are_shared(named_dims.values()):
                 return operator(*plain, **kwargs)
-            num_models = interpreter.batch_size()
+            num_models = CVmapInterpreterPtr(interpreter).batchSize()
             lowering = only
-            if not (chooses or is_simple(op)):
-                lowering = choose(_case(op, num_models, plain, dims, kwargs, named_dims)).lowering
+            if not (chooses or _choice.is_simple(op)):
+                lowering = _choice.lowering(_case(op, num_models, plain, dims, kwargs, named_dims))
             if lowering == "loop":
                 outputs, out_dims = _loop(operator, num_models, plain, dims, kwargs, named_dims)
             else:
@@ -328,22 +331,34 @@ def _unbind(value: Any, dim: Any, num_models: int) -> Any:
     return [value] * num_models if dim is None else value.unbind(dim)
 
 
+def _below() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(_BELOW)
+
+
 def _unwrap(values: Iterable[Any], level: int) -> tuple[list[Any], list[Any]]:
-    pairs = [_unwrap_one(value, level) for value in values]
-    return [value for value, _ in pairs], [dim for _, dim in pairs]
+    plain, dims = [], []
+    for value in values:
+        dim = None
+        if isinstance(value, Tensor):
+            value, dim = _unwrap_batched(value, level)
+        # Most lists are of numbers, all of them then.
+        elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int) and _has_tensors(value):
+            value, inner = _unwrap(value, level)
+            dim = tuple(inner)
+        plain.append(value)
+        dims.append(dim)
+    return plain, dims
 
 
-def _unwrap_one(value: Any, level: int) -> tuple[Any, Any]:
-    if isinstance(value, Tensor):
-        return _unwrap_batched(value, level)
-    if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in value):
-        values, dims = _unwrap(value, level)
-        return values, tuple(dims)
-    return value, None
+def _has_tensors(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in values)
 
 
-def _is_shared(dim: Any) -> bool:
-    return dim is None or (isinstance(dim, tuple) and all(inner is None for inner in dim))
+def _are_shared(dims: Iterable[Any]) -> bool:
+    for dim in dims:
+        if dim is not None and (not isinstance(dim, tuple) or not _are_shared(dim)):
+            return False
+    return True
 
 
 def _wrap(output: Any, dim: int | None, level: int) -> Any:

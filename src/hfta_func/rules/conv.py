@@ -5,6 +5,7 @@ Forward pass and both gradients each have their own lowering, chosen by the tabl
 - ``grouped``: one convolution with a group per member;
 - ``channels_last``: the same with channels innermost in memory;
 - ``matmul``: one batched matrix product per direction over unfolded inputs;
+- ``sample_matmul``: for 1x1 filters, one matrix product per sample, which leaves channels and pixels where they are;
 - ``loop``: one convolution per member;
 - ``wide``: for an input that all members share, all members' filters in one convolution.
 
@@ -23,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hfta_func.rules._choice import choose
+from hfta_func.rules._choice import choose, remembered
 from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._lowering import Case, member_shape
 from hfta_func.rules._operator import Operator, lower_precision
 from hfta_func.rules._registry import Call, Result, register
 
-_convolution = torch.ops.aten.convolution.default
+_convolution = torch.convolution
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 
@@ -44,24 +45,48 @@ class Geometry(NamedTuple):
     groups: int
 
 
+class Plan(NamedTuple):
+    """How a convolution runs.
+
+    Args:
+        crop: What to pad the filters by, which is nothing (None) or less than nothing.
+        geometry: Of the cropped filters.
+        lowerings: Of the forward pass and, where the filters are per member, of the gradients of input and filters.
+        bias_apart: Whether the bias is added afterwards, because the grouped kernel is slow to take its gradient.
+    """
+
+    crop: list[int] | None
+    geometry: Geometry
+    lowerings: tuple[str, ...]
+    bias_apart: bool = False
+
+
 @register("convolution", "conv", chooses=True)
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     """Convolution and transposed convolution, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
-    x, weight, bias = lower_precision(x, weight, bias)
-    axes = weight.dim() - 2 - (weight_dim is not None)
-    # A number for all space axes may come as a list of one.
-    spread: Any = (option * axes if isinstance(option, list) and len(option) == 1 else option for option in options)
-    geometry = Geometry(*spread)
-    if weight_dim is not None:
-        shape = member_shape(x, x_dim)
-        assert shape is not None
-        weight, geometry = _crop(front(weight, weight_dim), geometry, shape[2:])
-        weight_dim = 0
-    lowerings = _choose(num_models, x, x_dim, weight, weight_dim, geometry)
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight, bias = lower_precision(x, weight, bias)
+    crop, geometry, lowerings, bias_apart = _plan(
+        Case(
+            "convolution",
+            num_models,
+            x.device.type,
+            x.dtype,
+            (member_shape(x, x_dim), member_shape(weight, weight_dim)),
+            (x_dim is None, weight_dim is None),
+            tuple([tuple(option) if isinstance(option, list) else option for option in options]),
+            forward_ad._current_level >= 0,
+        )
+    )
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
-    separate = bias is not None and (weight_dim is None) != (bias_dim is None)
+    separate = bias is not None and ((weight_dim is None) != (bias_dim is None) or bias_apart)
     inner = None if separate or bias is None else bias if bias_dim is None else front(bias, bias_dim)
+    if weight_dim is not None:
+        weight = front(weight, weight_dim)
+        if crop is not None:
+            # Padding by less than nothing is one operator, whose gradient is written once.
+            weight = F.pad(weight, crop)
     if weight_dim is None:
         # [M,N,GI,S], [GO,I,K] -> [MN,GI,S], [GO,I,K] -> [MN,GO,S] -> [M,N,GO,S]
         if x_dim is None:
@@ -71,7 +96,7 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
             y, dim = split(y, 0, num_models), 0
     elif x_dim is None and lowerings[0] == "wide":
         y, dim = _wide(num_models, x, weight, inner, geometry), 1
-    elif lowerings == ["grouped"] * 3:
+    elif lowerings == _ALL_GROUPED:
         # [M,N,GI,S], [M,GO,I,K] -> [N,MGI,S], [MGO,I,K] -> [N,MGO,S] -> [N,M,GO,S]
         inner = None if inner is None else inner.flatten()
         x, weight = fold(x, x_dim, 1, num_models), weight.flatten(0, 1)
@@ -79,46 +104,51 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
         y, dim = split(y, 1, num_models), 1
     else:
         x = x.expand(num_models, *x.shape) if x_dim is None else front(x, x_dim)
-        y, dim = _stacked(x, weight, inner, *geometry, lowerings), 0
+        y, dim = _stacked(x, weight, inner, *geometry, list(lowerings)), 0
     if separate:
         assert bias is not None
         y, dim = _add_bias(y, dim, bias, bias_dim)
     return y, dim
 
 
-def _choose(
-    num_models: int, x: Tensor, x_dim: int | None, weight: Tensor, weight_dim: int | None, geometry: Geometry
-) -> list[str]:
-    """The lowerings of forward pass, gradient of the input, and gradient of the filters."""
-    case = Case(
-        "convolution",
-        num_models,
-        x.device.type,
-        x.dtype,
-        (member_shape(x, x_dim), member_shape(weight, weight_dim)),
-        (x_dim is None, weight_dim is None),
-        (*map(tuple, geometry[:3]), geometry.transposed, tuple(geometry.output_padding), geometry.groups),
-        forward_ad._current_level >= 0,
-    )
+_ALL_GROUPED = ("grouped",) * 3
+
+
+@remembered
+def _plan(case: Case) -> Plan:
+    (x, weight), (x_is_shared, weight_is_shared) = case.shapes, case.shared
+    assert x is not None and weight is not None
+    axes = len(weight) - 2
+    # A number for all space axes may come as a list of one.
+    spread: Any = ([*option] * (axes // len(option)) if isinstance(option, tuple) else option for option in case.options)
+    crop, geometry = (None, Geometry(*spread)) if weight_is_shared else _crop(weight, Geometry(*spread), x[2:])
+    if crop is not None:
+        taps = (size + crop[2 * (axes - 1 - i)] + crop[2 * (axes - 1 - i) + 1] for i, size in enumerate(weight[2:]))
+        weight = (*weight[:2], *taps)
+    options = (tuple(option) if isinstance(option, list) else option for option in geometry)
+    case = case._replace(shapes=(x, weight), options=tuple(options))
     forward = choose(case).lowering
-    if weight_dim is None or (x_dim is None and forward == "wide"):
-        return [forward]
-    if x_dim is not None and forward == "wide":
+    if weight_is_shared or (x_is_shared and forward == "wide"):
+        return Plan(crop, geometry, (forward,))
+    if forward == "wide":
         # Only a shared input can be read by one wide convolution.
         forward = "grouped"
-    lowerings = [forward, *(choose(case._replace(op=f"convolution_{of}_grad")).lowering for of in ("input", "weight"))]
-    if not _unfolds(geometry):
-        return ["grouped" if lowering == "matmul" else lowering for lowering in lowerings]
-    return lowerings
+    lowerings = forward, *(choose(case._replace(op=f"convolution_{of}_grad")).lowering for of in ("input", "weight"))
+    possible = {"matmul": _unfolds(geometry), "sample_matmul": _is_pointwise(weight[2:], geometry) and geometry.groups == 1}
+    lowerings = tuple(lowering if possible.get(lowering, True) else "grouped" for lowering in lowerings)
+    return Plan(crop, geometry, lowerings, case.device == "cpu" and x[1] <= 4 and lowerings == _ALL_GROUPED)
 
 
-def _crop(weight: Tensor, geometry: Geometry, space: tuple[int, ...]) -> tuple[Tensor, Geometry]:
-    """Filters without the taps at their edges that meet only padding: a 3x3 filter on a 1x1 image uses one of its nine."""
+def _crop(
+    weight: Sequence[int], geometry: Geometry, space: Sequence[int]
+) -> tuple[list[int] | None, Geometry]:
+    """Leave out the taps at the filters' edges that meet only padding: a 3x3 filter on a 1x1 image uses one of its nine."""
     if geometry.transposed:
-        return weight, geometry
+        return None, geometry
     padding, cropped, left = list(geometry.padding), [], 1
     for axis, (size, stride, pad, dilation) in enumerate(zip(space, *geometry[:3], strict=True)):
-        taps, first, count = weight.shape[3 + axis], 0, weight.shape[3 + axis]
+        taps = count = weight[2 + axis]
+        first = 0
         if pad and isinstance(size, int) and size <= pad + dilation * (taps - 1):
             starts = range(-pad, size + pad - dilation * (taps - 1), stride)
             used = [tap for tap in range(taps) if any(0 <= start + dilation * tap < size for start in starts)]
@@ -129,11 +159,10 @@ def _crop(weight: Tensor, geometry: Geometry, space: tuple[int, ...]) -> tuple[T
                 first, count, padding[axis] = used[0], used[-1] - used[0] + 1, rest
         cropped = [-first, first + count - taps, *cropped]
         left *= count
-    # What is left is copied together, which pays only where it is little. Padding by less than nothing is one operator,
-    # whose gradient is written once.
-    if 4 * left > math.prod(weight.shape[3:]):
-        return weight, geometry
-    return F.pad(weight, cropped), geometry._replace(padding=padding)
+    # What is left is copied together, which pays only where it is little.
+    if 4 * left > math.prod(weight[2:]):
+        return None, geometry
+    return cropped, geometry._replace(padding=padding)
 
 
 def _wide(num_models: int, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
@@ -170,6 +199,9 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> T
     geometry, (lowering, *_) = Geometry(*options[:-1]), options[-1]
     if lowering == "matmul":
         y = _scatter(x, weight, geometry) if geometry.transposed else _gather(x, weight, geometry)
+        return y if bias is None else y + bias.reshape(bias.shape[0], 1, -1, *(1,) * len(geometry.stride))
+    if lowering == "sample_matmul":
+        y = _per_sample(_matrices(weight, geometry.transposed), x)
         return y if bias is None else y + bias.reshape(bias.shape[0], 1, -1, *(1,) * len(geometry.stride))
     if lowering == "loop":
         biases = [None] * x.shape[0] if bias is None else bias.unbind()
@@ -211,6 +243,12 @@ def _gradients(
             dx = _gather(grad, weight, geometry) if geometry.transposed else _scatter(grad, weight, geometry, x)
         if for_weight:
             dweight = _correlate(*((x, grad) if geometry.transposed else (grad, x)), weight, geometry)
+        return dx, dweight
+    if lowering == "sample_matmul":
+        if for_x:
+            dx = _per_sample(_matrices(weight, not geometry.transposed), grad)
+        if for_weight:
+            dweight = _products(*((x, grad) if geometry.transposed else (grad, x))).reshape(weight.shape)
         return dx, dweight
     mask = [for_x, for_weight, False]
     if lowering == "loop":
@@ -296,6 +334,26 @@ def _correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geomet
     # [MG,O,NL] @ [MG,NL,IK] -> [MG,O,IK]
     columns, _ = _columns(image, weight, geometry)
     return torch.bmm(_rows(channels, geometry).transpose(1, 2), columns).reshape(weight.shape)
+
+
+def _matrices(weight: Tensor, transposed: bool) -> Tensor:
+    # [M,O,I,1] -> [M,O,I] or [M,I,O]
+    matrices = weight.flatten(2)
+    return matrices.transpose(1, 2) if transposed else matrices
+
+
+def _per_sample(matrices: Tensor, image: Tensor) -> Tensor:
+    """``[M,O,I] @ [M,N,I,S] -> [M,N,O,S]``."""
+    # In memory samples come before members: [N,M,O,I] @ [N,M,I,S]; the matrices are few and repeated.
+    pixels = image.transpose(0, 1).flatten(3)
+    y = torch.matmul(matrices.expand(pixels.shape[0], *matrices.shape), pixels)
+    return y.reshape(*y.shape[:3], *image.shape[3:]).transpose(0, 1)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """``[M,N,O,S], [M,N,I,S] -> [M,O,I]``, summed over samples and pixels."""
+    left, right = (image.transpose(0, 1).flatten(3) for image in (left, right))
+    return torch.matmul(left, right.transpose(2, 3)).sum(0)
 
 
 def _columns(image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, list[int]]:
