@@ -175,6 +175,10 @@ def recurrent(kind: str, num_models: int, batch: int, time: int, i: int, h: int)
     )
 
 
+def _bce(x: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(x, y.sigmoid())
+
+
 def plain(family: str, title: str, num_models: int, func: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Row:
     """Any other function of normal tensors."""
     return Row(family, title, num_models, func, lambda: tuple(torch.randn(shape) for shape in shapes), len(shapes))
@@ -264,7 +268,7 @@ ROWS = (
     norm("group norm", 8, lambda x, w, b: F.group_norm(x, 8, w, b), (8, 64, 8, 8), 64),
     cross_entropy("small resnet", 16, 32, 10),
     cross_entropy("small transformer", 8, 64, 256),
-    plain("loss", "small dcgan bce with logits", 8, lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()), (16,), (16,)),
+    plain("loss", "small dcgan bce with logits", 8, _bce, (16,), (16,)),
     cross_entropy("transformer", 8, 256, 2000),
     cross_entropy("transformer", 8, 256, 33278),
     cross_entropy("bert", 4, 256, 33278),
@@ -307,9 +311,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _apart(run: Callable[[int], Any], rows: Sequence[int]) -> Iterator[Any]:
-    """A few rows in a process of their own, or the memory that some leave behind would decide about the times of others."""
+    """Each row in a process of its own, or the memory that one leaves behind would decide about the times of the next."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        yield from pool.imap(run, rows, chunksize=3)
+        yield from pool.imap(run, rows)
 
 
 def tensors(row: Row, device: str) -> tuple[list[list[Tensor]], list[Tensor]]:

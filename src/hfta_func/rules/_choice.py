@@ -117,7 +117,7 @@ _recorded: list[Choice] | None = None
 
 
 def remembered(decide: Callable[[Case], Any]) -> Callable[[Case], Any]:
-    """``decide`` with a memory, for decisions that depend on the call alone unless somebody overrides or wants to know them."""
+    """``decide`` with a memory, for what depends on the call alone unless somebody overrides or wants to know it."""
     known = functools.lru_cache(maxsize=4096)(decide)
 
     def decided(case: Case) -> Any:

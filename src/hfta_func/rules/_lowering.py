@@ -120,7 +120,9 @@ def _is_small_and_pointwise_on_large_images(x: Sequence[int], weight: Sequence[i
 
 _GROUPED = Row(_always, "grouped", "one group per member")
 _POINTWISE = Row(
-    _on_cpu(_is_small_and_pointwise_on_large_images), "sample_matmul", "small 1x1 filters: images stay as they are in memory"
+    _on_cpu(_is_small_and_pointwise_on_large_images),
+    "sample_matmul",
+    "small 1x1 filters: images stay as they are in memory",
 )
 _LARGE = Row(
     _on_cpu(_has_large_filters), "loop", "4 MB of filters per member: one after another they stay in the cache"
@@ -144,6 +146,10 @@ def _is_fused_lstm_beyond_cache(case: Case) -> bool:
 
 def _is_number(case: Case) -> bool:
     return case.shapes[0] == ()
+
+
+def _is_large(case: Case) -> bool:
+    return case.device == "cpu" and case.num_models * math.prod(case.shapes[0] or ()) >= 2**19
 
 
 _BATCHED = Row(_always, "batched", "one batched product a time step")
@@ -174,7 +180,11 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "convolution_weight_grad": (
         _LOOP_ON_XLA,
         Row(_on_cpu(_is_one_pixel), "matmul", "one pixel per image: a linear layer"),
-        Row(_on_cpu(_is_few_pixels_of_large_filters), "matmul", "few pixels: a short product writes the large filters once"),
+        Row(
+            _on_cpu(_is_few_pixels_of_large_filters),
+            "matmul",
+            "few pixels: a short product writes the large filters once",
+        ),
         _LARGE,
         _POINTWISE,
         _FEW,
@@ -187,6 +197,10 @@ TABLE: dict[str, tuple[Row, ...]] = {
             Row(_is_number, "loop", "a number, which has no rows to fold"),
             Row(_always, "folded", "members join the rows"),
         ),
+    ),
+    "layer_norm": (
+        Row(_is_large, "loop", "2 MB or more: a kernel per member scales and shifts in one pass"),
+        Row(_always, "folded", "all members' rows at once, then scale and shift"),
     ),
     "lstm.input": (
         Row(_has_tangents, "batched", "derivatives forward: PyTorch's fused kernel has none"),

@@ -28,21 +28,21 @@ from hfta_func.rules._choice import choose, remembered
 from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._lowering import Case, member_shape
 from hfta_func.rules._operator import Operator, lower_precision
+from hfta_func.rules._products import (
+    Geometry,
+    correlate,
+    gather,
+    is_pointwise,
+    matrices,
+    per_sample,
+    products,
+    scatter,
+    unfolds,
+)
 from hfta_func.rules._registry import Call, Result, register
 
 _convolution = torch.convolution
 _convolution_backward = torch.ops.aten.convolution_backward.default
-
-
-class Geometry(NamedTuple):
-    """The arguments of a convolution that are not tensors, in PyTorch's order."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    transposed: bool
-    output_padding: list[int]
-    groups: int
 
 
 class Plan(NamedTuple):
@@ -120,7 +120,9 @@ def _plan(case: Case) -> Plan:
     assert x is not None and weight is not None
     axes = len(weight) - 2
     # A number for all space axes may come as a list of one.
-    spread: Any = ([*option] * (axes // len(option)) if isinstance(option, tuple) else option for option in case.options)
+    spread: Any = (
+        [*option] * (axes // len(option)) if isinstance(option, tuple) else option for option in case.options
+    )
     crop, geometry = (None, Geometry(*spread)) if weight_is_shared else _crop(weight, Geometry(*spread), x[2:])
     if crop is not None:
         taps = (size + crop[2 * (axes - 1 - i)] + crop[2 * (axes - 1 - i) + 1] for i, size in enumerate(weight[2:]))
@@ -134,14 +136,15 @@ def _plan(case: Case) -> Plan:
         # Only a shared input can be read by one wide convolution.
         forward = "grouped"
     lowerings = forward, *(choose(case._replace(op=f"convolution_{of}_grad")).lowering for of in ("input", "weight"))
-    possible = {"matmul": _unfolds(geometry), "sample_matmul": _is_pointwise(weight[2:], geometry) and geometry.groups == 1}
+    possible = {
+        "matmul": unfolds(geometry),
+        "sample_matmul": is_pointwise(weight[2:], geometry) and geometry.groups == 1,
+    }
     lowerings = tuple(lowering if possible.get(lowering, True) else "grouped" for lowering in lowerings)
     return Plan(crop, geometry, lowerings, case.device == "cpu" and x[1] <= 4 and lowerings == _ALL_GROUPED)
 
 
-def _crop(
-    weight: Sequence[int], geometry: Geometry, space: Sequence[int]
-) -> tuple[list[int] | None, Geometry]:
+def _crop(weight: Sequence[int], geometry: Geometry, space: Sequence[int]) -> tuple[list[int] | None, Geometry]:
     """Leave out the taps at the filters' edges that meet only padding: a 3x3 filter on a 1x1 image uses one of its nine."""
     if geometry.transposed:
         return None, geometry
@@ -198,10 +201,10 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> T
     """``[M,N,GI,S], [M,GO,I,K], [M,GO] -> [M,N,GO,L]``."""
     geometry, (lowering, *_) = Geometry(*options[:-1]), options[-1]
     if lowering == "matmul":
-        y = _scatter(x, weight, geometry) if geometry.transposed else _gather(x, weight, geometry)
+        y = scatter(x, weight, geometry) if geometry.transposed else gather(x, weight, geometry)
         return y if bias is None else y + bias.reshape(bias.shape[0], 1, -1, *(1,) * len(geometry.stride))
     if lowering == "sample_matmul":
-        y = _per_sample(_matrices(weight, geometry.transposed), x)
+        y = per_sample(matrices(weight, geometry.transposed), x)
         return y if bias is None else y + bias.reshape(bias.shape[0], 1, -1, *(1,) * len(geometry.stride))
     if lowering == "loop":
         biases = [None] * x.shape[0] if bias is None else bias.unbind()
@@ -240,15 +243,15 @@ def _gradients(
     dx = dweight = None
     if lowering == "matmul":
         if for_x:
-            dx = _gather(grad, weight, geometry) if geometry.transposed else _scatter(grad, weight, geometry, x)
+            dx = gather(grad, weight, geometry) if geometry.transposed else scatter(grad, weight, geometry, x)
         if for_weight:
-            dweight = _correlate(*((x, grad) if geometry.transposed else (grad, x)), weight, geometry)
+            dweight = correlate(*((x, grad) if geometry.transposed else (grad, x)), weight, geometry)
         return dx, dweight
     if lowering == "sample_matmul":
         if for_x:
-            dx = _per_sample(_matrices(weight, not geometry.transposed), grad)
+            dx = per_sample(matrices(weight, not geometry.transposed), grad)
         if for_weight:
-            dweight = _products(*((x, grad) if geometry.transposed else (grad, x))).reshape(weight.shape)
+            dweight = products(*((x, grad) if geometry.transposed else (grad, x))).reshape(weight.shape)
         return dx, dweight
     mask = [for_x, for_weight, False]
     if lowering == "loop":
@@ -279,124 +282,6 @@ def _unfold_members(image: Tensor, like: Tensor) -> Tensor:
 
 def _grouped(geometry: Geometry, x: Tensor) -> Geometry:
     return geometry._replace(groups=geometry.groups * x.shape[0])
-
-
-def _unfolds(geometry: Geometry) -> bool:
-    """Whether a convolution can be written with unfolded images: two space axes at most."""
-    return len(geometry.stride) <= 2 and all(map(int.__lt__, geometry.output_padding, geometry.stride))
-
-
-def _gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
-    columns, space = _columns(image, weight, geometry)
-    # [MG,NL,IK] @ [MG,IK,O] -> [MG,NL,O] -> [M,G,N,L,O] -> [M,N,GO,L]
-    products = torch.bmm(columns, _matrix(weight, geometry).transpose(1, 2))
-    return _channels_first(products, image.shape[:2], space, geometry)
-
-
-def _scatter(channels: Tensor, weight: Tensor, geometry: Geometry, like: Tensor | None = None) -> Tensor:
-    """Each input pixel onto the output pixels under the filter: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]``."""
-    num_models, batch, _, *small = channels.shape
-    kernel = weight.shape[3:]
-    if like is None:
-        space = [
-            (size - 1) * stride - 2 * pad + dilation * (taps - 1) + extra + 1
-            for size, taps, stride, pad, dilation, extra in zip(
-                small, kernel, *geometry[:3], geometry.output_padding, strict=True
-            )
-        ]
-    else:
-        space = list(like.shape[3:])
-    # [MG,NL,O] @ [MG,O,IK] -> [MG,NL,IK]
-    columns = torch.bmm(_rows(channels, geometry), _matrix(weight, geometry))
-    if _is_pointwise(kernel, geometry):
-        return _channels_first(columns, channels.shape[:2], small, geometry)
-    if math.prod(small) == 1 and space == list(kernel) and not any(geometry.padding):
-        # [MG,N,IK] -> [M,G,N,I,K] -> [M,N,GI,K]
-        columns = columns.reshape(num_models, geometry.groups, batch, -1, *space).transpose(1, 2)
-        return columns.reshape(num_models, batch, -1, *space)
-    # [M,G,N,L,I,K] -> [MN,GIK,L] -> [MN,GI,S]
-    columns = columns.reshape(num_models, geometry.groups, batch, math.prod(small), -1).permute(0, 2, 1, 4, 3)
-    columns = columns.reshape(num_models * batch, -1, math.prod(small))
-    image = F.fold(
-        columns,
-        _two(space, 1),
-        _two(kernel, 1),
-        _two(geometry.dilation, 1),
-        _two(geometry.padding, 0),
-        _two(geometry.stride, 1),
-    )
-    return image.reshape(num_models, batch, -1, *space)
-
-
-def _correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
-    # [MG,O,NL] @ [MG,NL,IK] -> [MG,O,IK]
-    columns, _ = _columns(image, weight, geometry)
-    return torch.bmm(_rows(channels, geometry).transpose(1, 2), columns).reshape(weight.shape)
-
-
-def _matrices(weight: Tensor, transposed: bool) -> Tensor:
-    # [M,O,I,1] -> [M,O,I] or [M,I,O]
-    matrices = weight.flatten(2)
-    return matrices.transpose(1, 2) if transposed else matrices
-
-
-def _per_sample(matrices: Tensor, image: Tensor) -> Tensor:
-    """``[M,O,I] @ [M,N,I,S] -> [M,N,O,S]``."""
-    # In memory samples come before members: [N,M,O,I] @ [N,M,I,S]; the matrices are few and repeated.
-    pixels = image.transpose(0, 1).flatten(3)
-    y = torch.matmul(matrices.expand(pixels.shape[0], *matrices.shape), pixels)
-    return y.reshape(*y.shape[:3], *image.shape[3:]).transpose(0, 1)
-
-
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """``[M,N,O,S], [M,N,I,S] -> [M,O,I]``, summed over samples and pixels."""
-    left, right = (image.transpose(0, 1).flatten(3) for image in (left, right))
-    return torch.matmul(left, right.transpose(2, 3)).sum(0)
-
-
-def _columns(image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, list[int]]:
-    """The pixels under the filter at every place: ``[M,N,GI,S] -> [MG,NL,IK]``, and L."""
-    kernel = weight.shape[3:]
-    if _is_pointwise(kernel, geometry):
-        return _rows(image, geometry), list(image.shape[3:])
-    axes = len(kernel)
-    windows = F.pad(image, [pad for pad in reversed(geometry.padding) for _ in range(2)])
-    for axis, (taps, stride, dilation) in enumerate(zip(kernel, geometry.stride, geometry.dilation, strict=True)):
-        windows = windows.unfold(3 + axis, dilation * (taps - 1) + 1, stride)[..., ::dilation]
-    # [M,N,GI,L,K] -> [M,N,G,I,L,K] -> [M,G,N,L,I,K]
-    space = list(windows.shape[3 : 3 + axes])
-    windows = split(windows, 2, geometry.groups)
-    order = (0, 2, 1, *range(4, 4 + axes), 3, *range(4 + axes, 4 + 2 * axes))
-    windows = windows.permute(order)
-    return windows.reshape(image.shape[0] * geometry.groups, image.shape[1] * math.prod(space), -1), space
-
-
-def _rows(channels: Tensor, geometry: Geometry) -> Tensor:
-    # [M,N,GO,L] -> [M,N,G,O,L] -> [M,G,N,L,O] -> [MG,NL,O]
-    rows = split(channels, 2, geometry.groups).flatten(4).permute(0, 2, 1, 4, 3)
-    return rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2] * rows.shape[3], rows.shape[4])
-
-
-def _matrix(weight: Tensor, geometry: Geometry) -> Tensor:
-    # [M,GO,I,K] -> [MG,O,IK]
-    return weight.reshape(weight.shape[0] * geometry.groups, weight.shape[1] // geometry.groups, -1)
-
-
-def _channels_first(products: Tensor, lead: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
-    # [MG,NL,O] -> [M,G,N,L,O] -> [M,N,G,O,L] -> [M,N,GO,L]
-    products = products.reshape(lead[0], geometry.groups, lead[1], math.prod(space), -1).permute(0, 2, 1, 4, 3)
-    return products.reshape(*lead, -1, *space)
-
-
-def _is_pointwise(kernel: Sequence[int], geometry: Geometry) -> bool:
-    return all(taps == 1 for taps in kernel) and set(geometry.stride) == {1} and not any(geometry.padding)
-
-
-def _two(values: Sequence[int], fill: int) -> tuple[int, ...]:
-    """For one space axis, values for two of which the first is trivial."""
-    return (*[fill] * (2 - len(values)), *values)
 
 
 _stacked = Operator(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from hfta_func._errors import TraceError
 from hfta_func.rules._layout import expand, fold, front, split
@@ -136,10 +137,20 @@ def _one_by_one(operator: Any, num_models: int, args: tuple[Any, ...], dims: Any
 
 def _rows(indices: Tensor, size: int) -> Tensor:
     """Rows of the folded table for indices ``[M,N]`` into tables of one size."""
-    starts = torch.arange(len(indices), dtype=indices.dtype, device=indices.device) * size
+    starts = torch.arange(0, len(indices) * size, size, dtype=indices.dtype, device=indices.device)
     rows = indices + starts.reshape(-1, *(1,) * (indices.dim() - 1))
-    # An index outside its member's table is one outside the folded table, not a row of another member.
+    # An index outside its member's table must not become a row of another member. Looking is faster where it is allowed.
+    if _can_look(indices):
+        least, most = indices.aminmax()
+        if int(least) >= 0 and int(most) < size:
+            return rows
     return torch.where((indices >= 0) & (indices < size), rows, -1)
+
+
+def _can_look(indices: Tensor) -> bool:
+    """On a CPU, where no compiler traces and no outer transform has wrapped them."""
+    traced = torch._C._len_torch_dispatch_stack() or is_functorch_wrapped_tensor(indices)
+    return indices.device.type == "cpu" and not traced and indices.numel() > 0
 
 
 def _refuse_sparse(sparse: bool) -> None:

@@ -38,6 +38,12 @@ def layer_norm(
 ) -> Result:
     """Layer normalisation of all members' rows at once, then weight and bias per member."""
     x_dim, _, weight_dim, bias_dim = _dims(call, 4)
+    if x_dim is not None and weight_dim is not None and bias_dim is not None and weight.dtype == x.dtype:
+        # [M,N,D], [M,D] -> [M,N,D], [M,1,D]
+        aligned = (call.num_models, *(1,) * (x.dim() - 1 - len(shape)), *shape)
+        x = front(x, x_dim)
+        weight, bias = front(weight, weight_dim).reshape(aligned), front(bias, bias_dim).reshape(aligned)
+        return torch.addcmul(bias, torch.layer_norm(x, shape, None, None, eps), weight), 0
     call = call._replace(dims=(x_dim, None, weight_dim, bias_dim, None))
     outputs, dims = native_layer_norm(call, x, shape, weight, bias, eps)
     return outputs[0], dims[0]

@@ -1,0 +1,148 @@
+"""Convolutions of M members as batched matrix products.
+
+Public: :class:`Geometry`, :func:`unfolds`, :func:`gather`, :func:`scatter`, :func:`correlate` on unfolded images;
+:func:`is_pointwise`, :func:`matrices`, :func:`per_sample`, :func:`products` on images as they are, for 1x1 filters.
+
+Dimension letters as in :mod:`hfta_func.rules.conv`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfta_func.rules._layout import split
+
+
+class Geometry(NamedTuple):
+    """The arguments of a convolution that are not tensors, in PyTorch's order."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
+
+
+def unfolds(geometry: Geometry) -> bool:
+    """Whether a convolution can be written with unfolded images: two space axes at most."""
+    return len(geometry.stride) <= 2 and all(map(int.__lt__, geometry.output_padding, geometry.stride))
+
+
+def gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
+    columns, space = _columns(image, weight, geometry)
+    # [MG,NL,IK] @ [MG,IK,O] -> [MG,NL,O] -> [M,G,N,L,O] -> [M,N,GO,L]
+    products = torch.bmm(columns, _matrix(weight, geometry).transpose(1, 2))
+    return _channels_first(products, image.shape[:2], space, geometry)
+
+
+def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, like: Tensor | None = None) -> Tensor:
+    """Each input pixel onto the output pixels under the filter: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]``."""
+    num_models, batch, _, *small = channels.shape
+    kernel = weight.shape[3:]
+    if like is None:
+        space = [
+            (size - 1) * stride - 2 * pad + dilation * (taps - 1) + extra + 1
+            for size, taps, stride, pad, dilation, extra in zip(
+                small, kernel, *geometry[:3], geometry.output_padding, strict=True
+            )
+        ]
+    else:
+        space = list(like.shape[3:])
+    # [MG,NL,O] @ [MG,O,IK] -> [MG,NL,IK]
+    columns = torch.bmm(_rows(channels, geometry), _matrix(weight, geometry))
+    if is_pointwise(kernel, geometry):
+        return _channels_first(columns, channels.shape[:2], small, geometry)
+    if math.prod(small) == 1 and space == list(kernel) and not any(geometry.padding):
+        # [MG,N,IK] -> [M,G,N,I,K] -> [M,N,GI,K]
+        columns = columns.reshape(num_models, geometry.groups, batch, -1, *space).transpose(1, 2)
+        return columns.reshape(num_models, batch, -1, *space)
+    # [M,G,N,L,I,K] -> [MN,GIK,L] -> [MN,GI,S]
+    columns = columns.reshape(num_models, geometry.groups, batch, math.prod(small), -1).permute(0, 2, 1, 4, 3)
+    columns = columns.reshape(num_models * batch, -1, math.prod(small))
+    image = F.fold(
+        columns,
+        _two(space, 1),
+        _two(kernel, 1),
+        _two(geometry.dilation, 1),
+        _two(geometry.padding, 0),
+        _two(geometry.stride, 1),
+    )
+    return image.reshape(num_models, batch, -1, *space)
+
+
+def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
+    # [MG,O,NL] @ [MG,NL,IK] -> [MG,O,IK]
+    columns, _ = _columns(image, weight, geometry)
+    return torch.bmm(_rows(channels, geometry).transpose(1, 2), columns).reshape(weight.shape)
+
+
+def matrices(weight: Tensor, transposed: bool) -> Tensor:
+    # [M,O,I,1] -> [M,O,I] or [M,I,O]
+    matrices = weight.flatten(2)
+    return matrices.transpose(1, 2) if transposed else matrices
+
+
+def per_sample(matrices: Tensor, image: Tensor) -> Tensor:
+    """``[M,O,I] @ [M,N,I,S] -> [M,N,O,S]``."""
+    # In memory samples come before members: [N,M,O,I] @ [N,M,I,S]; the matrices are few and repeated.
+    pixels = image.transpose(0, 1).flatten(3)
+    y = torch.matmul(matrices.expand(pixels.shape[0], *matrices.shape), pixels)
+    return y.reshape(*y.shape[:3], *image.shape[3:]).transpose(0, 1)
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """``[M,N,O,S], [M,N,I,S] -> [M,O,I]``, summed over samples and pixels."""
+    left, right = (image.transpose(0, 1).flatten(3) for image in (left, right))
+    return torch.matmul(left, right.transpose(2, 3)).sum(0)
+
+
+def _columns(image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, list[int]]:
+    """The pixels under the filter at every place: ``[M,N,GI,S] -> [MG,NL,IK]``, and L."""
+    kernel = weight.shape[3:]
+    if is_pointwise(kernel, geometry):
+        return _rows(image, geometry), list(image.shape[3:])
+    axes = len(kernel)
+    windows = F.pad(image, [pad for pad in reversed(geometry.padding) for _ in range(2)])
+    for axis, (taps, stride, dilation) in enumerate(zip(kernel, geometry.stride, geometry.dilation, strict=True)):
+        windows = windows.unfold(3 + axis, dilation * (taps - 1) + 1, stride)[..., ::dilation]
+    # [M,N,GI,L,K] -> [M,N,G,I,L,K] -> [M,G,N,L,I,K]
+    space = list(windows.shape[3 : 3 + axes])
+    windows = split(windows, 2, geometry.groups)
+    order = (0, 2, 1, *range(4, 4 + axes), 3, *range(4 + axes, 4 + 2 * axes))
+    windows = windows.permute(order)
+    return windows.reshape(image.shape[0] * geometry.groups, image.shape[1] * math.prod(space), -1), space
+
+
+def _rows(channels: Tensor, geometry: Geometry) -> Tensor:
+    # [M,N,GO,L] -> [M,N,G,O,L] -> [M,G,N,L,O] -> [MG,NL,O]
+    rows = split(channels, 2, geometry.groups).flatten(4).permute(0, 2, 1, 4, 3)
+    return rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2] * rows.shape[3], rows.shape[4])
+
+
+def _matrix(weight: Tensor, geometry: Geometry) -> Tensor:
+    # [M,GO,I,K] -> [MG,O,IK]
+    return weight.reshape(weight.shape[0] * geometry.groups, weight.shape[1] // geometry.groups, -1)
+
+
+def _channels_first(products: Tensor, lead: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
+    # [MG,NL,O] -> [M,G,N,L,O] -> [M,N,G,O,L] -> [M,N,GO,L]
+    products = products.reshape(lead[0], geometry.groups, lead[1], math.prod(space), -1).permute(0, 2, 1, 4, 3)
+    return products.reshape(*lead, -1, *space)
+
+
+def is_pointwise(kernel: Sequence[int], geometry: Geometry) -> bool:
+    return all(taps == 1 for taps in kernel) and set(geometry.stride) == {1} and not any(geometry.padding)
+
+
+def _two(values: Sequence[int], fill: int) -> tuple[int, ...]:
+    """For one space axis, values for two of which the first is trivial."""
+    return (*[fill] * (2 - len(values)), *values)
