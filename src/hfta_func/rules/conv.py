@@ -41,7 +41,7 @@ from hfta_func.rules._products import (
 )
 from hfta_func.rules._registry import Call, Result, register
 
-_convolution = torch.convolution
+_convolution: Any = torch.convolution
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 

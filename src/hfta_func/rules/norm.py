@@ -38,7 +38,11 @@ def layer_norm(
 ) -> Result:
     """Layer normalisation of all members' rows at once, then weight and bias per member."""
     x_dim, _, weight_dim, bias_dim = _dims(call, 4)
-    if x_dim is not None and weight_dim is not None and bias_dim is not None and weight.dtype == x.dtype:
+    if (
+        (x_dim is not None and weight_dim is not None and bias_dim is not None)
+        and (weight is not None and bias is not None)
+        and weight.dtype == x.dtype
+    ):
         # [M,N,D], [M,D] -> [M,N,D], [M,1,D]
         aligned = (call.num_models, *(1,) * (x.dim() - 1 - len(shape)), *shape)
         x = front(x, x_dim)
