@@ -26,6 +26,7 @@ from torch import Tensor
 import hfta_func as hfta
 from benchmarks._measure import interleaved, seconds, table
 from hfta_func._chunks import Chunks
+from hfta_func.transforms import vmap_routed
 
 TOLERANCE = 1e-3
 
@@ -348,7 +349,9 @@ def _measure(number: int, quick: bool, device: str, threads: int) -> dict[str, A
         return [_part(row, stacks, grads, start, start + size) for start in range(0, row.num_models, size)]
 
     def array(size: int) -> list[Tensor]:
-        pieces = [_run(hfta.vmap(row.func), inputs, grad) for inputs, grad in chunks(size)]
+        # Steps run inside ``routed`` and so without the mode of ``hfta.vmap``.
+        vmap = vmap_routed if size < row.num_models else hfta.vmap
+        pieces = [_run(vmap(row.func), inputs, grad) for inputs, grad in chunks(size)]
         if len(pieces) == 1:
             return list(pieces[0])
         # A step gets the gradients of the parameters as stacks, while activations stay in their chunks.
@@ -359,6 +362,7 @@ def _measure(number: int, quick: bool, device: str, threads: int) -> dict[str, A
     expected = [torch.stack(column) for column in zip(*serial(), strict=True)]
     agrees = all(map(_close, _run(hfta.vmap(row.func), stacks, grads), expected))
     best = Chunks().fastest(array, row.num_models, torch.device(device), stacks)
+    chunks.cache_clear()
     modes = {
         "serial": serial,
         "stock vmap": _stock(row.func, stacks, grads),

@@ -161,10 +161,40 @@ def test_compiled_once_and_equal(name: str) -> None:
     _, step, state = _array(name, dropout=0.3)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
-    assert_matches_solo(step, state, batches(M, 4), run=compiled, rtol=1e-10)
+    # The bias of attention's keys has no gradient besides rounding, which Adam scales up.
+    assert_matches_solo(step, state, batches(M, 4), run=compiled, rtol=1e-9)
     changed = hfta.with_hyperparams(state, lr=[0.02, 0.01, 0.005], weight_decay=0.3)
-    assert_matches_solo(step, changed, batches(M, 2), members=[1], run=compiled, rtol=1e-10)
+    assert_matches_solo(step, changed, batches(M, 2), members=[1], run=compiled, rtol=1e-9)
     assert counter.frame_count == 1
+
+
+def test_one_at_a_time_a_model_may_look_at_values() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            return -y if y.sum() > 0 else 2 * y
+
+    members = [Looks().double() for _ in range(M)]
+    batch = torch.randn(M, 5, 4, dtype=torch.float64)
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    step = hfta.make_train_step(members[0], loss, hfta.sgd(lr=0.1), chunk_size=1)
+    state, metrics = step(step.init(*hfta.stack_params(members), seeds=range(M)), batch)
+    for i, member in enumerate(members):
+        alone = loss(member, batch[i])
+        alone.backward()
+        assert torch.equal(metrics["loss"][i], alone.detach())
+        weight = member.layer.weight
+        assert weight.grad is not None and torch.equal(state.params["layer.weight"][i], weight - 0.1 * weight.grad)
+    together = hfta.make_train_step(members[0], loss, hfta.sgd(lr=0.1))
+    with pytest.raises(hfta.TraceError, match="branches on the value of a tensor"):
+        together(together.init(*hfta.stack_params(members), seeds=range(M)), batch)
 
 
 def test_compiled_by_inductor() -> None:

@@ -38,7 +38,7 @@ def keep_memory(enabled: bool = True) -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     settings = {
         _M_MMAP_THRESHOLD: 1 << 30 if enabled else 128 << 10,
-        _M_TRIM_THRESHOLD: 2**31 - 1 if enabled else 128 << 10,
+        _M_TRIM_THRESHOLD: -1 if enabled else 128 << 10,
         _M_MMAP_MAX: 0 if enabled else 65536,
     }
     return all([mallopt(name, value) == 1 for name, value in settings.items()]) and enabled

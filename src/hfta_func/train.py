@@ -69,8 +69,8 @@ def make_train_step(
         optimizer: For example ``adam(lr=[1e-3, 1e-2])``.
         batch_dims: 0 if every leaf of a batch is ``[M, N, ...]``, None if the members share one batch ``[N, ...]``,
             or a tree of both in the batch's own structure.
-        chunk_size: Members that run together; None is all of them, 1 is one after another. ``"auto"`` times 1, 2, 4, ...
-            and all of them at the first step with a shape of batch, and keeps the fastest; compiled, it is all of them.
+        chunk_size: Members that run together; None is all of them; 1 is one after another, plainly: they may look at values.
+            ``"auto"`` times 1, 2, 4, ... and all at the first step of a shape, and keeps the fastest; compiled, it is all.
         checkpoint: Paths of submodules that keep only their inputs and run again in the backward pass: less memory for
             more time. True is the blocks: elements of ``nn.Sequential`` and ``nn.ModuleList`` that have children, else
             the model's children that have children, else the model. Compiled, on XLA, or inside a ``torch.func``

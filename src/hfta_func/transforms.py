@@ -54,18 +54,17 @@ def vmap(
 
     if not torch.compiler.is_compiling():
         functools.update_wrapper(member, func)
-    return vmap_routed(member, in_dims, out_dims, randomness=randomness, chunk_size=chunk_size)
+    return _vmap(member, in_dims, out_dims, randomness, chunk_size, routed=False)
 
 
-def vmap_routed(
-    func: Callable[..., Any],
-    in_dims: Any = 0,
-    out_dims: Any = 0,
-    *,
-    randomness: str = "error",
-    chunk_size: int | None = None,
+def vmap_routed(func: Callable[..., Any], in_dims: Any = 0, chunk_size: int | None = None) -> Callable[..., Any]:
+    """The same for a function that runs in :class:`hfta_func.routed`, which spares a mode; one member alone runs plainly."""
+    return _vmap(func, in_dims, 0, "error", chunk_size, routed=True)
+
+
+def _vmap(
+    func: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, chunk_size: int | None, routed: bool
 ) -> Callable[..., Any]:
-    """The same for a function that runs in :class:`hfta_func.routed`, which spares a mode."""
     mapped = torch.func.vmap(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -77,14 +76,16 @@ def vmap_routed(
             with no_fallback():
                 if kwargs or out_dims != 0:
                     return mapped(*args, **kwargs)
-                return _mapped_flat(func, args, in_dims, randomness, chunk_size)
+                return _mapped_flat(func, args, in_dims, randomness, chunk_size, routed)
         except RuntimeError as error:
             raise _advice(error) or error from error.__cause__
 
     return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func)
 
 
-def _mapped_flat(func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, chunk_size: int | None) -> Any:
+def _mapped_flat(
+    func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, chunk_size: int | None, routed: bool
+) -> Any:
     """``torch.func.vmap`` on flat lists: optree takes trees apart many times faster than torch's pytree in Python."""
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
     if not isinstance(in_dims, int):
@@ -100,6 +101,8 @@ def _mapped_flat(func: Callable[..., Any], args: Any, in_dims: Any, randomness: 
     count = _num_models(leaves, dims) if chunk_size is None else None
     if count is None:
         outputs = torch.func.vmap(flat, in_dims, 0, randomness, chunk_size=chunk_size)(*leaves)
+    elif count == 1 and routed:
+        outputs = _alone(flat, leaves, dims)
     else:
         outputs = _mapped_level(flat, leaves, dims, count, randomness)
     return optree.tree_unflatten(out_spec, outputs)
@@ -126,12 +129,23 @@ def _mapped_level(
             for leaf, dim in zip(leaves, dims, strict=True)
         ]
         outputs = func(*inputs)
-        for output in outputs:
-            if not isinstance(output, Tensor):
-                raise ValueError(
-                    f"a function under vmap must return tensors only, but it returned a {type(output).__qualname__}"
-                )
+        _check_outputs(outputs)
         return tuple(_remove_batch_dim(output, level, count, 0) for output in outputs)
+
+
+def _alone(func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """One member without ``vmap``: as fast as a solo run, because it is one."""
+    outputs = func(*(leaf if dim is None else leaf.squeeze(dim) for leaf, dim in zip(leaves, dims, strict=True)))
+    _check_outputs(outputs)
+    return tuple(output.unsqueeze(0) for output in outputs)
+
+
+def _check_outputs(outputs: tuple[Any, ...]) -> None:
+    for output in outputs:
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"a function under vmap must return tensors only, but it returned a {type(output).__qualname__}"
+            )
 
 
 def _advice(error: RuntimeError) -> Exception | None:
