@@ -54,6 +54,8 @@ class Workload(NamedTuple):
         for module in [] if dropout else itertools.chain.from_iterable(model.modules() for model in models):
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
         return models
 
 

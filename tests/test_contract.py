@@ -197,6 +197,25 @@ def test_one_at_a_time_a_model_may_look_at_values() -> None:
         together(together.init(*hfta.stack_params(members), seeds=range(M)), batch)
 
 
+@pytest.mark.parametrize("given", [None, True])
+def test_masks_of_transformers_are_not_looked_at(given: bool | None) -> None:
+    torch._dynamo.reset()
+    members = [nn.Transformer(8, 2, 1, 1, 8, 0.0, batch_first=True).double() for _ in range(M)]
+    mask = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
+    options = {"src_mask": mask, "src_is_causal": given, "tgt_mask": mask, "tgt_is_causal": given}
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model(x, x, **options).square().mean()
+
+    step = hfta.make_train_step(members[0], loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(members), seeds=range(M))
+    batch = torch.randn(M, 3, 4, 8, dtype=torch.float64)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for run in (step, compiled):
+        for i, member in enumerate(members):
+            torch.testing.assert_close(run(state, batch)[1]["loss"][i], loss(member, batch[i]), rtol=1e-10, atol=0)
+
+
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
     members, step, state = _array("cnn", dropout=0.3)

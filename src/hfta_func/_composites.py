@@ -7,7 +7,6 @@ Public: :class:`lowered`. They look at the values of their tensors, or ask tenso
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -74,18 +73,9 @@ def _float32(value: Any) -> Any:
     return value
 
 
-def _truth(condition: Tensor) -> bool:
-    """Whether a mask is causal is only a hint, which ``nn.Transformer`` takes from the mask's values: no answer is given."""
-    # The frames above this one are the mode's and the caller's.
-    if not torch.compiler.is_compiling() and sys._getframe(2).f_code.co_name == "_detect_is_causal_mask":
-        return False
-    return bool(condition)
-
-
 LOWERED: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
-    torch.Tensor.__bool__: _truth,
 }
 """What takes the place of which function."""
 

@@ -99,6 +99,8 @@ def skeleton(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.RNNBase):
             module._update_flat_weights = types.MethodType(_nothing, module)
             module.forward = types.MethodType(_with_flat_weights, module)
+        if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
+            module.forward = types.MethodType(_without_looking_at_masks, module)
     return copied
 
 
@@ -131,6 +133,17 @@ def _with_flat_weights(module: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
     output = type(module).forward(module, *args, **kwargs)
     module._flat_weights = before
     return output
+
+
+def _without_looking_at_masks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a stack of transformer layers that is told whether its mask is causal.
+
+    If it is not told, PyTorch reads the mask's values to find out, as a hint for speed only: no hint is given.
+    """
+    name, position = ("is_causal", 3) if isinstance(module, nn.TransformerEncoder) else ("tgt_is_causal", 6)
+    if len(args) <= position:
+        kwargs[name] = bool(kwargs.get(name))
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _nothing(module: nn.RNNBase) -> None:
