@@ -1,4 +1,4 @@
-"""Peak memory of the demo's training step as an array, against M times that of one ordinary model.
+"""Peak memory of a training step as an array, against M times that of one ordinary model.
 
 Counted are tensors: what stays alive through the step (parameters, buffers, optimizer state) and the most that the step
 takes on top of it. A solo step changes its state in place; an array step makes the new state beside the old one.
@@ -14,7 +14,7 @@ import torch
 
 import hfta_func as hfta
 from benchmarks._measure import peak_bytes, resident_bytes, table
-from benchmarks.training import Workload, digits
+from benchmarks.training import PLAN, WORKLOADS, Workload
 
 
 def solo(work: Workload) -> tuple[int, int]:
@@ -44,8 +44,13 @@ def array(work: Workload, chunk_size: int | None, compiled: bool) -> tuple[int, 
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every workload."""
+    plan = {"digits": (4, 8)} if args.quick else {name: sizes for name, (sizes, *_) in PLAN.items() if name != "mlp"}
+    return {name: _measure(WORKLOADS[name](*sizes), args) for name, sizes in plan.items() if args.filter in name}
+
+
+def _measure(work: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """All rows; the ratio is that of resident and peak together to M times a solo step's."""
-    work = digits(*(4, 8) if args.quick else (48, 32))
     count, chunk = len(work.lr), len(work.lr) // 4
     found = {f"{count} x solo": tuple(count * size for size in solo(work))}
     found["array eager"] = array(work, None, False)
@@ -60,8 +65,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"title": work.title, "num_models": count, "rows": rows}
 
 
-def show(result: dict[str, Any]) -> str:
-    """The table."""
+def show(results: dict[str, Any]) -> str:
+    """The tables."""
+    return "\n\n".join(map(_section, results.values()))
+
+
+def _section(result: dict[str, Any]) -> str:
     mib = 1 / 2**20
     rows = [
         [name, f"{row['resident'] * mib:.3f}", f"{row['peak'] * mib:.3f}", f"{row['ratio']:.3f}"]

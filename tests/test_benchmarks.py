@@ -87,7 +87,7 @@ def test_memory_is_positive_and_holds_the_gradients(bench, capsys):
     memory = bench("memory")
     assert bench("__main__").main(["memory", "--quick", "--no-compile"]) == 0
     assert "4 x solo" in capsys.readouterr().out
-    work = memory.digits(4, 8)
+    work = memory.WORKLOADS["digits"](4, 8)
     resident, peak = memory.solo(work)
     parameters = sum(4 * parameter.numel() for parameter in work.make().parameters())
     assert resident > 3 * parameters and peak > parameters
