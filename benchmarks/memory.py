@@ -36,7 +36,8 @@ def solo(work: Workload) -> tuple[int, int]:
 def array(work: Workload, chunk_size: int | None, compiled: bool) -> tuple[int, int]:
     """Resident and peak bytes of the array's step."""
     step = hfta.make_train_step(work.make(), work.loss_fn, work.optimizer(), chunk_size=chunk_size)
-    run = torch.compile(step, fullgraph=True) if compiled else step
+    # Other workloads' shapes would make the compiler take this one's for variables.
+    run = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
     state = step.init(*hfta.init_params(work.make, work.seeds), seeds=work.seeds)
     for _ in range(2):
         state, _ = run(state, work.batches[0])
