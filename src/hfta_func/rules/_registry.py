@@ -164,7 +164,7 @@ def install_for_compiler(overrides: str) -> bool:
     # Assigned, not updated in place: the configuration notices only assignments.
     versions = config.unsafe_marked_cacheable_functions
     config.unsafe_marked_cacheable_functions = {**versions, "hfta_func.rules": fingerprint() + overrides}
-    _refuse_fallback_until_compiled()
+    _set_up_until_compiled()
     return True
 
 
@@ -199,21 +199,26 @@ class no_fallback:
 _compiling = False
 
 
-def _refuse_fallback_until_compiled() -> None:
+def _set_up_until_compiled() -> None:
     """Rules run after this function's caller was traced, when the compiler captures operators."""
     global _compiling
     if _compiling:
         return
     handler: Any = importlib.import_module("torch._dynamo.callback").callback_handler
+    config: Any = importlib.import_module("torch._dynamo.config")
+    allowed = config.allow_rnn
     guard = no_fallback()
 
     def end(*args: Any) -> None:
         global _compiling
         handler.remove_end_callback(end)
         _compiling = False
+        config.allow_rnn = allowed
         guard.__exit__()
 
     _compiling = True
+    # Recurrent layers are in graphs, because their rules take them apart.
+    config.allow_rnn = True
     guard.__enter__()
     handler.register_end_callback(end)
 
