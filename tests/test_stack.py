@@ -409,6 +409,40 @@ def test_tied_and_frozen_parameters_train_as_in_a_loop(steps):
             torch.testing.assert_close(tensors(model)[path], tensor, rtol=1e-10, atol=1e-12)
 
 
+class Twice(nn.Module):
+    """Runs one layer, with parameters and running statistics, at two paths."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.first = nn.Sequential(layer, nn.ReLU())
+        self.second = nn.Sequential(layer, nn.Linear(4, 2))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_module_at_two_paths(compiled):
+    torch._dynamo.reset()
+    models = [Twice().double() for _ in range(NUM_MODELS)]
+    step = hfta.make_train_step(models[0], lambda model, batch: model(batch).square().mean(), hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models), seeds=[2, 0, 1])
+    assert list(state.buffers) == [
+        f"first.0.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+    batch = torch.randn(3, 8, 4).double()
+    state, _ = (torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step)(state, batch)
+    for i, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch[i]).square().mean().backward()
+        optimizer.step()
+    for model, own in zip(hfta.unstack_params(models[0], state.params, state.buffers), models, strict=True):
+        assert model.first[0] is model.second[0]
+        for path, tensor in tensors(own).items():
+            torch.testing.assert_close(tensors(model)[path], tensor, rtol=1e-10, atol=1e-12)
+
+
 class Settings(nn.Module):
     """Holds one setting of any kind."""
 

@@ -58,16 +58,30 @@ def bind(
     """
     body = _Body(skeleton(model), func)
     checkpoint_segments(body.model, checkpoint)
+    holders = _holders(body.model)
 
     def apply(params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
-        tensors = {f"model.{path}": tensor for path, tensor in params.items()}
         # Modules write running statistics in place, so they get copies; the call leaves the new ones in `tensors`.
-        tensors.update({f"model.{path}": tensor.clone() for path, tensor in buffers.items()})
+        given = {**params, **{path: tensor.clone() for path, tensor in buffers.items()}}
+        tensors = {f"model.{name}": tensor for path, tensor in given.items() for name in holders.get(path, (path,))}
         with routed(key):
-            output = torch.func.functional_call(body, tensors, args, kwargs)
+            output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 
     return apply
+
+
+def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All places of a tied parameter or buffer, one for each module that holds it, by the first of them.
+
+    PyTorch would also count every path to one and the same module, and then not put back what that module held.
+    """
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                found.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
+    return {names[0]: tuple(names) for names in found.values()}
 
 
 class _Body(nn.Module):
