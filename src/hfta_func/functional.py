@@ -149,7 +149,7 @@ def _with_flat_weights(module: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def _without_looking_at_masks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _without_looking_at_masks(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Forward of a stack of transformer layers that is told whether its mask is causal.
 
     If it is not told, PyTorch reads the mask's values to find out, as a hint for speed only: no hint is given.
