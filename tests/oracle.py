@@ -68,7 +68,7 @@ def _run_array(array: Any, inputs: Sequence[Tensor], in_dims: Sequence[int | Non
     # Copies, because a leaf that requires a gradient may not be written.
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
     copies = [x.clone() for x in leaves]
-    outputs = _tensors(hfta.vmap(array, (0, *in_dims))(KEYS, *copies))
+    outputs = _tensors(hfta.vmap(array, (0, *in_dims))(_keys(inputs), *copies))
     return outputs, _grads(outputs, [x for x in leaves if x.requires_grad]), copies
 
 
@@ -83,11 +83,11 @@ def _run_alone(
         for i in range(M)
     ]
     copies = [[x.clone() for x in member] for member in members]
-    before = torch.get_rng_state()
+    before = _generators()
     outputs = [_tensors(alone(i, *copies[i])) for i in range(M)]
-    if not torch.equal(torch.get_rng_state(), before):
+    if not all(map(torch.equal, _generators(), before)):
         copies = [[x.clone() for x in member] for member in members]
-        outputs = [_tensors(array(KEYS[i], *copies[i])) for i in range(M)]
+        outputs = [_tensors(array(_keys(inputs)[i], *copies[i])) for i in range(M)]
     stacked = [torch.stack(column) for column in zip(*outputs, strict=True)]
     wanted = [[x for x in member if x.requires_grad] for member in members]
     grads = iter(_grads(stacked, [x for member in wanted for x in member]))
@@ -99,6 +99,14 @@ def _run_alone(
         if copy._version and in_dims[place] == 0
     }
     return stacked, [_sum_or_stack(column, one) for column, one in zip(columns, shared, strict=True)], written
+
+
+def _keys(inputs: Sequence[Tensor]) -> Tensor:
+    return KEYS.to(inputs[0].device) if inputs else KEYS
+
+
+def _generators() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
 
 
 def _sum_or_stack(column: Sequence[Tensor], shared: bool) -> Tensor:

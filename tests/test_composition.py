@@ -98,17 +98,16 @@ def test_tangents(case: RuleCase) -> None:
     _close(got, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("case", EVERY)
-def test_autocast(case: RuleCase, dtype: torch.dtype) -> None:
+def check_autocast(case: RuleCase, dtype: torch.dtype, device: str) -> None:
+    """Outputs, their dtypes, and gradients under autocast are those of members alone."""
     inputs = [x.float().requires_grad_() if x.is_floating_point() else x for x in _per_member(case)]
     try:
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(device, dtype):
             expected = _loop(case, inputs)
         wanted = _grads(expected, inputs)
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"PyTorch itself does not run it under autocast: {str(error)[:80]}")
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(device, dtype):
         got = _tuple(hfta.vmap(case.func)(*inputs))
     assert [x.dtype for x in got] == [x.dtype for x in expected]
     # Roundings of a lower precision fall differently; 2e-2 is about five of them in bfloat16. Where tanh saturates, its
@@ -118,6 +117,12 @@ def test_autocast(case: RuleCase, dtype: torch.dtype) -> None:
     for mine, theirs in zip((*got, *_grads(got, inputs)), (*expected, *wanted), strict=True):
         if theirs.is_floating_point():
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", EVERY)
+def test_autocast(case: RuleCase, dtype: torch.dtype) -> None:
+    check_autocast(case, dtype, "cpu")
 
 
 @pytest.mark.parametrize("case", [param for param in EVERY if any(x.dim() == 4 for x in param.values[0].make())])

@@ -1,4 +1,4 @@
-"""The contract on a CUDA device: trajectories, noise, compiled steps."""
+"""The contract on a CUDA device: rules, modules, trajectories, noise, compiled steps, mixed precision."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import torch
 import hfta_func as hfta
 from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
 from hfta_func.testing import assert_matches_solo
+from rule_cases import RULE_CASES
+from test_composition import check_autocast
+from test_modules import ROWS, check_every_sample
+from test_rules import check_against_loop
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +23,36 @@ SEEDS = [11, 7, 1002]
 
 def _on(device, tree):
     return optree.tree_map(lambda leaf: leaf.to(device), tree)
+
+
+ALL_BATCHED = [pytest.param(case, id=case.name) for case in RULE_CASES]
+
+
+@pytest.mark.parametrize("case", ALL_BATCHED)
+def test_rules_match_the_loop_forward_and_backward(case):
+    with torch.device("cuda"):
+        check_against_loop(case, (True,) * len(case.make()))
+
+
+@pytest.mark.parametrize("case", ALL_BATCHED)
+def test_rules_match_the_loop_with_a_shared_first_input(case):
+    with torch.device("cuda"):
+        count = len(case.make())
+        if count == 1:
+            pytest.skip("has one input")
+        check_against_loop(case, (False,) + (True,) * (count - 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ALL_BATCHED)
+def test_autocast_is_that_of_a_member_alone(case, dtype):
+    with torch.device("cuda"):
+        check_autocast(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize(("info", "training", "dtype"), ROWS)
+def test_modules(info, training, dtype):
+    check_every_sample(info, training, dtype, "cuda")
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -42,12 +42,14 @@ CONSTANTS = {"nn.SoftMarginLoss": 1}
 """Floating-point arguments, by place, that PyTorch does not differentiate."""
 
 
-def _samples(info: ModuleInfo, training: bool, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
+def _samples(
+    info: ModuleInfo, training: bool, dtype: torch.dtype, device: str
+) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
     """What the constructor of each sample gets, the same for all members, and what each member is called with."""
     draws = []
     for member in range(M):
         torch.manual_seed(member)
-        draws.append(info.module_inputs_func(info, "cpu", dtype, requires_grad=False, training=training))
+        draws.append(info.module_inputs_func(info, device, dtype, requires_grad=False, training=training))
     for index, (first, *others) in enumerate(zip(*draws, strict=True)):
         if first.forward_input is not None:
             made = first.constructor_input.args, first.constructor_input.kwargs
@@ -55,12 +57,14 @@ def _samples(info: ModuleInfo, training: bool, dtype: torch.dtype) -> Iterator[t
             yield f"sample {index} {first.desc} {made}", (made, called)
 
 
-def _module(info: ModuleInfo, made: Any, called: Any, training: bool, dtype: torch.dtype, member: int) -> nn.Module:
+def _module(
+    info: ModuleInfo, made: Any, called: Any, training: bool, dtype: torch.dtype, device: str, member: int
+) -> nn.Module:
     """A member with parameters and buffers of its own."""
     # A copy, because a module may hold tensors and modules that it is given.
     args, kwargs = copy.deepcopy(made)
     torch.manual_seed(100 + member)
-    module = info.module_cls(*args, **kwargs).to(dtype).train(training)
+    module = info.module_cls(*args, **kwargs).to(device, dtype).train(training)
     if any(is_lazy(x) for x in module.parameters()):
         args, kwargs = called
         module(*args, **kwargs)
@@ -73,8 +77,8 @@ def _module(info: ModuleInfo, made: Any, called: Any, training: bool, dtype: tor
     return module
 
 
-def _check(info: ModuleInfo, training: bool, dtype: torch.dtype, made: Any, called: list[Any]) -> None:
-    modules = [_module(info, made, called[member], training, dtype, member) for member in range(M)]
+def _check(info: ModuleInfo, training: bool, dtype: torch.dtype, device: str, made: Any, called: list[Any]) -> None:
+    modules = [_module(info, made, called[member], training, dtype, device, member) for member in range(M)]
     params, buffers = hfta.stack_params(modules)
     arguments, rebuild = stack(called)
     apply = hfta.functional(modules[0])
@@ -102,6 +106,12 @@ def _check(info: ModuleInfo, training: bool, dtype: torch.dtype, made: Any, call
     assert_array_is_loop(array, alone, inputs, TOLERANCES[dtype])
 
 
+def check_every_sample(info: ModuleInfo, training: bool, dtype: torch.dtype, device: str) -> None:
+    """Arrays of a module against its members alone, on a device."""
+    samples = _samples(info, training, dtype, device)
+    for_every(samples, lambda sample: _check(info, training, dtype, device, *sample))
+
+
 @pytest.mark.parametrize(("info", "training", "dtype"), ROWS)
 def test_module(info: ModuleInfo, training: bool, dtype: torch.dtype) -> None:
-    for_every(_samples(info, training, dtype), lambda sample: _check(info, training, dtype, *sample))
+    check_every_sample(info, training, dtype, "cpu")
