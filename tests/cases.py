@@ -29,6 +29,60 @@ _ADAM = {
     "weight_decay": [0.0, 1e-2, 0.1],
 }
 
+
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of Chen et al., NeurIPS 2023, line by line."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float, maximize: bool = False):
+        super().__init__(params, {})
+        self.knobs = lr, *betas, weight_decay, maximize
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        lr, beta1, beta2, weight_decay, maximize = self.knobs
+        for theta in self.param_groups[0]["params"]:
+            assert theta.grad is not None
+            g = -theta.grad if maximize else theta.grad
+            m = self.state[theta].setdefault("m", torch.zeros_like(theta))
+            c = beta1 * m + (1 - beta1) * g
+            theta -= lr * (torch.sign(c) + weight_decay * theta)
+            self.state[theta]["m"] = beta2 * m + (1 - beta2) * g
+
+
+class Lamb(torch.optim.Optimizer):
+    """Algorithm 2 of You et al., ICLR 2020, line by line, a layer being a parameter and its scaling the identity."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        maximize: bool = False,
+    ):
+        super().__init__(params, {})
+        self.knobs, self.t = (lr, *betas, eps, weight_decay, maximize), 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        lr, beta1, beta2, eps, weight_decay, maximize = self.knobs
+        self.t += 1
+        for x in self.param_groups[0]["params"]:
+            assert x.grad is not None
+            g = -x.grad if maximize else x.grad
+            m, v = self.state[x].get("mv", (torch.zeros_like(x), torch.zeros_like(x)))
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            self.state[x]["mv"] = m, v
+            r = (m / (1 - beta1**self.t)) / ((v / (1 - beta2**self.t)).sqrt() + eps)
+            u = r + weight_decay * x
+            ratio = float(x.norm() / u.norm()) if x.norm() > 0 and u.norm() > 0 else 1.0
+            x -= lr * ratio * u
+
+
+_RATES = {"lr": [0.02, 0.01, 0.05], "eps": [1e-8, 1e-6, 1e-4], "weight_decay": [0.0, 1e-2, 0.1]}
+_LION = {"lr": [1e-3, 3e-4, 2e-3], "betas": [(0.9, 0.99), (0.8, 0.9), (0.5, 0.7)], "weight_decay": [0.0, 1e-2, 0.1]}
+
 OPTIMIZERS = [
     OptimizerCase("sgd", hfta.sgd, torch.optim.SGD, {"lr": [0.1, 0.03, 0.2]}, {}),
     OptimizerCase(
@@ -52,6 +106,29 @@ OPTIMIZERS = [
     ),
     OptimizerCase("adam", hfta.adam, torch.optim.Adam, _ADAM, {}),
     OptimizerCase("adam with amsgrad", hfta.adam, torch.optim.Adam, _ADAM, {"amsgrad": True}),
+    OptimizerCase("nadam", hfta.nadam, torch.optim.NAdam, {**_ADAM, "momentum_decay": [4e-3, 1e-2, 0.1]}, {}),
+    OptimizerCase("nadam, decoupled", hfta.nadam, torch.optim.NAdam, _ADAM, {"decoupled_weight_decay": True}),
+    OptimizerCase("radam", hfta.radam, torch.optim.RAdam, _ADAM, {}),
+    OptimizerCase("radam, decoupled", hfta.radam, torch.optim.RAdam, _ADAM, {"decoupled_weight_decay": True}),
+    OptimizerCase("adamax", hfta.adamax, torch.optim.Adamax, _ADAM, {}),
+    OptimizerCase("adadelta", hfta.adadelta, torch.optim.Adadelta, {**_RATES, "rho": [0.9, 0.8, 0.5]}, {}),
+    OptimizerCase(
+        "adagrad",
+        hfta.adagrad,
+        torch.optim.Adagrad,
+        {**_RATES, "lr_decay": [0.0, 0.1, 0.5], "initial_accumulator_value": [0.0, 0.5, 1.0]},
+        {},
+    ),
+    OptimizerCase("rmsprop", hfta.rmsprop, torch.optim.RMSprop, {**_RATES, "alpha": [0.99, 0.9, 0.5]}, {}),
+    OptimizerCase(
+        "rmsprop, centered, with momentum",
+        hfta.rmsprop,
+        torch.optim.RMSprop,
+        {**_RATES, "alpha": [0.99, 0.9, 0.5], "momentum": [0.9, 0.0, 0.5]},
+        {"centered": True},
+    ),
+    OptimizerCase("lion", hfta.lion, Lion, _LION, {}),
+    OptimizerCase("lamb", hfta.lamb, Lamb, _ADAM, {}),
     OptimizerCase("adamw", hfta.adamw, torch.optim.AdamW, _ADAM, {}),
     OptimizerCase("adamw with amsgrad", hfta.adamw, torch.optim.AdamW, _ADAM, {"amsgrad": True}),
 ]

@@ -20,13 +20,26 @@ FLOORS = [
     (ORDERED, ["_tree", "_batch", "_gradient", "_chunks", "random", "allocator"]),
     (ORDERED, ["_composites", "_routing", "_checkpoint", "_structure"]),
     (ORDERED, ["rules/_layout", "rules/_affine", "rules/_products", "rules/_lowering", "rules/_choice"]),
-    (ORDERED, ["rules/_registry", "rules/_operator", "rules/_recurrence", "optim/_base", "schedules"]),
+    (
+        ORDERED,
+        ["rules/_registry", "rules/_operator", "rules/_recurrence", "optim/_base", "optim/_leafwise", "schedules"],
+    ),
     (
         APART,
         [
             *("rules/activation", "rules/attention", "rules/composite", "rules/conv", "rules/ctc", "rules/distance"),
             *("rules/embedding", "rules/linear", "rules/loss", "rules/norm", "rules/norm_batch", "rules/pooling"),
-            *("rules/recurrent", "rules/resampling", "rules/shape", "optim/adam", "optim/sgd", "optim/transforms"),
+            *("rules/recurrent", "rules/resampling", "rules/shape"),
+            *(
+                "optim/adadelta",
+                "optim/adagrad",
+                "optim/adam",
+                "optim/adamax",
+                "optim/lamb",
+                "optim/lion",
+                "optim/muon",
+            ),
+            *("optim/nadam", "optim/radam", "optim/rmsprop", "optim/sgd", "optim/transforms", "optim/wrappers"),
         ],
     ),
     (APART, ["rules/__init__", "optim/__init__"]),

@@ -94,11 +94,6 @@ class Shaped:
         return self._shaped[key]
 
 
-def zeros_like(params: Params) -> Params:
-    """A zero for every parameter."""
-    return {path: torch.zeros_like(param) for path, param in params.items()}
-
-
 def zero_count(params: Params) -> Tensor:
     """No updates made yet: ``int64[M]``."""
     return torch.zeros(num_models(params), dtype=torch.int64, device=next(iter(params.values())).device)
@@ -149,12 +144,23 @@ def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
                 fields[field] = {
                     name: _renew(name, held, new[name]) if name in new else held for name, held in value.items()
                 }
+            elif field == "groups":
+                fields[field] = {name: _replace_group(name, child, new, known) for name, child in value.items()}
             else:
                 fields[field] = _replace(value, new, known)
         return type(node)(**fields)
     if isinstance(node, tuple):
         return tuple(_replace(child, new, known) for child in node)
     return node
+
+
+def _replace_group(group: str, node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
+    """What is named for the group alone goes before what is named for all."""
+    own = {name.removeprefix(f"{group}."): value for name, value in new.items() if name.startswith(f"{group}.")}
+    found: set[str] = set()
+    changed = _replace(node, {**new, **own}, found)
+    known |= found | {f"{group}.{name}" for name in found}
+    return changed
 
 
 def _renew(name: str, held: Any, value: Any) -> Any:
@@ -178,9 +184,17 @@ _RANGES: dict[str, tuple[float, float]] = {
     "momentum": (0.0, math.inf),
     "beta1": (0.0, 1.0),
     "beta2": (0.0, 1.0),
+    "rho": (0.0, 1.0),
+    "alpha": (0.0, 1.0),
     "eps": (0.0, math.inf),
+    "momentum_decay": (0.0, math.inf),
+    "lr_decay": (0.0, math.inf),
+    "initial_accumulator_value": (0.0, math.inf),
     "weight_decay": (0.0, math.inf),
     "max_norm": (5e-324, math.inf),
+    "clip_value": (5e-324, math.inf),
+    "every": (1.0, math.inf),
+    "decay": (0.0, 1.0),
     "step_size": (5e-324, math.inf),
     "T_max": (5e-324, math.inf),
     "steps": (5e-324, math.inf),

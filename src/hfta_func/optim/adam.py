@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs, Shaped, zero_count, zeros_like
+from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._leafwise import leafwise, zeros
 
 
 class AdamState(NamedTuple):
@@ -103,35 +104,25 @@ def _adam(
     decoupled: bool,
 ) -> GradientTransformation:
     knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
-    knobs = knobs.without_zeros("weight_decay")
 
-    def init(params: Params) -> AdamState:
-        largest = zeros_like(params) if amsgrad else {}
-        return AdamState(zero_count(params), knobs.init(params), zeros_like(params), zeros_like(params), largest)
-
-    def update(grads: Params, state: AdamState, params: Params) -> tuple[Params, AdamState]:
-        at, count = knobs.at(state.hyperparams, state.step), state.step + 1
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["1-beta1"], at["1-beta2"] = 1 - at["beta1"], 1 - at["beta2"]
         at["step"] = -at["lr"] / (1 - at["beta1"] ** count)
         at["root"] = (1 - at["beta2"] ** count).sqrt()
-        if "weight_decay" in at:
-            at["decay"] = -at["lr"] * at["weight_decay"] if decoupled else at["weight_decay"]
-        shaped = Shaped(at)
-        updates, exp_avg, exp_avg_sq, max_exp_avg_sq = {}, {}, {}, {}
-        for path, grad in grads.items():
-            param, leaf = params[path], shaped.like(params[path])
-            if maximize:
-                grad = -grad
-            if "decay" in at and not decoupled:
-                grad = grad + leaf["decay"] * param
-            exp_avg[path] = torch.lerp(state.exp_avg[path], grad, leaf["1-beta1"])
-            exp_avg_sq[path] = state.exp_avg_sq[path] * leaf["beta2"] + leaf["1-beta2"] * grad * grad
-            largest = exp_avg_sq[path]
-            if amsgrad:
-                largest = max_exp_avg_sq[path] = torch.maximum(state.max_exp_avg_sq[path], largest)
-            updates[path] = leaf["step"] * exp_avg[path] / (largest.sqrt() / leaf["root"] + leaf["eps"])
-            if "decay" in at and decoupled:
-                updates[path] = updates[path] + leaf["decay"] * param
-        return updates, AdamState(count, state.hyperparams, exp_avg, exp_avg_sq, max_exp_avg_sq)
 
-    return GradientTransformation(init, update)
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], mean: Tensor, square: Tensor, *most: Tensor) -> Any:
+        mean = torch.lerp(mean, grad, k["1-beta1"])
+        square = square * k["beta2"] + k["1-beta2"] * grad * grad
+        most = tuple(torch.maximum(largest, square) for largest in most)
+        largest = most[0] if most else square
+        return k["step"] * mean / (largest.sqrt() / k["root"] + k["eps"]), mean, square, *most
+
+    return leafwise(
+        AdamState,
+        knobs.without_zeros("weight_decay"),
+        rule,
+        slots={"exp_avg": zeros, "exp_avg_sq": zeros, "max_exp_avg_sq": zeros if amsgrad else None},
+        prepare=prepare,
+        decay="decoupled" if decoupled else "coupled",
+        maximize=maximize,
+    )

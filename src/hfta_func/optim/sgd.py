@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs, Shaped, zero_count, zeros_like
+from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._leafwise import leafwise, zeros
 
 
 class SGDState(NamedTuple):
@@ -56,30 +57,20 @@ def sgd(
         "momentum", "dampening", "weight_decay"
     )
     buffered = "momentum" in knobs
+    if not buffered:
+        knobs = Knobs(**{name: spec for name, spec in knobs.specs.items() if name != "dampening"})
 
-    def init(params: Params) -> SGDState:
-        buffers = zeros_like(params) if buffered else {}
-        return SGDState(zero_count(params), knobs.init(params), buffers)
-
-    def update(grads: Params, state: SGDState, params: Params) -> tuple[Params, SGDState]:
-        at = knobs.at(state.hyperparams, state.step)
-        updates, buffers = {}, {}
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["step"] = -at["lr"]
         if "dampening" in at:
-            undamped = (state.step == 0) | (at["momentum"] == 0)
-            at["fresh"] = torch.where(undamped, 1.0, 1 - at["dampening"])
-        at["step"] = at["lr"] if maximize else -at["lr"]
-        shaped = Shaped(at)
-        for path, grad in grads.items():
-            param, leaf = params[path], shaped.like(params[path])
-            if "weight_decay" in at:
-                decay = leaf["weight_decay"] * param
-                grad = grad - decay if maximize else grad + decay
-            if buffered:
-                buffers[path] = state.momentum[path] * leaf["momentum"] + (
-                    leaf["fresh"] * grad if "fresh" in at else grad
-                )
-                grad = grad + leaf["momentum"] * buffers[path] if nesterov else buffers[path]
-            updates[path] = leaf["step"] * grad
-        return updates, SGDState(state.step + 1, state.hyperparams, buffers)
+            at["fresh"] = torch.where((count == 1) | (at["momentum"] == 0), 1.0, 1 - at["dampening"])
 
-    return GradientTransformation(init, update)
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], *buffers: Tensor) -> tuple[Tensor, ...]:
+        if not buffers:
+            return (k["step"] * grad,)
+        buffer = buffers[0] * k["momentum"] + (k["fresh"] * grad if "fresh" in k else grad)
+        return k["step"] * (grad + k["momentum"] * buffer if nesterov else buffer), buffer
+
+    return leafwise(
+        SGDState, knobs, rule, slots={"momentum": zeros if buffered else None}, prepare=prepare, maximize=maximize
+    )

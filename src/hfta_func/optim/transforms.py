@@ -1,7 +1,8 @@
-"""Transformations to combine: chains, and gradient clipping per member."""
+"""Transformations to put before an optimizer: chains, clipping per member, weight decay."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +37,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
-class ClipState(NamedTuple):
-    """Updates made by each member, and its limit."""
+class KnobState(NamedTuple):
+    """Updates made by each member, and its hyperparameters."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -63,10 +64,10 @@ def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
     """
     knobs = Knobs(max_norm=max_norm)
 
-    def init(params: Params) -> ClipState:
-        return ClipState(zero_count(params), knobs.init(params))
+    def init(params: Params) -> KnobState:
+        return KnobState(zero_count(params), knobs.init(params))
 
-    def update(grads: Params, state: ClipState, params: Params) -> tuple[Params, ClipState]:
+    def update(grads: Params, state: KnobState, params: Params) -> tuple[Params, KnobState]:
         limit = knobs.at(state.hyperparams, state.step)["max_norm"]
         norms = torch.stack(
             [torch.linalg.vector_norm(grad.reshape(grad.shape[0], -1), dim=1) for grad in grads.values()]
@@ -74,6 +75,58 @@ def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
         norm = torch.linalg.vector_norm(norms, dim=0)
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         clipped = {path: grad * per_model(factor, grad) for path, grad in grads.items()}
-        return clipped, ClipState(state.step + 1, state.hyperparams)
+        return clipped, KnobState(state.step + 1, state.hyperparams)
+
+    return GradientTransformation(init, update)
+
+
+def clip_grad_value(clip_value: PerModel) -> GradientTransformation:
+    """Bring every entry of each member's gradients between minus and plus its own ``clip_value``.
+
+    As ``torch.nn.utils.clip_grad_value_``.
+
+    Args:
+        clip_value: Largest magnitude, positive.
+
+    Example:
+        >>> clip = clip_grad_value([1.0, 7.0])
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> clip.update({"w": torch.tensor([[6.0, -8.0], [6.0, -8.0]])}, clip.init(params), params)[0]["w"]
+        tensor([[ 1., -1.],
+                [ 6., -7.]])
+    """
+
+    def rule(grad: Tensor, param: Tensor, limit: Tensor) -> Tensor:
+        return torch.minimum(torch.maximum(grad, -limit), limit)
+
+    return _entrywise("clip_value", clip_value, rule)
+
+
+def add_decayed_weights(weight_decay: PerModel) -> GradientTransformation:
+    """Add ``weight_decay * p``: before an optimizer an L2 penalty, after one without its learning rate a decay.
+
+    Args:
+        weight_decay: Factor of the parameters.
+
+    Example:
+        >>> decay = add_decayed_weights([0.0, 0.5])
+        >>> params = {"w": torch.ones(2, 1)}
+        >>> decay.update({"w": torch.ones(2, 1)}, decay.init(params), params)[0]["w"].flatten()
+        tensor([1.0000, 1.5000])
+    """
+    return _entrywise("weight_decay", weight_decay, lambda grad, param, decay: grad + decay * param)
+
+
+def _entrywise(name: str, spec: PerModel, rule: Callable[[Tensor, Tensor, Tensor], Tensor]) -> GradientTransformation:
+    """``rule(grad, param, knob)`` for every parameter, with one hyperparameter."""
+    knobs = Knobs(**{name: spec})
+
+    def init(params: Params) -> KnobState:
+        return KnobState(zero_count(params), knobs.init(params))
+
+    def update(grads: Params, state: KnobState, params: Params) -> tuple[Params, KnobState]:
+        value = knobs.at(state.hyperparams, state.step)[name]
+        updates = {path: rule(grad, params[path], per_model(value, grad)) for path, grad in grads.items()}
+        return updates, KnobState(state.step + 1, state.hyperparams)
 
     return GradientTransformation(init, update)

@@ -1,0 +1,77 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._tree import per_model
+from hfta_func._types import Params, PerModel
+from hfta_func.optim._base import GradientTransformation, Knobs, per_member
+from hfta_func.optim._leafwise import leafwise
+
+
+class AdagradState(NamedTuple):
+    """Updates made by each member, its hyperparameters, and its sums of squared gradients."""
+
+    step: Tensor
+    hyperparams: dict[str, Any]
+    sum: Params
+
+
+def adagrad(
+    lr: PerModel = 1e-2,
+    lr_decay: PerModel = 0.0,
+    weight_decay: PerModel = 0.0,
+    initial_accumulator_value: PerModel = 0.0,
+    eps: PerModel = 1e-10,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adagrad, as ``torch.optim.Adagrad`` computes it.
+
+    With gradient g at update t: ``s += g^2``; ``p -= lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)``.
+
+    Args:
+        lr: Learning rate.
+        lr_decay: How fast the learning rate falls.
+        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
+        initial_accumulator_value: What the sums start from; it is no knob of the state.
+        eps: Added to the denominator.
+        maximize: Ascend instead of descend.
+
+    Example:
+        >>> optimizer = adagrad(lr=[0.1, 1.0])
+        >>> params = {"w": torch.zeros(2, 1)}
+        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
+        >>> updates["w"].flatten()
+        tensor([-0.1000, -1.0000])
+
+    References:
+        Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and stochastic optimization", JMLR 2011.
+    """
+    knobs = Knobs(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
+    # Out of range, it is refused here already.
+    Knobs(initial_accumulator_value=initial_accumulator_value)
+
+    def start(path: str, param: Tensor) -> Tensor:
+        values = per_member("initial_accumulator_value", initial_accumulator_value, param.shape[0], param.device)
+        return torch.zeros_like(param) + per_model(values, param)
+
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["step"] = -at["lr"] / (1 + (count - 1) * at["lr_decay"])
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], total: Tensor) -> tuple[Tensor, ...]:
+        total = total + grad * grad
+        return k["step"] * grad / (total.sqrt() + k["eps"]), total
+
+    return leafwise(
+        AdagradState,
+        knobs.without_zeros("weight_decay"),
+        rule,
+        slots={"sum": start},
+        prepare=prepare,
+        maximize=maximize,
+    )

@@ -1,0 +1,72 @@
+"""Adam with the infinity norm."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._types import Params, PerModel
+from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._leafwise import leafwise, zeros
+
+
+class AdamaxState(NamedTuple):
+    """Updates made by each member, its hyperparameters, its averages of gradients, and their decayed largest magnitudes."""
+
+    step: Tensor
+    hyperparams: dict[str, Any]
+    exp_avg: Params
+    exp_inf: Params
+
+
+def adamax(
+    lr: PerModel = 2e-3,
+    betas: tuple[PerModel, PerModel] = (0.9, 0.999),
+    eps: PerModel = 1e-8,
+    weight_decay: PerModel = 0.0,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adam with the infinity norm, as ``torch.optim.Adamax`` computes it.
+
+    With gradient g at update t: ``m = beta1 * m + (1 - beta1) * g``; ``u = max(beta2 * u, |g| + eps)``;
+    ``p -= lr / (1 - beta1^t) * m / u``.
+
+    Args:
+        lr: Learning rate.
+        betas: Decay of the two averages; in the state they are ``beta1`` and ``beta2``.
+        eps: Added to the magnitude of the gradient.
+        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
+        maximize: Ascend instead of descend.
+
+    Example:
+        >>> optimizer = adamax(lr=[0.1, 1.0])
+        >>> params = {"w": torch.zeros(2, 1)}
+        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
+        >>> updates["w"].flatten()
+        tensor([-0.1000, -1.0000])
+
+    References:
+        Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015, section 7.1.
+    """
+    knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["1-beta1"] = 1 - at["beta1"]
+        at["step"] = -at["lr"] / (1 - at["beta1"] ** count)
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], mean: Tensor, largest: Tensor) -> tuple[Tensor, ...]:
+        mean = torch.lerp(mean, grad, k["1-beta1"])
+        largest = torch.maximum(k["beta2"] * largest, grad.abs() + k["eps"])
+        return k["step"] * mean / largest, mean, largest
+
+    return leafwise(
+        AdamaxState,
+        knobs.without_zeros("weight_decay"),
+        rule,
+        slots={"exp_avg": zeros, "exp_inf": zeros},
+        prepare=prepare,
+        maximize=maximize,
+    )

@@ -1,0 +1,78 @@
+"""LAMB."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._tree import per_model
+from hfta_func._types import Params, PerModel
+from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._leafwise import leafwise, zeros
+
+
+class LambState(NamedTuple):
+    """Updates made by each member, its hyperparameters, and its averages of gradients and their squares."""
+
+    step: Tensor
+    hyperparams: dict[str, Any]
+    exp_avg: Params
+    exp_avg_sq: Params
+
+
+def lamb(
+    lr: PerModel = 1e-3,
+    betas: tuple[PerModel, PerModel] = (0.9, 0.999),
+    eps: PerModel = 1e-6,
+    weight_decay: PerModel = 1e-2,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """LAMB: Adam whose step in every parameter has the length of the parameter.
+
+    With Adam's averages m and v at update t: ``u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * p``;
+    ``p -= lr * |p| / |u| * u``, with L2 norms of each member's parameter; where one of them is 0 their ratio counts as 1.
+
+    Args:
+        lr: Learning rate.
+        betas: Decay of the two averages; in the state they are ``beta1`` and ``beta2``.
+        eps: Added to the denominator.
+        weight_decay: Decay.
+        maximize: Ascend instead of descend.
+
+    Example:
+        >>> optimizer = lamb(lr=[0.1, 1.0])
+        >>> params = {"w": torch.zeros(2, 1)}
+        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
+        >>> updates["w"].flatten()
+        tensor([-0.1000, -1.0000])
+
+    References:
+        You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020, algorithm 2.
+    """
+    knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["1-beta1"], at["1-beta2"], at["step"] = 1 - at["beta1"], 1 - at["beta2"], -at["lr"]
+        at["left1"], at["left2"] = 1 - at["beta1"] ** count, 1 - at["beta2"] ** count
+        # Under another name, because it is inside the norm and not applied like that of others.
+        at["inner decay"] = at.pop("weight_decay")
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], mean: Tensor, square: Tensor) -> tuple[Tensor, ...]:
+        mean = torch.lerp(mean, grad, k["1-beta1"])
+        square = square * k["beta2"] + k["1-beta2"] * grad * grad
+        direction = mean / k["left1"] / ((square / k["left2"]).sqrt() + k["eps"]) + k["inner decay"] * param
+        length, step = (torch.linalg.vector_norm(x.reshape(x.shape[0], -1), dim=1) for x in (param, direction))
+        ratio = torch.where((length > 0) & (step > 0), length / step, 1.0)
+        return k["step"] * per_model(ratio, param) * direction, mean, square
+
+    return leafwise(
+        LambState,
+        knobs,
+        rule,
+        slots={"exp_avg": zeros, "exp_avg_sq": zeros},
+        prepare=prepare,
+        maximize=maximize,
+    )

@@ -1,0 +1,111 @@
+"""Muon."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._errors import HyperparameterError
+from hfta_func._types import Params, PerModel
+from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._leafwise import leafwise
+
+
+class MuonState(NamedTuple):
+    """Updates made by each member, its hyperparameters, and its momentum buffers."""
+
+    step: Tensor
+    hyperparams: dict[str, Any]
+    momentum: Params
+
+
+def muon(
+    lr: PerModel = 1e-3,
+    weight_decay: PerModel = 0.1,
+    momentum: PerModel = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    eps: float = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+    *,
+    ns_dtype: torch.dtype = torch.bfloat16,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Momentum whose update is made nearly orthogonal, as ``torch.optim.Muon`` computes it; for matrices only.
+
+    With gradient g and momentum buffer b: ``b = momentum * b + (1 - momentum) * g``; the update is b, or with ``nesterov``
+    ``momentum * b + (1 - momentum) * g``, divided by its norm and taken through ``ns_steps`` iterations
+    ``x = a x + (b x x^T + c (x x^T)^2) x`` of Newton and Schulz; ``p -= lr * (scale * x + weight_decay * p)``.
+
+    Args:
+        lr: Learning rate.
+        weight_decay: Decay, multiplied by the learning rate; the plain number 0 leaves it out of the program.
+        momentum: Momentum factor.
+        nesterov: Nesterov's momentum.
+        ns_coefficients: a, b and c.
+        eps: Least norm to divide by.
+        ns_steps: Iterations.
+        adjust_lr_fn: What a matrix [A, B] is scaled by: ``sqrt(max(1, A / B))``, or ``0.2 * sqrt(max(A, B))``, with which
+            Adam's learning rates fit.
+        ns_dtype: The type in which the iterations run.
+        maximize: Ascend instead of descend.
+
+    Raises:
+        HyperparameterError: if a parameter is not a matrix; give such ones another optimizer with :func:`partition`.
+
+    Example:
+        >>> optimizer = muon(lr=[0.1, 1.0], ns_dtype=torch.float32)
+        >>> params = {"w": torch.zeros(2, 1, 1)}
+        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1, 1)}, optimizer.init(params), params)
+        >>> updates["w"].flatten()
+        tensor([-0.0696, -0.6964])
+
+    References:
+        Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
+        Liu et al., "Muon is scalable for LLM training", arXiv:2502.16982, 2025 (``match_rms_adamw``).
+    """
+    knobs = Knobs(lr=lr, weight_decay=weight_decay, momentum=momentum).without_zeros("weight_decay")
+
+    def start(path: str, param: Tensor) -> Tensor:
+        if param.dim() != 3:
+            raise HyperparameterError(
+                f"muon is for matrices, but '{path}' of one model is {list(param.shape[1:])}; give it another optimizer "
+                f"with partition(...)"
+            )
+        return torch.zeros_like(param)
+
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["1-momentum"], at["step"] = 1 - at["momentum"], -at["lr"]
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], buffer: Tensor) -> tuple[Tensor, ...]:
+        buffer = torch.lerp(buffer, grad, k["1-momentum"])
+        update = torch.lerp(grad, buffer, k["momentum"]) if nesterov else buffer
+        rows, columns = param.shape[1:]
+        scale = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
+        direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps)
+        return k["step"] * scale * direction.to(param.dtype), buffer
+
+    return leafwise(
+        MuonState,
+        knobs,
+        rule,
+        slots={"momentum": start},
+        prepare=prepare,
+        decay="decoupled",
+        maximize=maximize,
+    )
+
+
+def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """``[M, A, B]``, all singular values of each matrix brought near one."""
+    a, b, c = coefficients
+    tall = x.shape[1] > x.shape[2]
+    x = x.transpose(1, 2) if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.transpose(1, 2))
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.transpose(1, 2) if tall else x

@@ -1,0 +1,85 @@
+"""Rectified Adam."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._types import Params, PerModel
+from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._leafwise import leafwise, zeros
+
+
+class RAdamState(NamedTuple):
+    """Updates made by each member, its hyperparameters, and its averages of gradients and their squares."""
+
+    step: Tensor
+    hyperparams: dict[str, Any]
+    exp_avg: Params
+    exp_avg_sq: Params
+
+
+def radam(
+    lr: PerModel = 1e-3,
+    betas: tuple[PerModel, PerModel] = (0.9, 0.999),
+    eps: PerModel = 1e-8,
+    weight_decay: PerModel = 0.0,
+    decoupled_weight_decay: bool = False,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adam that waits for its second moment, as ``torch.optim.RAdam`` computes it.
+
+    With Adam's averages m and v at update t, ``R = 2 / (1 - beta2) - 1`` and ``r = R - 2 t beta2^t / (1 - beta2^t)``:
+    ``p -= lr * m / (1 - beta1^t)``, where ``r > 5`` times ``sqrt((1 - beta2^t) (r - 4) (r - 2) R / ((R - 4) (R - 2) r))`` and
+    divided by ``sqrt(v) + eps``.
+
+    Args:
+        lr: Learning rate.
+        betas: Decay of the two averages; in the state they are ``beta1`` and ``beta2``.
+        eps: Added to the denominator.
+        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
+        decoupled_weight_decay: Shrink the parameters by ``lr * weight_decay`` instead.
+        maximize: Ascend instead of descend.
+
+    Example:
+        >>> optimizer = radam(lr=[0.1, 1.0])
+        >>> params = {"w": torch.zeros(2, 1)}
+        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
+        >>> updates["w"].flatten()
+        tensor([-0.1000, -1.0000])
+
+    References:
+        Liu et al., "On the variance of the adaptive learning rate and beyond", ICLR 2020.
+    """
+    knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["1-beta1"], at["1-beta2"] = 1 - at["beta1"], 1 - at["beta2"]
+        left = 1 - at["beta2"] ** count
+        most = 2 / (1 - at["beta2"]) - 1
+        length = most - 2 * count * at["beta2"] ** count / left
+        rectified = length > 5
+        # The root is of a negative number where it is not taken.
+        inside = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
+        at["step"] = -at["lr"] / (1 - at["beta1"] ** count)
+        at["rectified"] = rectified.to(torch.float64)
+        at["rect"] = (torch.where(rectified, inside, 1.0) * left).sqrt()
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], mean: Tensor, square: Tensor) -> tuple[Tensor, ...]:
+        mean = torch.lerp(mean, grad, k["1-beta1"])
+        square = square * k["beta2"] + k["1-beta2"] * grad * grad
+        scale = torch.where(k["rectified"] > 0, k["rect"] / (square.sqrt() + k["eps"]), 1.0)
+        return k["step"] * mean * scale, mean, square
+
+    return leafwise(
+        RAdamState,
+        knobs.without_zeros("weight_decay"),
+        rule,
+        slots={"exp_avg": zeros, "exp_avg_sq": zeros},
+        prepare=prepare,
+        decay="decoupled" if decoupled_weight_decay else "coupled",
+        maximize=maximize,
+    )

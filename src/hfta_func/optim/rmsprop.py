@@ -1,0 +1,93 @@
+"""RMSprop."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._types import Params, PerModel
+from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._leafwise import leafwise, zeros
+
+
+class RMSpropState(NamedTuple):
+    """Updates made by each member, its hyperparameters, its averages of squares and of gradients, its momentum buffers.
+
+    The averages of gradients are filled with ``centered`` only, the buffers where momentum is not off.
+    """
+
+    step: Tensor
+    hyperparams: dict[str, Any]
+    square_avg: Params
+    grad_avg: Params
+    momentum: Params
+
+
+def rmsprop(
+    lr: PerModel = 1e-2,
+    alpha: PerModel = 0.99,
+    eps: PerModel = 1e-8,
+    weight_decay: PerModel = 0.0,
+    momentum: PerModel = 0.0,
+    centered: bool = False,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """RMSprop, as ``torch.optim.RMSprop`` computes it.
+
+    With gradient g: ``v = alpha * v + (1 - alpha) * g^2``; ``b = momentum * b + g / (sqrt(v) + eps)``; ``p -= lr * b``. With
+    ``centered``, the square of an average of the gradients is taken off v under the root.
+
+    Args:
+        lr: Learning rate.
+        alpha: Decay of the averages.
+        eps: Added to the denominator.
+        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
+        momentum: Momentum factor; the plain number 0 leaves it out of the program.
+        centered: Divide by an estimate of the standard deviation instead.
+        maximize: Ascend instead of descend.
+
+    Example:
+        >>> optimizer = rmsprop(lr=[0.01, 0.1])
+        >>> params = {"w": torch.zeros(2, 1)}
+        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
+        >>> updates["w"].flatten()
+        tensor([-0.1000, -1.0000])
+
+    References:
+        Tieleman and Hinton, "Lecture 6.5: RMSProp", Coursera, 2012.
+        Graves, "Generating sequences with recurrent neural networks", arXiv:1308.0850, 2013 (``centered``).
+    """
+    knobs = Knobs(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+    knobs = knobs.without_zeros("weight_decay", "momentum")
+    buffered = "momentum" in knobs
+
+    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
+        at["1-alpha"], at["step"] = 1 - at["alpha"], -at["lr"]
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], square: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        square = square * k["alpha"] + k["1-alpha"] * grad * grad
+        after, variance = [square], square
+        if centered:
+            mean = torch.lerp(others[0], grad, k["1-alpha"])
+            after, variance = [square, mean], square - mean * mean
+        scaled = grad / (variance.sqrt() + k["eps"])
+        if buffered:
+            scaled = others[-1] * k["momentum"] + scaled
+            after = [*after, scaled]
+        return k["step"] * scaled, *after
+
+    return leafwise(
+        RMSpropState,
+        knobs,
+        rule,
+        slots={
+            "square_avg": zeros,
+            "grad_avg": zeros if centered else None,
+            "momentum": zeros if buffered else None,
+        },
+        prepare=prepare,
+        maximize=maximize,
+    )

@@ -1,0 +1,278 @@
+"""Optimizers against ``torch.optim``, where it has them, and against the equations of their papers elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from cases import OPTIMIZERS, OptimizerCase, ours, theirs
+
+M, STEPS = 3, 100
+SHAPES = {"matrix": (4, 3), "vector": (5,), "number": ()}
+
+
+@pytest.fixture(autouse=True)
+def double():
+    """torch.optim keeps some of its numbers in the default type."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _gradients(steps: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[dict[str, Tensor]]:
+    """Of very different sizes, and some of them zero."""
+    return [
+        {
+            name: torch.randn(M, *shape) * 10.0 ** torch.randint(-3, 2, (M, *shape)) * (torch.rand(M, *shape) > 0.1)
+            for name, shape in shapes.items()
+        }
+        for _ in range(steps)
+    ]
+
+
+def _check_against(
+    optimizer: hfta.GradientTransformation,
+    make: Any,
+    tolerance: float = 1e-12,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+) -> None:
+    params = {name: torch.randn(M, *shape) for name, shape in shapes.items()}
+    solo = [{name: nn.Parameter(param[i].clone()) for name, param in params.items()} for i in range(M)]
+    others = [make(i, list(own.values())) for i, own in enumerate(solo)]
+    state = optimizer.init(params)
+    for grads in _gradients(STEPS, shapes):
+        updates, state = optimizer.update(grads, state, params)
+        params = hfta.apply_updates(params, updates)
+        for i, (own, other) in enumerate(zip(solo, others, strict=True)):
+            for name, parameter in own.items():
+                parameter.grad = grads[name][i].clone()
+            other.step()
+    for name, param in params.items():
+        expected = torch.stack([own[name].detach() for own in solo])
+        torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
+def test_members_are_separate_optimizers(case: OptimizerCase, maximize: bool) -> None:
+    case = case._replace(options={**case.options, "maximize": maximize})
+    _check_against(ours(case), lambda i, parameters: theirs(case, i, parameters))
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 5), (4, 4)])
+@pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
+def test_muon(shape: tuple[int, int], options: dict[str, Any]) -> None:
+    knobs = {"lr": [0.01, 0.1, 0.02], "weight_decay": [0.1, 0.0, 0.5], "momentum": [0.95, 0.9, 0.5]}
+    # In bfloat16 products of batches may round otherwise than products of matrices.
+    tolerance = 1e-3
+    _check_against(
+        hfta.muon(**knobs, **options),
+        lambda i, parameters: torch.optim.Muon(
+            parameters, **{name: values[i] for name, values in knobs.items()}, **options
+        ),
+        tolerance,
+        {"matrix": shape},
+    )
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 5)])
+def test_muon_makes_the_update_nearly_orthogonal(shape: tuple[int, int]) -> None:
+    optimizer = hfta.muon(lr=1.0, momentum=0.0, weight_decay=0.0, ns_dtype=torch.float64)
+    params = {"w": torch.zeros(M, *shape)}
+    grads = {"w": torch.randn(M, *shape)}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    scale = max(1, shape[0] / shape[1]) ** 0.5
+    u, _, v = torch.linalg.svd(grads["w"], full_matrices=False)
+    values = torch.linalg.svdvals(-updates["w"] / scale)
+    assert values.min() > 0.6 and values.max() < 1.3
+    # The singular vectors are those of the gradient: only the values have changed.
+    middle = u.mT @ (-updates["w"] / scale) @ v.mT
+    torch.testing.assert_close(middle, torch.diag_embed(middle.diagonal(dim1=1, dim2=2)), rtol=0, atol=1e-9)
+
+
+def test_muon_is_for_matrices() -> None:
+    with pytest.raises(hfta.HyperparameterError, match=r"'bias' of one model is \[5\]; give it another optimizer"):
+        hfta.muon().init({"weight": torch.zeros(M, 5, 4), "bias": torch.zeros(M, 5)})
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
+def test_compiled_once_whatever_the_numbers(case: OptimizerCase) -> None:
+    torch._dynamo.reset()
+    optimizer = ours(case)
+    params = {name: torch.randn(M, *shape) for name, shape in SHAPES.items()}
+    state = optimizer.init(params)
+    update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
+    for number, grads in enumerate(_gradients(4)):
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            got, after = update(grads, state, params)
+        expected, state = optimizer.update(grads, state, params)
+        torch.testing.assert_close((got, tuple(after)), (expected, tuple(state)), rtol=1e-12, atol=1e-12)
+        state = hfta.with_hyperparams(state, lr=[0.1 * number, 0.2, 0.3])
+
+
+def _walk(
+    optimizer: hfta.GradientTransformation, params: dict[str, Tensor], gradients: list[dict[str, Tensor]]
+) -> tuple[dict[str, Tensor], Any]:
+    state = optimizer.init(params)
+    for grads in gradients:
+        updates, state = optimizer.update(grads, state, params)
+        params = hfta.apply_updates(params, updates)
+    return params, state
+
+
+def _start() -> dict[str, Tensor]:
+    return {name: torch.randn(M, *shape) for name, shape in SHAPES.items()}
+
+
+def _member(tree: dict[str, Tensor], i: int) -> list[nn.Parameter]:
+    return [nn.Parameter(leaf[i].clone()) for leaf in tree.values()]
+
+
+def _assert_members(found: dict[str, Tensor], expected: list[list[nn.Parameter]]) -> None:
+    for name, column in zip(found, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(found[name], torch.stack([x.detach() for x in column]), rtol=1e-12, atol=1e-12)
+
+
+def test_clip_grad_value() -> None:
+    limits, (grads,) = [0.1, 1.0, 5.0], _gradients(1)
+    found, _ = hfta.clip_grad_value(limits).update(grads, hfta.clip_grad_value(limits).init(grads), grads)
+    for i, limit in enumerate(limits):
+        parameters = _member(grads, i)
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        nn.utils.clip_grad_value_(parameters, limit)
+        for name, parameter in zip(grads, parameters, strict=True):
+            assert parameter.grad is not None and torch.equal(found[name][i], parameter.grad)
+
+
+def test_decayed_weights_before_an_optimizer_are_an_l2_penalty() -> None:
+    decay, start, gradients = [0.0, 0.1, 0.5], _start(), _gradients(20)
+    chained = hfta.chain(hfta.add_decayed_weights(decay), hfta.sgd(lr=0.1, momentum=0.9))
+    found, _ = _walk(chained, start, gradients)
+    expected, _ = _walk(hfta.sgd(lr=0.1, momentum=0.9, weight_decay=decay), start, gradients)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_accumulated_gradients_are_those_of_larger_batches(compiled: bool) -> None:
+    torch._dynamo.reset()
+    every, lr, start, gradients = [1, 2, 5], [0.1, 0.2, 0.3], _start(), _gradients(20)
+    optimizer = hfta.accumulate(hfta.adam(lr=lr), every=every)
+    if compiled:
+        compiled_update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
+        optimizer = optimizer._replace(update=compiled_update)
+    found, state = _walk(optimizer, start, gradients)
+    expected = [_member(start, i) for i in range(M)]
+    for i, parameters in enumerate(expected):
+        other = torch.optim.Adam(parameters, lr=lr[i])
+        for number, grads in enumerate(gradients, 1):
+            for name, parameter in zip(grads, parameters, strict=True):
+                share = grads[name][i] / every[i]
+                parameter.grad = share if parameter.grad is None else parameter.grad + share
+            if number % every[i] == 0:
+                other.step()
+                other.zero_grad()
+    _assert_members(found, expected)
+    assert state.inner.step.tolist() == [20, 10, 4] and state.seen.tolist() == [0, 0, 0]
+
+
+def test_between_updates_nothing_moves() -> None:
+    start, (grads,) = _start(), _gradients(1)
+    optimizer = hfta.accumulate(hfta.adamw(lr=0.1, weight_decay=0.5), every=3)
+    before = optimizer.init(start)
+    updates, after = optimizer.update(grads, before, start)
+    assert not any(update.any() for update in updates.values())
+    assert after.inner is before.inner and after.seen.tolist() == [1] * M
+
+
+def test_ema_is_the_averaged_model_of_torch() -> None:
+    decay, start, gradients = [0.9, 0.5, 0.99], _start(), _gradients(20)
+    found, state = _walk(hfta.chain(hfta.sgd(lr=0.1), hfta.ema(decay)), start, gradients)
+    plain, _ = _walk(hfta.sgd(lr=0.1), start, gradients)
+    assert all(torch.equal(found[name], plain[name]) for name in found)
+    averages = []
+    for i in range(M):
+        model = nn.ParameterList(_member(start, i))
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay[i])
+        )
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        for grads in gradients:
+            for name, parameter in zip(grads, model, strict=True):
+                parameter.grad = grads[name][i]
+            other.step()
+            average.update_parameters(model)
+        averages.append(list(average.module))
+    _assert_members(state[-1].average, averages)
+
+
+def _label(path: str, shape: torch.Size) -> str | None:
+    return {2: "matrices", 1: "others", 0: None}[len(shape)]
+
+
+@pytest.mark.parametrize(
+    "label", [_label, {"": None, "matrix": "matrices", "vector": "others"}], ids=["call", "mapping"]
+)
+def test_groups_have_optimizers_of_their_own(label: Any) -> None:
+    rates, start, gradients = [0.1, 0.2, 0.3], _start(), _gradients(20)
+    groups = {"matrices": hfta.adam(lr=rates), "others": hfta.sgd(lr=0.5, momentum=0.9)}
+    found, state = _walk(hfta.partition(label, groups), start, gradients)
+    expected = [_member(start, i) for i in range(M)]
+    for i, (matrix, vector, _) in enumerate(expected):
+        others = torch.optim.Adam([matrix], lr=rates[i]), torch.optim.SGD([vector], lr=0.5, momentum=0.9)
+        for grads in gradients:
+            matrix.grad, vector.grad = grads["matrix"][i], grads["vector"][i]
+            for other in others:
+                other.step()
+    _assert_members(found, expected)
+    assert state.groups["others"].momentum.keys() == {"vector"}
+
+
+def test_hyperparameters_of_one_group_and_of_all() -> None:
+    optimizer = hfta.partition(_label, {"matrices": hfta.adam(), "others": hfta.sgd(momentum=0.9)})
+    state = optimizer.init(_start())
+    changed = hfta.with_hyperparams(state, lr=0.5, **{"others.lr": [1.0, 2.0, 3.0]})
+    assert changed.groups["matrices"].hyperparams["lr"].tolist() == [0.5] * M
+    assert changed.groups["others"].hyperparams["lr"].tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(hfta.HyperparameterError, match=r"unknown hyperparameter 'matrices.momentum'.*others.momentum"):
+        hfta.with_hyperparams(state, **{"matrices.momentum": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (lambda path, shape: "heads", "'matrix' belongs to 'heads', but the groups are body, rest"),
+        (lambda path, shape: "body", "group 'rest' has no parameters"),
+        ({"matrix": "body", "vector": "rest"}, "'number' is in no group; name it, or all others with ''"),
+    ],
+)
+def test_groups_that_do_not_fit(label: Any, message: str) -> None:
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        hfta.partition(label, {"body": hfta.sgd(), "rest": hfta.sgd()}).init(_start())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hfta.nadam(momentum_decay=-1.0), "momentum_decay is -1.0; it must be at least 0"),
+        (lambda: hfta.adadelta(rho=[0.9, 1.0]), "model 1: rho is 1.0; it must be at least 0 and below 1"),
+        (
+            lambda: hfta.adagrad(initial_accumulator_value=-0.5),
+            "initial_accumulator_value is -0.5; it must be at least 0",
+        ),
+        (lambda: hfta.rmsprop(alpha=1.5), "alpha is 1.5; it must be at least 0 and below 1"),
+        (lambda: hfta.lion(betas=(0.9, [0.5, float("nan")])), "model 1: beta2 is nan"),
+        (lambda: hfta.lamb(lr=[0.1, -0.1]), "model 1: lr is -0.1; it must be at least 0"),
+        (lambda: hfta.muon(momentum=-0.1), "momentum is -0.1; it must be at least 0"),
+        (lambda: hfta.clip_grad_value(0.0), "clip_value is 0.0; it must be positive"),
+        (lambda: hfta.accumulate(hfta.sgd(), every=0), "every is 0.0; it must be at least 1"),
+        (lambda: hfta.ema(1.0), "decay is 1.0; it must be at least 0 and below 1"),
+    ],
+)
+def test_numbers_out_of_range(make: Any, message: str) -> None:
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        make()
