@@ -22,6 +22,64 @@ SCHEDULES = {
         schedules.cosine(LR, T_max=[40, 50, 65], eta_min=[0.0, 0.01, 0.2]),
         lambda i, optimizer: lr_scheduler.CosineAnnealingLR(optimizer, [40, 50, 65][i], [0.0, 0.01, 0.2][i]),
     ),
+    "multistep": (
+        schedules.multistep(LR, milestones=[[3, 7, 10], 20, [20, 30, 39]], gamma=[0.1, 0.5, 0.9]),
+        lambda i, optimizer: lr_scheduler.MultiStepLR(
+            optimizer, [[3, 7, 10][i], 20, [20, 30, 39][i]], [0.1, 0.5, 0.9][i]
+        ),
+    ),
+    "exponential": (
+        schedules.exponential(LR, gamma=[0.9, 0.99, 1.01]),
+        lambda i, optimizer: lr_scheduler.ExponentialLR(optimizer, [0.9, 0.99, 1.01][i]),
+    ),
+    "linear": (
+        schedules.linear(LR, total_iters=[5, 10, 50], start_factor=[1.0, 0.1, 0.5], end_factor=[0.0, 1.0, 0.7]),
+        lambda i, optimizer: lr_scheduler.LinearLR(
+            optimizer, [1.0, 0.1, 0.5][i], [0.0, 1.0, 0.7][i], total_iters=[5, 10, 50][i]
+        ),
+    ),
+    "polynomial": (
+        schedules.polynomial(LR, total_iters=[5, 20, 60], power=[1.0, 2.0, 0.5]),
+        lambda i, optimizer: lr_scheduler.PolynomialLR(optimizer, [5, 20, 60][i], [1.0, 2.0, 0.5][i]),
+    ),
+    "cosine_restarts": (
+        schedules.cosine_restarts(LR, T_0=[3, 5, 7], T_mult=[2, 1, 3], eta_min=[0.0, 0.01, 0.2]),
+        lambda i, optimizer: lr_scheduler.CosineAnnealingWarmRestarts(
+            optimizer, [3, 5, 7][i], [2, 1, 3][i], [0.0, 0.01, 0.2][i]
+        ),
+    ),
+    **{
+        f"one_cycle, {shape}{', three phases' * three}": (
+            schedules.one_cycle(
+                *(LR, [40, 41, 57], [0.3, 0.25, 0.4], shape),
+                div_factor=[25, 10, 3],
+                final_div_factor=[1e4, 100, 7],
+                three_phase=three,
+            ),
+            lambda i, optimizer, shape=shape, three=three: lr_scheduler.OneCycleLR(
+                *(optimizer, LR[i], [40, 41, 57][i]),
+                pct_start=[0.3, 0.25, 0.4][i],
+                anneal_strategy=shape,
+                cycle_momentum=False,
+                div_factor=[25, 10, 3][i],
+                final_div_factor=[1e4, 100, 7][i],
+                three_phase=three,
+            ),
+        )
+        for shape in ("cos", "linear")
+        for three in (False, True)
+    },
+    "chain": (
+        schedules.chain(
+            schedules.exponential(LR, gamma=[0.9, 0.99, 0.95]), schedules.linear(1.0, [5, 10, 15], [0.5, 0.1, 0.3])
+        ),
+        lambda i, optimizer: lr_scheduler.ChainedScheduler(
+            [
+                lr_scheduler.ExponentialLR(optimizer, [0.9, 0.99, 0.95][i]),
+                lr_scheduler.LinearLR(optimizer, [0.5, 0.1, 0.3][i], total_iters=[5, 10, 15][i]),
+            ]
+        ),
+    ),
     "warmup of a value": (
         schedules.warmup(LR, steps=[2, 5, 11], start_factor=[0.5, 0.1, 0.3]),
         lambda i, optimizer: lr_scheduler.LinearLR(optimizer, [0.5, 0.1, 0.3][i], total_iters=[2, 5, 11][i]),
@@ -166,3 +224,52 @@ def test_replacing_leaves_the_old_state():
     state = hfta.sgd(lr=schedules.step_lr(LR, 5)).init(PARAMS)
     hfta.with_hyperparams(state, lr=[0.2, 0.4, 0.6])
     assert state.hyperparams["lr"]["value"].tolist() == LR
+
+
+@pytest.mark.parametrize("restart", range(1, 30))
+def test_restarts_fall_on_their_counts(restart):
+    lengths = torch.tensor([[1, 7, 13, 1000, 3, 10][i % 6] for i in range(3)])
+    for growth in (1, 2, 3):
+        begin = lengths * (restart if growth == 1 else (growth**restart - 1) // (growth - 1))
+        if begin.max() > 2**40:
+            continue
+        optimizer = hfta.sgd(lr=schedules.cosine_restarts(LR, lengths, growth))
+        updates, _ = optimizer.update(
+            {"w": torch.ones(3, 2).double()}, optimizer.init(PARAMS)._replace(step=begin), PARAMS
+        )
+        torch.testing.assert_close(-updates["w"][:, 0], torch.tensor(LR).double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("threshold_mode", ["rel", "abs"])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_plateau_is_that_of_torch(mode, threshold_mode):
+    knobs = {"factor": [0.5, 0.1, 0.9], "patience": [0, 2, 1], "cooldown": [1, 0, 3], "min_lr": [0.01, 0.0, 0.2]}
+    schedule = schedules.plateau(LR, mode, threshold=0.05, threshold_mode=threshold_mode, **knobs)
+    state = schedule.init(3)
+    optimizers = [torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr) for lr in LR]
+    others = [
+        lr_scheduler.ReduceLROnPlateau(
+            optimizer,
+            mode,
+            threshold=0.05,
+            threshold_mode=threshold_mode,
+            **{name: values[i] for name, values in knobs.items()},
+        )
+        for i, optimizer in enumerate(optimizers)
+    ]
+    seen = set()
+    for _ in range(60):
+        metric = torch.randn(3).double().round(decimals=1) + 1
+        metric[torch.rand(3) < 0.1] = float("nan")
+        state = schedule.update(state, metric)
+        for i, other in enumerate(others):
+            other.step(metric[i].item())
+        expected = torch.tensor([optimizer.param_groups[0]["lr"] for optimizer in optimizers]).double()
+        torch.testing.assert_close(state.value, expected, rtol=1e-7, atol=0)
+        seen.add(tuple(state.value.tolist()))
+    assert len(seen) > 3
+
+
+def test_plateau_of_another_number_of_members():
+    with pytest.raises(hfta.HyperparameterError, match="plateau has 3 values but the array has 2 models"):
+        schedules.plateau(LR).init(2)

@@ -197,6 +197,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "decay": (0.0, 1.0),
     "step_size": (5e-324, math.inf),
     "T_max": (5e-324, math.inf),
+    "T_0": (5e-324, math.inf),
+    "T_mult": (1.0, math.inf),
+    "total_iters": (5e-324, math.inf),
+    "total_steps": (5e-324, math.inf),
+    "div_factor": (5e-324, math.inf),
+    "final_div_factor": (5e-324, math.inf),
+    "pct_start": (0.0, 1.0),
     "steps": (5e-324, math.inf),
 }
 
