@@ -859,7 +859,7 @@ def test_state_of_another_optimizer():
         (hfta.adam(lr=0.1), "AdamState"),
         (hfta.sgd(lr=0.1, momentum=0.9), "momentum"),
         (hfta.sgd(lr=schedules.step_lr(0.1, 5)), "step_size"),
-        (hfta.chain(hfta.optim.clip_grad_norm(1.0), hfta.sgd(lr=0.1)), "ClipState"),
+        (hfta.chain(hfta.optim.clip_grad_norm(1.0), hfta.sgd(lr=0.1)), "KnobState"),
     ):
         _, other = linear_step(optimizer=optimizer)
         fragments = ["belongs to another optimizer", held, "SGDState", "step.init"]
