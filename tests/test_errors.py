@@ -628,7 +628,7 @@ BAD_LOSS = {
     ),
     "metric with the name of the loss": (
         lambda model, batch: (square(model, batch), {"loss": model(batch).mean()}),
-        ["metric 'loss'", "not be named 'loss' or 'finite'"],
+        ["metric 'loss' hides what the step reports", "none of loss, finite, failure, loss_scale"],
     ),
     "independent of the parameters": (
         lambda model, batch: batch.mean(),

@@ -16,7 +16,7 @@ SOURCE = pathlib.Path(hfta.__file__).parent
 # them, so that families of operators and optimizers stay apart. Every file has its place here.
 ORDERED, APART = True, False
 FLOORS = [
-    (ORDERED, ["_types", "_errors"]),
+    (ORDERED, ["_types", "_errors", "_storage"]),
     (ORDERED, ["_tree", "_batch", "_gradient", "_chunks", "random", "allocator"]),
     (ORDERED, ["_composites", "_routing", "_checkpoint", "_structure"]),
     (ORDERED, ["rules/_layout", "rules/_affine", "rules/_products", "rules/_lowering", "rules/_choice"]),
@@ -44,8 +44,8 @@ FLOORS = [
     ),
     (APART, ["rules/__init__", "optim/__init__"]),
     (ORDERED, ["stack", "functional", "transforms"]),
-    (ORDERED, ["train", "data"]),
-    (ORDERED, ["fit"]),
+    (ORDERED, ["_loss", "failures", "amp", "train", "evaluate", "data"]),
+    (ORDERED, ["history", "checkpoint", "callbacks", "fit"]),
     (ORDERED, ["plot", "testing"]),
     (ORDERED, ["__init__"]),
 ]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
 from cases import OPTIMIZERS, OptimizerCase, ours, theirs
+from hfta_func.optim import _leafwise
+from hfta_func.optim._base import in_place
 
 M, STEPS = 3, 100
 SHAPES = {"matrix": (4, 3), "vector": (5,), "number": ()}
@@ -56,6 +59,13 @@ def _check_against(
         torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.fixture(params=[False, True], ids=["together", "one by one"])
+def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large leaves are updated member by member; here all are, or none."""
+    monkeypatch.setattr(_leafwise, "_ROWS", 1 if request.param else 1 << 60)
+
+
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
 def test_members_are_separate_optimizers(case: OptimizerCase, maximize: bool) -> None:
@@ -112,6 +122,81 @@ def test_compiled_once_whatever_the_numbers(case: OptimizerCase) -> None:
         expected, state = optimizer.update(grads, state, params)
         torch.testing.assert_close((got, tuple(after)), (expected, tuple(state)), rtol=1e-12, atol=1e-12)
         state = hfta.with_hyperparams(state, lr=[0.1 * number, 0.2, 0.3])
+
+
+CHAINS = {
+    "clipped": lambda: hfta.chain(hfta.clip_grad_norm([0.1, 1.0, 5.0]), hfta.adamw(lr=0.1, weight_decay=0.5)),
+    "averaged": lambda: hfta.chain(hfta.sgd(lr=0.1, momentum=0.9), hfta.ema([0.9, 0.5, 0.99])),
+    "accumulated": lambda: hfta.accumulate(hfta.adam(lr=0.1), every=[1, 2, 3]),
+    "groups": lambda: hfta.partition(_label, {"matrices": hfta.muon(ns_dtype=torch.float64), "others": hfta.lion()}),
+}
+TRANSFORMATIONS = [
+    *(pytest.param(lambda case=case: ours(case), id=case.name) for case in OPTIMIZERS),
+    *(pytest.param(make, id=name) for name, make in CHAINS.items()),
+]
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("make", TRANSFORMATIONS)
+def test_in_place(make: Any) -> None:
+    optimizer, gradients = make(), _gradients(6)
+    params, state = _walk(optimizer, _start_at(0), gradients)
+    own, held = _start_at(0), optimizer.init(_start_at(0))
+    addresses = [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))]
+    for grads in gradients:
+        in_place(optimizer)({name: grad.clone() for name, grad in grads.items()}, held, own, None, True)
+    torch.testing.assert_close((own, tuple(held)), (params, tuple(state)), rtol=1e-12, atol=1e-12)
+    assert [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))] == addresses
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("make", TRANSFORMATIONS)
+def test_in_place_of_some_members(make: Any) -> None:
+    optimizer, gradients = make(), _gradients(6)
+    own, held = _start_at(0), optimizer.init(_start_at(0))
+    all_own, all_held = _start_at(0), optimizer.init(_start_at(0))
+    keep = torch.tensor([True, False, True])
+    for grads in gradients:
+        poisoned = {name: grad.clone() for name, grad in grads.items()}
+        for grad in poisoned.values():
+            grad[1] = float("nan")
+        in_place(optimizer)(poisoned, held, own, keep, True)
+        in_place(optimizer)({name: grad.clone() for name, grad in grads.items()}, all_held, all_own, None, True)
+    for kept, before, others in zip(
+        *(
+            optree.tree_leaves(tree)
+            for tree in ((own, held), (_start_at(0), optimizer.init(_start_at(0))), (all_own, all_held))
+        ),
+        strict=True,
+    ):
+        assert torch.equal(kept[1], before[1])
+        torch.testing.assert_close(kept[[0, 2]], others[[0, 2]], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", TRANSFORMATIONS)
+def test_an_array_of_arrays(make: Any) -> None:
+    optimizer, (first, second) = make(), _gradients(2)
+    trees = [(grads, optimizer.init(start), start) for grads, start in ((first, _start()), (second, _start()))]
+    nested = hfta.vmap(optimizer.update)(*optree.tree_map(lambda a, b: torch.stack([a, b]), *trees))
+    for i, tree in enumerate(trees):
+        got = optree.tree_map(lambda leaf, i=i: leaf[i], nested)
+        for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(optimizer.update(*tree)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_numbers_are_not_rounded_to_the_parameters_type() -> None:
+    # In bfloat16, 0.999 is 1.
+    params = {"w": torch.ones(M, 4, dtype=torch.bfloat16)}
+    optimizer = hfta.sgd(lr=0.999)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    torch.testing.assert_close(updates["w"], torch.full((M, 4), -0.999, dtype=torch.float32), rtol=1e-6, atol=0)
+    assert hfta.apply_updates(params, updates)["w"].dtype == torch.bfloat16
+
+
+def _start_at(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(M, *shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def _walk(

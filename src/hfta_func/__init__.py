@@ -3,12 +3,14 @@
 The way of the data: ``stack_params`` -> ``make_train_step`` -> ``step`` -> ``unstack_params``.
 """
 
-from hfta_func import optim, random, rules, schedules
+from hfta_func import callbacks, optim, random, rules, schedules
 from hfta_func._errors import (
     BatchError,
+    CheckpointError,
     HFTAError,
     HyperparameterError,
     LossError,
+    NonFiniteError,
     RandomnessError,
     StackError,
     StateError,
@@ -18,9 +20,15 @@ from hfta_func._routing import routed
 from hfta_func._tree import concat, num_models, take
 from hfta_func._types import PerModel, Schedule
 from hfta_func.allocator import keep_memory
+from hfta_func.amp import LossScale
+from hfta_func.callbacks import early_stopping, keep_best, keep_checkpoints, tensorboard
+from hfta_func.checkpoint import export_model, import_models, load, read_metadata, save
 from hfta_func.data import ArrayLoader
-from hfta_func.fit import History, Result, fit
+from hfta_func.evaluate import EvalStep, make_eval_step
+from hfta_func.failures import Failure
+from hfta_func.fit import Result, fit
 from hfta_func.functional import functional
+from hfta_func.history import FailedStep, History
 from hfta_func.optim import (
     GradientTransformation,
     accumulate,
@@ -46,7 +54,7 @@ from hfta_func.optim import (
     with_hyperparams,
 )
 from hfta_func.stack import Stacked, init_params, stack_params, unstack_params
-from hfta_func.train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
+from hfta_func.train import TrainState, TrainStep, make_train_step
 from hfta_func.transforms import vmap
 
 __version__ = "0.1.0"
@@ -54,12 +62,17 @@ __version__ = "0.1.0"
 __all__ = [
     "ArrayLoader",
     "BatchError",
+    "CheckpointError",
     "EvalStep",
+    "FailedStep",
+    "Failure",
     "GradientTransformation",
     "HFTAError",
     "History",
     "HyperparameterError",
     "LossError",
+    "LossScale",
+    "NonFiniteError",
     "PerModel",
     "RandomnessError",
     "Result",
@@ -78,17 +91,24 @@ __all__ = [
     "adamw",
     "add_decayed_weights",
     "apply_updates",
+    "callbacks",
     "chain",
     "clip_grad_norm",
     "clip_grad_value",
     "concat",
+    "early_stopping",
     "ema",
+    "export_model",
     "fit",
     "functional",
+    "import_models",
     "init_params",
+    "keep_best",
+    "keep_checkpoints",
     "keep_memory",
     "lamb",
     "lion",
+    "load",
     "make_eval_step",
     "make_train_step",
     "muon",
@@ -98,13 +118,16 @@ __all__ = [
     "partition",
     "radam",
     "random",
+    "read_metadata",
     "rmsprop",
     "routed",
     "rules",
+    "save",
     "schedules",
     "sgd",
     "stack_params",
     "take",
+    "tensorboard",
     "unstack_params",
     "vmap",
     "with_hyperparams",

@@ -29,6 +29,14 @@ class StateError(HFTAError, ValueError):
     """A state that belongs to another model, optimizer or step."""
 
 
+class NonFiniteError(HFTAError, FloatingPointError):
+    """A member whose loss or gradient is NaN or infinite, where that is not to be tolerated."""
+
+
+class CheckpointError(HFTAError, OSError):
+    """A file that is not a whole checkpoint, or could not be written."""
+
+
 class RandomnessError(HFTAError, RuntimeError):
     """A random operator that is not drawn from the member's own key."""
 

@@ -1,7 +1,8 @@
-"""Gradients of all members at once, and whether they are finite."""
+"""Gradients of all members at once."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,15 +25,11 @@ def can_look(flags: Tensor) -> bool:
     return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not inside_transform()
 
 
-def all_finite(leaves: list[Tensor]) -> Tensor:
-    """Which members have only finite values in all leaves ``[M, ...]``: ``bool[M]``."""
-    if can_look(leaves[0]) and bool(torch.stack([leaf.sum() for leaf in leaves]).isfinite().all()):
-        # Nothing infinite and no NaN can have gone into a finite sum.
-        return torch.ones(leaves[0].shape[0], dtype=torch.bool)
-    # In float64, sums of narrower values do not overflow. One reduction at the end, so that the compiler computes the
-    # flags once and not for every leaf that reads them.
-    sums = [leaf.reshape(leaf.shape[0], -1).sum(1, dtype=torch.float64) for leaf in leaves]
-    return torch.stack(sums).isfinite().all(0)
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to ``dtype``, or nothing; tensors of one member are not cached, as they do not outlive ``vmap``."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 def grad_and_aux(params: Params, func: Callable[[Params], tuple[Tensor, Any]]) -> tuple[Params, Any]:

@@ -5,14 +5,14 @@ Public: :class:`ArrayLoader`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._errors import BatchError, HyperparameterError
+from hfta_func._errors import BatchError, HyperparameterError, StateError
 from hfta_func._routing import routed
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
@@ -26,7 +26,8 @@ class ArrayLoader:
     """Iterates over tensors in batches ``[M, N, ...]``, shuffled for each member by its own seed.
 
     Every member sees every row once per epoch. The order of member ``i`` depends on ``seeds[i]`` and the epoch alone, so
-    it is the order that member would see in training by itself. Each iteration over the loader is the next epoch.
+    it is the order that member would see in training by itself. Each iteration over the loader is the next epoch;
+    ``state_dict`` and ``load_state_dict`` go on in the middle of one, as torchdata's ``StatefulDataLoader`` does.
 
     Args:
         data: A tree of tensors with one row per sample: ``(inputs, targets)``, a dict, ....
@@ -87,15 +88,59 @@ class ArrayLoader:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.transform = transform
-        self.epoch = 0
+        self._position = self._next = (0, 0)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the next iteration gives, or the rest of."""
+        return self._next[0]
 
     def __len__(self) -> int:
         """Batches in one epoch."""
         return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        return self.batches(epoch)
+        epoch, start = self._position = self._next
+        self._next = (epoch + 1, 0)
+        return self._counted(epoch, start)
+
+    def _counted(self, epoch: int, start: int) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches(epoch, start), start + 1):
+            self._position = (epoch, number)
+            yield batch
+        self._position = (epoch + 1, 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position of the latest iteration: its epoch, and how many of the epoch's batches have been given.
+
+        Example:
+            >>> loader = ArrayLoader(torch.arange(6), batch_size=2, seeds=[0, 1])
+            >>> first, *rest = loader
+            >>> loader.load_state_dict({"epoch": 0, "batches": 1})
+            >>> torch.equal(next(iter(loader)), rest[0]), loader.state_dict()
+            (True, {'epoch': 0, 'batches': 2})
+        """
+        epoch, batches = self._position
+        return {"epoch": epoch, "batches": batches}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Have the next iteration go on at a position from :meth:`state_dict`.
+
+        Raises:
+            StateError: if the position is not one of this loader.
+        """
+        if set(state_dict) != {"epoch", "batches"}:
+            raise StateError(
+                f"the loader's state has {sorted(state_dict)}, but an ArrayLoader's has 'epoch' and 'batches'; pass what "
+                f"its state_dict() returned"
+            )
+        epoch, batches = state_dict["epoch"], state_dict["batches"]
+        if epoch < 0 or not 0 <= batches <= len(self):
+            raise StateError(
+                f"the loader's state is at batch {batches} of epoch {epoch}, but an epoch has {len(self)} batches; go on "
+                f"with the data and batch_size that it was saved with"
+            )
+        self._position = self._next = (epoch, batches)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of one epoch from number ``start`` on; a pure function of seeds and epoch."""

@@ -1,67 +1,27 @@
 """The training loop.
 
-Public: :func:`fit`, :class:`Result`, :class:`History`.
+Public: :func:`fit`, :class:`Result`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
+from hfta_func import checkpoint
+from hfta_func._errors import CheckpointError, StateError
+from hfta_func._storage import PathLike
+from hfta_func.history import Callback, History, Metrics, Running
 from hfta_func.train import TrainState
-
-if TYPE_CHECKING:
-    import pandas
-
-Metrics = dict[str, Tensor]
-Callback = Callable[[int, TrainState, Metrics], "TrainState | None"]
-
-
-class History:
-    """Metrics of every member after every epoch."""
-
-    def __init__(self, seeds: Tensor):
-        self.seeds = seeds.cpu()
-        self.epochs: list[Metrics] = []
-
-    def __len__(self) -> int:
-        return len(self.epochs)
-
-    def __getitem__(self, name: str) -> Tensor:
-        """One metric over all epochs: ``[epochs, M]``."""
-        return torch.stack([metrics[name] for metrics in self.epochs])
-
-    def frame(self, **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
-        """A pandas frame with one row per member and epoch.
-
-        Args:
-            columns: Further columns by name, one value per member, such as ``lr=[...]``.
-
-        Returns:
-            Columns ``member``, ``seed``, those given, ``epoch``, and one per metric that is one number per member.
-        """
-        import pandas
-
-        count = len(self.seeds)
-        given = {
-            name: values.tolist() if isinstance(values, Tensor) else list(values) for name, values in columns.items()
-        }
-        for name, values in given.items():
-            if len(values) != count:
-                raise ValueError(f"column {name} has {len(values)} values but the array has {count} models")
-        frames = [
-            pandas.DataFrame(
-                {"member": range(count), "seed": self.seeds.tolist(), **given, "epoch": epoch}
-                | {name: values.tolist() for name, values in metrics.items() if values.dim() == 1}
-            )
-            for epoch, metrics in enumerate(self.epochs, start=1)
-        ]
-        return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
 
 
 class Result(NamedTuple):
@@ -80,21 +40,35 @@ def fit(
     evaluate: Callable[[TrainState], Metrics] | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
+    resume: PathLike | None = None,
+    save_every: int | None = None,
 ) -> Result:
-    """Train an array for some epochs.
+    """Train an array for some epochs, or until no member is active.
+
+    Ctrl-C ends it after the current step; a second Ctrl-C interrupts at once.
 
     Args:
         step: A training step, compiled or not.
-        state: Where to start; it is not written.
+        state: Where to start; it is not written, unless the step was made with ``donate=True``.
         loader: An iterable of batches, gone through once per epoch, such as an :class:`ArrayLoader`.
         epochs: How often.
         evaluate: ``evaluate(state) -> metrics`` after each epoch, for example ``lambda state: eval_step(state, test)``.
-        callbacks: Each is called after every epoch with ``(epoch, state, metrics)``, epochs counted from 1; a callback
-            that returns a state replaces the current one.
+        callbacks: Each is called after every epoch with ``(state, history)``, where ``len(history)`` is the epoch and
+            ``history.epochs[-1]`` its metrics; a callback that returns a state replaces the current one.
         progress: Show a bar with the mean and standard deviation of each metric over members.
+        resume: A file that holds the run: state, history, and position in the current epoch. It is written after every
+            epoch and when Ctrl-C ends the run. If it is there already, training goes on from it, to the same bits as
+            without a break; ``state`` then gives structure and device only. A loader with ``state_dict`` and
+            ``load_state_dict`` goes on by these, another is gone through again without the batches already seen.
+            :func:`load` reads the state in it.
+        save_every: Write the file after so many steps of an epoch, too.
 
     Returns:
         The last state, and the history: means of the step's metrics over the epoch, and the metrics of ``evaluate``.
+
+    Raises:
+        CheckpointError: if ``resume`` is a damaged file or not one of a run.
+        StateError: if ``resume`` holds a run of another model, optimizer or seeds.
 
     Example:
         >>> factory = lambda: torch.nn.Linear(4, 1)
@@ -107,31 +81,97 @@ def fit(
         >>> history["loss"].shape
         torch.Size([2, 3])
     """
-    history = History(state.keys)
-    with _bar(epochs, loader, progress) as bar:
-        for epoch in range(1, epochs + 1):
-            bar.set_description(f"epoch {epoch}/{epochs}")
-            sums: Metrics = {}
-            batches = 0
-            for batch in loader:
+    if save_every is not None and (resume is None or save_every < 1):
+        raise ValueError(f"save_every is {save_every} and resume is {resume}; give at least 1, and a file to save to")
+    history, running, batches = History(state.keys), Running(), loader
+    if resume is not None and os.path.exists(resume):
+        state, batches = _resume(resume, state, history, running, loader)
+
+    def keep() -> None:
+        if resume is not None:
+            _keep(resume, state, history, running, loader)
+
+    done = len(history), running.batches
+    with _ctrl_c() as pressed, _bar(epochs, done, loader, progress) as bar:
+        while len(history) < epochs and not pressed() and bool(state.active.any()):
+            bar.set_description(f"epoch {len(history) + 1}/{epochs}")
+            for batch in batches:
+                # A copy, because a step that was given the state may write it.
+                active = state.active.clone()
                 state, metrics = step(state, batch)
-                batches += 1
-                for name, value in metrics.items():
-                    value = value if value.is_floating_point() else value.float()
-                    sums[name] = sums[name] + value if name in sums else value
+                running.add(metrics, active, state.step)
                 _execute(state.keys.device)
                 bar.update()
-            if batches == 0:
-                raise ValueError("the loader gave no batch; pass an iterable that can be gone through once per epoch")
-            metrics = {name: value / batches for name, value in sums.items()}
-            if evaluate is not None:
-                metrics |= evaluate(state)
-            metrics = {name: value.detach().cpu() for name, value in metrics.items()}
-            history.epochs.append(metrics)
-            bar.set_postfix_str(_spread(metrics))
-            for callback in callbacks:
-                state = callback(epoch, state, metrics) or state
+                if pressed():
+                    break
+                if save_every is not None and running.batches % save_every == 0:
+                    keep()
+            else:
+                if running.batches == 0:
+                    raise ValueError(
+                        "the loader gave no batch; pass an iterable that can be gone through once per epoch"
+                    )
+                metrics = running.close(history, evaluate(state) if evaluate is not None else {})
+                running, batches = Running(), loader
+                bar.set_postfix_str(_spread(metrics))
+                for callback in callbacks:
+                    state = callback(state, history) or state
+            keep()
     return Result(state, history)
+
+
+def _keep(path: PathLike, state: TrainState, history: History, running: Running, loader: Any) -> None:
+    position = loader.state_dict() if _tells_position(loader) else None
+    run = {"history": history.state_dict(), "running": running.state_dict(), "loader": position}
+    checkpoint.write(path, state, {"run": run})
+
+
+def _resume(
+    path: PathLike, like: TrainState, history: History, running: Running, loader: Any
+) -> tuple[TrainState, Iterable[Any]]:
+    """The state that the file holds, and the batches that are left of its epoch; the records are filled in place."""
+    state, metadata = checkpoint.read(path, like)
+    if "run" not in metadata:
+        raise CheckpointError(
+            f"{path} holds a state but no run; start from it with fit(step, load(path, like=state), ...) and give resume "
+            f"another path"
+        )
+    if state.keys.tolist() != like.keys.tolist():
+        raise StateError(
+            f"{path} holds a run with seeds {state.keys.tolist()} but the state has {like.keys.tolist()}; give every run a "
+            f"file of its own, or remove this one to start anew"
+        )
+    run = metadata["run"]
+    history.load_state_dict(run["history"])
+    running.load_state_dict(run["running"], like.keys.device)
+    if run["loader"] is not None and _tells_position(loader):
+        loader.load_state_dict(run["loader"])
+        return state, loader
+    return state, itertools.islice(loader, running.batches, None)
+
+
+def _tells_position(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+@contextlib.contextmanager
+def _ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, where it would interrupt; pressed again, it does."""
+    pressed = threading.Event()
+
+    def note(*_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        pressed.set()
+
+    main = threading.current_thread() is threading.main_thread()
+    if not (main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield pressed.is_set
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _execute(device: torch.device) -> None:
@@ -140,9 +180,11 @@ def _execute(device: torch.device) -> None:
         importlib.import_module("torch_xla").sync()
 
 
-def _bar(epochs: int, loader: Any, progress: bool) -> tqdm[Any]:
-    total = epochs * len(loader) if hasattr(loader, "__len__") else None
-    return tqdm(total=total, disable=not progress, unit="step", dynamic_ncols=True)
+def _bar(epochs: int, done: tuple[int, int], loader: Any, progress: bool) -> tqdm[Any]:
+    """A bar over all steps, of which some epochs and some batches of the next one are done."""
+    length = len(loader) if hasattr(loader, "__len__") else 0
+    initial = done[0] * length + done[1]
+    return tqdm(total=epochs * length or None, initial=initial, disable=not progress, unit="step", dynamic_ncols=True)
 
 
 def _spread(metrics: Metrics) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._errors import StackError
+from hfta_func._errors import StackError, StateError
 from hfta_func._structure import check_materialised, check_same_structure
 from hfta_func._tree import num_models
 from hfta_func._types import Params
@@ -127,6 +127,15 @@ def check_matches(stacked: Params, own: dict[str, torch.Size]) -> None:
                 f"'{path}' is {list(stacked[path].shape[1:])} per member but {list(own[path])} in the model; "
                 f"pass the model that the array was stacked from"
             )
+
+
+def check_state(stacked: tuple[Params, Params], own: tuple[dict[str, torch.Size], dict[str, torch.Size]]) -> None:
+    """Raise a StateError unless parameters and buffers are those of a step's model, whose shapes are ``own``."""
+    for held, expected in zip(stacked, own, strict=True):
+        try:
+            check_matches(held, expected)
+        except StackError as error:
+            raise StateError(str(error)) from None
 
 
 def _member(model: nn.Module, params: Params, buffers: Params, index: int) -> nn.Module:

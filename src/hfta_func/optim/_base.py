@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._errors import HyperparameterError
-from hfta_func._tree import num_models, per_model
+from hfta_func._tree import num_models, per_model, tree_map
 from hfta_func._types import Params, PerModel, Schedule, Tree
 
 S = TypeVar("S")
@@ -29,11 +29,30 @@ class Update(Protocol):
     def __call__(self, grads: Params, opt_state: Tree, params: Params, /) -> tuple[Params, Tree]: ...
 
 
+class UpdateInPlace(Protocol):
+    """``update_(grads, opt_state, params, keep, apply) -> updates``, which writes what it was given.
+
+    The new state goes into ``opt_state``, the updates into ``grads`` or, with ``apply``, added to ``params``. Members
+    where ``keep`` (``bool[M]``) is False keep state and parameters; None keeps no member back.
+    """
+
+    def __call__(
+        self, grads: Params, opt_state: Tree, params: Params, keep: Tensor | None, apply: bool, /
+    ) -> Params: ...
+
+
 class GradientTransformation(NamedTuple):
-    """An optimizer, or a part of one: a pair of pure functions over stacked leaves."""
+    """An optimizer, or a part of one: a pair of pure functions over stacked leaves.
+
+    Args:
+        init: ``init(params) -> opt_state``.
+        update: ``update(grads, opt_state, params) -> (updates, opt_state)``.
+        update_: The same in place, if there is a better way to it than to copy what ``update`` returns.
+    """
 
     init: Callable[[Params], Tree]
     update: Update
+    update_: UpdateInPlace | None = None
 
 
 def apply_updates(params: Params, updates: Params) -> Params:
@@ -43,7 +62,30 @@ def apply_updates(params: Params, updates: Params) -> Params:
         >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})
         {'w': tensor([1.5000, 0.5000])}
     """
-    return {path: param + updates[path] for path, param in params.items()}
+    return {path: (param + updates[path]).to(param.dtype) for path, param in params.items()}
+
+
+def in_place(transformation: GradientTransformation) -> UpdateInPlace:
+    """How a transformation updates in place."""
+
+    def update_(grads: Params, opt_state: Tree, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+        updates, new = transformation.update(grads, opt_state, params)
+        write(opt_state, new, keep)
+        if apply:
+            write(params, apply_updates(params, updates), keep)
+        return updates
+
+    return transformation.update_ or update_
+
+
+def write(old: Tree, new: Tree, keep: Tensor | None) -> None:
+    """Copy every leaf of ``new`` into that of ``old``, for members where ``keep`` holds; None copies all."""
+
+    def copy(a: Tensor, b: Tensor) -> None:
+        if a is not b:
+            a.copy_(b if keep is None else torch.where(keep.reshape(-1, *(1,) * (a.dim() - 1)), b, a))
+
+    tree_map(copy, old, new)
 
 
 class Knobs:
@@ -191,6 +233,10 @@ _RANGES: dict[str, tuple[float, float]] = {
     "lr_decay": (0.0, math.inf),
     "initial_accumulator_value": (0.0, math.inf),
     "weight_decay": (0.0, math.inf),
+    "init_scale": (5e-324, math.inf),
+    "growth_factor": (1.0, math.inf),
+    "backoff_factor": (5e-324, 1.0 + 2**-52),
+    "growth_interval": (1.0, math.inf),
     "max_norm": (5e-324, math.inf),
     "clip_value": (5e-324, math.inf),
     "every": (1.0, math.inf),

@@ -11,12 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hfta_func._gradient import can_look
 from hfta_func._tree import num_models
 from hfta_func._types import Params
-from hfta_func.optim._base import GradientTransformation, Knobs, Shaped, zero_count
+from hfta_func.optim._base import GradientTransformation, Knobs, Shaped, write, zero_count
 
 Start = Callable[[str, Tensor], Tensor]
 """What a slot holds before the first update, from a parameter's path and value ``[M, ...]``."""
+
+_ROWS = 1 << 15
+"""From so many elements of one member on, a CPU is faster member by member, each with its numbers as scalars."""
 
 
 def zeros(path: str, param: Tensor) -> Tensor:
@@ -24,10 +28,24 @@ def zeros(path: str, param: Tensor) -> Tensor:
     return torch.zeros_like(param)
 
 
+def decay_mean(mean: Tensor, grad: Tensor, share: Any) -> Tensor:
+    """``mean = (1 - share) * mean + share * grad`` in place."""
+    # With tensors it may run under vmap, where PyTorch has no rules for lerp_ and addcmul_.
+    return mean.lerp_(grad, share) if isinstance(share, float) else mean.copy_(torch.lerp(mean, grad, share))
+
+
+def decay_square(square: Tensor, decay: Any, grad: Tensor, share: Any) -> None:
+    """``square = decay * square + share * grad^2`` in place."""
+    if isinstance(share, float):
+        square.mul_(decay).addcmul_(grad, grad, value=share)
+    else:
+        square.mul_(decay).add_((grad * share).mul_(grad))
+
+
 def leafwise(
     state: Callable[..., Any],
     knobs: Knobs,
-    rule: Callable[..., tuple[Tensor, ...]],
+    rule: Callable[..., Tensor],
     *,
     slots: Mapping[str, Start | None],
     prepare: Callable[..., tuple[Tensor, ...] | None],
@@ -40,11 +58,12 @@ def leafwise(
     Args:
         state: NamedTuple of ``step``, ``hyperparams``, the carried numbers, and the slots.
         knobs: The hyperparameters. Where ``weight_decay`` is among them it is applied here.
-        rule: ``rule(grad, param, k, *slots) -> (update, *new_slots)`` over ``[M, ...]``; ``k`` holds numbers by name, shaped
-            to broadcast. It gets the slots that are in use.
+        rule: ``rule(grad, param, k, *slots) -> direction`` over ``[M, ...]``, which writes its slots in place. The update is
+            ``k["step"] * direction``. ``k`` holds numbers by name: tensors that broadcast, or floats for one member. It
+            gets the slots that are in use.
         slots: Tensors beside each parameter, by name, with what they start from; None where one is not in use.
         prepare: ``prepare(at, count, *carried) -> carried`` adds to ``at``, vectors ``float64[M]`` by name, what the rule
-            needs of them; ``count`` numbers the update, from 1.
+            needs of them, and ``step``; ``count`` numbers the update, from 1.
         carried: Vectors ``float64[M]`` that are carried from update to update, from one.
         decay: Whether weight decay is a part of the gradient, or apart from it and multiplied by the learning rate.
         maximize: Ascend instead of descend.
@@ -60,24 +79,119 @@ def leafwise(
         ones = {name: torch.ones(num_models(params), dtype=torch.float64, device=device) for name in carried}
         return state(step=zero_count(params), hyperparams=knobs.init(params), **ones, **held)
 
-    def update(grads: Params, held: Any, params: Params) -> tuple[Params, Any]:
+    def begin(held: Any) -> tuple[_Numbers, dict[str, Tensor]]:
+        """The numbers of this update, and what is one per member of the next state."""
         at, count = knobs.at(held.hyperparams, held.step), held.step + 1
-        numbers = prepare(at, count, *(getattr(held, name) for name in carried)) or ()
+        after = prepare(at, count, *(getattr(held, name) for name in carried)) or ()
         if "weight_decay" in at:
             at["decay"] = -at["lr"] * at["weight_decay"] if decay == "decoupled" else at["weight_decay"]
-        shaped = Shaped(at)
-        updates, new = {}, {name: {} for name in slots}
-        for path, grad in grads.items():
-            param, k = params[path], shaped.like(params[path])
-            if maximize:
-                grad = -grad
-            if "decay" in at and decay == "coupled":
-                grad = grad + k["decay"] * param
-            updates[path], *after = rule(grad, param, k, *(getattr(held, name)[path] for name in used))
-            if "decay" in at and decay == "decoupled":
-                updates[path] = updates[path] + k["decay"] * param
-            for name, value in zip(used, after, strict=True):
-                new[name][path] = value
-        return updates, held._replace(step=count, **dict(zip(carried, numbers, strict=True)), **new)
+        return _Numbers(at), {"step": count, **dict(zip(carried, after, strict=True))}
 
-    return GradientTransformation(init, update)
+    def change(grad: Tensor, param: Tensor, k: Mapping[str, Any], held: list[Tensor]) -> tuple[Tensor, Any]:
+        """The direction, and what to multiply the parameter by besides; writes the slots."""
+        if maximize:
+            grad = -grad
+        if "decay" in k and decay == "coupled":
+            grad = _add(grad, param, k["decay"])
+        direction = _in_float32(rule, grad, param, k, held)
+        return direction, k["decay"] if "decay" in k and decay == "decoupled" else None
+
+    def update(grads: Params, held: Any, params: Params) -> tuple[Params, Any]:
+        numbers, new = begin(held)
+        updates, after = {}, {name: {} for name in slots}
+        for path, grad in grads.items():
+            param, own = params[path], [getattr(held, name)[path].clone() for name in used]
+            rows = numbers.rows(param)
+            out = torch.empty_like(_wide(param)) if rows else None
+            for member, k in rows:
+                row = slice(member, member + 1)
+                direction, factor = change(grad[row], param[row], k, [slot[row] for slot in own])
+                torch.mul(direction, k["step"], out=out[row])  # pyright: ignore
+                if factor is not None:
+                    out[row].add_(param[row], alpha=factor)  # pyright: ignore
+            if out is None:
+                k = numbers.like(param)
+                direction, factor = change(grad, param, k, own)
+                out = direction * k["step"]
+                out = out if factor is None else out + factor * param
+            updates[path] = out
+            for name, slot in zip(used, own, strict=True):
+                after[name][path] = slot
+        return updates, held._replace(**new, **after)
+
+    def update_(grads: Params, held: Any, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+        numbers, new = begin(held)
+        kept = None if keep is None or not can_look(keep) else keep.tolist()
+        for path, grad in grads.items():
+            param, own = params[path], [getattr(held, name)[path] for name in used]
+            rows = numbers.rows(param)
+            for member, k in rows:
+                row = slice(member, member + 1)
+                if kept is None or kept[member]:
+                    direction, factor = change(grad[row], param[row], k, [slot[row] for slot in own])
+                    _put(grad[row], param[row], direction, k["step"], factor, apply)
+            if not rows:
+                k = numbers.like(param)
+                fresh = own if keep is None else [slot.clone() for slot in own]
+                direction, factor = change(grad, param, k, fresh)
+                if keep is None or not apply:
+                    _put(grad, param, direction, k["step"], factor, apply)
+                else:
+                    moved = param.clone()
+                    _put(grad, moved, direction, k["step"], factor, apply)
+                    write(param, moved, keep)
+                write(own, fresh, keep)
+        write({name: getattr(held, name) for name in new}, new, keep)
+        return grads
+
+    return GradientTransformation(init, update, update_)
+
+
+class _Numbers:
+    """The numbers of one update, in the forms that rules take them in."""
+
+    def __init__(self, at: Mapping[str, Tensor]):
+        self._shaped = Shaped(at)
+        self._rows: list[tuple[int, dict[str, float]]] = []
+        if can_look(at["step"]):
+            columns = zip(*torch.stack([*at.values()]).tolist(), strict=True)
+            self._rows = [(member, dict(zip(at, column, strict=True))) for member, column in enumerate(columns)]
+
+    def like(self, leaf: Tensor) -> dict[str, Tensor]:
+        """Tensors that broadcast over a leaf."""
+        return self._shaped.like(_wide(leaf))
+
+    def rows(self, leaf: Tensor) -> list[tuple[int, dict[str, float]]]:
+        """Every member with its floats, where members are better updated one by one; else none."""
+        return self._rows if leaf[0].numel() >= _ROWS else []
+
+
+def _wide(leaf: Tensor) -> Tensor:
+    """In at least 32 bits: in fewer, a decay such as 0.999 would be 1."""
+    return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+
+
+def _in_float32(
+    rule: Callable[..., Tensor], grad: Tensor, param: Tensor, k: Mapping[str, Any], slots: list[Tensor]
+) -> Tensor:
+    wide = [_wide(slot) for slot in slots]
+    direction = rule(_wide(grad), _wide(param), k, *wide)
+    write(slots, wide, None)
+    return direction
+
+
+def _add(a: Tensor, b: Tensor, factor: Any) -> Tensor:
+    return torch.add(a, b, alpha=factor) if isinstance(factor, float) else a + factor * b
+
+
+def _put(grad: Tensor, param: Tensor, direction: Tensor, step: Any, factor: Any, apply: bool) -> None:
+    """Add ``step * direction + factor * param`` to the parameter, or leave it in the gradient's place."""
+    if not apply:
+        grad.copy_(direction * step if factor is None else direction * step + factor * param)
+        return
+    if factor is not None:
+        param.mul_(1 + factor)
+    if isinstance(step, float):
+        param.add_(direction, alpha=step)
+    else:
+        param.add_(direction * step)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise, zeros
+from hfta_func.optim._leafwise import decay_square, leafwise, zeros
 
 
 class AdadeltaState(NamedTuple):
@@ -55,10 +55,11 @@ def adadelta(
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["1-rho"], at["step"] = 1 - at["rho"], -at["lr"]
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], square: Tensor, deltas: Tensor) -> tuple[Tensor, ...]:
-        square = square * k["rho"] + k["1-rho"] * grad * grad
-        delta = (deltas + k["eps"]).sqrt() / (square + k["eps"]).sqrt() * grad
-        return k["step"] * delta, square, deltas * k["rho"] + k["1-rho"] * delta * delta
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, deltas: Tensor) -> Tensor:
+        decay_square(square, k["rho"], grad, k["1-rho"])
+        delta = (deltas + k["eps"]).sqrt_().div_((square + k["eps"]).sqrt_()).mul_(grad)
+        decay_square(deltas, k["rho"], delta, k["1-rho"])
+        return delta
 
     return leafwise(
         AdadeltaState,

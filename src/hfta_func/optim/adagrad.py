@@ -63,9 +63,9 @@ def adagrad(
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["step"] = -at["lr"] / (1 + (count - 1) * at["lr_decay"])
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], total: Tensor) -> tuple[Tensor, ...]:
-        total = total + grad * grad
-        return k["step"] * grad / (total.sqrt() + k["eps"]), total
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], total: Tensor) -> Tensor:
+        total.add_(grad * grad)
+        return grad / total.sqrt().add_(k["eps"])
 
     return leafwise(
         AdagradState,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise, zeros
 
 
 class AdamState(NamedTuple):
@@ -107,15 +107,16 @@ def _adam(
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["1-beta1"], at["1-beta2"] = 1 - at["beta1"], 1 - at["beta2"]
-        at["step"] = -at["lr"] / (1 - at["beta1"] ** count)
-        at["root"] = (1 - at["beta2"] ** count).sqrt()
+        # The bias correction of the root goes into what is one number per member.
+        root = (1 - at["beta2"] ** count).sqrt()
+        at["step"], at["eps"] = -at["lr"] * root / (1 - at["beta1"] ** count), at["eps"] * root
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], mean: Tensor, square: Tensor, *most: Tensor) -> Any:
-        mean = torch.lerp(mean, grad, k["1-beta1"])
-        square = square * k["beta2"] + k["1-beta2"] * grad * grad
-        most = tuple(torch.maximum(largest, square) for largest in most)
-        largest = most[0] if most else square
-        return k["step"] * mean / (largest.sqrt() / k["root"] + k["eps"]), mean, square, *most
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor, *most: Tensor) -> Tensor:
+        decay_mean(mean, grad, k["1-beta1"])
+        decay_square(square, k["beta2"], grad, k["1-beta2"])
+        for largest in most:
+            largest.copy_(torch.maximum(largest, square))
+        return mean / (most[0] if most else square).sqrt().add_(k["eps"])
 
     return leafwise(
         AdamState,

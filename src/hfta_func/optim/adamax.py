@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, leafwise, zeros
 
 
 class AdamaxState(NamedTuple):
@@ -57,10 +57,10 @@ def adamax(
         at["1-beta1"] = 1 - at["beta1"]
         at["step"] = -at["lr"] / (1 - at["beta1"] ** count)
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], mean: Tensor, largest: Tensor) -> tuple[Tensor, ...]:
-        mean = torch.lerp(mean, grad, k["1-beta1"])
-        largest = torch.maximum(k["beta2"] * largest, grad.abs() + k["eps"])
-        return k["step"] * mean / largest, mean, largest
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, largest: Tensor) -> Tensor:
+        decay_mean(mean, grad, k["1-beta1"])
+        largest.copy_(torch.maximum(largest * k["beta2"], grad.abs().add_(k["eps"])))
+        return mean / largest
 
     return leafwise(
         AdamaxState,

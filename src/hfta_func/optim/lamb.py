@@ -10,7 +10,7 @@ from torch import Tensor
 from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise, zeros
 
 
 class LambState(NamedTuple):
@@ -60,13 +60,15 @@ def lamb(
         # Under another name, because it is inside the norm and not applied like that of others.
         at["inner decay"] = at.pop("weight_decay")
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], mean: Tensor, square: Tensor) -> tuple[Tensor, ...]:
-        mean = torch.lerp(mean, grad, k["1-beta1"])
-        square = square * k["beta2"] + k["1-beta2"] * grad * grad
-        direction = mean / k["left1"] / ((square / k["left2"]).sqrt() + k["eps"]) + k["inner decay"] * param
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
+        decay_mean(mean, grad, k["1-beta1"])
+        decay_square(square, k["beta2"], grad, k["1-beta2"])
+        direction = (
+            (mean / k["left1"]).div_((square / k["left2"]).sqrt_().add_(k["eps"])).add_(param * k["inner decay"])
+        )
         length, step = (torch.linalg.vector_norm(x.reshape(x.shape[0], -1), dim=1) for x in (param, direction))
         ratio = torch.where((length > 0) & (step > 0), length / step, 1.0)
-        return k["step"] * per_model(ratio, param) * direction, mean, square
+        return direction.mul_(per_model(ratio, param))
 
     return leafwise(
         LambState,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, leafwise, zeros
 
 
 class LionState(NamedTuple):
@@ -53,8 +53,10 @@ def lion(
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["1-beta1"], at["1-beta2"], at["step"] = 1 - at["beta1"], 1 - at["beta2"], -at["lr"]
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], mean: Tensor) -> tuple[Tensor, ...]:
-        return k["step"] * torch.lerp(mean, grad, k["1-beta1"]).sign(), torch.lerp(mean, grad, k["1-beta2"])
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor) -> Tensor:
+        direction = torch.lerp(mean, grad, k["1-beta1"]).sign_()
+        decay_mean(mean, grad, k["1-beta2"])
+        return direction
 
     return leafwise(
         LionState,

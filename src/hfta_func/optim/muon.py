@@ -10,7 +10,7 @@ from torch import Tensor
 from hfta_func._errors import HyperparameterError
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise
+from hfta_func.optim._leafwise import decay_mean, leafwise
 
 
 class MuonState(NamedTuple):
@@ -80,13 +80,13 @@ def muon(
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["1-momentum"], at["step"] = 1 - at["momentum"], -at["lr"]
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], buffer: Tensor) -> tuple[Tensor, ...]:
-        buffer = torch.lerp(buffer, grad, k["1-momentum"])
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor) -> Tensor:
+        decay_mean(buffer, grad, k["1-momentum"])
         update = torch.lerp(grad, buffer, k["momentum"]) if nesterov else buffer
         rows, columns = param.shape[1:]
         scale = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
         direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps)
-        return k["step"] * scale * direction.to(param.dtype), buffer
+        return scale * direction.to(param.dtype)
 
     return leafwise(
         MuonState,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise, zeros
 
 
 class NAdamState(NamedTuple):
@@ -65,15 +64,16 @@ def nadam(
         mu, after = (at["beta1"] * (1 - 0.5 * 0.96 ** (t * at["momentum_decay"])) for t in (count, count + 1))
         product = product * mu
         at["1-beta1"], at["1-beta2"] = 1 - at["beta1"], 1 - at["beta2"]
-        at["of grad"] = -at["lr"] * (1 - mu) / (1 - product)
-        at["of mean"] = -at["lr"] * after / (1 - product * after)
-        at["root"] = (1 - at["beta2"] ** count).sqrt()
+        at["of grad"], at["of mean"] = (1 - mu) / (1 - product), after / (1 - product * after)
+        # The bias correction of the root goes into what is one number per member.
+        root = (1 - at["beta2"] ** count).sqrt()
+        at["step"], at["eps"] = -at["lr"] * root, at["eps"] * root
         return (product,)
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], mean: Tensor, square: Tensor) -> tuple[Tensor, ...]:
-        mean = torch.lerp(mean, grad, k["1-beta1"])
-        square = square * k["beta2"] + k["1-beta2"] * grad * grad
-        return (k["of grad"] * grad + k["of mean"] * mean) / (square.sqrt() / k["root"] + k["eps"]), mean, square
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
+        decay_mean(mean, grad, k["1-beta1"])
+        decay_square(square, k["beta2"], grad, k["1-beta2"])
+        return (grad * k["of grad"]).add_(mean * k["of mean"]).div_(square.sqrt().add_(k["eps"]))
 
     return leafwise(
         NAdamState,

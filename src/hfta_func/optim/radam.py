@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise, zeros
 
 
 class RAdamState(NamedTuple):
@@ -64,15 +64,14 @@ def radam(
         rectified = length > 5
         # The root is of a negative number where it is not taken.
         inside = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
-        at["step"] = -at["lr"] / (1 - at["beta1"] ** count)
-        at["rectified"] = rectified.to(torch.float64)
-        at["rect"] = (torch.where(rectified, inside, 1.0) * left).sqrt()
+        at["step"] = -at["lr"] / (1 - at["beta1"] ** count) * torch.where(rectified, inside * left, 1.0).sqrt()
+        # Where it is not rectified, a member divides by 1.
+        at["rectified"], at["plain"] = rectified.to(torch.float64), (~rectified).to(torch.float64)
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], mean: Tensor, square: Tensor) -> tuple[Tensor, ...]:
-        mean = torch.lerp(mean, grad, k["1-beta1"])
-        square = square * k["beta2"] + k["1-beta2"] * grad * grad
-        scale = torch.where(k["rectified"] > 0, k["rect"] / (square.sqrt() + k["eps"]), 1.0)
-        return k["step"] * mean * scale, mean, square
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
+        decay_mean(mean, grad, k["1-beta1"])
+        decay_square(square, k["beta2"], grad, k["1-beta2"])
+        return mean / square.sqrt().add_(k["eps"]).mul_(k["rectified"]).add_(k["plain"])
 
     return leafwise(
         RAdamState,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise, zeros
 
 
 class RMSpropState(NamedTuple):
@@ -67,17 +67,14 @@ def rmsprop(
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["1-alpha"], at["step"] = 1 - at["alpha"], -at["lr"]
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], square: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        square = square * k["alpha"] + k["1-alpha"] * grad * grad
-        after, variance = [square], square
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, *others: Tensor) -> Tensor:
+        decay_square(square, k["alpha"], grad, k["1-alpha"])
+        variance = square
         if centered:
-            mean = torch.lerp(others[0], grad, k["1-alpha"])
-            after, variance = [square, mean], square - mean * mean
-        scaled = grad / (variance.sqrt() + k["eps"])
-        if buffered:
-            scaled = others[-1] * k["momentum"] + scaled
-            after = [*after, scaled]
-        return k["step"] * scaled, *after
+            mean = decay_mean(others[0], grad, k["1-alpha"])
+            variance = torch.addcmul(square, mean, mean, value=-1)
+        scaled = grad / variance.sqrt().add_(k["eps"])
+        return others[-1].mul_(k["momentum"]).add_(scaled) if buffered else scaled
 
     return leafwise(
         RMSpropState,

@@ -65,11 +65,11 @@ def sgd(
         if "dampening" in at:
             at["fresh"] = torch.where((count == 1) | (at["momentum"] == 0), 1.0, 1 - at["dampening"])
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Tensor], *buffers: Tensor) -> tuple[Tensor, ...]:
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], *buffers: Tensor) -> Tensor:
         if not buffers:
-            return (k["step"] * grad,)
-        buffer = buffers[0] * k["momentum"] + (k["fresh"] * grad if "fresh" in k else grad)
-        return k["step"] * (grad + k["momentum"] * buffer if nesterov else buffer), buffer
+            return grad
+        buffer = buffers[0].mul_(k["momentum"]).add_(grad * k["fresh"] if "fresh" in k else grad)
+        return grad + k["momentum"] * buffer if nesterov else buffer
 
     return leafwise(
         SGDState, knobs, rule, slots={"momentum": zeros if buffered else None}, prepare=prepare, maximize=maximize

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
+from hfta_func.optim._base import GradientTransformation, Knobs, in_place, zero_count
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
@@ -34,7 +34,13 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             states.append(held)
         return grads, tuple(states)
 
-    return GradientTransformation(init, update)
+    def update_(grads: Params, state: Any, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+        last = len(transformations) - 1
+        for number, (transformation, held) in enumerate(zip(transformations, state, strict=True)):
+            grads = in_place(transformation)(grads, held, params, keep, apply and number == last)
+        return grads
+
+    return GradientTransformation(init, update, update_)
 
 
 class KnobState(NamedTuple):

@@ -12,7 +12,7 @@ from hfta_func._errors import HyperparameterError
 from hfta_func._gradient import can_look
 from hfta_func._tree import per_model, where
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs, apply_updates, zero_count
+from hfta_func.optim._base import GradientTransformation, Knobs, apply_updates, in_place, zero_count
 
 
 class AccumulateState(NamedTuple):
@@ -177,7 +177,14 @@ def partition(
         frozen = {path: torch.zeros_like(grad) for path, grad in grads.items() if path not in updates}
         return {path: updates[path] if path in updates else frozen[path] for path in grads}, PartitionState(states)
 
-    return GradientTransformation(init, update)
+    def update_(grads: Params, state: PartitionState, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+        updates = {}
+        for name, paths in members(params).items():
+            own, values = ({path: tree[path] for path in paths} for tree in (grads, params))
+            updates.update(in_place(groups[name])(own, state.groups[name], values, keep, apply))
+        return {path: updates[path] if path in updates else grad.zero_() for path, grad in grads.items()}
+
+    return GradientTransformation(init, update, update_)
 
 
 def _longest(labels: Mapping[str, str | None], path: str) -> str | None:

@@ -1,0 +1,168 @@
+"""What :func:`fit` can do after every epoch.
+
+Public: :func:`early_stopping`, :func:`keep_checkpoints`, :func:`keep_best`, :func:`tensorboard`.
+
+A callback takes the state and the history and keeps nothing to itself, so that it goes on where a resumed run does.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any, Literal
+
+import torch
+
+from hfta_func._storage import PathLike
+from hfta_func._tree import where
+from hfta_func.checkpoint import load, read_metadata, save
+from hfta_func.history import Callback, History
+from hfta_func.train import TrainState
+
+Mode = Literal["min", "max"]
+
+
+def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "min") -> Callback:
+    """Make members inactive that have stopped getting better, each by itself.
+
+    Args:
+        metric: Name in the history, one number per member.
+        patience: Epochs in a row without a better value after which a member stops.
+        min_delta: A value is better if it betters the best one so far by more than this; NaN never is.
+        mode: Whether less is better or more.
+
+    Raises:
+        ValueError: if patience is less than 1, or mode is neither ``"min"`` nor ``"max"``.
+
+    Example:
+        >>> history = History(torch.tensor([7, 8]))
+        >>> history.epochs = [{"loss": torch.tensor([1.0, 1.0])}, {"loss": torch.tensor([0.5, 1.5])}]
+        >>> step = make_train_step(torch.nn.Linear(1, 1), lambda model, batch: model(batch).mean(), sgd(lr=0.1))
+        >>> state = step.init(*init_params(lambda: torch.nn.Linear(1, 1), [7, 8]), seeds=[7, 8])
+        >>> early_stopping("loss", patience=1)(state, history).active
+        tensor([ True, False])
+    """
+    sign = _sign(mode)
+    if patience < 1:
+        raise ValueError(f"patience is {patience}; it must be at least 1 epoch")
+
+    def stop(state: TrainState, history: History) -> TrainState:
+        values = sign * history[metric]
+        best = torch.full_like(values[0], float("inf"))
+        waited = torch.zeros_like(values[0])
+        for value in values:
+            better = value < best - min_delta
+            best, waited = torch.where(better, value, best), torch.where(better, 0, waited + 1)
+        return state._replace(active=state.active & (waited < patience).to(state.active.device))
+
+    return stop
+
+
+def keep_checkpoints(directory: PathLike, keep: int = 3, every: int = 1) -> Callback:
+    """Save the state as ``epoch-000012.safetensors`` and remove all but the latest such files.
+
+    Args:
+        directory: Where; it is made if it is not there.
+        keep: How many files stay. Those of later epochs, from another run, are left alone.
+        every: Epochs from one to the next.
+
+    Raises:
+        ValueError: if ``keep`` or ``every`` is less than 1.
+
+    Example:
+        >>> import tempfile
+        >>> callback = keep_checkpoints(tempfile.mkdtemp(), keep=2, every=5)
+    """
+    if keep < 1 or every < 1:
+        raise ValueError(f"keep is {keep} and every is {every}; both must be at least 1")
+    folder = pathlib.Path(directory)
+
+    def keep_latest(state: TrainState, history: History) -> None:
+        if len(history) % every:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"epoch-{len(history):06d}.safetensors"
+        save(state, path, metadata={"epoch": len(history)})
+        older = sorted(file for file in folder.glob("epoch-*.safetensors") if file.name <= path.name)
+        for file in older[:-keep]:
+            file.unlink()
+
+    return keep_latest
+
+
+def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
+    """Keep a file with every member as it was after its own best epoch.
+
+    ``load(path, like=state)`` reads it, and ``read_metadata(path)["metadata"]`` has ``epoch`` and ``value`` of each member.
+    A NaN never is best: of a member that has had no number yet, the file has the first epoch.
+
+    Args:
+        path: The file; the first epoch of a run writes it anew.
+        metric: Name in the history, one number per member.
+        mode: Whether less is better or more.
+
+    Raises:
+        ValueError: if mode is neither ``"min"`` nor ``"max"``.
+
+    Example:
+        >>> import os, tempfile
+        >>> callback = keep_best(os.path.join(tempfile.mkdtemp(), "best.safetensors"), "accuracy", mode="max")
+    """
+    sign = _sign(mode)
+
+    def keep(state: TrainState, history: History) -> None:
+        value = history[metric][-1].double()
+        epoch = torch.full_like(value, len(history), dtype=torch.int64)
+        if len(history) > 1 and os.path.exists(path):
+            held = read_metadata(path)["metadata"]
+            best = torch.tensor(held["value"], dtype=torch.float64)
+            better = ~value.isnan() & ~(sign * value >= sign * best)
+            if not better.any():
+                return
+            state = where(better.to(state.active.device), state, load(path, like=state))
+            value, epoch = torch.where(better, value, best), torch.where(better, epoch, torch.tensor(held["epoch"]))
+        save(
+            state,
+            path,
+            metadata={"metric": metric, "mode": mode, "epoch": epoch.tolist(), "value": value.tolist()},
+        )
+
+    return keep
+
+
+def tensorboard(writer: Any) -> Callback:
+    """Write every metric that is one number per member to TensorBoard, as ``loss/0``, ``loss/1``, ....
+
+    Args:
+        writer: A ``torch.utils.tensorboard.SummaryWriter``, or the directory for one.
+
+    Raises:
+        ImportError: if TensorBoard is not installed; ``pip install hfta_func[tensorboard]``.
+
+    Example:
+        >>> import tempfile
+        >>> callback = tensorboard(tempfile.mkdtemp())
+    """
+    if isinstance(writer, (str, os.PathLike)):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoard is not installed; pip install hfta_func[tensorboard], or pass a SummaryWriter"
+            ) from error
+        writer = SummaryWriter(os.fspath(writer))
+
+    def record(state: TrainState, history: History) -> None:
+        for name, values in history.epochs[-1].items():
+            if values.dim() == 1:
+                for member, value in enumerate(values.tolist()):
+                    writer.add_scalar(f"{name}/{member}", value, len(history))
+        writer.flush()
+
+    return record
+
+
+def _sign(mode: str) -> int:
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode is {mode!r}; it must be 'min' or 'max'")
+    return 1 if mode == "min" else -1

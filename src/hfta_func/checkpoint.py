@@ -1,0 +1,229 @@
+"""Durable state: arrays in files, and single models out of an array and into one.
+
+Public: :func:`save`, :func:`load`, :func:`read_metadata`, :func:`export_model`, :func:`import_models`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import optree
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hfta_func import _storage
+from hfta_func._errors import CheckpointError, StackError, StateError
+from hfta_func._storage import PathLike
+from hfta_func._tree import leaves, num_models, paths, take
+from hfta_func._types import Tree
+from hfta_func.stack import Stacked, stack_params, unstack_params
+from hfta_func.train import TrainState
+
+T = TypeVar("T")
+
+
+def save(state: Tree, path: PathLike, *, metadata: Mapping[str, Any] | None = None) -> None:
+    """Write a state, or any stacked tree, to a file that is either complete or as it was before.
+
+    Args:
+        state: A tree whose leaves are ``[M, ...]``; it is read, not changed.
+        path: Usually ends in ``.safetensors``. One process at a time may write it.
+        metadata: What :func:`read_metadata` gives back under this name; anything that JSON holds.
+
+    Raises:
+        StackError: if a leaf is not a stacked tensor.
+        CheckpointError: if the disk is full, the directory is missing or read-only, or a leaf has a dtype that safetensors
+            has not. The file that was there before is unchanged.
+        TypeError: if JSON cannot hold the metadata.
+
+    Example:
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "models.safetensors")
+        >>> stacked = stack_params([torch.nn.Linear(2, 1) for _ in range(3)])
+        >>> save(stacked, path, metadata={"data": "digits"})
+        >>> params, buffers = load(path, like=stacked, members=[2, 0])
+        >>> torch.equal(params["weight"], stacked.params["weight"][[2, 0]])
+        True
+    """
+    try:
+        json.dumps(metadata)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"JSON cannot hold the metadata: {error}; pass numbers, strings, lists and dicts") from None
+    write(path, state, metadata or {})
+
+
+def load(path: PathLike, like: T, *, members: int | slice | Sequence[int] | Tensor | None = None) -> T:
+    """Read what :func:`save` has written.
+
+    Args:
+        path: The file. It is read and checked to the end before anything is returned.
+        like: A tree of the same structure, for example ``step.init(...)``; it gives devices and floating-point dtypes and
+            is not changed. The number of models is the file's.
+        members: Which members to load, as in :func:`take`; all by default.
+
+    Returns:
+        A tree like ``like``, in storage of its own.
+
+    Raises:
+        CheckpointError: if the file is truncated, changed, no checkpoint, or of a later format.
+        StateError: if it is a checkpoint of another model or optimizer; names every path that differs.
+        StackError: if it has no such member.
+
+    Example:
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "bias.safetensors")
+        >>> save({"bias": torch.tensor([[1.0], [2.0]])}, path)
+        >>> load(path, like={"bias": torch.zeros(1, 1, dtype=torch.float64)})
+        {'bias': tensor([[1.], [2.]], dtype=torch.float64)}
+    """
+    return read(path, like, members)[0]
+
+
+def read_metadata(path: PathLike) -> dict[str, Any]:
+    """What a checkpoint says about itself. Only the file's header is read, so its data are not checked.
+
+    Returns:
+        ``format_version``, ``package_version``, ``num_models``, ``shapes`` of one member by path, ``hyperparameters`` by
+        path and ``seeds``, one per member each, and the ``metadata`` given to :func:`save`.
+
+    Raises:
+        CheckpointError: if the header is truncated, no checkpoint's, or of a later format.
+
+    Example:
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "bias.safetensors")
+        >>> save({"bias": torch.zeros(2, 5)}, path, metadata={"epoch": 3})
+        >>> header = read_metadata(path)
+        >>> header["num_models"], header["shapes"], header["metadata"]
+        (2, {"state['bias']": [5]}, {'epoch': 3})
+    """
+    return _storage.read_header(path)
+
+
+def export_model(model: nn.Module, state: TrainState | Stacked, index: int) -> nn.Module:
+    """One member as an ordinary module with storage of its own; plain PyTorch loads its ``state_dict``.
+
+    Args:
+        model: Any module of the architecture; it gives code, settings, ties and ``requires_grad``, and is not changed.
+        state: A training state, or what :func:`stack_params` returns.
+        index: The member.
+
+    Raises:
+        StackError: if there is no such member, or the state is not one of ``model``.
+
+    Example:
+        >>> layers = [torch.nn.Linear(2, 1) for _ in range(3)]
+        >>> exported = export_model(layers[0], stack_params(layers), 2)
+        >>> layers[0].load_state_dict(exported.state_dict())
+        <All keys matched successfully>
+    """
+    return unstack_params(model, *take((state.params, state.buffers), operator.index(index)))[0]
+
+
+def import_models(model: nn.Module, checkpoints: Iterable[Mapping[str, Any] | PathLike]) -> Stacked:
+    """Stack plain PyTorch checkpoints of one architecture.
+
+    Args:
+        model: Any module of the architecture; it gives code, settings, dtypes and device, and is not changed.
+        checkpoints: One per member: a ``state_dict``, the path of one in safetensors (``.safetensors``), or the path of
+            one written by ``torch.save``, which is read with ``weights_only=True``.
+
+    Raises:
+        StateError: if a checkpoint is not one of ``model``; names the checkpoint and every path that differs.
+        CheckpointError: if a file cannot be read as tensors.
+        StackError: if there is no checkpoint.
+
+    Example:
+        >>> layers = [torch.nn.Linear(2, 1) for _ in range(3)]
+        >>> params, _ = import_models(layers[0], [layer.state_dict() for layer in layers])
+        >>> torch.equal(params["bias"], torch.stack([layer.bias for layer in layers]))
+        True
+    """
+    if isinstance(checkpoints, (str, os.PathLike, Mapping)):
+        raise StackError("expected a list of checkpoints but got a single one; pass [checkpoint]")
+    return stack_params(_imported(model, number, checkpoint) for number, checkpoint in enumerate(checkpoints))
+
+
+def write(path: PathLike, state: Tree, metadata: Mapping[str, Any]) -> None:
+    """Write a state; ``metadata`` may hold tensors besides what JSON holds."""
+    tensors = _named(state)
+    about = {
+        "num_models": num_models(state),
+        "shapes": {name: list(tensor.shape[1:]) for name, tensor in tensors.items()},
+        "hyperparameters": {
+            name: tensor.tolist() for name, tensor in tensors.items() if ".hyperparams[" in name or ".hparams[" in name
+        },
+        "seeds": tensors["state.keys"].tolist() if "state.keys" in tensors else None,
+    }
+    _storage.write(path, tensors, about | {"metadata": metadata})
+
+
+def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
+    """The state that :func:`write` has written, as :func:`load` gives it, and its metadata."""
+    about, held = _storage.read(path)
+    expected = _named(like)
+    differences = []
+    for name in [*expected, *sorted(held.keys() - expected.keys())]:
+        if name not in held or name not in expected:
+            differences.append(f"{name} is only in {'like' if name in expected else 'the file'}")
+            continue
+        there, here = held[name], expected[name]
+        if there.shape[1:] != here.shape[1:]:
+            differences.append(
+                f"{name} is {list(there.shape[1:])} per member in the file, {list(here.shape[1:])} in like"
+            )
+        elif there.dtype != here.dtype and not (there.is_floating_point() and here.is_floating_point()):
+            differences.append(f"{name} is {there.dtype} in the file, {here.dtype} in like")
+    if differences:
+        raise StateError(
+            f"{path} holds another array than like, {len(differences)} paths differ; load it with the model and the "
+            f"optimizer that it was saved with:\n  " + "\n  ".join(differences)
+        )
+    chosen = [held[name].clone() if members is None else take(held[name], members) for name in expected]
+    moved = [tensor.to(leaf.device, leaf.dtype) for tensor, leaf in zip(chosen, expected.values(), strict=True)]
+    structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
+    state: Any = optree.tree_unflatten(structure, moved)
+    return state, about["metadata"]
+
+
+def _named(tree: Tree) -> dict[str, Tensor]:
+    named = dict(zip(paths(tree, "state"), leaves(tree), strict=True))
+    for name, leaf in named.items():
+        if not isinstance(leaf, Tensor):
+            raise StackError(f"{name} is a {type(leaf).__qualname__}; every leaf must be a tensor [M, ...]")
+    return named
+
+
+def _imported(model: nn.Module, number: int, checkpoint: Mapping[str, Any] | PathLike) -> nn.Module:
+    name, state_dict = f"checkpoint {number}", checkpoint
+    if not isinstance(checkpoint, Mapping):
+        name, state_dict = f"{name} ({os.fspath(checkpoint)})", _plain(checkpoint)
+    if not isinstance(state_dict, Mapping):
+        raise StateError(f"{name} holds a {type(state_dict).__qualname__}; give the state_dict of a model")
+    copied = copy.deepcopy(model)
+    try:
+        copied.load_state_dict(state_dict)
+    except RuntimeError as error:
+        raise StateError(f"{name} is not one of this model; give the state_dict of such a model. {error}") from None
+    return copied
+
+
+def _plain(path: PathLike) -> Any:
+    try:
+        if os.fspath(path).endswith(".safetensors"):
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    # Both readers raise errors of many classes for files that are not theirs.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read as plain tensors ({type(error).__name__}), and nothing in it was run; save "
+            f"model.state_dict() with torch.save, or with safetensors as .safetensors"
+        ) from error

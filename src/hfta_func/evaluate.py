@@ -1,0 +1,96 @@
+"""Metrics of an array in eval mode.
+
+Public: :func:`make_eval_step`, :class:`EvalStep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func import random
+from hfta_func._batch import check_batch
+from hfta_func._gradient import autocasting
+from hfta_func._tree import num_models
+from hfta_func._types import Params, Tree
+from hfta_func.functional import bind, skeleton
+from hfta_func.stack import Stacked, check_state, shapes
+from hfta_func.train import TrainState
+from hfta_func.transforms import vmap_routed
+
+
+def make_eval_step(
+    model: nn.Module,
+    metric_fn: Callable[..., Any],
+    *,
+    batch_dims: Tree = None,
+    chunk_size: int | None = None,
+    autocast: torch.dtype | None = None,
+) -> EvalStep:
+    """An evaluation step for arrays of ``model``, which it runs in eval mode and without gradients.
+
+    Args:
+        model: Any module of the architecture.
+        metric_fn: ``metric_fn(model, batch)`` of ONE model: returns a tensor, or a dict of tensors.
+        batch_dims: None if the members share one batch ``[N, ...]``, 0 if every leaf is ``[M, N, ...]``, or a tree.
+        chunk_size: Members that run together; None is all of them.
+        autocast: Run in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does.
+
+    Returns:
+        ``evaluate(state, batch) -> dict[str, Tensor[M, ...]]``, where ``state`` is a :class:`TrainState` or what
+        :func:`stack_params` returns. A single tensor comes back under the name of ``metric_fn``. Random calls draw from
+        the members' keys; without a training state all members draw those of seed 0.
+
+    Example:
+        >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
+        >>> def error(model, batch):
+        ...     return (model(batch[0]) - batch[1]).abs().mean()
+        >>> evaluate = make_eval_step(models[0], error)
+        >>> evaluate(stack_params(models), (torch.randn(8, 4), torch.randn(8, 1)))["error"].shape
+        torch.Size([3])
+    """
+    return EvalStep(model, metric_fn, batch_dims, chunk_size, autocast)
+
+
+class EvalStep:
+    """``evaluate(state, batch) -> metrics``, a pure function; made by :func:`make_eval_step`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        metric_fn: Callable[..., Any],
+        batch_dims: Tree = None,
+        chunk_size: int | None = None,
+        autocast: torch.dtype | None = None,
+    ):
+        self.batch_dims = batch_dims
+        self.chunk_size = chunk_size
+        self.autocast = autocast
+        self._name = getattr(metric_fn, "__name__", "metric")
+        self._metrics = bind(skeleton(model).eval(), metric_fn)
+        self._shapes = shapes(model)
+
+    @torch.no_grad()
+    def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
+        """The metrics of every member.
+
+        Raises:
+            BatchError: if a leaf has no model axis where ``batch_dims`` says 0.
+        """
+        count = num_models((state.params, state.buffers))
+        check_state((state.params, state.buffers), self._shapes)
+        check_batch(self.batch_dims, batch, count)
+        run = vmap_routed(self._member, in_dims=(0, 0, 0, self.batch_dims), chunk_size=self.chunk_size)
+        if isinstance(state, TrainState):
+            keys = random.fold_in(state.keys, ~state.step)
+        else:
+            keys = torch.zeros(count, dtype=torch.int64, device=next(iter(state.params.values())).device)
+        with autocasting(keys.device, self.autocast):
+            return run(state.params, state.buffers, keys, batch)
+
+    def _member(self, params: Params, buffers: Params, key: Tensor, batch: Tree) -> dict[str, Tensor]:
+        metrics, _ = self._metrics(params, buffers, batch, key=key)
+        return metrics if isinstance(metrics, dict) else {self._name: metrics}

@@ -1,0 +1,65 @@
+"""What becomes of a member whose loss or gradient is not finite.
+
+Public: :class:`Failure`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hfta_func._errors import NonFiniteError
+from hfta_func._gradient import can_look
+
+
+class Failure(enum.IntEnum):
+    """Why a member was not updated, in ``metrics["failure"]`` of a training step."""
+
+    NONE = 0
+    """It was."""
+    LOSS = 1
+    """Its loss is NaN or infinite."""
+    GRADIENT = 2
+    """Its loss is finite, its gradient is not."""
+    OVERFLOW = 3
+    """Its gradient overflowed under a loss scale, which was then lowered."""
+
+
+def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
+    """The :class:`Failure` of every member, ``int64[M]``, from losses ``[M]`` and gradients ``[M, ...]``."""
+    leaves = [losses, *grads]
+    if can_look(losses) and bool(torch.stack([leaf.sum() for leaf in leaves]).isfinite().all()):
+        # Nothing infinite and no NaN can have gone into a finite sum.
+        return torch.zeros(losses.shape[0], dtype=torch.int64)
+    # In float64, sums of narrower values do not overflow. One reduction at the end, so that the compiler computes the
+    # flags once and not for every leaf that reads them.
+    sums = torch.stack([leaf.reshape(leaf.shape[0], -1).sum(1, dtype=torch.float64) for leaf in leaves]).isfinite()
+    failure = torch.where(sums.all(0), int(Failure.NONE), int(Failure.GRADIENT))
+    return torch.where(sums[0], failure, int(Failure.LOSS))
+
+
+def refuse(failure: Tensor, step: Tensor) -> Tensor:
+    """Raise a NonFiniteError if a member has failed, at its step ``int64[M]``; give ``failure`` back."""
+    if torch.compiler.is_compiling():
+        return torch.ops.hfta_func.refuse(failure, step)
+    return _refuse(failure, step)
+
+
+@torch.library.custom_op("hfta_func::refuse", mutates_args=())
+def _refuse(failure: Tensor, step: Tensor) -> Tensor:
+    for member, (code, at) in enumerate(zip(failure.tolist(), step.tolist(), strict=True)):
+        if code in (Failure.LOSS, Failure.GRADIENT):
+            what = "loss" if code == Failure.LOSS else "gradient"
+            raise NonFiniteError(
+                f"model {member}: the {what} is not finite at step {at}; lower its learning rate or clip its gradients, or "
+                f"go on without it: nonfinite='skip' leaves out the update, nonfinite='freeze' the member"
+            )
+    return failure.clone()
+
+
+@_refuse.register_fake
+def _(failure: Tensor, step: Tensor) -> Tensor:
+    return torch.empty_like(failure)
