@@ -10,14 +10,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import lowerings, memory, ops, training
+from benchmarks import lowerings, memory, ops, optim, training
 from benchmarks._measure import machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and say whether array and serial loop agreed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios measured side by side.")
-    parser.add_argument("what", nargs="?", choices=["training", "memory", "ops", "lowerings", "all"], default="all")
+    parser.add_argument(
+        "what", nargs="?", choices=["training", "memory", "ops", "optim", "lowerings", "all"], default="all"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny settings, to see that everything runs")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave compiled rows out")
     parser.add_argument("--threads", type=int, help="threads of PyTorch")
@@ -31,14 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = machine()
     print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**about), flush=True)
     numbers = {"machine": about, "settings": {"quick": args.quick, "compile": args.compile}}
-    for name, module in (("training", training), ("memory", memory), ("ops", ops), ("lowerings", lowerings)):
+    for name, module in (
+        ("training", training),
+        ("memory", memory),
+        ("ops", ops),
+        ("optim", optim),
+        ("lowerings", lowerings),
+    ):
         if args.what == name or (args.what == "all" and name != "lowerings"):
             numbers[name] = module.measure(args)
             print(f"\n{module.show(numbers[name])}", flush=True)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(numbers, indent=2) + "\n")
-    results = [*numbers.get("training", {}).values(), *numbers.get("ops", {}).values()]
+    results = [result for name in ("training", "ops", "optim") for result in numbers.get(name, {}).values()]
     return 0 if all(result["agrees"] for result in results) else 1
 
 

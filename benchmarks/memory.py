@@ -1,7 +1,8 @@
 """Peak memory of a training step as an array, against M times that of one ordinary model.
 
 Counted are tensors: what stays alive through the step (parameters, buffers, optimizer state) and the most that the step
-takes on top of it. A solo step changes its state in place; an array step makes the new state beside the old one.
+takes on top of it. A solo step changes its state in place; an array step makes the new state beside the old one, unless the
+old one is donated.
 Batches are outside on both sides.
 """
 
@@ -33,9 +34,9 @@ def solo(work: Workload) -> tuple[int, int]:
     return resident_bytes(held), peak_bytes(step)
 
 
-def array(work: Workload, chunk_size: int | None, compiled: bool) -> tuple[int, int]:
+def array(work: Workload, chunk_size: int | None, compiled: bool, donate: bool = False) -> tuple[int, int]:
     """Resident and peak bytes of the array's step."""
-    step = hfta.make_train_step(work.make(), work.loss_fn, work.optimizer(), chunk_size=chunk_size)
+    step = hfta.make_train_step(work.make(), work.loss_fn, work.optimizer(), chunk_size=chunk_size, donate=donate)
     # Other workloads' shapes would make the compiler take this one's for variables.
     run = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
     state = step.init(*hfta.init_params(work.make, work.seeds), seeds=work.seeds)
@@ -56,8 +57,10 @@ def _measure(work: Workload, args: argparse.Namespace) -> dict[str, Any]:
     found = {f"{count} x solo": tuple(count * size for size in solo(work))}
     found["array eager"] = array(work, None, False)
     found[f"array eager, chunk_size={chunk}"] = array(work, chunk, False)
+    found["array eager, donated"] = array(work, None, False, donate=True)
     if args.compile:
         found["array compiled"] = array(work, None, True)
+        found["array compiled, donated"] = array(work, None, True, donate=True)
     base = sum(found[f"{count} x solo"])
     rows = {
         name: {"resident": resident, "peak": peak, "ratio": (resident + peak) / base}

@@ -27,7 +27,7 @@ def load_run():
 run = load_run()
 
 
-@pytest.fixture(params=["01_quickstart.ipynb", "02_seed_stability.ipynb"])
+@pytest.fixture(params=["01_quickstart.ipynb", "02_seed_stability.ipynb", "03_learning_rate_sweep.ipynb"])
 def notebook(request):
     return nbformat.read(NOTEBOOKS / request.param, as_version=4)
 

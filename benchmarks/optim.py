@@ -1,0 +1,201 @@
+"""The update alone: an array's optimizer against M optimizers of PyTorch, and against one over the same bytes.
+
+Four ResNet-18 (wide leaves) and 32 small MLPs (many small updates), random gradients. ``M x torch.optim`` is M optimizers
+with ``foreach=True``, as users have them; ``one torch.optim`` is one of them over the stacked leaves, which is what the
+bytes cost through ``torch._foreach_`` in place, with the same
+hyperparameters for all members. PyTorch has no Lion and no LAMB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from benchmarks._measure import interleaved, peak_bytes, resident_bytes, seconds, table
+from benchmarks.models import ResNet18
+from hfta_func.optim._base import in_place, write
+
+OPTIMIZERS: dict[str, tuple[Callable[..., hfta.GradientTransformation], Any, dict[str, Any]]] = {
+    "sgd": (hfta.sgd, torch.optim.SGD, {}),
+    "sgd, momentum": (hfta.sgd, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-3}),
+    "adam": (hfta.adam, torch.optim.Adam, {}),
+    "adam, amsgrad": (hfta.adam, torch.optim.Adam, {"amsgrad": True}),
+    "adamw": (hfta.adamw, torch.optim.AdamW, {}),
+    "nadam": (hfta.nadam, torch.optim.NAdam, {}),
+    "radam": (hfta.radam, torch.optim.RAdam, {}),
+    "adamax": (hfta.adamax, torch.optim.Adamax, {}),
+    "adadelta": (hfta.adadelta, torch.optim.Adadelta, {}),
+    "adagrad": (hfta.adagrad, torch.optim.Adagrad, {}),
+    "rmsprop": (hfta.rmsprop, torch.optim.RMSprop, {}),
+    "rmsprop, centered": (hfta.rmsprop, torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "lion": (hfta.lion, None, {}),
+    "lamb": (hfta.lamb, None, {}),
+    "muon": (hfta.muon, torch.optim.Muon, {}),
+}
+
+M_SOLO, ONE = "M x torch.optim", "one torch.optim"
+# Of the way that a parameter has gone, which is a thousandth of the parameter and less.
+TOLERANCE = 1e-2
+# Newton's iterations run in bfloat16, in which products of batches round otherwise.
+ROUGH = {"muon": 5e-2}
+
+
+def plan(quick: bool) -> dict[str, tuple[Callable[[], nn.Module], int]]:
+    """Models and how many of them."""
+    wide = (lambda: nn.Linear(64, 32)) if quick else ResNet18
+    return {"resnet18": (wide, 4), "mlp": (_mlp, 4 if quick else 32)}
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def leaves(model: nn.Module, count: int, matrices: bool) -> dict[str, Tensor]:
+    """Random tensors ``[M, ...]`` in the shapes of the model's parameters; as ``matrices``, what Muon takes."""
+    shapes = {path: own.shape for path, own in model.named_parameters() if own.dim() > 1 or not matrices}
+    if matrices:
+        shapes = {path: torch.Size((shape[0], shape[1:].numel())) for path, shape in shapes.items()}
+    return {path: torch.randn(count, *shape) for path, shape in shapes.items()}
+
+
+class Race:
+    """One optimizer over one array's leaves, in all the ways that are compared; each has tensors of its own."""
+
+    def __init__(self, name: str, model: nn.Module, count: int, compiled: bool):
+        make, theirs, options = OPTIMIZERS[name]
+        lr = torch.linspace(1e-4, 1e-3, count).tolist()
+        self.grads = leaves(model, count, name == "muon")
+        self.start = leaves(model, count, name == "muon")
+        self.optimizer = make(lr=lr, **options)
+        self.runs: dict[str, Callable[[], object]] = {}
+        self.results: dict[str, Callable[[], dict[str, Tensor]]] = {}
+        foreach = {} if name == "muon" else {"foreach": True}
+        if theirs is not None:
+            own = [{path: nn.Parameter(leaf[i].clone()) for path, leaf in self.start.items()} for i in range(count)]
+            for i, member in enumerate(own):
+                for path, parameter in member.items():
+                    parameter.grad = self.grads[path][i].clone()
+            optimizers = [
+                theirs(list(member.values()), lr=rate, **foreach, **options)
+                for member, rate in zip(own, lr, strict=True)
+            ]
+            self._add(M_SOLO, lambda: [optimizer.step() for optimizer in optimizers], lambda: _stacked(own))
+        if theirs is not None and name != "muon":
+            whole = {path: nn.Parameter(leaf.clone()) for path, leaf in self.start.items()}
+            for path, parameter in whole.items():
+                parameter.grad = self.grads[path].clone()
+            self._add(ONE, theirs(list(whole.values()), lr=1e-3, foreach=True, **options).step)
+        self._array("array, donated", self._in_place())
+        self._array("array", self._pure())
+        if compiled:
+            self._array("array, compiled", self._compiled())
+
+    def _add(self, row: str, run: Callable[[], object], result: Callable[[], dict[str, Tensor]] | None = None) -> None:
+        self.runs[row] = run
+        if result is not None:
+            self.results[row] = result
+
+    def _array(self, row: str, step: Callable[[dict[str, Any]], None]) -> None:
+        held: dict[str, Any] = {"params": {path: leaf.clone() for path, leaf in self.start.items()}}
+        held["state"] = self.optimizer.init(held["params"])
+        held["grads"] = {path: leaf.clone() for path, leaf in self.grads.items()}
+        self._add(row, lambda: step(held), lambda: held["params"])
+
+    def _in_place(self) -> Callable[[dict[str, Any]], None]:
+        update_ = in_place(self.optimizer)
+
+        def step(held: dict[str, Any]) -> None:
+            update_(held["grads"], held["state"], held["params"], None, True)
+
+        return step
+
+    def _pure(self) -> Callable[[dict[str, Any]], None]:
+        def step(held: dict[str, Any]) -> None:
+            updates, held["state"] = self.optimizer.update(held["grads"], held["state"], held["params"])
+            held["params"] = hfta.apply_updates(held["params"], updates)
+
+        return step
+
+    def _compiled(self) -> Callable[[dict[str, Any]], None]:
+        @torch.compile(fullgraph=True, dynamic=False)
+        def update(grads: dict[str, Tensor], state: Any, params: dict[str, Tensor]) -> None:
+            updates, new = self.optimizer.update(grads, state, params)
+            write((params, state), (hfta.apply_updates(params, updates), new), None)
+
+        return lambda held: update(held["grads"], held["state"], held["params"])
+
+
+def _stacked(members: list[dict[str, nn.Parameter]]) -> dict[str, Tensor]:
+    return {path: torch.stack([member[path].detach() for member in members]) for path in members[0]}
+
+
+def _difference(a: dict[str, Tensor], b: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """Largest over all leaves, relative to the largest distance that one of them has gone."""
+    return max(float((a[p] - b[p]).abs().max() / (b[p] - start[p]).abs().max()) for p in b)
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every optimizer over both arrays."""
+    found = {}
+    for work, (make, count) in plan(args.quick).items():
+        for name in OPTIMIZERS:
+            title = f"{work}, {name}"
+            if args.filter in title:
+                torch._dynamo.reset()
+                found[title] = _measure(Race(name, make(), count, args.compile), name, work, args)
+                if args.verbose:
+                    print(show({title: found[title]}), flush=True)
+    return found
+
+
+def _measure(race: Race, name: str, work: str, args: argparse.Namespace) -> dict[str, Any]:
+    for _ in range(3):
+        for run in race.runs.values():
+            run()
+    results = {row: result() for row, result in race.results.items()}
+    first = next(iter(results))
+    difference = max(_difference(own, results[first], race.start) for own in results.values())
+    calls, rounds = (1, 2) if args.quick else (3, 9) if work == "resnet18" else (30, 15)
+    times = interleaved({row: lambda run=run: seconds(run, calls) for row, run in race.runs.items()}, rounds)
+    resident = resident_bytes([race.start, race.optimizer.init(race.start), race.grads])
+    return {
+        "agrees": difference < ROUGH.get(name, TOLERANCE),
+        "difference": difference,
+        "seconds": {row: statistics.median(values) for row, values in times.items()},
+        "ratios": {
+            row: {
+                base: statistics.median(b / a for a, b in zip(values, times[base], strict=True))
+                for base in (M_SOLO, ONE)
+                if base in times
+            }
+            for row, values in times.items()
+            if row.startswith("array")
+        },
+        "memory": {
+            row: (resident + peak_bytes(race.runs[row])) / resident
+            for row in times
+            if row != "array" and row not in (M_SOLO, ONE)
+        },
+    }
+
+
+def show(results: dict[str, Any]) -> str:
+    """The table: how many times as fast as PyTorch's optimizers, and memory beside parameters, state and gradient."""
+    rows = []
+    for name, result in results.items():
+        if not result["agrees"]:
+            rows.append([name, f"NOT below the tolerance: {result['difference']:.2g}", "", "", "", ""])
+            continue
+        for row, ratios in result["ratios"].items():
+            memory = result["memory"].get(row)
+            shown = [f"{ratios[base]:.2f}x" if base in ratios else "" for base in (M_SOLO, ONE)]
+            own = f"{1e3 * result['seconds'][row]:.2f}"
+            rows.append([name, row, own, *shown, "" if memory is None else f"{memory:.3f}"])
+    return table(["update", "", "ms", f"against {M_SOLO}", f"against {ONE}", "peak / held"], rows)
