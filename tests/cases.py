@@ -1,4 +1,5 @@
-"""The tables that contract tests run over: optimizers and workloads. Operators stand in ``rule_cases``."""
+"""The tables that contract tests run over: optimizers and workloads. Operators stand in ``rule_cases``, schedules
+in ``schedule_cases``."""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ class Lion(torch.optim.Optimizer):
     """Algorithm 2 of Chen et al., NeurIPS 2023, line by line."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float, maximize: bool = False):
-        super().__init__(params, {})
-        self.knobs = lr, *betas, weight_decay, maximize
+        super().__init__(params, {"lr": lr})
+        self.knobs = *betas, weight_decay, maximize
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        lr, beta1, beta2, weight_decay, maximize = self.knobs
+        lr, (beta1, beta2, weight_decay, maximize) = self.param_groups[0]["lr"], self.knobs
         for theta in self.param_groups[0]["params"]:
             assert theta.grad is not None
             g = -theta.grad if maximize else theta.grad
@@ -61,12 +62,12 @@ class Lamb(torch.optim.Optimizer):
         weight_decay: float,
         maximize: bool = False,
     ):
-        super().__init__(params, {})
-        self.knobs, self.t = (lr, *betas, eps, weight_decay, maximize), 0
+        super().__init__(params, {"lr": lr})
+        self.knobs, self.t = (*betas, eps, weight_decay, maximize), 0
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        lr, beta1, beta2, eps, weight_decay, maximize = self.knobs
+        lr, (beta1, beta2, eps, weight_decay, maximize) = self.param_groups[0]["lr"], self.knobs
         self.t += 1
         for x in self.param_groups[0]["params"]:
             assert x.grad is not None

@@ -91,8 +91,9 @@ def _steep(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return _loss(model, batch[:2]) * batch[2]
 
 
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_every_member_has_a_gradient_scaler(compiled: bool) -> None:
+def test_every_member_has_a_gradient_scaler(compiled: bool, donate: bool) -> None:
     torch._dynamo.reset()
     knobs = {
         "init_scale": [2.0**16, 2.0**10, 2.0**4],
@@ -101,7 +102,7 @@ def test_every_member_has_a_gradient_scaler(compiled: bool) -> None:
         "growth_interval": [2, 3, 4],
     }
     members, step, state = _array(
-        lambda: _model("none"), loss=_steep, autocast=torch.float16, loss_scale=hfta.LossScale(**knobs)
+        lambda: _model("none"), loss=_steep, autocast=torch.float16, loss_scale=hfta.LossScale(**knobs), donate=donate
     )
     run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
     scalers = [torch.amp.GradScaler("cpu", **{name: values[i] for name, values in knobs.items()}) for i in range(M)]
@@ -110,7 +111,7 @@ def test_every_member_has_a_gradient_scaler(compiled: bool) -> None:
     skipped = set()
     for number, (inputs, targets) in enumerate(_batches(15)):
         slope = slopes[number % 5]
-        before = state
+        before = optree.tree_map(torch.clone, state)
         state, metrics = run(state, (inputs, targets, slope))
         for i, (member, scaler, optimizer) in enumerate(zip(members, scalers, optimizers, strict=True)):
             assert metrics["loss_scale"][i] == scaler.get_scale()
@@ -178,9 +179,7 @@ def test_float16_has_a_loss_scale_unless_told_otherwise() -> None:
 
 
 def test_scales_follow_their_members() -> None:
-    _, _, state = _array(
-        autocast=torch.float16, loss_scale=hfta.LossScale([2.0, 4.0, 8.0], growth_interval=[1, 2, 3])
-    )
+    _, _, state = _array(autocast=torch.float16, loss_scale=hfta.LossScale([2.0, 4.0, 8.0], growth_interval=[1, 2, 3]))
     chosen = hfta.take(state, [2, 0])
     assert chosen.loss_scale.scale.tolist() == [8.0, 2.0]
     assert chosen.loss_scale.hyperparams["growth_interval"].tolist() == [3.0, 1.0]

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import hfta_func as hfta
 from cases import OPTIMIZERS, WORKLOADS, OptimizerCase, batches, loss_fn, models, ours, theirs
 from hfta_func.testing import assert_matches_solo
+from schedule_cases import LR, SCHEDULES
 
 M, STEPS = 3, 50
 SEEDS = [11, 7, 1002]
@@ -64,6 +65,33 @@ def test_members_are_the_runs_of_torch(name: str, case: OptimizerCase) -> None:
             torch.testing.assert_close(metrics["loss"][i], loss.detach(), rtol=1e-9, atol=0)
     for mine, theirs_ in zip(hfta.unstack_params(members[0], state.params, state.buffers), members, strict=True):
         assert _largest_difference(mine.state_dict(), theirs_.state_dict()) <= 1e-10
+
+
+# SequentialLR itself calls scheduler.step(epoch), which torch deprecates.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
+def test_every_optimizer_follows_every_schedule(case: OptimizerCase, schedule: str) -> None:
+    rates, make = SCHEDULES[schedule]
+    knobs = {name: values for name, values in case.knobs.items() if name != "lr"}
+    optimizer = ours(case._replace(ours=lambda **own: case.ours(lr=rates, **own), knobs=knobs))
+    params = {"matrix": torch.randn(M, 4, 3), "vector": torch.randn(M, 5)}
+    solo = [[nn.Parameter(param[i].clone()) for param in params.values()] for i in range(M)]
+    others = [theirs(case._replace(knobs={**knobs, "lr": LR}), i, parameters) for i, parameters in enumerate(solo)]
+    schedulers = [make(i, other) for i, other in enumerate(others)]
+    state = optimizer.init(params)
+    for _ in range(8):
+        grads = {path: torch.randn_like(param) for path, param in params.items()}
+        updates, state = optimizer.update(grads, state, params)
+        params = hfta.apply_updates(params, updates)
+        for i, parameters in enumerate(solo):
+            for parameter, grad in zip(parameters, grads.values(), strict=True):
+                parameter.grad = grad[i]
+            others[i].step()
+            schedulers[i].step()
+    for param, column in zip(params.values(), zip(*solo, strict=True), strict=True):
+        torch.testing.assert_close(param, torch.stack([x.detach() for x in column]), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -1,5 +1,7 @@
 """Batches: every member's own order, the same alone as in an array."""
 
+import json
+
 import optree
 import pytest
 import torch
@@ -147,6 +149,52 @@ def test_batches_leave_the_loader_and_the_data_alone():
     assert loader.epoch == 0
     assert torch.equal(rows(loader), rows(hfta.ArrayLoader(DATA, 4, seeds=SEEDS).batches(0)))
     assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("given", range(5))
+def test_position_saved_and_loaded(given):
+    def make():
+        return hfta.ArrayLoader(DATA, 3, seeds=SEEDS, transform=jitter)
+
+    loader = make()
+    list(loader)
+    running = iter(loader)
+    for _ in range(given):
+        next(running)
+    position = json.loads(json.dumps(loader.state_dict()))
+    assert position == {"epoch": 1, "batches": given}
+    other = make()
+    other.load_state_dict(position)
+    assert other.state_dict() == position
+    # The rest of the epoch, then the epochs after it; and the loader asked is not disturbed.
+    for goes_on, rest in ((other, iter(other)), (loader, running)):
+        assert same(rest, list(make().batches(1))[given:])
+        assert goes_on.state_dict() == {"epoch": 2, "batches": 0}
+        assert same(goes_on, make().batches(2))
+
+
+def test_position_after_an_iteration_that_was_broken_off():
+    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS)
+    next(iter(loader))
+    assert loader.state_dict() == {"epoch": 0, "batches": 1}
+    assert same(loader, loader.batches(1))
+    iter(loader)
+    assert loader.state_dict() == {"epoch": 2, "batches": 0}
+
+
+def test_position_of_another_loader():
+    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS)
+    for position, message in (
+        (
+            {"epoch": 0, "batches": 4},
+            "at batch 4 of epoch 0, but an epoch has 3 batches; go on with the data and batch_size",
+        ),
+        ({"epoch": -1, "batches": 0}, "at batch 0 of epoch -1"),
+        ({"_num_yielded": 3}, r"has \['_num_yielded'\], but an ArrayLoader's has 'epoch' and 'batches'; pass what its"),
+    ):
+        with pytest.raises(hfta.StateError, match=message):
+            loader.load_state_dict(position)
+        assert loader.state_dict() == {"epoch": 0, "batches": 0}
 
 
 def test_data_that_is_not_a_tensor_yet():

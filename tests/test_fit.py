@@ -1,5 +1,11 @@
 """The loop: what it records, what it shows, and what callbacks may change."""
 
+import itertools
+import os
+import signal
+import threading
+
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +13,7 @@ import torch.nn.functional as F
 import hfta_func as hfta
 
 SEEDS = [5, 3, 8]
+NAN = float("nan")
 
 
 def loss_fn(model, batch):
@@ -108,7 +115,7 @@ def test_evaluate(setting):
         loader,
         epochs=2,
         evaluate=lambda state: evaluate(state, test),
-        callbacks=[lambda epoch, state, metrics: states.append(state)],
+        callbacks=[lambda state, history: states.append(state)],
         progress=False,
     )
     assert result.history["error"].shape == (2, 3)
@@ -121,11 +128,11 @@ def test_callbacks(setting):
     step, state, loader = setting
     calls = []
 
-    def record(epoch, state, metrics):
-        calls.append((epoch, state.step.tolist(), sorted(metrics)))
+    def record(state, history):
+        calls.append((len(history), state.step.tolist(), sorted(history.epochs[-1])))
 
-    def stop_the_second(epoch, state, metrics):
-        if epoch == 1:
+    def stop_the_second(state, history):
+        if len(history) == 1:
             return state._replace(active=torch.tensor([True, False, True]))
 
     result = hfta.fit(step, state, loader, epochs=3, callbacks=[stop_the_second, record], progress=False)
@@ -147,8 +154,8 @@ def test_callbacks_see_what_earlier_ones_returned(setting):
         loader,
         epochs=1,
         callbacks=[
-            lambda epoch, state, metrics: hfta.with_hyperparams(state, lr=[1.0, 2.0, 3.0]),
-            lambda epoch, state, metrics: seen.append(state.opt_state.hyperparams["lr"].tolist()),
+            lambda state, history: hfta.with_hyperparams(state, lr=[1.0, 2.0, 3.0]),
+            lambda state, history: seen.append(state.opt_state.hyperparams["lr"].tolist()),
         ],
         progress=False,
     )
@@ -210,3 +217,312 @@ def test_loader_that_can_be_gone_through_only_once(setting):
     step, state, loader = setting
     with pytest.raises(ValueError, match="the loader gave no batch"):
         hfta.fit(step, state, loader.batches(0), epochs=2, progress=False)
+
+
+def test_it_ends_when_no_member_is_active(setting):
+    step, state, loader = setting
+
+    def stop(state, history):
+        return state._replace(active=torch.tensor([len(history) < stop_after for stop_after in (1, 2, 2)]))
+
+    state, history = hfta.fit(step, state, loader, epochs=9, callbacks=[stop], progress=False)
+    assert len(history) == 2 and state.step.tolist() == [3, 6, 6]
+    again = hfta.fit(step, state, loader, epochs=9, progress=False)
+    assert again.state is state and len(again.history) == 0
+
+
+def failing_batches():
+    """Three batches: in the second and third the loss of member 1 is NaN, in the third the gradient of member 2."""
+    batches = [(torch.randn(3, 4, 4), torch.randn(3, 4, 2), torch.ones(3, 2, 4)) for _ in range(3)]
+    for batch in batches[1:]:
+        batch[0][1, 0] = NAN
+    batches[2][2][2] = 0.0
+    return batches
+
+
+def with_penalty(model, batch):
+    inputs, targets, weights = batch
+    return F.mse_loss(model(inputs), targets) + (model.weight * weights).square().sum().sqrt()
+
+
+def test_failures():
+    def factory():
+        return torch.nn.Linear(4, 2)
+
+    step = hfta.make_train_step(factory(), with_penalty, hfta.sgd(lr=0.01))
+    state = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
+    batches = failing_batches()
+    _, history = hfta.fit(step, state, batches, epochs=2, progress=False)
+    assert history.failures == [
+        (1, 3, 1, 1, "loss"),
+        (2, 8, 1, 2, "gradient"),
+        (1, 3, 2, 4, "loss"),
+        (2, 8, 2, 5, "gradient"),
+    ]
+    assert history.failures[0]._fields == ("member", "seed", "epoch", "step", "cause")
+    assert sorted(history.epochs[0]) == ["finite", "loss"]
+    state = state._replace(active=torch.tensor([True, False, True]))
+    _, history = hfta.fit(step, state, batches, epochs=1, progress=False)
+    assert history.failures == [(2, 8, 1, 2, "gradient")]
+    # The step at which a member is frozen counts, those after it do not; the new state may be in the old one's place.
+    step = hfta.make_train_step(factory(), with_penalty, hfta.sgd(lr=0.01), nonfinite="freeze", donate=True)
+    state = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
+    state, history = hfta.fit(step, state, batches, epochs=2, progress=False)
+    assert history.failures == [(1, 3, 1, 1, "loss"), (2, 8, 1, 2, "gradient")]
+    assert state.active.tolist() == [True, False, False]
+
+
+def test_a_loss_scale_that_overflows_is_a_failure():
+    def factory():
+        return torch.nn.Linear(4, 2)
+
+    scale = hfta.LossScale(init_scale=[1.0, 3e38, 1.0])
+    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.01), loss_scale=scale, batch_dims=None)
+    state = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
+    _, history = hfta.fit(step, state, [(10 * torch.randn(4, 4), torch.randn(4, 2))], epochs=1, progress=False)
+    assert history.failures == [(1, 3, 1, 0, "overflow")]
+
+
+class Breaks:
+    """A step that does something at its ``n``-th call."""
+
+    def __init__(self, step, calls, action):
+        self.step, self.left, self.action = step, calls, action
+
+    def __call__(self, state, batch):
+        self.left -= 1
+        if self.left == 0:
+            self.action()
+        return self.step(state, batch)
+
+
+def press():
+    signal.raise_signal(signal.SIGINT)
+
+
+def same(a, b):
+    """Whether two results are the same to the bit."""
+    assert [list(metrics) for metrics in a.history.epochs] == [list(metrics) for metrics in b.history.epochs]
+    # Compared as bytes, so that one NaN is another.
+    first, second = (
+        optree.tree_map(
+            lambda leaf: (leaf.dtype, leaf.view(torch.uint8).tolist()), (result.state, result.history.epochs)
+        )
+        for result in (a, b)
+    )
+    return first == second and a.history.failures == b.history.failures
+
+
+def anew(loader):
+    return hfta.ArrayLoader(loader.data, 4, seeds=SEEDS)
+
+
+@pytest.mark.parametrize("calls", range(1, 7))
+def test_ctrl_c_ends_the_run_after_the_step_and_it_resumes(setting, tmp_path, calls):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+    handler = signal.getsignal(signal.SIGINT)
+    options = {"epochs": 2, "progress": False}
+    result = hfta.fit(Breaks(step, calls, press), state, loader, resume=path, **options)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert result.state.step.tolist() == [calls] * 3
+    assert len(result.history) == (calls - 1) // 3
+    assert same(result, hfta.fit(None, state, loader, epochs=len(result.history), resume=path, progress=False))
+    result = hfta.fit(step, state, anew(loader), resume=path, **options)
+    assert same(result, hfta.fit(step, state, anew(loader), **options))
+    assert os.listdir(tmp_path) == ["run.safetensors"]
+
+
+def test_ctrl_c_without_a_file(setting):
+    step, state, loader = setting
+    result = hfta.fit(Breaks(step, 4, press), state, loader, epochs=9, progress=False)
+    assert result.state.step.tolist() == [4] * 3 and len(result.history) == 1
+
+
+def test_ctrl_c_during_evaluation_ends_the_run_after_the_epoch(setting, tmp_path):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+
+    def evaluate(state):
+        press()
+        return {}
+
+    result = hfta.fit(step, state, loader, epochs=9, evaluate=evaluate, resume=path, progress=False)
+    assert len(result.history) == 1 and result.state.step.tolist() == [3] * 3
+    assert hfta.load(path, like=state).step.tolist() == [3] * 3
+
+
+def test_a_second_ctrl_c_interrupts_at_once(setting):
+    step, state, loader = setting
+    handler = signal.getsignal(signal.SIGINT)
+
+    def twice():
+        press()
+        press()
+
+    with pytest.raises(KeyboardInterrupt):
+        hfta.fit(Breaks(step, 4, twice), state, loader, epochs=9, progress=False)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_other_handlers_of_ctrl_c_stay(setting, handler):
+    step, state, loader = setting
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        result = hfta.fit(Breaks(step, 4, press), state, loader, epochs=2, progress=False)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(result.history) == 2
+
+
+def test_other_threads(setting):
+    step, state, loader = setting
+    results = []
+    thread = threading.Thread(target=lambda: results.append(hfta.fit(step, state, loader, epochs=2, progress=False)))
+    thread.start()
+    thread.join()
+    assert same(results[0], hfta.fit(step, state, anew(loader), epochs=2, progress=False))
+
+
+def test_a_finished_run_returns_at_once_and_more_epochs_go_on(setting, tmp_path, capsys):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+    first = hfta.fit(step, state, loader, epochs=2, resume=path, progress=False)
+    for epochs in (2, 1):
+        assert same(first, hfta.fit(None, state, anew(loader), epochs=epochs, resume=path, progress=False))
+    assert not same(
+        first, hfta.fit(step, state, anew(loader), epochs=3, progress=False)._replace(history=first.history)
+    )
+    longer = hfta.fit(step, state, anew(loader), epochs=3, resume=path)
+    assert same(longer, hfta.fit(step, state, anew(loader), epochs=3, progress=False))
+    assert "9/9" in capsys.readouterr().err
+
+
+def test_the_file_is_written_every_so_many_steps(setting, tmp_path):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+    held = []
+
+    class Watched:
+        def __iter__(self):
+            for batch in loader.batches(0):
+                yield batch
+                held.append(int(hfta.load(path, like=state).step[0]) if path.exists() else 0)
+
+    hfta.fit(step, state, Watched(), epochs=2, resume=path, save_every=2, progress=False)
+    assert held == [0, 2, 2, 3, 5, 5]
+
+
+def crash():
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("calls", range(1, 8))
+def test_loaders_that_do_not_tell_their_position_skip_batches(setting, tmp_path, calls):
+    step, state, loader = setting
+    batches = list(loader.batches(0))
+    path = tmp_path / "run.safetensors"
+    options = {"epochs": 2, "resume": path, "save_every": 1, "progress": False}
+    if calls < 7:
+        with pytest.raises(ZeroDivisionError):
+            hfta.fit(Breaks(step, calls, crash), state, batches, **options)
+    result = hfta.fit(step, state, batches, **options)
+    assert same(result, hfta.fit(step, state, batches, epochs=2, progress=False))
+
+
+class Shuffled:
+    """As torchdata's StatefulDataLoader: its position holds the state of a generator."""
+
+    def __init__(self, batches, seed):
+        self.batches, self.order, self.given = batches, torch.Generator().manual_seed(seed), 0
+
+    def __iter__(self):
+        self.start = self.order.get_state()
+        order = torch.randperm(len(self.batches), generator=self.order).tolist()
+        for number in order[self.given :]:
+            self.given += 1
+            yield self.batches[number]
+        self.start, self.given = self.order.get_state(), 0
+
+    def state_dict(self):
+        return {"generator": self.start, "given": self.given, "worker": None}
+
+    def load_state_dict(self, state_dict):
+        self.order.set_state(state_dict["generator"])
+        self.given = state_dict["given"]
+
+
+@pytest.mark.parametrize("calls", [2, 5, 6, 7])
+def test_loaders_whose_position_holds_tensors(setting, tmp_path, calls):
+    step, state, loader = setting
+    batches = [*loader.batches(0), *loader.batches(1)]
+    options = {"epochs": 2, "resume": tmp_path / "run.safetensors", "save_every": 1, "progress": False}
+    with pytest.raises(ZeroDivisionError):
+        hfta.fit(Breaks(step, calls, crash), state, Shuffled(batches, 1), **options)
+    result = hfta.fit(step, state, Shuffled(batches, 2), **options)
+    assert same(result, hfta.fit(step, state, Shuffled(batches, 1), epochs=2, progress=False))
+
+
+def test_loaders_whose_position_cannot_be_kept(setting, tmp_path):
+    step, state, loader = setting
+    shuffled = Shuffled(list(loader.batches(0)), 1)
+    shuffled.state_dict = lambda: {"generator": shuffled.order}
+    with pytest.raises(TypeError, match="a Generator cannot be kept in a file; use what JSON holds, or tensors"):
+        hfta.fit(step, state, shuffled, epochs=1, resume=tmp_path / "run.safetensors", progress=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_failures_and_uneven_metrics_survive(tmp_path):
+    def factory():
+        return torch.nn.Linear(4, 2)
+
+    step = hfta.make_train_step(factory(), with_penalty, hfta.sgd(lr=0.01))
+    state = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
+    batches = failing_batches()
+
+    def evaluate(state):
+        # Some epochs have a metric that others have not.
+        return {"every other": state.step.double()} if int(state.step[0]) % 2 else {}
+
+    options = {"evaluate": evaluate, "progress": False}
+    path = tmp_path / "run.safetensors"
+    for epochs, calls in itertools.product(range(1, 4), (1, 2, 3)):
+        hfta.fit(Breaks(step, calls, press), state, batches, epochs=epochs, resume=path, save_every=2, **options)
+    result = hfta.fit(step, state, batches, epochs=5, resume=path, **options)
+    assert same(result, hfta.fit(step, state, batches, epochs=5, **options))
+    assert [failure.epoch for failure in result.history.failures] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    with pytest.raises(KeyError, match="epoch 2 has no metric 'every other'; it has loss, finite"):
+        result.history["every other"]
+
+
+def test_files_that_hold_no_such_run(setting, tmp_path):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+    options = {"epochs": 1, "resume": path, "progress": False}
+    hfta.save(state, path)
+    with pytest.raises(hfta.CheckpointError, match=r"run.safetensors holds a state but no run; start from it with fit"):
+        hfta.fit(step, state, loader, **options)
+    path.unlink()
+    hfta.fit(step, state, loader, **options)
+    other = hfta.make_train_step(torch.nn.Linear(4, 2), loss_fn, hfta.sgd(lr=0.1, momentum=0.9))
+    with pytest.raises(hfta.StateError, match=r"another array than like, 3 paths differ(.|\n)*momentum"):
+        hfta.fit(other, other.init(state.params, seeds=SEEDS), loader, **options)
+    another = state._replace(keys=hfta.random.keys([5, 3, 9]))
+    with pytest.raises(
+        hfta.StateError, match=r"a run with seeds \[5, 3, 8\] but the state has \[5, 3, 9\]; give every run a file"
+    ):
+        hfta.fit(step, another, loader, **options)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(hfta.CheckpointError, match=r"run\.safetensors is damaged"):
+        hfta.fit(step, state, loader, **options)
+
+
+@pytest.mark.parametrize(("resume", "save_every"), [(None, 1), ("run", 0)])
+def test_save_every_needs_a_file_and_a_number(setting, resume, save_every):
+    step, state, loader = setting
+    with pytest.raises(
+        ValueError, match=f"save_every is {save_every} and resume is {resume}; give at least 1, and a file"
+    ):
+        hfta.fit(step, state, loader, epochs=1, resume=resume, save_every=save_every)

@@ -262,14 +262,13 @@ class TrainStep:
         report = {"loss": losses, "finite": failure == int(Failure.NONE), "failure": failure}
         loss_scale = state.loss_scale
         if self.loss_scale is not None:
-            report["loss_scale"] = loss_scale.scale
+            report["loss_scale"] = loss_scale.scale.clone()
             overflow = self.loss_scale.overflowed(loss_scale, failure == int(Failure.GRADIENT))
             report["failure"] = failure = torch.where(overflow, int(Failure.OVERFLOW), failure)
             loss_scale = self.loss_scale.update(loss_scale, overflow, state.active)
         if self.nonfinite == "raise":
             failure = refuse(torch.where(state.active, failure, 0), state.step)
-        keep = state.active & (failure == int(Failure.NONE))
-        active = state.active
+        keep, active = state.active & (failure == int(Failure.NONE)), state.active
         if self.nonfinite == "freeze":
             active = active & ((failure == int(Failure.NONE)) | (failure == int(Failure.OVERFLOW)))
         kept = None if can_look(keep) and bool(keep.all()) else keep
@@ -294,8 +293,7 @@ class TrainStep:
         )
         if self.donate:
             write(before, after, None)
-            after = before
-        return after, {**report, **metrics}
+        return before if self.donate else after, {**report, **metrics}
 
     def _update(self, state: TrainState, grads: Params, kept: Tensor | None) -> tuple[Params, Tree]:
         """Trained parameters and the optimizer's state after the update; in place where that helps, if asked for."""

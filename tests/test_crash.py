@@ -1,0 +1,126 @@
+"""Training that is killed at random moments, also while it saves, ends as training that is not."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hfta_func as hfta
+
+KILLS, EPOCHS, SEEDS = 60, 6, [5, 3, 8, 1]
+
+
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            *(torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.2)),
+            torch.nn.Linear(64, 2),
+        )
+
+
+def loss_fn(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+class Training:
+    """One and the same training, as often as wanted."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.data = torch.randn(48, 8), torch.randn(48, 2)
+        self.step = hfta.make_train_step(Net(), loss_fn, hfta.adam(lr=[0.01, 0.02, 0.03, 0.04]))
+        self.first = self.step.init(*hfta.init_params(Net, SEEDS), seeds=SEEDS)
+
+    def run(self, folder):
+        """Train, going on from what is in the folder."""
+        return hfta.fit(
+            self.step,
+            self.first,
+            hfta.ArrayLoader(
+                self.data, 8, seeds=SEEDS, transform=lambda batch: (batch[0] + 0.1 * torch.randn(8), batch[1])
+            ),
+            epochs=EPOCHS,
+            callbacks=[hfta.keep_best(folder / "best", "loss")],
+            progress=False,
+            resume=folder / "run",
+            save_every=1,
+        )
+
+    def steps(self, folder):
+        """Steps that the file in the folder holds, which must be whole if it is there."""
+        return int(hfta.load(folder / "run", like=self.first).step[0]) if (folder / "run").exists() else 0
+
+
+def same(a, b):
+    return optree.tree_structure(a) == optree.tree_structure(b) and all(
+        map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b))
+    )
+
+
+def serve(folder):
+    """Fork a training from this warm process, kill it, look at what it left; over and over."""
+    # Threads would not be there in a forked process.
+    torch.set_num_threads(1)
+    training, delays = Training(), random.Random(0)
+    for name in ("warm", "whole"):
+        (folder / name).mkdir()
+        started = time.perf_counter()
+        expected = training.run(folder / name)
+        seconds = time.perf_counter() - started
+    report = {"kills": 0, "in a save": 0, "before the first save": 0, "runs": []}
+    while report["kills"] < KILLS:
+        own = folder / f"run {len(report['runs'])}"
+        own.mkdir()
+        report["runs"].append([])
+        while True:
+            child = os.fork()
+            if child == 0:
+                try:
+                    training.run(own)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            time.sleep(delays.uniform(0, seconds / 4))
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            if os.WIFEXITED(status):
+                assert os.WEXITSTATUS(status) == 0
+                break
+            report["kills"] += 1
+            report["in a save"] += any(name.endswith(".tmp") for name in os.listdir(own))
+            report["before the first save"] += not (own / "run").exists()
+            report["runs"][-1].append(training.steps(own))
+        result = training.run(own)
+        assert same(result.state, expected.state)
+        assert same(result.history.epochs, expected.history.epochs)
+        best = [hfta.load(where / "best", like=training.first) for where in (own, folder / "whole")]
+        assert same(*best)
+        assert sorted(os.listdir(own)) == ["best", "run"]
+    print(json.dumps(report))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_training_goes_on_to_the_same_bits(tmp_path):
+    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["kills"] >= KILLS
+    # Kills hit in the middle of saves in a good share, and at many different steps; none took back what was saved.
+    assert report["in a save"] >= KILLS / 10
+    assert len({steps for run in report["runs"] for steps in run}) >= 10
+    assert all(run == sorted(run) for run in report["runs"])
+
+
+if __name__ == "__main__":
+    serve(pathlib.Path(sys.argv[1]))

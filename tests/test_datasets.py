@@ -1,0 +1,572 @@
+"""The data of the examples: original formats, read from small archives made here, and what is embedded or generated."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import io
+import json
+import sys
+import tarfile
+import threading
+import zipfile
+
+import numpy
+import PIL.Image
+import pytest
+import torch
+from examples.common.data import augment, files, images, points, shapes, text
+from examples.common.errors import BadInput
+
+import hfta_func as hfta
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads do not pay at this size, and cost much where other work shares the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    for module in (images, text, shapes):
+        module.load.cache_clear()
+
+
+def place(monkeypatch, module, name, path):
+    """Have a source expect the file that was made here."""
+    digest = f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    if isinstance(name, tuple):
+        table, key = name
+        monkeypatch.setitem(getattr(module, table), key, getattr(module, table)[key]._replace(digest=digest))
+    else:
+        monkeypatch.setattr(module, name, getattr(module, name)._replace(digest=digest))
+
+
+def write_zip(path, content):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+
+
+# Downloads
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A folder, and the address under which it is served."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(folder))
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield folder, f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+        thread.join()
+
+
+MD5 = f"md5:{hashlib.md5(b'good').hexdigest()}"
+
+
+def test_download_checks_and_keeps(server, tmp_path, capsys):
+    folder, address = server
+    (folder / "a.bin").write_bytes(b"good")
+    source = files.Source("a.bin", MD5, (f"{address}/missing", f"{address}/a.bin"))
+    path = files.obtain(source, tmp_path / "new" / "data")
+    assert path.read_bytes() == b"good" and [p.name for p in path.parent.iterdir()] == ["a.bin"]
+    assert f"downloading {address}/a.bin" in capsys.readouterr().out
+    assert files.obtain(source, tmp_path / "new" / "data") == path
+    assert not capsys.readouterr().out
+
+
+def test_download_from_a_file(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"good")
+    source = files.Source("b.bin", MD5, ((tmp_path / "a.bin").as_uri(),))
+    assert files.obtain(source, tmp_path).read_bytes() == b"good"
+
+
+def test_download_with_another_checksum_is_thrown_away(server, tmp_path):
+    folder, address = server
+    (folder / "a.bin").write_bytes(b"evil")
+    with pytest.raises(BadInput, match=rf"could not download a\.bin \(.*has md5:\w+ instead of {MD5}\); put it into"):
+        files.obtain(files.Source("a.bin", MD5, (f"{address}/a.bin",)), tmp_path / "data")
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_download_that_fails_tells_of_every_place(server, tmp_path):
+    _, address = server
+    with pytest.raises(BadInput, match="could not download") as error:
+        files.obtain(files.Source("a", MD5, (f"{address}/a", "http://127.0.0.1:1/a", "nonsense")), tmp_path)
+    assert "404" in str(error.value) and "refused" in str(error.value) and "nonsense" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_with_another_checksum_is_refused(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"evil")
+    with pytest.raises(BadInput, match=r"a\.bin has md5:\w+ instead of .* remove it to download it again"):
+        files.obtain(files.Source("a.bin", MD5, ("http://127.0.0.1:1/a",)), tmp_path)
+
+
+def test_without_a_published_checksum_nothing_is_downloaded(tmp_path):
+    with pytest.raises(BadInput, match=r"there is no .*shapenetcore.*\.zip; get it from https://.* and put it there"):
+        shapes.load("shapenet", tmp_path, 8)
+
+
+def test_a_cache_is_read_back_and_not_unpickled(tmp_path):
+    path = tmp_path / "kept.pt"
+    made = (torch.arange(3), "name", 4)
+    assert files.cached(path, lambda: made) is made
+    again = files.cached(path, lambda: pytest.fail("made twice"))
+    assert torch.equal(again[0], made[0]) and again[1:] == made[1:]
+    torch.save(functools.partial(print, "code"), path)
+    with pytest.raises(BadInput, match=r"kept\.pt: damaged: .*; remove it to make it again"):
+        files.cached(path, lambda: None)
+
+
+# Images
+
+
+def cifar_rows(count, seed):
+    generator = numpy.random.default_rng(seed)
+    rows = generator.integers(0, 256, (count, 3073), dtype="uint8")
+    rows[:, 0] %= 10
+    return rows
+
+
+def write_cifar(path, batches):
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in batches.items():
+            entry = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+@pytest.fixture
+def cifar(tmp_path, monkeypatch):
+    """CIFAR-10's archive with 4 images a file, and a way to make another one."""
+    rows = {f"data_batch_{i}.bin": cifar_rows(4, i) for i in range(1, 6)} | {"test_batch.bin": cifar_rows(3, 9)}
+
+    def write(**changed):
+        content = {name: row.tobytes() for name, row in rows.items()} | {"readme.html": b"text"}
+        content |= {f"{name}.bin": data for name, data in changed.items()}
+        path = tmp_path / "cifar-10-binary.tar.gz"
+        write_cifar(path, {name: data for name, data in content.items() if data is not None})
+        place(monkeypatch, images, "CIFAR10", path)
+        return path
+
+    write()
+    return rows, write
+
+
+def test_cifar10(cifar, tmp_path):
+    rows, _ = cifar
+    data = images.load("cifar10", tmp_path, 32)
+    train = numpy.concatenate([rows[f"data_batch_{i}.bin"] for i in range(1, 6)])
+    assert data.classes == 10 and data.train[1].tolist() == train[:, 0].tolist()
+    assert numpy.array_equal(data.train[0].numpy().reshape(20, -1), train[:, 1:])
+    assert numpy.array_equal(data.test[0].numpy().reshape(3, -1), rows["test_batch.bin"][:, 1:])
+    assert data.train[0].dtype == torch.uint8 and data.train[1].dtype == torch.int64
+
+
+def test_cifar10_limited_and_resized(cifar, tmp_path):
+    data = images.load("cifar10", tmp_path, 64, 2)
+    assert data.train[0].shape == (2, 3, 64, 64) and data.train[0].dtype == torch.uint8 and len(data.test[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"data_batch_3": None}, "data_batch_3.bin"),
+        ({"data_batch_3": b"\1" * 3072}, "data_batch_3.bin is no sequence of images"),
+        ({"test_batch": b""}, "test_batch.bin is no sequence of images"),
+        ({"test_batch": b"\x0a" * 3073}, "test_batch.bin is no sequence of images"),
+    ],
+)
+def test_cifar10_with_a_wrong_file(cifar, tmp_path, changed, message):
+    cifar[1](**changed)
+    with pytest.raises(BadInput, match=rf"cifar-10-binary\.tar\.gz: damaged.*{message}"):
+        images.load("cifar10", tmp_path, 32)
+
+
+@pytest.mark.parametrize("spoil", [lambda data: data[: len(data) // 2], lambda data: b"no archive", lambda data: b""])
+def test_damaged_archives(cifar, tmp_path, monkeypatch, spoil):
+    path = tmp_path / "cifar-10-binary.tar.gz"
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(BadInput, match=r"has sha256:\w+ instead of sha256:\w+"):
+        images.load("cifar10", tmp_path, 32)
+    place(monkeypatch, images, "CIFAR10", path)
+    with pytest.raises(BadInput, match="damaged, or not in its original format") as error:
+        images.load("cifar10", tmp_path, 32)
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def mnist(tmp_path, monkeypatch):
+    generator = numpy.random.default_rng(0)
+    made = {}
+    for name, count in (("train", 5), ("t10k", 3)):
+        made[name] = (
+            generator.integers(0, 256, (count, 28, 28), dtype="uint8"),
+            generator.integers(0, 10, count, "uint8"),
+        )
+        for kind, array in zip(("images-idx3", "labels-idx1"), made[name], strict=True):
+            head = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+            path = tmp_path / f"{name}-{kind}-ubyte.gz"
+            path.write_bytes(gzip.compress(head + array.tobytes()))
+            place(monkeypatch, images, ("MNIST", f"{name}-{kind}-ubyte"), path)
+    return made
+
+
+def test_mnist(mnist, tmp_path):
+    data = images.load("mnist", tmp_path, 28)
+    for part, (pixels, labels) in zip((data.train, data.test), mnist.values(), strict=True):
+        assert all(numpy.array_equal(part[0][:, channel].numpy(), pixels) for channel in range(3))
+        assert part[1].tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\0\0\x08\x03" + (9).to_bytes(4, "big"), "damaged"),
+        (b"\0\0\x09\x01" + (1).to_bytes(4, "big") + b"1", "no file of unsigned bytes"),
+        (b"\0\0\x08\x01" + (1).to_bytes(4, "big") + b"\x01", "images of MNIST's train but 1 labels"),
+        (b"", "damaged"),
+    ],
+)
+def test_mnist_damaged(mnist, tmp_path, monkeypatch, content, message):
+    path = tmp_path / "train-labels-idx1-ubyte.gz"
+    path.write_bytes(gzip.compress(content))
+    place(monkeypatch, images, ("MNIST", "train-labels-idx1-ubyte"), path)
+    with pytest.raises(BadInput, match=message):
+        images.load("mnist", tmp_path, 28)
+
+
+@pytest.fixture
+def imagenet(tmp_path):
+    """Two classes of images of one colour each, of several sizes."""
+    colours = {"n01": (250, 0, 0), "n02": (0, 0, 250)}
+    for part, count in (("train", 3), ("val", 2)):
+        for name, colour in colours.items():
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(count):
+                image = PIL.Image.new("RGB", (40 + 10 * i, 30), colour)
+                image.save(tmp_path / part / name / f"{i}.JPEG")
+    PIL.Image.new("L", (20, 20), 128).save(tmp_path / "val" / "n01" / "grey.png")
+    return tmp_path
+
+
+def test_imagenet(imagenet):
+    data = images.load("imagenet", imagenet, 16)
+    assert (
+        data.classes == 2 and data.train[1].tolist() == [0, 0, 0, 1, 1, 1] and data.test[1].tolist() == [0, 0, 0, 1, 1]
+    )
+    assert data.train[0].shape == (6, 3, 16, 16)
+    torch.testing.assert_close(
+        data.train[0].float().mean((2, 3))[:, 0], torch.tensor([250.0] * 3 + [0.0] * 3), atol=4, rtol=0
+    )
+    assert data.test[0][2].float().mean() == 128
+    assert images.load("imagenet", imagenet, 8, 4).test[1].tolist() == [0, 0, 1]
+    # Decoded once.
+    (imagenet / "train" / "n01" / "0.JPEG").write_bytes(b"")
+    images.load.cache_clear()
+    assert torch.equal(images.load("imagenet", imagenet, 16).train[0], data.train[0])
+
+
+def test_imagenet_damaged_and_empty(imagenet, tmp_path):
+    (imagenet / "train" / "n02" / "1.JPEG").write_bytes(b"no image")
+    with pytest.raises(BadInput, match=r"n02/1\.JPEG: damaged"):
+        images.load("imagenet", imagenet, 16)
+    with pytest.raises(BadInput, match="empty/train has no folders, one for each class"):
+        images.load("imagenet", tmp_path / "empty", 16)
+    (tmp_path / "bare" / "train" / "n01").mkdir(parents=True)
+    with pytest.raises(BadInput, match="bare/train has no images"):
+        images.load("imagenet", tmp_path / "bare", 16)
+
+
+def write_lsun(folder):
+    lmdb = pytest.importorskip("lmdb", reason="LSUN needs lmdb")
+    for name, count in (("train", 3), ("val", 2)):
+        with lmdb.open(str(folder / f"bedroom_{name}_lmdb")) as base, base.begin(write=True) as transaction:
+            for i in range(count):
+                content = io.BytesIO()
+                PIL.Image.new("RGB", (50, 40), (80 * i, 0, 0)).save(content, "webp", lossless=True)
+                transaction.put(f"{i:040x}".encode(), content.getvalue())
+
+
+def test_lsun(tmp_path):
+    write_lsun(tmp_path)
+    data = images.load("lsun", tmp_path, 16)
+    assert data.train[0].shape == (3, 3, 16, 16) and data.test[0].shape == (2, 3, 16, 16) and data.classes == 1
+    assert data.train[0][:, 0].float().mean((1, 2)).tolist() == [0.0, 80.0, 160.0]
+    assert len(images.load("lsun", tmp_path, 8, 1).train[0]) == 1
+
+
+def test_lsun_damaged(tmp_path):
+    write_lsun(tmp_path)
+    (tmp_path / "bedroom_train_lmdb" / "data.mdb").write_bytes(b"no database")
+    with pytest.raises(BadInput, match="bedroom_train_lmdb: damaged"):
+        images.load("lsun", tmp_path, 16)
+
+
+def test_lsun_without_its_reader_or_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    with pytest.raises(BadInput, match="pip install lmdb"):
+        images.load("lsun", tmp_path, 16)
+    monkeypatch.setitem(sys.modules, "lmdb", object())
+    with pytest.raises(BadInput, match=r"there is no .*bedroom_train_lmdb; get it from"):
+        images.load("lsun", tmp_path, 16)
+
+
+def test_digits(tmp_path):
+    data = images.load("digits", tmp_path, 32)
+    assert data.train[0].shape == (1348, 3, 32, 32) and data.test[0].shape == (449, 3, 32, 32)
+    assert torch.bincount(data.test[1]).min() > 35
+    assert images.to_float(data.train[0]).aminmax() == (-1, 1)
+
+
+# Text
+
+
+def write_wikitext(path, monkeypatch, train, test):
+    write_zip(
+        path, {f"wikitext-2/wiki.{part}.tokens": t for part, t in (("train", train), ("test", test), ("valid", "x"))}
+    )
+    place(monkeypatch, text, "WIKITEXT2", path)
+
+
+def test_wikitext2(tmp_path, monkeypatch):
+    path = tmp_path / "wikitext-2-v1.zip"
+    write_wikitext(path, monkeypatch, " = Title = \n the <unk> cat \n \n the dog\n", " the horse\n")
+    data = text.load("wikitext2", tmp_path, 2)
+    # Title line, sentence, empty line, sentence; each with its end.
+    words = ["=", "Title", "=", "<eos>", "the", "<unk>", "cat", "<eos>", "<eos>", "the", "dog", "<eos>"]
+    number = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    expected = torch.tensor([number[word] for word in words])
+    assert data.vocabulary == len(number) == 7
+    assert torch.equal(data.train[0].flatten(), expected[:10]) and torch.equal(data.train[1].flatten(), expected[1:11])
+    assert data.test[0].tolist() == [[number["the"], number["<unk>"]]] and data.test[1].tolist() == [[1 + 3, 2]]
+
+
+@pytest.mark.parametrize("content", [b"no archive", b""])
+def test_wikitext2_damaged(tmp_path, monkeypatch, content):
+    path = tmp_path / "wikitext-2-v1.zip"
+    path.write_bytes(content)
+    place(monkeypatch, text, "WIKITEXT2", path)
+    with pytest.raises(BadInput, match=r"wikitext-2-v1\.zip: damaged"):
+        text.load("wikitext2", tmp_path, 2)
+    write_zip(path, {"wikitext-2/wiki.train.tokens": "a b c"})
+    place(monkeypatch, text, "WIKITEXT2", path)
+    with pytest.raises(BadInput, match=r"damaged.*wiki\.test\.tokens"):
+        text.load("wikitext2", tmp_path, 2)
+    write_wikitext(path, monkeypatch, "", "")
+    with pytest.raises(BadInput, match="a file is empty"):
+        text.load("wikitext2", tmp_path, 2)
+
+
+def test_topics(tmp_path):
+    data = text.load("topics", tmp_path, 32)
+    assert data.train[0].shape[1] == 32 and 10_000 < len(data.train[0]) < 20_000
+    assert 0.08 < len(data.test[0]) / len(data.train[0]) < 0.15
+    assert 80 < data.vocabulary < 200 and int(data.train[0].max()) < data.vocabulary
+    for inputs, targets in (data.train, data.test):
+        assert torch.equal(inputs[:, 1:], targets[:, :-1]) and torch.equal(targets[:-1, -1], inputs[1:, 0])
+
+
+# Clouds
+
+
+def write_shapenet(path, monkeypatch, top="shapenetcore_partanno_segmentation_benchmark_v0", short=False):
+    content = {f"{top}/synsetoffset2category.txt": "Chair\t0002\nBag\t0001\n"}
+    split = {"train": [("0001", "a"), ("0002", "b"), ("0002", "c")], "test": [("0002", "d")]}
+    for part, entries in split.items():
+        names = [f"shape_data/{number}/{shape}" for number, shape in entries]
+        content[f"{top}/train_test_split/shuffled_{part}_file_list.json"] = json.dumps(names)
+        for number, shape in entries:
+            xyz = numpy.random.default_rng(ord(shape)).normal(size=(20, 3))
+            labels = 1 + (xyz[:, 0] > 0) + (number == "0002") * (xyz[:, 1] > 0)
+            content[f"{top}/{number}/points/{shape}.pts"] = "\n".join(" ".join(map(str, row)) for row in xyz)
+            content[f"{top}/{number}/points_label/{shape}.seg"] = "\n".join(map(str, labels[: 19 if short else 20]))
+    write_zip(path, content)
+    place(monkeypatch, shapes, "SHAPENET", path)
+
+
+@pytest.mark.parametrize("top", ["shapenetcore_partanno_segmentation_benchmark_v0", "."])
+def test_shapenet(tmp_path, monkeypatch, top):
+    path = tmp_path / "shapenetcore_partanno_segmentation_benchmark_v0.zip"
+    write_shapenet(path, monkeypatch, top)
+    data = shapes.load("shapenet", tmp_path, 50)
+    clouds, classes, parts = data.train
+    assert clouds.shape == (3, 3, 50) and classes.tolist() == [0, 1, 1] and data.classes == 2 and data.parts == 3
+    torch.testing.assert_close(clouds.norm(dim=1).amax(-1), torch.ones(3))
+    # Points that were drawn twice have the same part.
+    for cloud, own in zip(clouds, parts, strict=True):
+        same = (cloud[:, :, None] == cloud[:, None, :]).all(0)
+        assert torch.equal(own[:, None].expand_as(same)[same], own[None].expand_as(same)[same])
+    chairs = shapes.load("shapenet", tmp_path, 50, category="Chair")
+    assert len(chairs.train[0]) == 2 and chairs.classes == 1 and int(chairs.train[2].max()) < chairs.parts
+
+
+def test_shapenet_with_wrong_content(tmp_path, monkeypatch):
+    path = tmp_path / "shapenetcore_partanno_segmentation_benchmark_v0.zip"
+    write_shapenet(path, monkeypatch)
+    with pytest.raises(BadInput, match="--category Cat is none of ShapeNet's: Bag, Chair"):
+        shapes.load("shapenet", tmp_path, 8, category="Cat")
+    write_shapenet(path, monkeypatch, short=True)
+    with pytest.raises(BadInput, match="20 points but 19 labels"):
+        shapes.load("shapenet", tmp_path, 8)
+    write_zip(path, {"other.txt": "text"})
+    place(monkeypatch, shapes, "SHAPENET", path)
+    with pytest.raises(BadInput, match="damaged"):
+        shapes.load("shapenet", tmp_path, 8)
+
+
+TRIANGLES = "OFF\n4 2 0\n0 0 0\n3 0 0\n3 1 0\n0 1 0\n3 0 1 2\n3 0 2 3\n"
+
+
+def write_modelnet(path, monkeypatch, **changed):
+    names = [
+        f"ModelNet40/{one}/{part}/{one}_{i}.off"
+        for one in ("bed", "sofa")
+        for part in ("train", "test")
+        for i in (1, 2)
+    ]
+    content = {name: TRIANGLES for name in names} | {"__MACOSX/ModelNet40/x.off": b"", "ModelNet40/.DS_Store": b""}
+    # As in some of the original files.
+    content[names[0]] = TRIANGLES.replace("OFF\n", "OFF")
+    write_zip(path, content | {names[1]: changed.get("second", TRIANGLES)})
+    place(monkeypatch, shapes, "MODELNET40", path)
+
+
+def test_modelnet40(tmp_path, monkeypatch):
+    write_modelnet(tmp_path / "ModelNet40.zip", monkeypatch)
+    data = shapes.load("modelnet40", tmp_path, 4000)
+    clouds, classes, parts = data.train
+    assert classes.tolist() == [0, 0, 1, 1] and data.classes == 2 and data.parts == 1 and not parts.any()
+    # A rectangle of 3 by 1, uniform: the variance of its coordinates is in proportion to 9 : 1.
+    assert not clouds[:, 2].any()
+    variance = clouds.var(-1)
+    torch.testing.assert_close(variance[:, 0] / variance[:, 1], torch.full((4,), 9.0), rtol=0.1, atol=0)
+    assert len(shapes.load("modelnet40", tmp_path, 4000, 3).train[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("PLY\n", "does not begin with OFF"),
+        (TRIANGLES.replace("3 0 1 2", "4 0 1 2"), "faces that are no triangles"),
+        (TRIANGLES[:-9], "damaged"),
+        ("OFF\n", "damaged"),
+        (TRIANGLES.replace("3 0 2 3", "3 0 2 9"), "damaged"),
+    ],
+)
+def test_modelnet40_damaged(tmp_path, monkeypatch, mesh, message):
+    write_modelnet(tmp_path / "ModelNet40.zip", monkeypatch, second=mesh)
+    with pytest.raises(BadInput, match=message):
+        shapes.load("modelnet40", tmp_path, 16)
+
+
+def uniform(count=40_000):
+    return torch.rand(4, count, generator=torch.Generator().manual_seed(0)).double()
+
+
+def test_surfaces_are_where_they_should_be_and_uniform():
+    u = uniform()
+    x, y, z = points.zone(-0.5, 1.0, 2.0).sample(u)
+    torch.testing.assert_close(x * x + y * y + z * z, torch.full_like(x, 4.0))
+    # Area goes with height.
+    torch.testing.assert_close(z.mean().item() / 2, 0.25, atol=0.01, rtol=0)
+    x, y, z = points.frustum(2.0, 1.0, 0.0, 3.0).sample(u)
+    torch.testing.assert_close((x * x + y * y).sqrt(), 2 - z / 3)
+    # Mean height of a frustum's side, by its radii.
+    torch.testing.assert_close(z.mean().item(), 3 * (2 + 2 * 1) / (3 * (2 + 1)), atol=0.02, rtol=0)
+    x, y, z = points.frustum(1.0, 0.0, 0.5, 0.5).sample(u)
+    torch.testing.assert_close(z, torch.full_like(z, 0.5))
+    torch.testing.assert_close((x * x + y * y).mean().item(), 0.5, atol=0.01, rtol=0)
+    x, y, z = points.torus(2.0, 1.0).sample(u)
+    across = (x * x + y * y).sqrt() - 2
+    torch.testing.assert_close(across**2 + z**2, torch.ones_like(z))
+    # The outer half has more area: the mean of the cosine is half the ratio of the radii.
+    torch.testing.assert_close(across.mean().item(), 0.25, atol=0.01, rtol=0)
+    half = points.torus(2.0, 1.0, 0.5)
+    assert half.sample(u)[1].min() > -1e-6 and half.area == points.torus(2.0, 1.0).area / 2
+    box = points.box(1.0, 2.0, 3.0)
+    inside = box.sample(u) / torch.tensor([1.0, 2.0, 3.0])[:, None]
+    on = (inside.abs() - 0.5).abs() < 1e-6
+    assert bool((on.sum(0) >= 1).all()) and inside.abs().max() <= 0.5 and box.area == 22
+    shares = torch.stack([(inside - edge).abs() < 1e-6 for edge in (-0.5, 0.5)]).double().mean(-1)
+    torch.testing.assert_close(shares, (torch.tensor([6.0, 3.0, 2.0]) / 22).double().expand(2, 3), atol=0.01, rtol=0)
+    assert points.upright(points.at(box, z=5.0)).sample(u)[1].min() >= 3.4
+
+
+def test_generated_clouds(tmp_path):
+    data = shapes.load("surfaces", tmp_path, 128, 39)
+    clouds, classes, parts = data.train
+    assert data.classes == len(points.SURFACES) >= 10 and clouds.shape == (39, 3, 128)
+    assert torch.bincount(classes).tolist() == [3] * 13
+    torch.testing.assert_close(clouds.norm(dim=1).amax(-1), torch.ones(39))
+    torch.testing.assert_close(clouds.mean(-1), torch.zeros(39, 3), atol=1e-5, rtol=0)
+    # Every part belongs to one class.
+    pairs = {(int(label), int(part)) for label, own in zip(classes, parts, strict=True) for part in own}
+    assert len(pairs) == data.parts == len({part for _, part in pairs})
+    assert torch.equal(points.surfaces(128, 39, 39).train[0], clouds)
+    assert not torch.equal(data.test[0], clouds)
+
+
+def test_clouds_without_noise_lie_on_stretched_and_turned_surfaces():
+    clouds, classes, parts = points.surfaces(600, 13, 1, noise=0.0).train
+    ball = clouds[classes == 0][0].double()
+    # An ellipsoid: one quadratic form is 1 on all its points.
+    terms = torch.stack([ball[i] * ball[j] for i in range(3) for j in range(i, 3)] + [*ball], 1)
+    solution = torch.linalg.lstsq(terms, torch.ones(600, 1, dtype=torch.float64)).solution
+    torch.testing.assert_close(terms @ solution, torch.ones(600, 1, dtype=torch.float64), atol=1e-4, rtol=0)
+    lower, upper = (ball[2][parts[classes == 0][0] == part] for part in (0, 1))
+    assert lower.max() <= upper.min()
+
+
+# Augmentation
+
+
+def test_crop_flip_turn_and_jitter():
+    pictures = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8)
+    cropped = augment.random_crop(pictures, 2)
+    padded = torch.nn.functional.pad(pictures, [2] * 4)
+    windows = padded.unfold(2, 8, 1).unfold(3, 8, 1)
+    for i in range(6):
+        assert (windows[i].permute(1, 2, 0, 3, 4) == cropped[i]).flatten(2).all(-1).any()
+    assert not torch.equal(cropped, pictures) and cropped.dtype == torch.uint8
+    flipped = augment.random_flip(pictures)
+    either = [(flipped == other).flatten(1).all(1) for other in (pictures, pictures.flip(-1))]
+    assert bool((either[0] | either[1]).all()) and either[0].any() and either[1].any()
+    clouds = torch.randn(6, 3, 20)
+    turned = augment.random_turn(clouds)
+    torch.testing.assert_close(turned[:, 2], clouds[:, 2])
+    torch.testing.assert_close(turned.norm(dim=1), clouds.norm(dim=1))
+    assert not torch.allclose(turned, clouds)
+    assert 0.01 < (augment.jitter(clouds) - clouds).std() < 0.03
+
+
+def test_every_member_augments_by_its_own_seed():
+    data = torch.randint(0, 256, (8, 3, 8, 8), dtype=torch.uint8), torch.randn(8, 3, 5)
+
+    def transform(batch):
+        pictures = augment.random_flip(augment.random_crop(batch[0], 2))
+        return pictures, augment.jitter(augment.random_turn(batch[1]))
+
+    def batches(seeds):
+        return list(hfta.ArrayLoader(data, 4, seeds=seeds, shuffle=False, transform=transform))
+
+    array, alone = batches([5, 6, 7]), batches([6])
+    for many, one in zip(array, alone, strict=True):
+        for together, single in zip(many, one, strict=True):
+            assert torch.equal(together[1], single[0]) and not torch.equal(together[0], together[1])
