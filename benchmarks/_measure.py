@@ -95,7 +95,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
     kineto = recorded.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
     events = [event for event in kineto.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))
+    return max(itertools.accumulate(event.nbytes() for event in events), default=0)
 
 
 def resident_bytes(tree: Any) -> int:

@@ -143,6 +143,7 @@ def _difference(a: dict[str, Tensor], b: dict[str, Tensor], start: dict[str, Ten
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every optimizer over both arrays."""
+    hfta.keep_memory()
     found = {}
     for work, (make, count) in plan(args.quick).items():
         for name in OPTIMIZERS:

@@ -140,10 +140,15 @@ def test_array_then_a_member_of_it_then_plain_pytorch(name, call, tmp_path):
 def test_member_i_is_the_solo_run_i(name):
     main = importlib.import_module(f"examples.{name.split()[0]}.main")
     (own,) = parse(main.Flags, [*RUNS[name], *SMALL, *SEEDS, "--hfta"], None)
-    step, state, loader = array.prepare(main.task(own.flags), own.flags, torch.device("cpu"))
+    task = main.task(own.flags)
+    step, state, loader = array.prepare(task, own.flags, torch.device("cpu"))
+    assert len(loader) == 3
+    torch.manual_seed(4)
+    for path, parameter in task.factory().named_parameters():
+        assert torch.equal(state.params[path][1], parameter)
     state = step.init(double(state.params), double(state.buffers), seeds=own.flags.seeds)
     batches = double(list(itertools.islice(loader, 3)))
-    if main.task(own.flags).optimizer == "adadelta":
+    if task.optimizer == "adadelta":
         assert_matches_solo(step, state, batches)
         return
     # Adam makes steps of the rounding of gradients that should be zero, as of a bias before batch normalisation: losses
@@ -301,8 +306,7 @@ def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch):
     monkeypatch.setattr(importlib.import_module("examples.common.run"), "_draw", lambda rows, path: path)
     for name in RUNS:
         assert call(name, *only(0, RUNS[name]))[0] == 0
-    with pytest.raises(ImportError):
-        call("resnet", "--hfta")
+    refuses(call, "import of hfta_func halted", "resnet", "--hfta")
 
 
 def test_orthogonality_of_turns_is_zero():

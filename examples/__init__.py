@@ -1,0 +1,1 @@
+"""Examples to run: ``python examples/digits.py``, ``python -m examples.resnet.main --help``."""

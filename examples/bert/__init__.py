@@ -1,0 +1,1 @@
+"""BERT on text."""

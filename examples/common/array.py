@@ -1,0 +1,112 @@
+"""All members of an array trained as one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hfta_func as hfta
+from examples.common.errors import BadInput
+from examples.common.flags import Flags
+from examples.common.task import Batch, Clock, Metrics, Outcome, Task, evaluate, find_device, print_epoch
+
+
+def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
+    """Train one member per seed.
+
+    Args:
+        task: What to train.
+        flags: The flags of the array.
+        keep: File that holds the run, to go on with if it is there.
+    """
+    device, model = find_device(flags.device), task.factory()
+    step, state, loader = prepare(task, flags, device)
+    autocast = torch.bfloat16 if flags.amp else None
+    measure = hfta.make_eval_step(
+        model, lambda model, batch: task.metric_fn(model, task.prepare(batch)), autocast=autocast
+    )
+
+    def test(state: hfta.TrainState) -> Metrics:
+        return task.derive(evaluate(lambda rows: measure(state, rows), task.test, flags.batch_size, device))
+
+    state, history = fit(step, state, loader, test, flags, keep)
+    return Outcome(history, test(state), {"model": hfta.unstack_params(model, state.params, state.buffers)})
+
+
+def prepare(task: Task, flags: Flags, device: torch.device) -> tuple[hfta.TrainStep, hfta.TrainState, hfta.ArrayLoader]:
+    """The step, the state before the first one, and the batches of an array."""
+    loader = make_loader(task.train, task.training_batch, flags, device)
+    try:
+        step = hfta.make_train_step(
+            task.factory(),
+            task.loss_fn,
+            OPTIMIZERS[task.optimizer](flags.per_model(), len(loader)),
+            autocast=torch.bfloat16 if flags.amp else None,
+        )
+        params, buffers = initial(task.factory, flags.seeds, device)
+        return step, step.init(params, buffers, seeds=flags.seeds), loader
+    except hfta.HFTAError as error:
+        raise BadInput(str(error)) from None
+
+
+def initial(factory: Callable[[], nn.Module], seeds: Sequence[int], device: torch.device) -> hfta.Stacked:
+    """What ``torch.manual_seed(seed); factory()`` makes for every seed, stacked, on the device."""
+    stacked = hfta.init_params(factory, seeds)
+    return hfta.Stacked(*({path: leaf.to(device) for path, leaf in tree.items()} for tree in stacked))
+
+
+def make_loader(data: Batch, transform: Callable[[Batch], Batch], flags: Flags, device: torch.device) -> Any:
+    """Batches in every member's own order; a last one that is not full is left out, so that one shape is compiled."""
+    size = min(flags.batch_size, len(data[0]))
+    return hfta.ArrayLoader(data, size, seeds=flags.seeds, drop_last=True, device=device, transform=transform)
+
+
+def fit(
+    step: Callable[..., Any], state: Any, loader: Any, test: Callable[[Any], Metrics], flags: Flags, keep: Path | None
+) -> tuple[Any, list[Metrics]]:
+    """``hfta.fit`` with a line for every epoch."""
+    clock = Clock(state.keys.device)
+
+    def after_epoch(state: Any) -> Metrics:
+        seconds = torch.full((len(flags.seeds),), clock.seconds())
+        return {**(test(state) if flags.eval else {}), "seconds": seconds}
+
+    def report(state: Any, history: hfta.History) -> None:
+        print_epoch(len(history), history.epochs[-1])
+        clock.restart()
+
+    run = torch.compile(step, fullgraph=True, dynamic=False) if flags.compile else step
+    options = {"evaluate": after_epoch, "callbacks": [report], "progress": False}
+    try:
+        state, history = hfta.fit(run, state, loader, epochs=flags.epochs, resume=keep, **options)
+    except (hfta.CheckpointError, hfta.StateError) as error:
+        raise BadInput(str(error)) from None
+    return state, history.epochs
+
+
+def adam(knobs: dict[str, tuple[Any, ...]], batches: int) -> hfta.GradientTransformation:
+    """Adam with one number per member for everything that ``knobs`` has."""
+    betas = knobs.get("beta1", 0.9), knobs.get("beta2", 0.999)
+    # The plain number 0 leaves weight decay out of the program.
+    decay = knobs.get("weight_decay", (0.0,))
+    return hfta.adam(lr=_rate(knobs, batches), betas=betas, weight_decay=decay if any(decay) else 0.0)
+
+
+def adadelta(knobs: dict[str, tuple[Any, ...]], batches: int) -> hfta.GradientTransformation:
+    """Adadelta with a learning rate per member."""
+    return hfta.adadelta(lr=_rate(knobs, batches))
+
+
+def _rate(knobs: dict[str, tuple[Any, ...]], batches: int) -> hfta.PerModel:
+    if "gamma" not in knobs:
+        return knobs["lr"]
+    # Schedules count updates, the flag counts epochs.
+    steps = [epochs * batches for epochs in knobs["step_size"]]
+    return hfta.schedules.step_lr(knobs["lr"], step_size=steps, gamma=knobs["gamma"])
+
+
+OPTIMIZERS = {"adam": adam, "adadelta": adadelta}

@@ -1,0 +1,1 @@
+"""Data of the examples: embedded, generated, or read from the original archives."""

@@ -1,0 +1,142 @@
+"""One model trained in plain PyTorch, for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from examples.common.errors import BadInput
+from examples.common.flags import Flags
+from examples.common.task import (
+    Batch,
+    Clock,
+    Metrics,
+    Outcome,
+    Task,
+    autocast,
+    evaluate,
+    execute,
+    find_device,
+    print_epoch,
+)
+
+
+def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
+    """Train the one member of ``flags``; ``keep`` is the file that holds the run, to go on with if it is there."""
+    device, amp = find_device(flags.device), flags.amp
+    torch.manual_seed(flags.seeds[0])
+    model = task.factory().to(device)
+    optimizer, scheduler = make_optimizer(task.optimizer, model, flags)
+    run = torch.compile(model) if flags.compile else model
+
+    def step(batch: Batch) -> Metrics:
+        optimizer.zero_grad()
+        with autocast(device, amp):
+            loss = task.loss_fn(run, task.training_batch(batch))
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+    @torch.no_grad()
+    def test() -> Metrics:
+        model.eval()
+        with autocast(device, amp):
+            metrics = evaluate(
+                lambda rows: task.metric_fn(model, task.prepare(rows)), task.test, flags.batch_size, device
+            )
+        model.train()
+        return task.derive(metrics)
+
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    history = fit(step, test, task.train, parts, flags, keep, end_of_epoch=scheduler.step)
+    return Outcome(history, single(test()), {"model": [model]})
+
+
+def fit(
+    step: Callable[[Batch], Metrics],
+    test: Callable[[], Metrics],
+    data: Batch,
+    parts: dict[str, Any],
+    flags: Flags,
+    keep: Path | None,
+    end_of_epoch: Callable[[], None] = lambda: None,
+) -> list[Metrics]:
+    """The loop over epochs, with a line for each.
+
+    Args:
+        step: Trains on one batch.
+        test: Metrics after an epoch.
+        data: One row per sample.
+        parts: Everything with a ``state_dict`` that ``step`` changes.
+        flags: The flags of the one member.
+        keep: File that holds the run, to go on with if it is there.
+        end_of_epoch: Called after the last step of each epoch.
+    """
+    device, history = find_device(flags.device), []
+    if keep is not None and keep.exists():
+        history = _restore(keep, parts)
+    data = tuple(leaf.to(device) for leaf in data)
+    for epoch in range(len(history) + 1, flags.epochs + 1):
+        clock, sums, batches = Clock(device), {}, 0
+        for rows in _order(flags, epoch, len(data[0])):
+            metrics = step(tuple(leaf[rows.to(device)] for leaf in data))
+            execute(device)
+            batches += 1
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0) + value
+        end_of_epoch()
+        metrics = {name: value.float().cpu() / batches for name, value in sums.items()}
+        seconds = torch.tensor(clock.seconds())
+        history.append(single(metrics | (test() if flags.eval else {}) | {"seconds": seconds}))
+        print_epoch(epoch, history[-1])
+        if keep is not None:
+            states = {name: part.state_dict() for name, part in parts.items()}
+            noise = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+            torch.save({"history": history, "noise": noise, **states}, keep)
+    return history
+
+
+def _order(flags: Flags, epoch: int, rows: int) -> Iterator[Tensor]:
+    """Numbers of the rows of every full batch, in an order of seed and epoch."""
+    generator = torch.Generator().manual_seed(flags.seeds[0] * 1_000_003 + epoch)
+    size = min(flags.batch_size, rows)
+    return iter(torch.randperm(rows, generator=generator)[: rows // size * size].split(size))
+
+
+def _restore(keep: Path, parts: dict[str, Any]) -> list[Metrics]:
+    try:
+        kept = torch.load(keep, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(kept[name])
+        cpu, cuda = kept["noise"]
+        torch.set_rng_state(cpu)
+        torch.cuda.set_rng_state_all(cuda)
+        return kept["history"]
+    except Exception as error:
+        detail = str(error).splitlines()[0]
+        raise BadInput(f"{keep} does not hold this run: {detail}; remove it to begin anew") from None
+
+
+def single(metrics: Metrics) -> Metrics:
+    """Metrics of one model, as those of an array of one."""
+    return {name: value.reshape(1) for name, value in metrics.items()}
+
+
+def make_optimizer(name: str, model: nn.Module, flags: Flags) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer of a model, and its schedule by epochs."""
+    knobs = {name: values[0] for name, values in flags.per_model().items()}
+    try:
+        if name == "adam":
+            betas = knobs.get("beta1", 0.9), knobs.get("beta2", 0.999)
+            decay = knobs.get("weight_decay", 0.0)
+            optimizer = torch.optim.Adam(model.parameters(), lr=knobs["lr"], betas=betas, weight_decay=decay)
+        else:
+            optimizer = torch.optim.Adadelta(model.parameters(), lr=knobs["lr"])
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    every, gamma = knobs.get("step_size", 1), knobs.get("gamma", 1.0)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, every, gamma)

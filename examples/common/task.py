@@ -1,0 +1,126 @@
+"""What an example trains, in terms of one ordinary model, and what both ways to train it need."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from examples.common.errors import BadInput
+
+BESIDE = ("seconds", "finite", "failure")
+"""Columns of the table that are not shown as curves."""
+
+Batch = tuple[Tensor, ...]
+Metrics = dict[str, Tensor]
+
+
+class Task(NamedTuple):
+    """A model, its loss, its optimizer and its data.
+
+    Args:
+        factory: Makes one model.
+        loss_fn: The loss of one model.
+        metric_fn: Means over the samples of a batch. The last metric is the one that the last line reports.
+        optimizer: ``"adam"`` or ``"adadelta"``; the flags give its numbers.
+        train: One row per sample.
+        test: Likewise.
+        prepare: Makes a batch of rows what the model takes, on the device.
+        augment: Changes a training batch at random, before.
+        derive: Further metrics, from the means over all test samples.
+    """
+
+    factory: Callable[[], nn.Module]
+    loss_fn: Callable[[nn.Module, Batch], Tensor]
+    metric_fn: Callable[[nn.Module, Batch], Metrics]
+    optimizer: str
+    train: Batch
+    test: Batch
+    prepare: Callable[[Batch], Batch] = lambda batch: batch
+    augment: Callable[[Batch], Batch] = lambda batch: batch
+    derive: Callable[[Metrics], Metrics] = lambda metrics: metrics
+
+    def training_batch(self, batch: Batch) -> Batch:
+        """Rows as the model sees them in training."""
+        return self.prepare(self.augment(batch))
+
+
+class Outcome(NamedTuple):
+    """Metrics ``[M]`` of every epoch, the last test, and the trained models by name."""
+
+    history: list[Metrics]
+    last: Metrics
+    models: dict[str, list[nn.Module]]
+
+
+def evaluate(metrics: Callable[[Batch], Metrics], data: Batch, size: int, device: torch.device) -> Metrics:
+    """Means over all rows, ``size`` of them at a time."""
+    sums: Metrics = {}
+    for batch in zip(*(leaf.split(size) for leaf in data), strict=True):
+        share = len(batch[0]) / len(data[0])
+        for name, value in metrics(tuple(leaf.to(device) for leaf in batch)).items():
+            sums[name] = sums.get(name, 0) + share * value
+        execute(device)
+    return {name: value.cpu() for name, value in sums.items()}
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        BadInput: if there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: PyTorch finds no CUDA device here; --device cpu runs everywhere")
+    if name == "xla":
+        try:
+            return importlib.import_module("torch_xla").device()
+        except ImportError:
+            raise BadInput("--device xla: torch_xla is not installed; pip install 'hfta_func[xla]'") from None
+    return torch.device(name)
+
+
+def execute(device: torch.device) -> None:
+    """Have a device that only records operations run them."""
+    if device.type == "xla":
+        importlib.import_module("torch_xla").sync()
+
+
+def autocast(device: torch.device, enabled: bool) -> torch.autocast:
+    """Mixed precision in bfloat16, which needs no loss scale."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+
+
+class Clock:
+    """The time of an epoch's training, without its test."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """An epoch begins."""
+        self._start = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Since it began, with all work that the device was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - self._start
+
+
+def print_epoch(number: int, metrics: Metrics) -> None:
+    """The line of an epoch in HFTA's words, then one metric a line with one number per member."""
+    print(f"Epoch {number} took {metrics['seconds'][0]:.3f} s!")
+    for name, value in metrics.items():
+        if name not in BESIDE:
+            print(f"  {name} {numbers(value)}", flush=True)
+
+
+def numbers(values: Iterable[Any]) -> str:
+    """One number per member."""
+    return " ".join(f"{float(value):.4f}" for value in values)

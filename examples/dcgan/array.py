@@ -1,0 +1,129 @@
+"""An array of DCGANs through the lower-level functions: two stacked models, two optimizers, and a step of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from examples.common.array import adam, fit, initial, make_loader
+from examples.common.data.images import to_float
+from examples.common.errors import BadInput
+from examples.common.flags import Flags
+from examples.common.task import Batch, Metrics, Outcome, autocast, find_device
+from examples.dcgan.frechet import SAMPLES, Moments, frechet, moments
+from examples.dcgan.model import on_fake, on_real
+
+
+class GANState(NamedTuple):
+    """Everything that training changes, for M pairs of models; every leaf is ``[M, ...]``."""
+
+    generator: hfta.Stacked
+    discriminator: hfta.Stacked
+    generator_opt: Any
+    discriminator_opt: Any
+    keys: Tensor
+    step: Tensor
+    active: Tensor
+
+
+def make_step(
+    generator: nn.Module, discriminator: nn.Module, optimizer: hfta.GradientTransformation, noise: int, amp: bool
+) -> Callable[[GANState, Batch], tuple[GANState, Metrics]]:
+    """``step(state, batch) -> (state, metrics)``, a pure function like :class:`hfta.TrainStep`."""
+    # Functions of one model; vmap makes them functions of all. Members do not meet, so that the gradient of the summed
+    # losses, taken outside of vmap, holds every member's own.
+    generate = hfta.vmap(hfta.functional(generator))
+    judge = hfta.vmap(hfta.functional(discriminator))
+    loss_real, loss_fake = hfta.vmap(on_real), hfta.vmap(on_fake)
+
+    def judge_both(params: Any, buffers: Any, real: Tensor, fake: Tensor) -> tuple[Tensor, Any]:
+        verdict, buffers = judge(params, buffers, real)
+        losses = loss_real(verdict)
+        verdict, buffers = judge(params, buffers, fake)
+        losses = losses + loss_fake(verdict)
+        return losses.sum(), (losses, buffers)
+
+    def fool(fake: Tensor, params: Any, buffers: Any) -> tuple[Tensor, Any]:
+        verdict, buffers = judge(params, buffers, fake)
+        losses = loss_real(verdict)
+        return losses.sum(), (losses, buffers)
+
+    def step(state: GANState, batch: Batch) -> tuple[GANState, Metrics]:
+        (real,) = batch
+        (g, g_buffers), (d, d_buffers) = state.generator, state.discriminator
+        keys = hfta.random.fold_in(state.keys, state.step)
+        latent = hfta.random.normal(keys, (real.shape[1], noise, 1, 1), dtype=real.dtype)
+        with autocast(real.device, amp):
+            fake, pull_back, g_buffers = torch.func.vjp(lambda g: generate(g, g_buffers, latent), g, has_aux=True)
+            grads, (d_losses, d_buffers) = torch.func.grad(judge_both, has_aux=True)(d, d_buffers, real, fake)
+        updates, d_opt = optimizer.update(grads, state.discriminator_opt, d)
+        d = hfta.apply_updates(d, updates)
+        with autocast(real.device, amp):
+            on_images, (g_losses, d_buffers) = torch.func.grad(fool, has_aux=True)(fake, d, d_buffers)
+            (grads,) = pull_back(on_images)
+        updates, g_opt = optimizer.update(grads, state.generator_opt, g)
+        g = hfta.apply_updates(g, updates)
+        generators, discriminators = hfta.Stacked(g, g_buffers), hfta.Stacked(d, d_buffers)
+        state = GANState(generators, discriminators, g_opt, d_opt, state.keys, state.step + 1, state.active)
+        return state, {"loss_d": d_losses, "loss_g": g_losses}
+
+    return torch.no_grad()(step)
+
+
+def prepare(
+    generator: Callable[[], nn.Module], discriminator: Callable[[], nn.Module], noise: int, flags: Flags
+) -> tuple[Callable[..., Any], GANState]:
+    """The step of an array, and the state before the first one."""
+    device, seeds = find_device(flags.device), flags.seeds
+    if device.type == "cpu":
+        # As TrainStep.init does by itself.
+        hfta.keep_memory()
+    try:
+        optimizer = adam(flags.per_model(), 1)
+        g, d = initial(generator, seeds, device), initial(discriminator, seeds, device)
+        state = GANState(
+            *(g, d, optimizer.init(g.params), optimizer.init(d.params)),
+            keys=hfta.random.keys(seeds, device=device),
+            step=torch.zeros(len(seeds), dtype=torch.int64, device=device),
+            active=torch.ones(len(seeds), dtype=torch.bool, device=device),
+        )
+    except hfta.HFTAError as error:
+        raise BadInput(str(error)) from None
+    return make_step(generator(), discriminator(), optimizer, noise, flags.amp), state
+
+
+def train(
+    generator: Callable[[], nn.Module],
+    discriminator: Callable[[], nn.Module],
+    noise: int,
+    images: Tensor,
+    reference: Moments,
+    flags: Flags,
+    keep: Path | None,
+) -> Outcome:
+    """Train one pair per seed on ``images``, bytes ``[N, C, H, W]``; ``reference`` is what samples are compared with."""
+    step, state = prepare(generator, discriminator, noise, flags)
+    loader = make_loader((images,), lambda batch: (to_float(batch[0]),), flags, find_device(flags.device))
+    generate = hfta.vmap(hfta.functional(generator().eval()))
+
+    @torch.no_grad()
+    def test(state: GANState) -> Metrics:
+        def sample(number: int, count: int) -> Tensor:
+            latent = hfta.random.normal(hfta.random.fold_in(state.keys, -1 - number), (count, noise, 1, 1))
+            return generate(*state.generator, latent)[0].cpu()
+
+        sizes = [len(part) for part in torch.arange(SAMPLES).split(flags.batch_size)]
+        samples = torch.cat([sample(number, count) for number, count in enumerate(sizes)], 1)
+        return {"frechet": torch.stack([frechet(reference, moments(one)) for one in samples])}
+
+    state, history = fit(step, state, loader, test, flags, keep)
+    models = {
+        "generator": hfta.unstack_params(generator(), *state.generator),
+        "discriminator": hfta.unstack_params(discriminator(), *state.discriminator),
+    }
+    return Outcome(history, test(state), models)

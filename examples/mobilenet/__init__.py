@@ -1,0 +1,1 @@
+"""MobileNet V2 and V3 on images."""

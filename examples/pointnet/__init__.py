@@ -1,0 +1,1 @@
+"""PointNet on clouds of points."""

@@ -1,0 +1,67 @@
+"""A Transformer language model, with Adadelta.
+
+    python -m examples.transformer.main --lr 0.3 1 3 --hfta
+    python -m examples.transformer.main --dataset wikitext2 --data ~/data --lr 1 3 --gamma 0.5 0.25 --hfta --device cuda
+
+It learns the next character of Python's own manual, or the next word of WikiText-2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from torch import Tensor, nn
+
+from examples.common.data import text
+from examples.common.flags import AdadeltaFlags, Flag
+from examples.common.losses import perplexity, token_entropy
+from examples.common.run import run_task
+from examples.common.task import Batch, Metrics, Task
+from examples.transformer.model import TransformerLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(AdadeltaFlags):
+    """The command line."""
+
+    batch_size: Annotated[int, Flag("sequences per step", low=1, apart=True)] = 32
+    length: Annotated[int, Flag("tokens of a sequence", low=1)] = 32
+    dataset: Annotated[Literal["topics", "wikitext2"], Flag("text to learn from")] = "topics"
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of one model."""
+    tokens, targets = batch
+    return token_entropy(model(tokens), targets)
+
+
+def metric_fn(model: nn.Module, batch: Batch) -> Metrics:
+    """The same of the test text."""
+    return {"entropy": loss_fn(model, batch)}
+
+
+def task(flags: Flags) -> Task:
+    """What is trained."""
+    data = text.load(flags.dataset, flags.data, flags.length, flags.limit)
+    dim = 128 if flags.size == "paper" else 32
+    return Task(
+        factory=lambda: TransformerLM(data.vocabulary, flags.length, dim),
+        loss_fn=loss_fn,
+        metric_fn=metric_fn,
+        optimizer="adadelta",
+        train=data.train,
+        test=data.test,
+        derive=perplexity,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the example; returns the exit status."""
+    return run_task("transformer", argv, Flags, task, __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
