@@ -71,7 +71,8 @@ class Race:
         make, theirs, options = OPTIMIZERS[name]
         lr = torch.linspace(1e-4, 1e-3, count).tolist()
         self.grads = leaves(model, count, name == "muon")
-        self.start = leaves(model, count, name == "muon")
+        # Small, so that what an update adds to a parameter is not lost in its rounding.
+        self.start = {path: 1e-2 * leaf for path, leaf in leaves(model, count, name == "muon").items()}
         self.optimizer = make(lr=lr, **options)
         self.runs: dict[str, Callable[[], object]] = {}
         self.results: dict[str, Callable[[], dict[str, Tensor]]] = {}

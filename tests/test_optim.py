@@ -59,10 +59,11 @@ def _check_against(
         torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=[False, True], ids=["together", "one by one"])
+@pytest.fixture(params=["together", "one by one", "in pieces"])
 def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large leaves are updated member by member; here all are, or none."""
-    monkeypatch.setattr(_leafwise, "_ROWS", 1 if request.param else 1 << 60)
+    """Large leaves are updated member by member, and larger ones in pieces; here all are, or none."""
+    monkeypatch.setattr(_leafwise, "_ROWS", 1 << 60 if request.param == "together" else 1)
+    monkeypatch.setattr(_leafwise, "_PIECE", 2 if request.param == "in pieces" else 1 << 60)
 
 
 @pytest.mark.usefixtures("one_by_one")

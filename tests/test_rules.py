@@ -205,3 +205,12 @@ def test_processes_with_different_rules_do_not_share_compiled_graphs(tmp_path) -
     assert run("1") == "[1.0, 1.0]"
     assert run("3") == "[3.0, 3.0]"
     assert run("1") == "[1.0, 1.0]"
+
+
+def test_pooling_to_one_pixel_of_channels_last_images():
+    # PyTorch then sets the strides of axes of length one.
+    pooled = nn.AdaptiveAvgPool2d(1)
+    images = torch.randn(24, 16, 2, 2).to(memory_format=torch.channels_last).unflatten(0, (3, 8))
+    torch.testing.assert_close(hfta.vmap(pooled)(images), torch.stack([pooled(x) for x in images]))
+    with pytest.raises(hfta.TraceError, match="as_strided_ reaches beyond one member's tensor"):
+        hfta.vmap(lambda x: x.clone().as_strided_((2, 2), (1, 2)))(torch.randn(3, 2, 2))

@@ -22,6 +22,9 @@ Start = Callable[[str, Tensor], Tensor]
 _ROWS = 1 << 15
 """From so many elements of one member on, a CPU is faster member by member, each with its numbers as scalars."""
 
+_PIECE = 1 << 20
+"""A member is updated in pieces of about so many elements, so that what a rule holds in between stays small."""
+
 
 def zeros(path: str, param: Tensor) -> Tensor:
     """A slot that starts at zero."""
@@ -52,6 +55,7 @@ def leafwise(
     carried: tuple[str, ...] = (),
     decay: Literal["coupled", "decoupled"] = "coupled",
     maximize: bool = False,
+    elementwise: bool = True,
 ) -> GradientTransformation:
     """A transformation from the update rule of one parameter.
 
@@ -67,6 +71,7 @@ def leafwise(
         carried: Vectors ``float64[M]`` that are carried from update to update, from one.
         decay: Whether weight decay is a part of the gradient, or apart from it and multiplied by the learning rate.
         maximize: Ascend instead of descend.
+        elementwise: Whether the rule treats every entry by itself, so that it may be given a part of a parameter.
     """
     used = [name for name, start in slots.items() if start is not None]
 
@@ -101,10 +106,9 @@ def leafwise(
         updates, after = {}, {name: {} for name in slots}
         for path, grad in grads.items():
             param, own = params[path], [getattr(held, name)[path].clone() for name in used]
-            rows = numbers.rows(param)
-            out = torch.empty_like(_wide(param)) if rows else None
-            for member, k in rows:
-                row = slice(member, member + 1)
+            pieces = numbers.pieces(param, elementwise)
+            out = torch.empty_like(_wide(param)) if pieces else None
+            for row, k in pieces:
                 direction, factor = change(grad[row], param[row], k, [slot[row] for slot in own])
                 torch.mul(direction, k["step"], out=out[row])  # pyright: ignore
                 if factor is not None:
@@ -124,13 +128,12 @@ def leafwise(
         kept = None if keep is None or not can_look(keep) else keep.tolist()
         for path, grad in grads.items():
             param, own = params[path], [getattr(held, name)[path] for name in used]
-            rows = numbers.rows(param)
-            for member, k in rows:
-                row = slice(member, member + 1)
-                if kept is None or kept[member]:
+            pieces = numbers.pieces(param, elementwise)
+            for row, k in pieces:
+                if kept is None or kept[row[0].start]:
                     direction, factor = change(grad[row], param[row], k, [slot[row] for slot in own])
                     _put(grad[row], param[row], direction, k["step"], factor, apply)
-            if not rows:
+            if not pieces:
                 k = numbers.like(param)
                 fresh = own if keep is None else [slot.clone() for slot in own]
                 direction, factor = change(grad, param, k, fresh)
@@ -161,9 +164,16 @@ class _Numbers:
         """Tensors that broadcast over a leaf."""
         return self._shaped.like(_wide(leaf))
 
-    def rows(self, leaf: Tensor) -> list[tuple[int, dict[str, float]]]:
-        """Every member with its floats, where members are better updated one by one; else none."""
-        return self._rows if leaf[0].numel() >= _ROWS else []
+    def pieces(self, leaf: Tensor, elementwise: bool) -> list[tuple[tuple[slice, ...], dict[str, float]]]:
+        """What to index for each member or part of one, with its floats, where that is better than all at once; else none."""
+        size = leaf[0].numel()
+        if size < _ROWS:
+            return []
+        if not elementwise or leaf.dim() == 1 or size <= _PIECE:
+            return [((slice(member, member + 1),), k) for member, k in self._rows]
+        length = max(1, leaf.shape[1] * _PIECE // size)
+        starts = range(0, leaf.shape[1], length)
+        return [((slice(member, member + 1), slice(at, at + length)), k) for member, k in self._rows for at in starts]
 
 
 def _wide(leaf: Tensor) -> Tensor:

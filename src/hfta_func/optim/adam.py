@@ -114,9 +114,10 @@ def _adam(
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor, *most: Tensor) -> Tensor:
         decay_mean(mean, grad, k["1-beta1"])
         decay_square(square, k["beta2"], grad, k["1-beta2"])
-        for largest in most:
-            largest.copy_(torch.maximum(largest, square))
-        return mean / (most[0] if most else square).sqrt().add_(k["eps"])
+        largest = torch.maximum(most[0], square) if most else square
+        for slot in most:
+            slot.copy_(largest)
+        return mean / largest.sqrt().add_(k["eps"])
 
     return leafwise(
         AdamState,

@@ -77,4 +77,5 @@ def lamb(
         slots={"exp_avg": zeros, "exp_avg_sq": zeros},
         prepare=prepare,
         maximize=maximize,
+        elementwise=False,
     )

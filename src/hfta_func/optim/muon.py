@@ -96,6 +96,7 @@ def muon(
         prepare=prepare,
         decay="decoupled",
         maximize=maximize,
+        elementwise=False,
     )
 
 

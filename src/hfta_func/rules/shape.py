@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hfta_func._errors import TraceError
 from hfta_func.rules._layout import front
 from hfta_func.rules._registry import Call, Result, register
 
@@ -15,3 +16,14 @@ def view(call: Call, x: Tensor, size: list[int]) -> Result:
     (dim, *_) = call.dims
     assert dim is not None
     return (x.view(call.num_models, *size) if dim == 0 else front(x, dim).reshape(call.num_models, *size)), 0
+
+
+@register("as_strided_", "shape")
+def as_strided_(call: Call, x: Tensor, size: list[int], stride: list[int], offset: int | None = None) -> Result:
+    """Other strides for axes of length one, as pooling to one pixel sets them: they say nothing, so nothing is done."""
+    (dim, *_) = call.dims
+    own = [(n, s) for axis, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)) if axis != dim]
+    asked = zip(size, stride, strict=True)
+    if len(own) != len(size) or any(a[0] != b[0] or (a[0] > 1 and a[1] != b[1]) for a, b in zip(own, asked, strict=True)):
+        raise TraceError("as_strided_ reaches beyond one member's tensor; write it with view, transpose or expand")
+    return x, dim
