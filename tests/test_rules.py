@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func.rules import _registry

@@ -173,3 +173,20 @@ def test_plateau_is_that_of_torch(mode, threshold_mode):
 def test_plateau_of_another_number_of_members():
     with pytest.raises(hfta.HyperparameterError, match="plateau has 3 values but the array has 2 models"):
         schedules.plateau(LR).init(2)
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (lambda count, start: start[0], r"\[\]"),
+        (lambda count, start: start.repeat(2), r"\[6\]"),
+        (lambda count, start: 0.1, "float"),
+    ],
+)
+def test_a_schedule_of_the_wrong_shape(value, got):
+    optimizer = hfta.sgd(lr=hfta.Schedule({"start": LR}, value))
+    state = optimizer.init(PARAMS)
+    with pytest.raises(
+        hfta.HyperparameterError, match=rf"schedule of lr returned {got}, not one number per model \[3\]"
+    ):
+        optimizer.update(PARAMS, state, PARAMS)

@@ -118,7 +118,15 @@ class Knobs:
 
     def at(self, held: Mapping[str, Any], count: Tensor) -> dict[str, Tensor]:
         """The values after ``count`` updates of each member."""
-        return {name: _read(spec, held[name], count) for name, spec in self.specs.items()}
+        values = {name: _read(spec, held[name], count) for name, spec in self.specs.items()}
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.shape != count.shape:
+                got = list(value.shape) if isinstance(value, Tensor) else type(value).__qualname__
+                raise HyperparameterError(
+                    f"the schedule of {name} returned {got}, not one number per model {list(count.shape)}; compute it from "
+                    f"the count, which is {list(count.shape)}"
+                )
+        return values
 
 
 class Shaped:

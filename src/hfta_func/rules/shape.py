@@ -24,6 +24,8 @@ def as_strided_(call: Call, x: Tensor, size: list[int], stride: list[int], offse
     (dim, *_) = call.dims
     own = [(n, s) for axis, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)) if axis != dim]
     asked = zip(size, stride, strict=True)
-    if len(own) != len(size) or any(a[0] != b[0] or (a[0] > 1 and a[1] != b[1]) for a, b in zip(own, asked, strict=True)):
+    if len(own) != len(size) or any(
+        a[0] != b[0] or (a[0] > 1 and a[1] != b[1]) for a, b in zip(own, asked, strict=True)
+    ):
         raise TraceError("as_strided_ reaches beyond one member's tensor; write it with view, transpose or expand")
     return x, dim
