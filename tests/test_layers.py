@@ -45,7 +45,7 @@ FLOORS = [
     (APART, ["rules/__init__", "optim/__init__"]),
     (ORDERED, ["stack", "functional", "transforms"]),
     (ORDERED, ["_loss", "failures", "amp", "train", "evaluate", "data"]),
-    (ORDERED, ["history", "checkpoint", "callbacks", "fit"]),
+    (ORDERED, ["history", "checkpoint", "callbacks", "fit", "plan"]),
     (ORDERED, ["plot", "testing"]),
     (ORDERED, ["__init__"]),
 ]

@@ -53,6 +53,7 @@ from hfta_func.optim import (
     sgd,
     with_hyperparams,
 )
+from hfta_func.plan import Plan, max_models, plan
 from hfta_func.stack import Stacked, init_params, stack_params, unstack_params
 from hfta_func.train import TrainState, TrainStep, make_train_step
 from hfta_func.transforms import vmap
@@ -74,6 +75,7 @@ __all__ = [
     "LossScale",
     "NonFiniteError",
     "PerModel",
+    "Plan",
     "RandomnessError",
     "Result",
     "Schedule",
@@ -111,11 +113,13 @@ __all__ = [
     "load",
     "make_eval_step",
     "make_train_step",
+    "max_models",
     "muon",
     "nadam",
     "num_models",
     "optim",
     "partition",
+    "plan",
     "radam",
     "random",
     "read_metadata",

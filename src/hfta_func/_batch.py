@@ -36,15 +36,20 @@ def check_batch(dims: Tree, batch: Tree, count: int, path: str = "batch") -> Non
 
 def slice_batch(dims: Tree, batch: Tree, start: int, stop: int) -> Tree:
     """Members ``start`` to ``stop`` of a batch."""
+    return take_batch(dims, batch, slice(start, stop))
+
+
+def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
+    """The members of a batch that ``index`` chooses along axis 0, where ``dims`` says 0; the rest is shared."""
     if dims is None:
         return batch
     if isinstance(batch, Mapping):
         return {
-            name: slice_batch(dims[name] if isinstance(dims, Mapping) else dims, child, start, stop)
+            name: take_batch(dims[name] if isinstance(dims, Mapping) else dims, child, index)
             for name, child in batch.items()
         }
     if isinstance(batch, (tuple, list)):
         inner = dims if isinstance(dims, (tuple, list)) else [dims] * len(batch)
-        parts = [slice_batch(dim, child, start, stop) for dim, child in zip(inner, batch, strict=True)]
+        parts = [take_batch(dim, child, index) for dim, child in zip(inner, batch, strict=True)]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch[start:stop]
+    return batch[index]

@@ -41,16 +41,17 @@ class Chunks:
             # In turns, so that a disturbance does not fall on one size alone; the first round warms up.
             for turn in range(_ROUNDS + 1):
                 for size in sizes:
-                    start = _now(device)
+                    start = now(device)
                     run(size)
-                    elapsed = _now(device) - start
+                    elapsed = now(device) - start
                     if turn:
                         best[size] = min(best[size], elapsed)
             self.sizes[key] = min(sizes, key=best.__getitem__)
         return self.sizes[key]
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was asked."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
