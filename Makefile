@@ -28,7 +28,7 @@ demo: $(STAMP)
 	$(PYTHON) examples/digits.py
 
 test: $(STAMP)
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n auto
 
 $(XLA_STAMP): pyproject.toml constraints.txt
 	@echo "Setting up .venv-xla with several GB of packages; this takes some minutes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,19 @@ import torch
 from benchmarks import lowerings, memory, ops, optim, training
 from benchmarks._measure import machine
 
+OWN = ("sweep", "predict", "report")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and say whether array and serial loop agreed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios measured side by side.")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] in OWN:
+        # They have command lines of their own.
+        return importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"Ratios measured side by side. Also: {', '.join(OWN)}, which have a --help of their own.",
+    )
     parser.add_argument(
         "what", nargs="?", choices=["training", "memory", "ops", "optim", "lowerings", "all"], default="all"
     )

@@ -1,11 +1,17 @@
-"""What every test runs under: no slow vmap fallback, one fixed seed, few threads."""
+"""What every test runs under: no slow vmap fallback, one fixed seed, few threads, Ctrl-C as Python has it."""
+
+import os
+import signal
 
 import pytest
 import torch
 
 # An operator that reaches the slow fallback of vmap raises an error instead.
 torch._C._functorch._set_vmap_fallback_enabled(False)
-torch.set_num_threads(2)
+# Several processes share the processors.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+# Shells start what runs in the background with the signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -94,3 +94,113 @@ def test_memory_is_positive_and_holds_the_gradients(bench, capsys):
     resident, peak = memory.array(work, None, False)
     # An array step has the new parameters and averages beside the old ones.
     assert resident > 4 * 3 * parameters and peak > 4 * 3 * parameters
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "mobilenet-v3s", "pointnet-seg", "dcgan", "transformer", "bert"])
+def test_every_way_to_train_gives_the_losses_of_the_loop(bench, name):
+    worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
+    spec = workloads.Spec(name, "small", 2, 4)
+    expected = worker.Desk("serial", spec).losses()
+    assert len(expected) == 3 and len(expected[0]) == 2 and expected[0][0] != expected[0][1]
+    for mode in ("array", "stock vmap"):
+        assert sweep.difference(worker.Desk(mode, spec).losses(), expected) < 1e-4
+    alone = worker.Desk("processes", spec._replace(num_models=1, first=1)).losses()
+    assert sweep.difference(alone, [losses[1:] for losses in expected]) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])
+def test_jax_gives_the_losses_of_the_loop(bench, name):
+    pytest.importorskip("jax", reason="needs jax and optax")
+    worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
+    spec = workloads.Spec(name, "small", 2, 4)
+    expected = worker.Desk("serial", spec).losses()
+    assert sweep.difference(worker.Desk("JAX", spec).losses(), expected) < 1e-4
+
+
+def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
+    sweep, file = bench("sweep"), tmp_path / "results" / "cpu-small.json"
+    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--rounds", "2", "--json", str(file), "--modes"]
+    assert sweep.main([*order, "serial", "array", "processes"]) == 0
+    assert sweep.main([*order, "serial", "dense", "stock vmap"]) == 0
+    rows = json.loads(file.read_text())["mlp"]["2"]["rows"]
+    assert set(rows) == {"serial", "array", "processes", "dense", "stock vmap"}
+    assert rows["serial"]["ratio"] == 1 and rows["array"]["difference"] < 1e-4
+    for row in rows.values():
+        low, median, high = row["seconds"]
+        assert 0 < low <= median <= high and row["ratio"] > 0 and row["bytes"] > 0 and 0 <= row["busy"] <= 1.2
+    # Each of the processes has one of the two models.
+    assert rows["processes"]["bytes"] == pytest.approx(rows["serial"]["bytes"], rel=0.3)
+    printed = [
+        float(match[1]) for line in capsys.readouterr().out.splitlines() if (match := re.search(r"([\d.]+)x", line))
+    ]
+    assert len(printed) == 6
+
+
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_a_mode_whose_losses_differ_gets_no_ratio(bench, capsys, monkeypatch, factor):
+    sweep = bench("sweep")
+
+    class Wrong(sweep.Measured):
+        def ask(self, order, *args):
+            answers = super().ask(order, *args)
+            if order == "losses" and self.mode == "array":
+                answers[0][2][1] *= factor
+            return answers
+
+    monkeypatch.setattr(sweep, "Measured", Wrong)
+    results = sweep.measure(
+        sweep.parse(["--workloads", "mlp", "--size", "small", "--models", "2", "--modes", "array", "--rounds", "2"])
+    )
+    assert "ratio" not in results["mlp"]["2"]["rows"]["array"]
+    out = capsys.readouterr().out
+    assert "losses differ from the loop's" in out and not re.search(r"\d+x\b", out)
+
+
+def test_a_process_that_fails_says_why(bench):
+    worker, workloads = bench("worker"), bench("workloads")
+    one = worker.Worker("JAX", workloads.Spec("dcgan", "small", 2, 4), 1)
+    try:
+        with pytest.raises(RuntimeError, match=r"not written for this workload|No module named 'jax'"):
+            one.ask("start")
+        one._process.kill()
+        with pytest.raises(RuntimeError, match="ended with status -9"):
+            one.ask("start")
+    finally:
+        one.close()
+
+
+def _results(bench):
+    rows = {
+        "serial": {"seconds": [1, 2, 3], "ratio": 1.0, "bytes": 100},
+        "array": {"seconds": [1, 2, 3], "ratio": 3.25, "bytes": 104},
+        "array compiled": {"seconds": [1, 2, 3], "ratio": 0.5, "bytes": 98, "first step": 20.4},
+        "stock vmap": {"difference": 2.0, "error": "losses differ"},
+    }
+    machine = {"cpu": "some CPU", "threads": 2, "torch": "2.13.0+cpu"}
+    one = {"batch_size": 8, "machine": machine, "rows": rows}
+    return {"cpu-small": {"resnet": {"2": one, "16": one}}}
+
+
+def test_the_report_shows_the_largest_array_and_what_has_a_ratio(bench):
+    lines = bench("report").tables(_results(bench)).splitlines()
+    assert "some CPU, 2 cores, PyTorch 2.13.0" in lines[0]
+    x = bench("report").TIMES
+    cells = [cell.strip() for cell in lines[4].strip("|").split("|")]
+    assert cells == ["ResNet-18", f"16 {x} 8", f"3.2{x}", f"0.50{x}", "", "", "", "1.04 / 0.98", "20 s"]
+    assert bench("report").picture(_results(bench)["cpu-small"]).axes[0].lines
+
+
+def test_the_readme_shows_the_committed_results(bench):
+    report = bench("report")
+    readme = report.README.read_text()
+    assert report.BEGIN in readme and report.replaced(readme, report.tables(report.results())) == readme
+    for key in report.results():
+        assert f"docs/speed-{key}.png" in readme and (report.DOCS / f"speed-{key}.png").exists()
+
+
+def test_what_is_predicted_is_measured(bench, capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    assert bench("predict").main(["--workloads", "mlp", "--rounds", "2", "--json", str(file)]) == 0
+    assert capsys.readouterr().out.count("mlp") >= 2
+    for row in json.loads(file.read_text())["mlp"]["rows"].values():
+        assert row["predicted"][1] == pytest.approx(row["measured"][1], rel=0.15)

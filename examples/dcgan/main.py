@@ -54,44 +54,59 @@ def train_array(flags: Flags, keep: Path | None) -> Outcome:
     return importlib.import_module("examples.dcgan.array").train(*setting(flags), flags, keep)
 
 
+class Pair:
+    """The two models of one member in plain PyTorch, with their optimizers."""
+
+    def __init__(self, make_generator: Factory, make_discriminator: Factory, noise: int, flags: Flags):
+        self.device, self.noise, self.amp = find_device(flags.device), noise, flags.amp
+        torch.manual_seed(flags.seeds[0])
+        self.generator = make_generator().to(self.device)
+        torch.manual_seed(flags.seeds[0])
+        self.discriminator = make_discriminator().to(self.device)
+        models = self.generator, self.discriminator
+        self.generator_opt, self.discriminator_opt = (solo.make_optimizer("adam", model, flags)[0] for model in models)
+        self._generate, self._judge = (torch.compile(m, dynamic=False) if flags.compile else m for m in models)
+
+    def parts(self) -> dict[str, Any]:
+        """Everything that training changes."""
+        return {name: part for name, part in vars(self).items() if hasattr(part, "state_dict") and name[0] != "_"}
+
+    def draw(self, count: int) -> Tensor:
+        """Latent vectors."""
+        return torch.randn(count, self.noise, 1, 1, device=self.device)
+
+    def step(self, inputs: Tensor) -> Metrics:
+        """Train both on images between -1 and 1."""
+        self.generator_opt.zero_grad()
+        self.discriminator_opt.zero_grad()
+        with autocast(self.device, self.amp):
+            fake = self._generate(self.draw(len(inputs)))
+            loss_d = on_real(self._judge(inputs)) + on_fake(self._judge(fake.detach()))
+        loss_d.backward()
+        self.discriminator_opt.step()
+        with autocast(self.device, self.amp):
+            loss_g = on_real(self._judge(fake))
+        loss_g.backward()
+        self.generator_opt.step()
+        return {"loss_d": loss_d.detach(), "loss_g": loss_g.detach()}
+
+
 def train_solo(flags: Flags, keep: Path | None) -> Outcome:
     """The one member of ``flags`` in plain PyTorch."""
     make_generator, make_discriminator, noise, real, reference = setting(flags)
-    device = find_device(flags.device)
-    torch.manual_seed(flags.seeds[0])
-    generator = make_generator().to(device)
-    torch.manual_seed(flags.seeds[0])
-    discriminator = make_discriminator().to(device)
-    optimizers = [solo.make_optimizer("adam", model, flags)[0] for model in (generator, discriminator)]
-    generate, judge = (torch.compile(m) if flags.compile else m for m in (generator, discriminator))
-
-    def step(batch: Batch) -> Metrics:
-        inputs = images.to_float(batch[0])
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        with autocast(device, flags.amp):
-            fake = generate(torch.randn(len(inputs), noise, 1, 1, device=device))
-            loss_d = on_real(judge(inputs)) + on_fake(judge(fake.detach()))
-        loss_d.backward()
-        optimizers[1].step()
-        with autocast(device, flags.amp):
-            loss_g = on_real(judge(fake))
-        loss_g.backward()
-        optimizers[0].step()
-        return {"loss_d": loss_d.detach(), "loss_g": loss_g.detach()}
+    pair = Pair(make_generator, make_discriminator, noise, flags)
 
     @torch.no_grad()
     def test() -> Metrics:
-        generator.eval()
+        pair.generator.eval()
         sizes = [len(part) for part in torch.arange(SAMPLES).split(flags.batch_size)]
-        samples = torch.cat([generator(torch.randn(count, noise, 1, 1, device=device)).cpu() for count in sizes])
-        generator.train()
+        samples = torch.cat([pair.generator(pair.draw(count)).cpu() for count in sizes])
+        pair.generator.train()
         return {"frechet": frechet(reference, moments(samples))}
 
-    made: dict[str, Any] = {"generator": generator, "discriminator": discriminator}
-    parts = {**made, "generator_opt": optimizers[0], "discriminator_opt": optimizers[1]}
-    history = solo.fit(step, test, (real,), parts, flags, keep)
-    return Outcome(history, solo.single(test()), {name: [model] for name, model in made.items()})
+    history = solo.fit(lambda batch: pair.step(images.to_float(batch[0])), test, (real,), pair.parts(), flags, keep)
+    models = {"generator": [pair.generator], "discriminator": [pair.discriminator]}
+    return Outcome(history, solo.single(test()), models)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,88 @@
+"""The ways to train M models that are compared."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.workloads import Job, Run
+
+SERIAL, PROCESSES = "serial", "processes"
+"""What all others are compared with, and what is a process for each model."""
+
+
+def serial(job: Job, compiled: bool = False) -> Run:
+    """One model after another in plain PyTorch."""
+    count = len(job.batches[0][0])
+    runs = [job.solo(member, compiled) for member in range(count)]
+
+    def step(batch: Any) -> Tensor:
+        return torch.stack([run.step(own) for run, *own in zip(runs, *batch, strict=True)])
+
+    return Run(step, lambda: [run.held() for run in runs])
+
+
+def dense(job: Job) -> Run:
+    """One model on all samples at once: about what the same arithmetic costs at least."""
+    run = job.solo(0, False)
+    return run._replace(step=lambda batch: run.step(tuple(leaf.flatten(0, 1) for leaf in batch)))
+
+
+def array(job: Job, compiled: bool = False, graphed: bool = False) -> Run:
+    """An array that is donated its state."""
+    step, state = job.array()
+    run = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
+    if graphed:
+        run = _graphed(run, state, job.batches[0])
+
+    def train(batch: Any) -> Tensor:
+        nonlocal state
+        state, metrics = run(state, batch)
+        return metrics["loss"]
+
+    return Run(train, lambda: state)
+
+
+def _graphed(run: Callable[..., Any], state: Any, batch: Any) -> Callable[..., Any]:
+    """The step as a CUDA graph, which a donated state allows: what is written stays where it is."""
+    inputs = tuple(leaf.clone() for leaf in batch)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(state, inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        after, metrics = run(state, inputs)
+
+    def replay(state: Any, batch: Any) -> Any:
+        for own, new in zip(inputs, batch, strict=True):
+            own.copy_(new)
+        graph.replay()
+        return after, metrics
+
+    return replay
+
+
+def jax(job: Job) -> Run:
+    """The same in JAX, for the workloads that are written there too."""
+    return importlib.import_module("benchmarks.jax_peer").run(job)
+
+
+MODES: dict[str, Callable[[Job], Run]] = {
+    SERIAL: serial,
+    "serial, default allocator": serial,
+    "serial compiled": lambda job: serial(job, compiled=True),
+    PROCESSES: serial,
+    "stock vmap": lambda job: job.stock(compiled=False),
+    "stock vmap compiled": lambda job: job.stock(compiled=True),
+    "array": array,
+    "array compiled": lambda job: array(job, compiled=True),
+    "array CUDA graph": lambda job: array(job, compiled=True, graphed=True),
+    "dense": dense,
+    "JAX": jax,
+}

@@ -1,0 +1,70 @@
+"""What ``hfta.plan`` predicts of every workload's step from few models, next to what more models take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hfta_func as hfta
+from benchmarks._measure import interleaved, machine, peak_bytes, resident_bytes, seconds, table
+from benchmarks.modes import array
+from benchmarks.workloads import WORKLOADS, Spec, make
+
+MEASURED, PREDICTED = (2, 4, 8), (12, 16)
+
+
+def compare(spec: Spec, rounds: int) -> dict[str, Any]:
+    """Predicted and measured seconds and bytes at each M of :data:`PREDICTED`."""
+    job = make(spec)
+    step, state = job.array()
+    found = hfta.plan(step, state, job.batches[0], sizes=MEASURED)
+    rows = {}
+    for count in PREDICTED:
+        job = make(spec._replace(num_models=count))
+        run = array(job)
+        work = lambda run=run, job=job: run.step(job.batches[0])  # noqa: E731
+        (times,) = interleaved({"": lambda work=work: seconds(work, 1, spec.device)}, rounds, warmup=3).values()
+        if spec.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            work()
+            peak = torch.cuda.max_memory_allocated() - before
+        else:
+            peak = peak_bytes(work)
+        own = statistics.median(times), resident_bytes(run.held()) + peak
+        rows[str(count)] = {"predicted": [found.time(count), found.memory(count)], "measured": own}
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks predict", description=__doc__)
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
+    parser.add_argument("--size", choices=["paper", "small"], default="small")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to FILE")
+    args = parser.parse_args(argv)
+    place = {"small": 0, "paper": 2 if args.device == "cuda" else 1}[args.size]
+    results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    lines = []
+    for name in args.workloads:
+        spec = Spec(name, args.size, 1, WORKLOADS[name].sizes[place], args.device)
+        found = compare(spec, args.rounds)
+        results[name] = {"size": args.size, "machine": machine(), "rows": found}
+        for count, row in found.items():
+            (time, memory), (own_time, own_memory) = row["predicted"], row["measured"]
+            times = f"{1e3 * time:.1f}", f"{1e3 * own_time:.1f}", f"{time / own_time - 1:+.0%}"
+            sizes = f"{memory / 2**20:.1f}", f"{own_memory / 2**20:.1f}", f"{memory / own_memory - 1:+.0%}"
+            lines.append([name, count, *times, *sizes])
+            print(*lines[-1], flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+    head = ["workload", "M", "predicted ms", "measured", "off by", "predicted MiB", "measured", "off by"]
+    print(table(head, lines))
+    return 0

@@ -1,0 +1,151 @@
+"""Tables and figures of committed results: the README's section on speed, and one picture for each device and size."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks._measure import ROOT
+from benchmarks.modes import MODES, SERIAL
+from benchmarks.workloads import WORKLOADS
+from hfta_func.plot import COLORS
+
+RESULTS, DOCS, README = ROOT / "benchmarks" / "results", ROOT / "docs", ROOT / "README.md"
+TIMES = "\N{MULTIPLICATION SIGN}"
+BEGIN, END = "<!-- made by python -m benchmarks report -->", "<!-- end -->"
+ARRAY = [mode for mode in MODES if mode.startswith("array")]
+STOCK = [mode for mode in MODES if mode.startswith("stock")]
+TITLES = {
+    "cpu-small": "On a CPU, small versions",
+    "cpu-paper": "On a CPU, published sizes",
+    "cuda-small": "On a GPU, small versions",
+    "cuda-paper": "On a GPU, published sizes",
+    "cuda-paper-bf16": "On a GPU, published sizes in bfloat16",
+}
+STYLES = {
+    "array": (COLORS[0], "-"),
+    "array compiled": (COLORS[0], "--"),
+    "array CUDA graph": (COLORS[0], ":"),
+    "stock vmap": (COLORS[1], "-"),
+    "stock vmap compiled": (COLORS[1], "--"),
+    "processes": (COLORS[2], "-"),
+    "serial compiled": (COLORS[3], "--"),
+    "serial, default allocator": (COLORS[4], "-"),
+    "dense": ("0.6", "-"),
+    "JAX": (COLORS[5], "-"),
+}
+
+
+def ratio(rows: dict[str, Any], modes: Sequence[str]) -> float | None:
+    """The best of these modes that was measured and agreed with the loop."""
+    return max((rows[mode]["ratio"] for mode in modes if "ratio" in rows.get(mode, {})), default=None)
+
+
+def tables(results: dict[str, dict[str, Any]]) -> str:
+    """The section: a table for each file of results, by its name."""
+    return "\n\n".join(_section(key, results[key]) for key in TITLES if key in results)
+
+
+def _section(key: str, found: dict[str, Any]) -> str:
+    head = [
+        "workload",
+        f"M {TIMES} N",
+        "array",
+        "compiled",
+        "stock `vmap`",
+        "processes",
+        "dense",
+        "memory",
+        "compiling",
+    ]
+    lines = []
+    for name in WORKLOADS:
+        if name not in found:
+            continue
+        count = max(found[name], key=int)
+        rows = found[name][count]["rows"]
+        best = ARRAY[1:] if ratio(rows, ARRAY[1:]) else []
+        cells = [ratio(rows, group) for group in (["array"], best, STOCK, ["processes"], ["dense"])]
+        lines.append(
+            [WORKLOADS[name].title, f"{count} {TIMES} {found[name][count]['batch_size']}"]
+            + ["" if cell is None else f"{cell:.1f}{TIMES}" if cell >= 1.95 else f"{cell:.2f}{TIMES}" for cell in cells]
+            + [_memory(rows), _compiling(rows)]
+        )
+    machine = next(iter(next(iter(found.values())).values()))["machine"]
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} cores"
+    rows = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
+    figure = f"![Speed-up over the number of models](docs/speed-{key}.png)"
+    return (
+        f"**{TITLES[key]}** ({where}, PyTorch {machine['torch'].split('+')[0]})\n\n" + "\n".join(rows) + f"\n\n{figure}"
+    )
+
+
+def _memory(rows: dict[str, Any]) -> str:
+    own = [rows[mode]["bytes"] / rows[SERIAL]["bytes"] for mode in ARRAY if "bytes" in rows.get(mode, {})]
+    return " / ".join(f"{value:.2f}" for value in own)
+
+
+def _compiling(rows: dict[str, Any]) -> str:
+    return f"{rows['array compiled']['first step']:.0f} s" if "ratio" in rows.get("array compiled", {}) else ""
+
+
+def picture(found: dict[str, Any]) -> Figure:
+    """Speed relative to the loop over M, a panel for each workload."""
+    names = [name for name in WORKLOADS if name in found]
+    columns = min(4, len(names))
+    height = -(-len(names) // columns)
+    figure = Figure(figsize=(2.9 * columns, 2.5 * height + 0.5), layout="constrained")
+    axes = figure.subplots(height, columns, squeeze=False).flat
+    shown = {}
+    for ax, name in zip(axes, names, strict=False):
+        counts = sorted(map(int, found[name]))
+        for mode, (color, line) in STYLES.items():
+            points = [(m, ratio(found[name][str(m)]["rows"], [mode])) for m in counts]
+            points = [point for point in points if point[1] is not None]
+            if points:
+                marker = dict(color=color, linestyle=line, marker="o", markersize=3, linewidth=1.4)
+                (shown[mode],) = ax.plot(*zip(*points, strict=True), **marker)
+        ax.axhline(1, color="0.3", linewidth=0.7)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        ax.set_xticks(counts, map(str, counts))
+        low, high = ax.get_ylim()
+        ticks = [2.0**power for power in range(-4, 8) if low <= 2.0**power <= high]
+        ax.set_yticks(ticks, [f"{tick:g}{TIMES}" for tick in ticks])
+        ax.minorticks_off()
+        ax.set_title(f"{WORKLOADS[name].title}, N = {found[name][str(counts[0])]['batch_size']}", fontsize=9)
+        ax.grid(color="0.92", linewidth=0.7)
+        ax.tick_params(labelsize=8, color="0.4")
+        ax.spines[["top", "right"]].set_visible(False)
+    for ax in list(axes):
+        ax.set_visible(False)
+    figure.supxlabel("models M", fontsize=9)
+    figure.supylabel("speed relative to the serial loop", fontsize=9)
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    return figure
+
+
+def results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """All files of results there are."""
+    paths = {key: folder / f"{key}.json" for key in TITLES}
+    return {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
+
+
+def replaced(readme: str, section: str) -> str:
+    """The text with another section in the place of the old one."""
+    return re.sub(f"(?s){re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n\n{section}\n\n{END}", readme)
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Write the README's section and the pictures."""
+    found = results()
+    README.write_text(replaced(README.read_text(), tables(found)))
+    for key, own in found.items():
+        picture(own).savefig(DOCS / f"speed-{key}.png", dpi=110)
+        print(f"docs/speed-{key}.png")
+    return 0

@@ -1,0 +1,239 @@
+"""Every workload in every mode, over the number of models M: time, memory and processors of a step, relative to the loop.
+
+Each mode takes turns with the serial loop; its ratio is the median over rounds of the loop's time by its own in the same
+round. Before that both train without anything random, and a mode whose losses are not those of the loop gets no ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks._measure import machine, table
+from benchmarks.modes import MODES, PROCESSES, SERIAL
+from benchmarks.worker import Worker
+from benchmarks.workloads import WORKLOADS, Spec
+
+TOLERANCE = 1e-3
+CHECKED = ("stock vmap", "array", "JAX")
+CUDA_ONLY = ("array CUDA graph",)
+CPU_ONLY = ("serial, default allocator",)
+ROUNDS, WARMUP = 9, 4
+TURN = 0.3
+"""Seconds that a turn of the loop takes at least, in steps in a row."""
+
+
+class Measured:
+    """A mode's process or, for processes, one for each model."""
+
+    def __init__(self, mode: str, spec: Spec):
+        self.mode, self.count = mode, spec.num_models
+        threads = torch.get_num_threads()
+        if mode == PROCESSES:
+            # As many threads as there are processors, shared out.
+            share = max(1, threads // spec.num_models)
+            specs = [spec._replace(num_models=1, first=spec.first + i) for i in range(spec.num_models)]
+            self._workers = [Worker(mode, one, share) for one in specs]
+        else:
+            self._workers = [Worker(mode, spec, threads)]
+
+    def ask(self, order: str, *args: Any) -> list[Any]:
+        """Every process, at once."""
+        for worker in self._workers:
+            worker.begin(order, *args)
+        return [worker.end() for worker in self._workers]
+
+    def time(self, calls: int) -> tuple[float, float]:
+        """Seconds of a step of all models, and of the processors meanwhile."""
+        start = time.perf_counter()
+        answers = self.ask("time", calls)
+        took = (time.perf_counter() - start) / calls if len(answers) > 1 else answers[0][0]
+        return took, sum(busy for _, busy in answers)
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.close()
+
+
+def difference(found: list[list[float]], expected: list[list[float]]) -> float:
+    """The largest relative one of all losses; NaN counts as infinite."""
+    a, b = torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+    return ((a - b).abs() / b.abs().clamp(min=1e-12)).nan_to_num(nan=float("inf")).max().item()
+
+
+def compare(spec: Spec, modes: list[str], rounds: int, verbose: bool) -> dict[str, Any]:
+    """One workload at one M: a row for each mode."""
+    loop, rows = Measured(SERIAL, spec), {}
+    try:
+        (expected,) = loop.ask("losses")
+        loop.ask("start")
+        took, _ = loop.time(1)
+        calls = max(1, round(TURN / loop.time(1)[0])) if took < TURN else 1
+        for mode in modes:
+            if verbose:
+                print(f"{spec.workload} {spec.size} M = {spec.num_models}: {mode}", flush=True)
+            rows[mode] = row(mode, spec, loop, expected, rounds, calls)
+            if verbose:
+                print(f"    {rows[mode]}", flush=True)
+    finally:
+        loop.close()
+    return {"batch_size": spec.batch_size, "rounds": rounds, "calls": calls, "rows": rows}
+
+
+def row(mode: str, spec: Spec, loop: Measured, expected: list[list[float]], rounds: int, calls: int) -> dict[str, Any]:
+    """A mode next to the loop, or why it has no numbers."""
+    other, found = loop if mode == SERIAL else Measured(mode, spec), {}
+    try:
+        if mode in CHECKED:
+            (losses,) = other.ask("losses")
+            found["difference"] = difference(losses, expected)
+            if not found["difference"] < TOLERANCE:
+                return {**found, "error": f"losses differ from the loop's by more than {TOLERANCE:.0e}"}
+        if mode != SERIAL:
+            found["first step"] = max(other.ask("start"))
+        times, busy, gpu = [], [], []
+        for turn in range(WARMUP + rounds):
+            base, work = loop.time(calls)
+            own, work, used = (base, work, None) if mode == SERIAL else watched(spec.device, lambda: other.time(calls))
+            if turn >= WARMUP:
+                times.append((own, base))
+                busy.append(work / own)
+                gpu.append(used)
+        low, median, high = statistics.quantiles([own for own, _ in times], n=4, method="inclusive")
+        return found | {
+            "seconds": [low, median, high],
+            "ratio": statistics.median(base / own for own, base in times),
+            "busy": statistics.median(busy) / (os.cpu_count() or 1),
+            "gpu": None if None in gpu else statistics.median(gpu),
+            "bytes": sum(other.ask("memory")),
+            "resident": sum(other.ask("resident")),
+        }
+    except RuntimeError as error:
+        return {**found, "error": str(error)}
+    finally:
+        if mode != SERIAL:
+            other.close()
+
+
+def watched(device: str, work: Callable[[], tuple[float, float]]) -> tuple[float, float, float | None]:
+    """What ``work`` returns, and the share of time in which the GPU ran kernels meanwhile, if NVML can tell."""
+    try:
+        nvml = importlib.import_module("pynvml") if device == "cuda" else None
+    except ImportError:
+        nvml = None
+    if nvml is None:
+        return *work(), None
+    nvml.nvmlInit()
+    handle, done, seen = nvml.nvmlDeviceGetHandleByIndex(0), threading.Event(), []
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            seen.append(nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        result = work()
+    finally:
+        done.set()
+        thread.join()
+    return *result, statistics.mean(seen) if seen else None
+
+
+def largest(spec: Spec) -> int:
+    """The most models that fit as an array."""
+    worker = Worker("array", spec, torch.get_num_threads())
+    try:
+        return worker.ask("largest")
+    finally:
+        worker.close()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All that the arguments name; results are added to the file as they come."""
+    wrong = CPU_ONLY if args.device == "cuda" else CUDA_ONLY
+    modes = [mode for mode in MODES if mode not in wrong and (not args.modes or mode in args.modes)]
+    place = {"small": 0, "paper": 2 if args.device == "cuda" else 1}[args.size]
+    results: dict[str, Any] = {}
+    for name in args.workloads or WORKLOADS:
+        for count in args.models:
+            size = args.batch_size or WORKLOADS[name].sizes[place]
+            spec = Spec(name, args.size, count, size, args.device, args.amp)
+            found = compare(spec, modes, args.rounds, args.verbose)
+            if args.largest:
+                found["largest"] = largest(spec._replace(num_models=1))
+            results.setdefault(name, {})[str(count)] = found
+            print(f"{show(name, args.size, count, found)}\n", flush=True)
+            if args.json:
+                save(args.json, name, str(count), found)
+    return results
+
+
+def save(path: Path, name: str, count: str, found: dict[str, Any]) -> None:
+    """Put rows into a file of results in the place of those they measure again."""
+    held = json.loads(path.read_text()) if path.exists() else {}
+    old = held.setdefault(name, {}).get(count, {"rows": {}})
+    held[name][count] = {**found, "machine": machine(), "rows": {**old["rows"], **found["rows"]}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(held, indent=1) + "\n")
+
+
+def show(name: str, size: str, count: int, found: dict[str, Any]) -> str:
+    """The table of one workload at one M."""
+    lines = []
+    for mode, one in found["rows"].items():
+        if "error" in one:
+            lines.append([mode, one["error"][:60], "", "", "", "", ""])
+            continue
+        low, median, high = (1e3 * value for value in one["seconds"])
+        first = f"{one['first step']:.1f}" if "first step" in one else ""
+        memory = f"{one['bytes'] / 2**20:.1f}"
+        lines.append(
+            [
+                mode,
+                f"{median:.2f}",
+                f"{low:.2f} - {high:.2f}",
+                f"{one['ratio']:.2f}x",
+                first,
+                memory,
+                f"{one['busy']:.0%}",
+            ]
+        )
+    head = [f"{found['rounds']} rounds of {found['calls']} steps", "ms", "quartiles", "ratio", "first step s", "MiB"]
+    title = f"{WORKLOADS[name].title} ({size}), M = {count}, N = {found['batch_size']}"
+    fits = f"\n{found['largest']} models fit" if "largest" in found else ""
+    return f"{title}\n{table([*head, 'processors'], lines)}{fits}"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sweep", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], help="which; all by default")
+    parser.add_argument("--size", choices=["paper", "small"], default="paper", help="published sizes, or a laptop's")
+    parser.add_argument("--models", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="numbers of models")
+    parser.add_argument("--modes", nargs="+", choices=[*MODES], help="ways to train; all by default")
+    parser.add_argument("--batch-size", type=int, help="samples of each model's step")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--amp", action="store_true", help="in bfloat16")
+    parser.add_argument("--largest", action="store_true", help="how many models fit, too")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--verbose", action="store_true", help="print each mode as it is measured")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to FILE")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    measure(parse(argv))
+    return 0

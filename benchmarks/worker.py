@@ -1,0 +1,154 @@
+"""One way to train one workload, in a process of its own that does what it is told, line by line.
+
+Ways do not disturb each other so: allocator settings, batching rules, compiled graphs and memory are each one's own, and
+only one process works at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+import hfta_func as hfta
+from benchmarks._measure import ROOT, peak_bytes, resident_bytes, seconds
+from benchmarks.modes import MODES, Run
+from benchmarks.workloads import Spec, make
+
+
+class Worker:
+    """The side of the process that asks: a method for each order; ``begin`` and ``end`` are its two halves."""
+
+    def __init__(self, mode: str, spec: Spec, threads: int):
+        order = json.dumps([mode, spec, threads])
+        command = [sys.executable, "-m", "benchmarks.worker", order]
+        # The profiler talks.
+        quiet = {**os.environ, "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=quiet, stdin=-1, stdout=-1, stderr=self._errors, text=True
+        )
+
+    def begin(self, order: str, *args: Any) -> None:
+        """Tell it what to do."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps([order, *args]) + "\n")
+            self._process.stdin.flush()
+
+    def end(self) -> Any:
+        """Wait for the answer.
+
+        Raises:
+            RuntimeError: in the words of the process, if it could not.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            self._errors.seek(0)
+            last = self._errors.read().strip().splitlines()[-1:]
+            raise RuntimeError(f"the process ended with status {status}: {' '.join(last)}")
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def ask(self, order: str, *args: Any) -> Any:
+        """Both."""
+        self.begin(order, *args)
+        return self.end()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class Desk:
+    """The side that answers."""
+
+    def __init__(self, mode: str, spec: Spec):
+        self.mode, self.spec = mode, spec
+        self.run: Run | None = None
+
+    def losses(self) -> list[list[float]]:
+        """Of three steps without anything random, each ``[M]``."""
+        job = make(self.spec._replace(quiet=True, amp=False))
+        run = MODES[self.mode](job)
+        return [run.step(batch).tolist() for batch in job.batches[:3]]
+
+    def start(self) -> float:
+        """Make models and take the first step; returns the seconds of that, with compiling."""
+        job = make(self.spec)
+        self._batches = itertools.cycle(job.batches)
+        start = time.perf_counter()
+        self.run = MODES[self.mode](job)
+        seconds(self._step, 1, self.spec.device)
+        return time.perf_counter() - start
+
+    def time(self, calls: int) -> list[float]:
+        """Seconds of a step, and of the processors at work meanwhile."""
+        before = os.times()
+        took = seconds(self._step, calls, self.spec.device)
+        after = os.times()
+        return [took, (after.user + after.system - before.user - before.system) / calls]
+
+    def memory(self) -> int:
+        """The most bytes of tensors at one time in a step, on a GPU of all that the process has taken there."""
+        assert self.run is not None
+        if self.mode == "JAX":
+            return 0
+        if self.spec.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self._step()
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated()
+        return resident_bytes(self.run.held()) + peak_bytes(self._step)
+
+    def largest(self) -> int:
+        """The most models that fit as an array: tried on a GPU, predicted on a CPU."""
+        job = make(self.spec)
+        step, state = job.array()
+        if self.spec.device == "cuda":
+            return hfta.max_models(step, state, job.batches[0], limit=4096)
+        return hfta.plan(step, state, job.batches[0], limit=100_000).num_models
+
+    def resident(self) -> int:
+        """The most memory of the machine that the process has had."""
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def _step(self) -> None:
+        assert self.run is not None
+        self.run.step(next(self._batches))
+
+
+def main(order: str) -> None:
+    """Answer until nothing is asked."""
+    # Only answers go to the standard output.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    mode, spec, threads = json.loads(order)
+    torch.set_num_threads(threads)
+    if "default allocator" not in mode:
+        hfta.keep_memory()
+    desk = Desk(mode, Spec(*spec))
+    for line in sys.stdin:
+        name, *args = json.loads(line)
+        try:
+            answer = getattr(desk, name)(*args)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

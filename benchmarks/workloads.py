@@ -1,0 +1,301 @@
+"""The workloads that are compared: HFTA's six at the published sizes and at small ones, and an MLP.
+
+Each is an example of ``examples/`` with its model, loss, optimizer and embedded data, in the forms that the ways to train it
+need: one ordinary model, an array, and PyTorch's own ``vmap``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+from unittest import mock
+
+import torch
+from examples.common import array, solo
+from examples.common.data.images import to_float
+from examples.common.flags import AdamFlags, Flags
+from examples.common.losses import accuracy, cross_entropy
+from examples.common.task import Batch, Task, autocast, find_device
+from examples.dcgan import array as gan
+from examples.dcgan import main as dcgan
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+
+import hfta_func as hfta
+
+WORDS = 33278
+"""Different words of WikiText-2."""
+
+
+class Spec(NamedTuple):
+    """What is measured.
+
+    Args:
+        workload: A key of :data:`WORKLOADS`.
+        size: ``"paper"`` or ``"small"``.
+        num_models: M.
+        batch_size: N.
+        device: ``"cpu"`` or ``"cuda"``.
+        amp: Whether in bfloat16.
+        first: Seed of the first member.
+        quiet: Whether without dropout and with the same latent vectors everywhere, so that results can be compared.
+    """
+
+    workload: str
+    size: str
+    num_models: int
+    batch_size: int
+    device: str = "cpu"
+    amp: bool = False
+    first: int = 0
+    quiet: bool = False
+
+
+class Run(NamedTuple):
+    """One way to train: ``step(batch)`` trains and returns the losses ``[M]``; ``held()`` is what it keeps alive."""
+
+    step: Callable[[Any], Tensor]
+    held: Callable[[], Any]
+
+
+class Job(Protocol):
+    """A workload at some M and N."""
+
+    batches: list[Any]
+
+    def solo(self, member: int, compiled: bool) -> Run:
+        """One member in plain PyTorch."""
+        ...
+
+    def array(self) -> tuple[Callable[..., Any], Any]:
+        """Step and state of all members."""
+        ...
+
+    def stock(self, compiled: bool) -> Run:
+        """All members under ``torch.func.vmap`` without batching rules of ours, with the array's optimizer."""
+        ...
+
+
+class TaskJob:
+    """A model with a loss."""
+
+    def __init__(self, task: Task, flags: Flags, quiet: bool):
+        self.flags, self.device = flags, find_device(flags.device)
+        self.task = task._replace(factory=lambda: silent(task.factory())) if quiet else task
+        loader = array.make_loader(task.train, task.training_batch, flags, self.device)
+        self.batches = list(itertools.islice(itertools.cycle(loader), 4))
+
+    def solo(self, member: int, compiled: bool) -> Run:
+        """One member in plain PyTorch."""
+        flags, task = self.flags.member(member), self.task
+        torch.manual_seed(flags.seeds[0])
+        model = task.factory().to(self.device)
+        optimizer, _ = solo.make_optimizer(task.optimizer, model, flags)
+        run = torch.compile(model, dynamic=False) if compiled else model
+
+        def step(batch: Batch) -> Tensor:
+            optimizer.zero_grad()
+            with autocast(self.device, flags.amp):
+                loss = task.loss_fn(run, batch)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return Run(step, lambda: (model.state_dict(), [*map(dict, optimizer.state.values())]))
+
+    def array(self) -> tuple[Callable[..., Any], Any]:
+        """Step and state of all members."""
+        step, state, _ = array.prepare(self.task, self.flags, self.device)
+        return step, state
+
+    def stock(self, compiled: bool) -> Run:
+        """All members under ``torch.func.vmap``."""
+        task, model = self.task, self.task.factory().to(self.device)
+        params, buffers = array.initial(task.factory, self.flags.seeds, self.device)
+        # Statistics alone are per member: a mask with a model axis, whose values a Transformer asks for, is an error.
+        buffers = {name: buffer for name, buffer in buffers.items() if "running" in name or "tracked" in name}
+        optimizer = array.OPTIMIZERS[task.optimizer](self.flags.per_model(), 1000)
+        carried = params, buffers, optimizer.init(params)
+
+        def loss_fn(params: Any, buffers: Any, batch: Batch) -> tuple[Tensor, Any]:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            bound = lambda *inputs: functional_call(model, (params, buffers), inputs)  # noqa: E731
+            return task.loss_fn(bound, batch), buffers
+
+        def update(params: Any, buffers: Any, opt: Any, batch: Batch) -> Any:
+            with autocast(self.device, self.flags.amp):
+                each = torch.func.vmap(grad_and_value(loss_fn, has_aux=True), randomness="different")
+                grads, (losses, buffers) = each(params, buffers, batch)
+            updates, opt = optimizer.update(grads, opt, params)
+            return (hfta.apply_updates(params, updates), buffers, opt), losses
+
+        return carry(update, carried, compiled)
+
+
+class GANJob:
+    """A generator and a discriminator."""
+
+    def __init__(self, flags: dcgan.Flags, quiet: bool):
+        self.flags, self.device, self.quiet = flags, find_device(flags.device), quiet
+        self.generator, self.discriminator, self.noise, images, _ = dcgan.setting(flags)
+        loader = array.make_loader((images,), lambda batch: (to_float(batch[0]),), flags, self.device)
+        self.batches = list(itertools.islice(itertools.cycle(loader), 4))
+
+    def solo(self, member: int, compiled: bool) -> Run:
+        """One member in plain PyTorch."""
+        flags = dataclasses.replace(self.flags.member(member), compile=compiled)
+        pair, steps = dcgan.Pair(self.generator, self.discriminator, self.noise, flags), itertools.count()
+
+        def as_in_the_array(count: int) -> Tensor:
+            keys = hfta.random.keys(self.flags.seeds, device=self.device)
+            keys = hfta.random.fold_in(keys, torch.full_like(keys, next(steps)))
+            return hfta.random.normal(keys, (count, self.noise, 1, 1))[member]
+
+        if self.quiet:
+            pair.draw = as_in_the_array
+
+        def step(batch: Batch) -> Tensor:
+            losses = pair.step(batch[0])
+            return losses["loss_d"] + losses["loss_g"]
+
+        return Run(step, lambda: [part.state_dict() for part in pair.parts().values()])
+
+    def array(self) -> tuple[Callable[..., Any], Any]:
+        """Step and state of all members."""
+        step, state = gan.prepare(self.generator, self.discriminator, self.noise, self.flags)
+
+        def both(state: gan.GANState, batch: Batch) -> tuple[gan.GANState, dict[str, Tensor]]:
+            state, losses = step(state, batch)
+            return state, {"loss": losses["loss_d"] + losses["loss_g"]}
+
+        return both, state
+
+    def stock(self, compiled: bool) -> Run:
+        """All members under ``torch.func.vmap``."""
+        with mock.patch.object(hfta, "vmap", torch.func.vmap):
+            step, state = self.array()
+
+        def update(state: Any, batch: Batch) -> Any:
+            state, metrics = step(state, batch)
+            return (state,), metrics["loss"]
+
+        return carry(update, (state,), compiled)
+
+
+def carry(update: Callable[..., Any], carried: Any, compiled: bool) -> Run:
+    """A run that carries what ``update(*carried, batch) -> carried, losses`` changes."""
+    run = torch.compile(update, dynamic=False) if compiled else update
+
+    def step(batch: Batch) -> Tensor:
+        nonlocal carried
+        with torch.no_grad():
+            carried, losses = run(*carried, batch)
+        return losses
+
+    return Run(step, lambda: carried)
+
+
+def silent(model: nn.Module) -> nn.Module:
+    """The model without its dropout."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    return model
+
+
+class MLPFlags(AdamFlags):
+    """The flags of an example, for the MLP."""
+
+
+def _mlp(flags: Flags) -> Task:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4096, 64, generator=generator), torch.randint(0, 10, (4096,), generator=generator)
+
+    def factory() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    return Task(factory, cross_entropy, accuracy, "adam", rows, rows)
+
+
+def _language(name: str) -> Callable[[Any], Task]:
+    """A Transformer or BERT on random words of WikiText-2's vocabulary, or at the small size on embedded text."""
+
+    def task(flags: Any) -> Task:
+        main = importlib.import_module(f"examples.{name}.main")
+        own = main.task(flags)
+        if flags.size == "small" or (name == "bert" and flags.device == "cpu"):
+            return own
+        words = torch.randint(0, WORDS, (4096, flags.length + 1), generator=torch.Generator().manual_seed(0))
+        factory = {
+            "transformer": lambda: main.TransformerLM(WORDS, flags.length),
+            "bert": lambda: main.BERT(WORDS, flags.length, causal=True),
+        }[name]
+        return own._replace(factory=factory, train=(words[:, :-1].clone(), words[:, 1:].clone()))
+
+    return task
+
+
+class Workload(NamedTuple):
+    """One that is compared.
+
+    Args:
+        title: Its name in tables.
+        main: Name of the example, or None.
+        options: Flags that are not left as they are.
+        sizes: N at the small size, at the published one on a CPU, and on a GPU.
+    """
+
+    title: str
+    main: str | None
+    options: dict[str, Any]
+    sizes: tuple[int, int, int]
+
+
+WORKLOADS = {
+    "mlp": Workload("MLP 64-64-64-10", None, {}, (32, 32, 32)),
+    "resnet": Workload("ResNet-18", "resnet", {}, (8, 8, 128)),
+    "mobilenet-v2": Workload("MobileNet V2", "mobilenet", {"version": "v2"}, (8, 16, 1024)),
+    "mobilenet-v3s": Workload("MobileNet V3-small", "mobilenet", {"version": "v3s"}, (8, 16, 1024)),
+    "mobilenet-v3l": Workload("MobileNet V3-large", "mobilenet", {"version": "v3l"}, (8, 16, 1024)),
+    "pointnet-cls": Workload("PointNet, classification", "pointnet", {"task": "cls"}, (8, 4, 32)),
+    "pointnet-seg": Workload("PointNet, segmentation", "pointnet", {"task": "seg"}, (8, 4, 32)),
+    "dcgan": Workload("DCGAN", "dcgan", {}, (8, 4, 128)),
+    "transformer": Workload("Transformer", "transformer", {}, (4, 8, 32)),
+    "bert": Workload("BERT", "bert", {"objective": "next"}, (4, 2, 32)),
+}
+
+POINTS = {"small": 128, "cpu": 500, "cuda": 2500}
+
+
+def make(spec: Spec) -> Job:
+    """The workload of a spec, with data and without models yet."""
+    work, members = WORKLOADS[spec.workload], range(spec.first, spec.first + spec.num_models)
+    main = importlib.import_module(f"examples.{work.main}.main") if work.main else None
+    kind = main.Flags if main else MLPFlags
+    options = dict(work.options)
+    if work.main == "pointnet":
+        options["points"] = POINTS["small" if spec.size == "small" else spec.device]
+    fixed = {"size": spec.size, "device": spec.device, "amp": spec.amp, "batch_size": spec.batch_size, **options}
+    (rate,) = {field.name: field.default for field in dataclasses.fields(kind)}["lr"]
+    # Rates that all train, each member's the same in arrays of any size.
+    lr = tuple(rate * 0.5 ** (1 + member % 4 / 4) for member in members)
+    # One update of GAN and Adam at a time is small enough to be compared.
+    flags = kind(
+        lr=lr, seeds=tuple(members), limit=max(512, 4 * spec.batch_size), **_spread(kind, len(members)), **fixed
+    )
+    if work.main == "dcgan":
+        return GANJob(flags, spec.quiet)
+    task = _mlp if main is None else _language(work.main) if work.main in ("transformer", "bert") else main.task
+    return TaskJob(task(flags), flags, spec.quiet)
+
+
+def _spread(kind: type[Flags], count: int) -> dict[str, tuple[Any, ...]]:
+    """The default of every other knob, for every member."""
+    skip = ("lr", "seeds")
+    found = {field.name: field.default for field in dataclasses.fields(kind)}
+    return {name: value * count for name, value in found.items() if isinstance(value, tuple) and name not in skip}
