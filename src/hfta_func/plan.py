@@ -232,9 +232,15 @@ def _peak(work: Callable[[], object], device: torch.device) -> int:
         work()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        work()
+    # Garbage of before that is freed meanwhile would hide what the work takes.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            work()
+    finally:
+        if collecting:
+            gc.enable()
     kineto: Any = recorded.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
     events = sorted(
         (event for event in kineto.events() if event.name() == "[memory]"), key=lambda event: event.start_ns()
