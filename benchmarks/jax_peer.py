@@ -122,12 +122,13 @@ def run(job: TaskJob) -> Run:
     task, flags = getattr(job, "task", None), job.flags
     if task is None or flags.amp:
         raise RuntimeError("not written for this workload")
+    jax.config.update("jax_enable_x64", torch.get_default_dtype() == torch.float64)
     call, make = forward(task.factory()), {"adam": optax.adam, "adadelta": optax.adadelta}[task.optimizer]
     params, buffers = (
         {name: jnp.asarray(leaf.numpy(force=True)) for name, leaf in tree.items()}
         for tree in array.initial(task.factory, flags.seeds, job.device)
     )
-    lr, keys = jnp.asarray(flags.lr, dtype=jnp.float32), jax.vmap(jax.random.key)(jnp.asarray(flags.seeds))
+    lr, keys = jnp.asarray(flags.lr, dtype=float), jax.vmap(jax.random.key)(jnp.asarray(flags.seeds))
 
     def loss_fn(params: Arrays, buffers: Arrays, inputs: Any, targets: Any, key: Any) -> tuple[Any, Arrays]:
         logits, buffers = call(params, buffers, inputs, key)

@@ -24,7 +24,7 @@ from benchmarks.modes import MODES, PROCESSES, SERIAL
 from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec
 
-TOLERANCE = 1e-3
+TOLERANCE = 1e-6
 CHECKED = ("stock vmap", "array", "JAX")
 CUDA_ONLY = ("array CUDA graph",)
 CPU_ONLY = ("serial, default allocator",)

@@ -72,6 +72,7 @@ class Worker:
         """End the process."""
         self._process.kill()
         self._process.communicate()
+        self._errors.close()
 
 
 class Desk:
@@ -82,10 +83,14 @@ class Desk:
         self.run: Run | None = None
 
     def losses(self) -> list[list[float]]:
-        """Of three steps without anything random, each ``[M]``."""
-        job = make(self.spec._replace(quiet=True, amp=False))
-        run = MODES[self.mode](job)
-        return [run.step(batch).tolist() for batch in job.batches[:3]]
+        """Of three steps without anything random, each ``[M]``; in float64, as Adam makes steps of rounding noise."""
+        torch.set_default_dtype(torch.float64)
+        try:
+            job = make(self.spec._replace(quiet=True, amp=False))
+            run = MODES[self.mode](job)
+            return [run.step(batch).tolist() for batch in job.batches[:3]]
+        finally:
+            torch.set_default_dtype(torch.float32)
 
     def start(self) -> float:
         """Make models and take the first step; returns the seconds of that, with compiling."""

@@ -85,8 +85,7 @@ class TaskJob:
     def __init__(self, task: Task, flags: Flags, quiet: bool):
         self.flags, self.device = flags, find_device(flags.device)
         self.task = task._replace(factory=lambda: silent(task.factory())) if quiet else task
-        loader = array.make_loader(task.train, task.training_batch, flags, self.device)
-        self.batches = list(itertools.islice(itertools.cycle(loader), 4))
+        self.batches = batches(array.make_loader(task.train, task.training_batch, flags, self.device))
 
     def solo(self, member: int, compiled: bool) -> Run:
         """One member in plain PyTorch."""
@@ -141,8 +140,7 @@ class GANJob:
     def __init__(self, flags: dcgan.Flags, quiet: bool):
         self.flags, self.device, self.quiet = flags, find_device(flags.device), quiet
         self.generator, self.discriminator, self.noise, images, _ = dcgan.setting(flags)
-        loader = array.make_loader((images,), lambda batch: (to_float(batch[0]),), flags, self.device)
-        self.batches = list(itertools.islice(itertools.cycle(loader), 4))
+        self.batches = batches(array.make_loader((images,), lambda batch: (to_float(batch[0]),), flags, self.device))
 
     def solo(self, member: int, compiled: bool) -> Run:
         """One member in plain PyTorch."""
@@ -152,7 +150,7 @@ class GANJob:
         def as_in_the_array(count: int) -> Tensor:
             keys = hfta.random.keys(self.flags.seeds, device=self.device)
             keys = hfta.random.fold_in(keys, torch.full_like(keys, next(steps)))
-            return hfta.random.normal(keys, (count, self.noise, 1, 1))[member]
+            return hfta.random.normal(keys, (count, self.noise, 1, 1), dtype=self.batches[0][0].dtype)[member]
 
         if self.quiet:
             pair.draw = as_in_the_array
@@ -183,6 +181,13 @@ class GANJob:
             return (state,), metrics["loss"]
 
         return carry(update, (state,), compiled)
+
+
+def batches(loader: Any) -> list[Batch]:
+    """Four of them, in PyTorch's default precision."""
+    dtype = torch.get_default_dtype()
+    four = itertools.islice(itertools.cycle(loader), 4)
+    return [tuple(leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in batch) for batch in four]
 
 
 def carry(update: Callable[..., Any], carried: Any, compiled: bool) -> Run:

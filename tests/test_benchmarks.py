@@ -96,16 +96,18 @@ def test_memory_is_positive_and_holds_the_gradients(bench, capsys):
     assert resident > 4 * 3 * parameters and peak > 4 * 3 * parameters
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet", "mobilenet-v3s", "pointnet-seg", "dcgan", "transformer", "bert"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "resnet", "mobilenet-v2", "mobilenet-v3l", "pointnet-seg", "dcgan", "transformer", "bert"]
+)
 def test_every_way_to_train_gives_the_losses_of_the_loop(bench, name):
     worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
     spec = workloads.Spec(name, "small", 2, 4)
     expected = worker.Desk("serial", spec).losses()
     assert len(expected) == 3 and len(expected[0]) == 2 and expected[0][0] != expected[0][1]
     for mode in ("array", "stock vmap"):
-        assert sweep.difference(worker.Desk(mode, spec).losses(), expected) < 1e-4
+        assert sweep.difference(worker.Desk(mode, spec).losses(), expected) < sweep.TOLERANCE
     alone = worker.Desk("processes", spec._replace(num_models=1, first=1)).losses()
-    assert sweep.difference(alone, [losses[1:] for losses in expected]) < 1e-4
+    assert sweep.difference(alone, [losses[1:] for losses in expected]) < sweep.TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])
@@ -114,17 +116,17 @@ def test_jax_gives_the_losses_of_the_loop(bench, name):
     worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
     spec = workloads.Spec(name, "small", 2, 4)
     expected = worker.Desk("serial", spec).losses()
-    assert sweep.difference(worker.Desk("JAX", spec).losses(), expected) < 1e-4
+    assert sweep.difference(worker.Desk("JAX", spec).losses(), expected) < sweep.TOLERANCE
 
 
 def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
     sweep, file = bench("sweep"), tmp_path / "results" / "cpu-small.json"
     order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--rounds", "2", "--json", str(file), "--modes"]
     assert sweep.main([*order, "serial", "array", "processes"]) == 0
-    assert sweep.main([*order, "serial", "dense", "stock vmap"]) == 0
+    assert sweep.main([*order, "dense"]) == 0
     rows = json.loads(file.read_text())["mlp"]["2"]["rows"]
-    assert set(rows) == {"serial", "array", "processes", "dense", "stock vmap"}
-    assert rows["serial"]["ratio"] == 1 and rows["array"]["difference"] < 1e-4
+    assert set(rows) == {"serial", "array", "processes", "dense"}
+    assert rows["serial"]["ratio"] == 1 and rows["array"]["difference"] < sweep.TOLERANCE
     for row in rows.values():
         low, median, high = row["seconds"]
         assert 0 < low <= median <= high and row["ratio"] > 0 and row["bytes"] > 0 and 0 <= row["busy"] <= 1.2
@@ -133,7 +135,7 @@ def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
     printed = [
         float(match[1]) for line in capsys.readouterr().out.splitlines() if (match := re.search(r"([\d.]+)x", line))
     ]
-    assert len(printed) == 6
+    assert len(printed) == 4
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
