@@ -46,6 +46,7 @@ def prepare(task: Task, flags: Flags, device: torch.device) -> tuple[hfta.TrainS
             task.loss_fn,
             OPTIMIZERS[task.optimizer](flags.per_model(), len(loader)),
             autocast=torch.bfloat16 if flags.amp else None,
+            donate=True,
         )
         params, buffers = initial(task.factory, flags.seeds, device)
         return step, step.init(params, buffers, seeds=flags.seeds), loader

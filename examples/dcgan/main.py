@@ -24,7 +24,7 @@ from examples.common.data import images
 from examples.common.flags import Flag
 from examples.common.flags import Flags as Common
 from examples.common.run import run
-from examples.common.task import Batch, Metrics, Outcome, autocast, find_device
+from examples.common.task import Metrics, Outcome, autocast, find_device
 from examples.dcgan.frechet import SAMPLES, Moments, frechet, moments
 from examples.dcgan.model import Discriminator, Generator, on_fake, on_real
 

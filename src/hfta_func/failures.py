@@ -36,9 +36,14 @@ def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
         return torch.zeros(losses.shape[0], dtype=torch.int64)
     # In float64, sums of narrower values do not overflow. One reduction at the end, so that the compiler computes the
     # flags once and not for every leaf that reads them.
-    sums = torch.stack([leaf.reshape(leaf.shape[0], -1).sum(1, dtype=torch.float64) for leaf in leaves]).isfinite()
+    sums = torch.stack([_sum(leaf) for leaf in leaves]).isfinite()
     failure = torch.where(sums.all(0), int(Failure.NONE), int(Failure.GRADIENT))
     return torch.where(sums[0], failure, int(Failure.LOSS))
+
+
+def _sum(leaf: Tensor) -> Tensor:
+    # Over all axes, in whatever order they are in memory: a gradient may be transposed.
+    return leaf.sum([*range(1, leaf.dim())], dtype=torch.float64) if leaf.dim() > 1 else leaf.double()
 
 
 def refuse(failure: Tensor, step: Tensor) -> Tensor:

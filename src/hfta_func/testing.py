@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hfta_func._batch import slice_batch
-from hfta_func._tree import leaves, num_models, paths, take
+from hfta_func._tree import leaves, num_models, paths, take, tree_map
 from hfta_func._types import Tree
 from hfta_func.train import TrainState, TrainStep
 
@@ -31,7 +31,7 @@ def assert_matches_solo(
 
     Args:
         step: The step, not compiled; members run through it as arrays of one.
-        state: Where both start.
+        state: Where both start; it is not written, also if the step is donated its state.
         batches: What the array sees; a member by itself sees its own part.
         members: Which members to repeat; all by default.
         rtol: Largest difference allowed, relative to the largest magnitude in each leaf. 1e-10 suits float64; float32
@@ -53,7 +53,7 @@ def assert_matches_solo(
         >>> state = assert_matches_solo(step, state, [torch.randn(3, 8, 4).double() for _ in range(5)])
     """
     batches = list(batches)
-    after = state
+    after = tree_map(torch.clone, state)
     for batch in batches:
         after, _ = (run or step)(after, batch)
     for member in range(num_models(state)) if members is None else members:

@@ -134,13 +134,18 @@ class Shaped:
 
     def __init__(self, values: Mapping[str, Tensor]):
         self._values = values
+        self._stacked: dict[torch.dtype, dict[str, Tensor]] = {}
         self._shaped: dict[tuple[torch.dtype, int], dict[str, Tensor]] = {}
 
     def like(self, leaf: Tensor) -> dict[str, Tensor]:
         """The values in the leaf's dtype and number of axes."""
         key = (leaf.dtype, leaf.dim())
+        if leaf.dtype not in self._stacked:
+            # In one tensor, so that the compiler computes them once and not for every element of every leaf.
+            columns = torch.stack([value.to(leaf.dtype) for value in self._values.values()]).unbind()
+            self._stacked[leaf.dtype] = dict(zip(self._values, columns, strict=True))
         if key not in self._shaped:
-            self._shaped[key] = {name: per_model(value, leaf) for name, value in self._values.items()}
+            self._shaped[key] = {name: per_model(value, leaf) for name, value in self._stacked[leaf.dtype].items()}
         return self._shaped[key]
 
 

@@ -34,7 +34,7 @@ def zeros(path: str, param: Tensor) -> Tensor:
 def decay_mean(mean: Tensor, grad: Tensor, share: Any) -> Tensor:
     """``mean = (1 - share) * mean + share * grad`` in place."""
     # With tensors it may run under vmap, where PyTorch has no rules for lerp_ and addcmul_.
-    return mean.lerp_(grad, share) if isinstance(share, float) else mean.copy_(torch.lerp(mean, grad, share))
+    return mean.lerp_(grad, share) if isinstance(share, float) else mean.add_((grad - mean).mul_(share))
 
 
 def decay_square(square: Tensor, decay: Any, grad: Tensor, share: Any) -> None:
