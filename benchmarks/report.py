@@ -118,15 +118,15 @@ def picture(found: dict[str, Any]) -> Figure:
         ticks = [2.0**power for power in range(-4, 8) if low <= 2.0**power <= high]
         ax.set_yticks(ticks, [f"{tick:g}{TIMES}" for tick in ticks])
         ax.minorticks_off()
+        ax.set_xlabel("models M", fontsize=8)
         ax.set_title(f"{WORKLOADS[name].title}, N = {found[name][str(counts[0])]['batch_size']}", fontsize=9)
         ax.grid(color="0.92", linewidth=0.7)
         ax.tick_params(labelsize=8, color="0.4")
         ax.spines[["top", "right"]].set_visible(False)
     for ax in list(axes):
         ax.set_visible(False)
-    figure.supxlabel("models M", fontsize=9)
     figure.supylabel("speed relative to the serial loop", fontsize=9)
-    figure.legend(shown.values(), shown, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=min(5, columns + 1), frameon=False, fontsize=8)
     return figure
 
 
