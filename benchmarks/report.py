@@ -126,7 +126,9 @@ def picture(found: dict[str, Any]) -> Figure:
     for ax in list(axes):
         ax.set_visible(False)
     figure.supylabel("speed relative to the serial loop", fontsize=9)
-    figure.legend(shown.values(), shown, loc="outside lower center", ncols=min(5, columns + 1), frameon=False, fontsize=8)
+    figure.legend(
+        shown.values(), shown, loc="outside lower center", ncols=min(5, columns + 1), frameon=False, fontsize=8
+    )
     return figure
 
 
