@@ -73,6 +73,11 @@ def jax(job: Job) -> Run:
     return importlib.import_module("benchmarks.jax_peer").run(job)
 
 
+def hfta(job: Job) -> Run:
+    """The same with the operators and optimizers of the original HFTA, for the workloads that are written with them."""
+    return importlib.import_module("benchmarks.hfta_peer").run(job)
+
+
 MODES: dict[str, Callable[[Job], Run]] = {
     SERIAL: serial,
     "serial, default allocator": serial,
@@ -85,4 +90,5 @@ MODES: dict[str, Callable[[Job], Run]] = {
     "array CUDA graph": lambda job: array(job, compiled=True, graphed=True),
     "dense": dense,
     "JAX": jax,
+    "HFTA": hfta,
 }

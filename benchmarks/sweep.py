@@ -25,7 +25,7 @@ from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec
 
 TOLERANCE = 1e-6
-CHECKED = ("stock vmap", "array", "JAX")
+CHECKED = ("stock vmap", "array", "JAX", "HFTA")
 CUDA_ONLY = ("array CUDA graph",)
 CPU_ONLY = ("serial, default allocator",)
 ROUNDS, WARMUP = 9, 4

@@ -119,6 +119,17 @@ def test_jax_gives_the_losses_of_the_loop(bench, name):
     assert sweep.difference(worker.Desk("JAX", spec).losses(), expected) < sweep.TOLERANCE
 
 
+# HFTA's own, where it is compiled at import.
+@pytest.mark.filterwarnings("ignore:.*invalid escape sequence")
+@pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])
+def test_hfta_gives_the_losses_of_the_loop(bench, name):
+    pytest.importorskip("hfta", reason="needs HFTA")
+    worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
+    spec = workloads.Spec(name, "small", 2, 4)
+    expected = worker.Desk("serial", spec).losses()
+    assert sweep.difference(worker.Desk("HFTA", spec).losses(), expected) < sweep.TOLERANCE
+
+
 def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
     sweep, file = bench("sweep"), tmp_path / "results" / "cpu-small.json"
     order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--rounds", "2", "--json", str(file), "--modes"]
