@@ -276,3 +276,24 @@ assert len(calls) == 3
 def test_two_copies_of_the_package() -> None:
     done = subprocess.run([sys.executable, "-c", _TWO_COPIES], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_compiled_products_with_one_column_stay_within_their_results():
+    # Inductor's sums for them overwrote the next block of memory.
+    def factory():
+        return nn.Sequential(
+            *(nn.Conv2d(3, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)),
+            *(nn.Conv2d(16, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.2)),
+            nn.Conv2d(32, 1, 4, bias=False),
+        )
+
+    def loss_fn(model, batch):
+        return nn.functional.softplus(-model(batch)).mean()
+
+    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.1))
+    run = torch.compile(step, fullgraph=True, dynamic=False)
+    state = other = step.init(*hfta.init_params(factory, seeds=range(4)), seeds=range(4))
+    for batch in torch.randn(5, 4, 8, 3, 16, 16):
+        state, metrics = run(state, batch)
+        other, expected = step(other, batch)
+        torch.testing.assert_close(metrics["loss"], expected["loss"])

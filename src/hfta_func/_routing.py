@@ -21,6 +21,8 @@ from hfta_func import random
 from hfta_func._composites import LOWERED
 from hfta_func._errors import RandomnessError
 
+_SITES = 16  # call sites whose streams are computed together, which costs no more than one
+
 
 class routed(TorchFunctionMode):
     """Draw every random number inside the ``with`` block from ``key``.
@@ -47,12 +49,18 @@ class routed(TorchFunctionMode):
         super().__init__()
         self.key = key
         self.site = site
+        self._blocks: dict[int, random.Stream] = {}
 
-    def next_key(self) -> Tensor:
-        """The key of the next call site."""
+    def next_key(self) -> random.Stream:
+        """What the next call site draws from."""
         assert self.key is not None
         self.site += 1
-        return random.fold_in(self.key, self.site)
+        block, place = divmod(self.site, _SITES)
+        if block not in self._blocks:
+            sites = torch.arange(block * _SITES, (block + 1) * _SITES, device=self.key.device)
+            self._blocks[block] = random.stream(random.fold_in(self.key, sites))
+        start, stride = self._blocks[block]
+        return random.Stream(start[place], stride[place])
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,8 +68,7 @@ class routed(TorchFunctionMode):
         """Answer one call of a torch function."""
         kwargs = kwargs or {}
         if func is torch.Tensor.unflatten:
-            # torch.compile cannot enter the Python body of this method while a mode is in force, and compares functions only
-            # one by one.
+            # torch.compile cannot enter its Python body while a mode is in force, and compares functions one by one.
             return torch.unflatten(*args, **kwargs)
         func = LOWERED.get(func, func)
         if self.key is None:
@@ -79,16 +86,11 @@ def _dropout(mode: routed, func: Any, input: Tensor, p: Any = 0.5, training: boo
     return _scale(mode, input, input.shape, p, training, inplace)
 
 
-def _dropout_(mode: routed, func: Any, input: Tensor, p: Any, train: bool) -> Tensor:
-    return _scale(mode, input, input.shape, p, train, True)
+def _drop(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tensor]:
+    def dropout(mode: routed, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+        return _scale(mode, input, shape(input), p, train, inplace)
 
-
-def _feature_dropout(mode: routed, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-    return _scale(mode, input, _channelwise(input), p, train, False)
-
-
-def _feature_dropout_(mode: routed, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-    return _scale(mode, input, _channelwise(input), p, train, True)
+    return dropout
 
 
 def _native_dropout(mode: routed, func: Any, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -262,20 +264,20 @@ def _fill(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return fill
 
 
-def _uniform_draw(key: Tensor, input: Tensor, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Tensor:
+def _uniform_draw(key: random.Stream, input: Tensor, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Tensor:
     low = bounds.get("from", from_)
     return random.uniform(key, input.shape, dtype=input.dtype) * (to - low) + low
 
 
-def _normal_draw(key: Tensor, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+def _normal_draw(key: random.Stream, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
     return random.normal(key, input.shape, dtype=input.dtype) * std + mean
 
 
-def _bernoulli_draw(key: Tensor, input: Tensor, p: Any = 0.5) -> Tensor:
+def _bernoulli_draw(key: random.Stream, input: Tensor, p: Any = 0.5) -> Tensor:
     return random.bernoulli(key, p, input.shape).to(input.dtype)
 
 
-def _exponential_draw(key: Tensor, input: Tensor, lambd: float = 1.0) -> Tensor:
+def _exponential_draw(key: random.Stream, input: Tensor, lambd: float = 1.0) -> Tensor:
     # The uniform is shifted by half its grid so that its logarithm is finite.
     uniform = random.uniform(key, input.shape).double() + 2.0**-25
     return (-uniform.log() / lambd).to(input.dtype)
@@ -330,10 +332,10 @@ def _spellings(name: str) -> Iterator[tuple[Any, str]]:
 
 ROUTED: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
-    "dropout_": _dropout_,
+    "dropout_": _drop(lambda input: input.shape, True),
     "native_dropout": _native_dropout,
-    "feature_dropout": _feature_dropout,
-    "feature_dropout_": _feature_dropout_,
+    "feature_dropout": _drop(_channelwise, False),
+    "feature_dropout_": _drop(_channelwise, True),
     "alpha_dropout": _alpha(lambda input: input.shape, False),
     "alpha_dropout_": _alpha(lambda input: input.shape, True),
     "feature_alpha_dropout": _alpha(_channelwise, False),

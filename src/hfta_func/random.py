@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,22 +91,35 @@ def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
     return _hash(_hash(key + _GOLDEN) ^ spread)
 
 
-def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """``int64[..., *shape]`` of uniformly distributed bits for keys ``[...]``.
+class Stream(NamedTuple):
+    """What the words of keys ``[...]`` are counted from: each draw takes this in the place of the keys."""
 
-    Word ``i`` is the mixer applied to ``start + i * stride``. Start and odd stride are both hashes of the key: with one
-    stride for all, the streams of two keys would be shifted copies of one sequence.
+    start: Tensor
+    stride: Tensor
+
+
+def stream(key: Tensor) -> Stream:
+    """Start and odd stride, which are both hashes of the key: with one stride for all, the streams of two keys would be
+    shifted copies of one sequence.
     """
     start = _hash(key + _GOLDEN)
     # A stride that is data also keeps inductor from folding index and stride into an index expression, which its
     # C++ backend computes wrongly once they overflow.
-    stride = _hash(start + _GOLDEN) | 1
-    expand = (*key.shape, *(1,) * len(shape))
-    index = torch.arange(1, math.prod(shape) + 1, device=key.device).reshape(shape)
+    return Stream(start, _hash(start + _GOLDEN) | 1)
+
+
+def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
+    """``int64[..., *shape]`` of uniformly distributed bits for keys ``[...]``.
+
+    Word ``i`` is the mixer applied to ``start + i * stride`` of the key's stream.
+    """
+    start, stride = stream(key) if isinstance(key, Tensor) else key
+    expand = (*start.shape, *(1,) * len(shape))
+    index = torch.arange(1, math.prod(shape) + 1, device=start.device).reshape(shape)
     return _mix(start.reshape(expand) + stride.reshape(expand) * index)
 
 
-def uniform(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+def uniform(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Uniform on [0, 1), every multiple of the dtype's grid (2^-24 for float32) equally likely.
 
     Shape:
@@ -120,7 +134,7 @@ def uniform(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.flo
     return _shift(bits(key, shape), 64 - digits).to(dtype) * 2.0**-digits
 
 
-def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
+def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> Tensor:
     """True with probability ``p`` (rounded to a multiple of 2^-53): ``bool[..., *shape]`` for keys ``[...]``.
 
     Args:
@@ -135,17 +149,17 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
     return draws < round(p * 2.0**53) - (1 << 52)
 
 
-def randint(key: Tensor, low: int, high: int, shape: Sequence[int]) -> Tensor:
+def randint(key: Tensor | Stream, low: int, high: int, shape: Sequence[int]) -> Tensor:
     """Integers in ``[low, high)``: ``int64[..., *shape]``; the bias is below ``(high - low) / 2^63``."""
     return _shift(bits(key, shape), 1) % (high - low) + low
 
 
-def permutation(key: Tensor, n: int) -> Tensor:
+def permutation(key: Tensor | Stream, n: int) -> Tensor:
     """A random order of ``0 .. n - 1`` per key: ``int64[..., n]``."""
     return bits(key, (n,)).argsort(dim=-1, stable=True)
 
 
-def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal draws ``[..., *shape]``: the normal quantiles of 24-bit uniforms, so none exceeds 5.42 in magnitude.
 
     The inverse of the normal distribution function is interpolated linearly in 6400 segments, 256 to each power of two
@@ -161,7 +175,7 @@ def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.floa
     segment, within = (octave << _STEPS) + _signed_shift(place, _WITHIN), place & ((1 << _WITHIN) - 1)
     # index_select, because under vmap an index without axes counts as a look at its value.
     start, slope = (
-        table.to(key.device).index_select(0, segment.flatten()).reshape(segment.shape)
+        table.to(draws.device).index_select(0, segment.flatten()).reshape(segment.shape)
         for table in (_NORMAL_START, _NORMAL_SLOPE)
     )
     magnitude = (start << _WITHIN) + slope * within

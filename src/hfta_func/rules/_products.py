@@ -35,11 +35,23 @@ def unfolds(geometry: Geometry) -> bool:
     return len(geometry.stride) <= 2 and all(map(int.__lt__, geometry.output_padding, geometry.stride))
 
 
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """``torch.bmm``; compiled, with no single row or column.
+
+    Of such products inductor makes sums, and on a CPU its code for sums over operands of different layout writes beyond
+    its results (pytorch/pytorch#196681).
+    """
+    rows, columns = a.shape[1], b.shape[2]
+    if not torch.compiler.is_compiling() or (rows != 1 and columns != 1):
+        return torch.bmm(a, b)
+    return torch.bmm(F.pad(a, (0, 0, 0, rows == 1)), F.pad(b, (0, columns == 1)))[:, :rows, :columns]
+
+
 def gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
     columns, space = _columns(image, weight, geometry)
     # [MG,NL,IK] @ [MG,IK,O] -> [MG,NL,O] -> [M,G,N,L,O] -> [M,N,GO,L]
-    products = torch.bmm(columns, _matrix(weight, geometry).transpose(1, 2))
+    products = _bmm(columns, _matrix(weight, geometry).transpose(1, 2))
     return _channels_first(products, image.shape[:2], space, geometry)
 
 
@@ -57,7 +69,7 @@ def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, like: Tensor |
     else:
         space = list(like.shape[3:])
     # [MG,NL,O] @ [MG,O,IK] -> [MG,NL,IK]
-    columns = torch.bmm(_rows(channels, geometry), _matrix(weight, geometry))
+    columns = _bmm(_rows(channels, geometry), _matrix(weight, geometry))
     if is_pointwise(kernel, geometry):
         return _channels_first(columns, channels.shape[:2], small, geometry)
     if math.prod(small) == 1 and space == list(kernel) and not any(geometry.padding):
@@ -82,7 +94,7 @@ def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometr
     """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
     # [MG,O,NL] @ [MG,NL,IK] -> [MG,O,IK]
     columns, _ = _columns(image, weight, geometry)
-    return torch.bmm(_rows(channels, geometry).transpose(1, 2), columns).reshape(weight.shape)
+    return _bmm(_rows(channels, geometry).transpose(1, 2), columns).reshape(weight.shape)
 
 
 def matrices(weight: Tensor, transposed: bool) -> Tensor:
