@@ -103,14 +103,16 @@ def picture(found: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(2.9 * columns, 2.5 * height + 0.5), layout="constrained")
     axes = figure.subplots(height, columns, squeeze=False).flat
     shown = {}
-    for ax, name in zip(axes, names, strict=False):
+    for name, ax in zip(names, axes, strict=False):
         counts = sorted(map(int, found[name]))
         for mode, (color, line) in STYLES.items():
             points = [(m, ratio(found[name][str(m)]["rows"], [mode])) for m in counts]
             points = [point for point in points if point[1] is not None]
             if points:
-                marker = dict(color=color, linestyle=line, marker="o", markersize=3, linewidth=1.4)
-                (shown[mode],) = ax.plot(*zip(*points, strict=True), **marker)
+                style = {"color": color, "linestyle": line, "linewidth": 1.4, "markersize": 4}
+                # Told apart without lines too.
+                style |= {"marker": "o"} if line == "-" else {"marker": "D", "markerfacecolor": "white"}
+                (shown[mode],) = ax.plot(*zip(*points, strict=True), **style)
         ax.axhline(1, color="0.3", linewidth=0.7)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
