@@ -5,7 +5,6 @@ import csv
 import numpy
 import pandas
 import pytest
-import torch
 from examples import convergence
 from examples.convergence import CASES, Case, final, judge
 from matplotlib import pyplot
@@ -20,14 +19,7 @@ TINY = Case(
     *("perplexity", "lower", 1000.0),
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads do not pay at this size, and cost much where other work shares the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(

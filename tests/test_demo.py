@@ -18,14 +18,7 @@ ROW = re.compile(
     re.MULTILINE,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads do not pay at this size, and cost much where other work shares the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -43,14 +43,7 @@ RUNS = {
 
 SEEDS = ["--seeds", "3", "4", "5"]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads do not pay at this size, and cost much where other work shares the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def only(member, argv):
