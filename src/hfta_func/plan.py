@@ -24,7 +24,9 @@ from hfta_func.train import TrainState
 
 Run = Callable[[TrainState, Tree], tuple[TrainState, Any]]
 
-_ROUNDS, _WARMUP = 5, 2
+_WARMUP = 2
+# Rounds go on until they have taken some seconds in all, as far as these bounds let them: short steps vary more.
+_LEAST, _MOST, _SECONDS = 5, 30, 2.0
 # A larger chunk, which needs more memory, has to be faster by more than this.
 _WORTH = 0.02
 
@@ -111,7 +113,10 @@ def plan(
     held = sum(leaf.nbytes for leaf in leaves(state)) // num_models(state)
     arrays = {size: _Array(step, state, batch, size) for size in sizes}
     times: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(_WARMUP + _ROUNDS):
+    begin = now(device)
+    for turn in range(_WARMUP + _MOST):
+        if turn >= _WARMUP + _LEAST and now(device) - begin > _SECONDS:
+            break
         # In turns, so that a disturbance does not fall on one size alone.
         for size, array in arrays.items():
             start = now(device)
