@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-import gc
 import importlib.util
-import itertools
 import os
 import platform
 import sys
@@ -19,7 +17,8 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+
+from hfta_func.plan import _peak
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,21 +80,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(f"{cell:{sign}{width}}" for cell, sign, width in line) for line in lines)
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
+def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:
     """The most that tensors allocated by ``work`` take at one time, above what is alive when it starts.
 
-    The running sum of the CPU allocator's own events in the order of time: exact, and the same at any load. Memory that
-    a kernel takes from elsewhere is not in it.
+    From the events of the device's own allocator: exact, and the same at any load. Memory that a kernel takes from
+    elsewhere is not in it.
     """
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = work()
-    # The results live until the recording has ended, so that freeing them is not a part of the work.
-    del result
-    kineto = recorded.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
-    events = [event for event in kineto.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events), default=0)
+    return _peak(work, torch.device(device))
 
 
 def resident_bytes(tree: Any) -> int:

@@ -1,6 +1,6 @@
 """The MLP, ResNet-18 and the Transformer as JAX trains many of them: ``jit(vmap(update))`` with Optax, from the same weights.
 
-Needs ``pip install jax optax``.
+Needs ``pip install hfta_func[peers]``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ def dense(job: Job) -> Run:
 
 
 def array(job: Job, compiled: bool = False, graphed: bool = False) -> Run:
-    """An array that is donated its state."""
+    """An array that is donated its state; DCGAN's own step makes a new one."""
     step, state = job.array()
     run = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
     if graphed:
@@ -48,7 +49,7 @@ def array(job: Job, compiled: bool = False, graphed: bool = False) -> Run:
 
 
 def _graphed(run: Callable[..., Any], state: Any, batch: Any) -> Callable[..., Any]:
-    """The step as a CUDA graph, which a donated state allows: what is written stays where it is."""
+    """The step as a CUDA graph, whose replays find the state where the last one left it."""
     inputs = tuple(leaf.clone() for leaf in batch)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -58,12 +59,16 @@ def _graphed(run: Callable[..., Any], state: Any, batch: Any) -> Callable[..., A
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         after, metrics = run(state, inputs)
+        # A donated state is written already.
+        for own, new in zip(optree.tree_leaves(state), optree.tree_leaves(after), strict=True):
+            if own is not new:
+                own.copy_(new)
 
     def replay(state: Any, batch: Any) -> Any:
         for own, new in zip(inputs, batch, strict=True):
             own.copy_(new)
         graph.replay()
-        return after, metrics
+        return state, metrics
 
     return replay
 

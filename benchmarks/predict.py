@@ -8,8 +8,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import hfta_func as hfta
 from benchmarks._measure import interleaved, machine, peak_bytes, resident_bytes, seconds, table
 from benchmarks.modes import array
@@ -29,14 +27,7 @@ def compare(spec: Spec, rounds: int) -> dict[str, Any]:
         run = array(job)
         work = lambda run=run, job=job: run.step(job.batches[0])  # noqa: E731
         (times,) = interleaved({"": lambda work=work: seconds(work, 1, spec.device)}, rounds, warmup=3).values()
-        if spec.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            work()
-            peak = torch.cuda.max_memory_allocated() - before
-        else:
-            peak = peak_bytes(work)
-        own = statistics.median(times), resident_bytes(run.held()) + peak
+        own = statistics.median(times), resident_bytes(run.held()) + peak_bytes(work, spec.device)
         rows[str(count)] = {"predicted": [found.time(count), found.memory(count)], "measured": own}
     return rows
 

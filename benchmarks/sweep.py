@@ -37,7 +37,7 @@ class Measured:
     """A mode's process or, for processes, one for each model."""
 
     def __init__(self, mode: str, spec: Spec):
-        self.mode, self.count = mode, spec.num_models
+        self.mode = mode
         threads = torch.get_num_threads()
         if mode == PROCESSES:
             # As many threads as there are processors, shared out.

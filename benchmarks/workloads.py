@@ -289,7 +289,6 @@ def make(spec: Spec) -> Job:
     (rate,) = {field.name: field.default for field in dataclasses.fields(kind)}["lr"]
     # Rates that all train, each member's the same in arrays of any size.
     lr = tuple(rate * 0.5 ** (1 + member % 4 / 4) for member in members)
-    # One update of GAN and Adam at a time is small enough to be compared.
     flags = kind(
         lr=lr, seeds=tuple(members), limit=max(512, 4 * spec.batch_size), **_spread(kind, len(members)), **fixed
     )

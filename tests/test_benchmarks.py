@@ -103,24 +103,16 @@ def test_every_way_to_train_gives_the_losses_of_the_loop(bench, name):
     assert sweep.difference(alone, [losses[1:] for losses in expected]) < sweep.TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])
-def test_jax_gives_the_losses_of_the_loop(bench, name):
-    pytest.importorskip("jax", reason="needs jax and optax")
-    worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
-    spec = workloads.Spec(name, "small", 2, 4)
-    expected = worker.Desk("serial", spec).losses()
-    assert sweep.difference(worker.Desk("JAX", spec).losses(), expected) < sweep.TOLERANCE
-
-
 # HFTA's own, where it is compiled at import.
 @pytest.mark.filterwarnings("ignore:.*invalid escape sequence")
+@pytest.mark.parametrize("mode", ["JAX", "HFTA"])
 @pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])
-def test_hfta_gives_the_losses_of_the_loop(bench, name):
-    pytest.importorskip("hfta", reason="needs HFTA")
+def test_other_packages_give_the_losses_of_the_loop(bench, name, mode):
+    pytest.importorskip(mode.lower(), reason=f"needs {mode}")
     worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
     spec = workloads.Spec(name, "small", 2, 4)
     expected = worker.Desk("serial", spec).losses()
-    assert sweep.difference(worker.Desk("HFTA", spec).losses(), expected) < sweep.TOLERANCE
+    assert sweep.difference(worker.Desk(mode, spec).losses(), expected) < sweep.TOLERANCE
 
 
 def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):

@@ -9,7 +9,7 @@ from scipy import stats
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func import random
+from hfta_func import _routing, random
 from hfta_func._routing import REFUSED, ROUTED, routed
 
 SEEDS = [0, 1, 2, 3, -1, 12345678901234567, 2**63 - 1, -(2**63)]
@@ -701,3 +701,23 @@ def test_every_operator_that_draws_is_routed_or_refused():
     assert not unknown
     assert not set(INTERNAL) & {*ROUTED, *REFUSED}
     assert not set(ROUTED) & set(REFUSED)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_call_sites_go_on_after_a_gradient_inside_the_loss(compiled, monkeypatch):
+    def factory():
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def loss_fn(model, batch):
+        inner = torch.func.grad(lambda x: model(x).sum())(batch)
+        return inner.square().mean() + model(batch).square().mean()
+
+    def losses(sites):
+        # Streams are made inside the inner gradient and used outside of it, unless each site makes its own.
+        monkeypatch.setattr(_routing, "_SITES", sites)
+        step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.1))
+        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+        state = step.init(*hfta.init_params(factory, seeds=range(3)), seeds=range(3))
+        return run(state, torch.ones(3, 5, 4))[1]["loss"]
+
+    assert torch.equal(losses(16), losses(1))
