@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 
@@ -67,11 +68,38 @@ def same(a, b):
     )
 
 
+def kill_training(training, own, delay, aimed):
+    """Whether a forked training was killed, after a delay or, aimed, as soon as it writes a file after that."""
+    child = os.fork()
+    if child == 0:
+        try:
+            training.run(own)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    time.sleep(delay)
+    ended = 0
+    while aimed and not ended and not writing(own):
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status):
+        assert os.WEXITSTATUS(status) == 0
+        return False
+    return True
+
+
+def writing(folder):
+    return any(name.endswith(".tmp") for name in os.listdir(folder))
+
+
 def serve(folder):
     """Fork a training from this warm process, kill it, look at what it left; over and over."""
     # Threads would not be there in a forked process.
     torch.set_num_threads(1)
-    training, delays = Training(), random.Random(0)
+    training, chance = Training(), random.Random(0)
     for name in ("warm", "whole"):
         (folder / name).mkdir()
         started = time.perf_counter()
@@ -81,26 +109,18 @@ def serve(folder):
     while report["kills"] < KILLS:
         own = folder / f"run {len(report['runs'])}"
         own.mkdir()
-        report["runs"].append([])
-        while True:
-            child = os.fork()
-            if child == 0:
-                try:
-                    training.run(own)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            time.sleep(delays.uniform(0, seconds / 4))
-            os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-            if os.WIFEXITED(status):
-                assert os.WEXITSTATUS(status) == 0
-                break
+        steps, longest = [], seconds / 4
+        # Every other kill comes at any moment, every other one is aimed at a save.
+        while report["kills"] < KILLS and kill_training(
+            training, own, chance.uniform(0, longest), aimed=report["kills"] % 2 == 1
+        ):
             report["kills"] += 1
-            report["in a save"] += any(name.endswith(".tmp") for name in os.listdir(own))
+            report["in a save"] += writing(own)
             report["before the first save"] += not (own / "run").exists()
-            report["runs"][-1].append(training.steps(own))
+            steps.append(training.steps(own))
+            # On a machine that has become slower than it was, a training is given the time to get on.
+            longest = seconds / 4 if steps[-1:] != steps[-2:-1] else 2 * longest
+        report["runs"].append(steps)
         result = training.run(own)
         assert same(result.state, expected.state)
         assert same(result.history.epochs, expected.history.epochs)
@@ -111,13 +131,16 @@ def serve(folder):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_training_goes_on_to_the_same_bits(tmp_path):
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=280)
+def test_killed_training_goes_on_to_the_same_bits():
+    # In memory where that can be had: the system keeps what a killed process wrote, so a disk would only make it slow.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        done = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["kills"] >= KILLS
-    # Kills hit in the middle of saves in a good share, and at many different steps; none took back what was saved.
-    assert report["in a save"] >= KILLS / 10
+    # A good share hit in the middle of saves, and at many different steps; none took back what was saved.
+    assert report["in a save"] >= KILLS / 4
     assert len({steps for run in report["runs"] for steps in run}) >= 10
     assert all(run == sorted(run) for run in report["runs"])
 
