@@ -7,18 +7,16 @@ round. Before that both train without anything random, and a mode whose losses a
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import statistics
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks._gpu import watched
 from benchmarks._measure import machine, table
 from benchmarks.modes import MODES, PROCESSES, SERIAL
 from benchmarks.worker import Worker
@@ -102,20 +100,23 @@ def row(mode: str, spec: Spec, loop: Measured, expected: list[list[float]], roun
                 return {**found, "error": f"losses differ from the loop's by more than {TOLERANCE:.0e}"}
         if mode != SERIAL:
             found["first step"] = max(other.ask("start"))
-        times, busy, gpu = [], [], []
+        times, busy, shares = [], [], []
         for turn in range(WARMUP + rounds):
             base, work = loop.time(calls)
-            own, work, used = (base, work, None) if mode == SERIAL else watched(spec.device, lambda: other.time(calls))
+            with watched(spec.device) as used:
+                own, work = (base, work) if mode == SERIAL else other.time(calls)
             if turn >= WARMUP:
                 times.append((own, base))
                 busy.append(work / own)
-                gpu.append(used)
+                shares.append(used)
         low, median, high = statistics.quantiles([own for own, _ in times], n=4, method="inclusive")
         return found | {
             "seconds": [low, median, high],
             "ratio": statistics.median(base / own for own, base in times),
             "busy": statistics.median(busy) / (os.cpu_count() or 1),
-            "gpu": None if None in gpu else statistics.median(gpu),
+            "gpu": {
+                name: statistics.median(share[name] for share in shares) for name in set.intersection(*map(set, shares))
+            },
             "bytes": sum(other.ask("memory")),
             "resident": sum(other.ask("resident")),
         }
@@ -124,31 +125,6 @@ def row(mode: str, spec: Spec, loop: Measured, expected: list[list[float]], roun
     finally:
         if mode != SERIAL:
             other.close()
-
-
-def watched(device: str, work: Callable[[], tuple[float, float]]) -> tuple[float, float, float | None]:
-    """What ``work`` returns, and the share of time in which the GPU ran kernels meanwhile, if NVML can tell."""
-    try:
-        nvml = importlib.import_module("pynvml") if device == "cuda" else None
-    except ImportError:
-        nvml = None
-    if nvml is None:
-        return *work(), None
-    nvml.nvmlInit()
-    handle, done, seen = nvml.nvmlDeviceGetHandleByIndex(0), threading.Event(), []
-
-    def watch() -> None:
-        while not done.wait(0.02):
-            seen.append(nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        result = work()
-    finally:
-        done.set()
-        thread.join()
-    return *result, statistics.mean(seen) if seen else None
 
 
 def largest(spec: Spec) -> int:

@@ -1,7 +1,11 @@
 import importlib
+import itertools
 import json
 import pathlib
 import re
+import sys
+import time
+import types
 
 import pytest
 import torch
@@ -132,6 +136,52 @@ def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
         float(match[1]) for line in capsys.readouterr().out.splitlines() if (match := re.search(r"([\d.]+)x", line))
     ]
     assert len(printed) == 4
+
+
+@pytest.mark.parametrize("counters", [True, False])
+def test_how_busy_a_gpu_is(bench, monkeypatch, counters):
+    shares, samples = itertools.cycle([30, 50]), iter(["first", "second"])
+    freed, query = [], types.SimpleNamespace(metrics=[types.SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0)])
+
+    class NVMLError(Exception):
+        pass
+
+    def support(handle):
+        if not counters:
+            raise NVMLError
+        return types.SimpleNamespace(isSupportedDevice=1)
+
+    def read(query):
+        assert (query.version, query.numMetrics, query.metrics[0].metricId) == (1, 1, 2)
+        assert [query.sample1["at"], query.sample2["at"]] == ["first", "second"]
+        query.metrics[0].value = 25.0
+
+    nvml = types.ModuleType("pynvml")
+    vars(nvml).update(
+        NVMLError=NVMLError,
+        NVML_GPM_METRICS_GET_VERSION=1,
+        NVML_GPM_METRIC_SM_UTIL=2,
+        NVML_SUCCESS=0,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: freed.append("library"),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=next(shares)),
+        nvmlGpmQueryDeviceSupport=support,
+        nvmlGpmSampleAlloc=dict,
+        nvmlGpmSampleGet=lambda handle, sample: sample.update(at=next(samples)),
+        nvmlGpmSampleFree=lambda sample: freed.append(sample["at"]),
+        c_nvmlGpmMetricsGet_t=lambda: query,
+        nvmlGpmMetricsGet=read,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with bench("_gpu").watched("cuda", 0.001) as found:
+        time.sleep(0.1)
+    assert 0.3 <= found["kernels"] <= 0.5
+    assert found.get("sm") == (0.25 if counters else None)
+    assert freed == (["first", "second", "library"] if counters else ["library"])
+    with bench("_gpu").watched("cpu") as found:
+        pass
+    assert found == {}
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])

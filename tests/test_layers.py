@@ -18,7 +18,7 @@ ORDERED, APART = True, False
 FLOORS = [
     (ORDERED, ["_types", "_errors", "_storage"]),
     (ORDERED, ["_tree", "_batch", "_gradient", "_chunks", "random", "allocator"]),
-    (ORDERED, ["_composites", "_routing", "_checkpoint", "_structure"]),
+    (ORDERED, ["_composites", "_draws", "_routing", "_checkpoint", "_structure"]),
     (ORDERED, ["rules/_layout", "rules/_affine", "rules/_products", "rules/_lowering", "rules/_choice"]),
     (
         ORDERED,

@@ -134,7 +134,9 @@ def test_draws_do_not_depend_on_threads_or_the_global_generator():
 def test_compiled_draws_are_the_eager_ones():
     def everything(keys, data):
         folded = random.fold_in(random.fold_in(keys, data), 7)
-        return [draw(folded) for draw in DRAWS.values()]
+        # A range whose products with the multiplier exceed 64 bits.
+        sites = random.fold_in(folded.unsqueeze(-1), torch.arange(16, 48))
+        return [sites, *(draw(folded) for draw in DRAWS.values())]
 
     compiled = torch.compile(everything, backend="inductor", fullgraph=True)
     for seeds in (SEEDS, SEEDS[::-1]):
@@ -375,6 +377,36 @@ def test_noise_comes_from_the_member_s_key(name, shared):
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[3])
     assert all(not torch.equal(first[i], second[i]) for i in range(4))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", [*CALLS, *FURTHER_CALLS])
+def test_compiled_noise_comes_from_the_member_s_key(name):
+    call = {**CALLS, **FURTHER_CALLS}[name]
+    torch._dynamo.reset()
+
+    def noisy(x, key):
+        with routed(key):
+            return call(x)
+
+    x, keys = torch.rand(2, 6, 5, 4) * 0.8 + 0.1, random.keys([5, 6])
+    before = torch.get_rng_state()
+    for func, inputs in ((hfta.vmap(noisy), (x, keys)), (noisy, (x[0], keys[0]))):
+        compiled = torch.compile(func, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(*inputs), func(*inputs))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda x: torch.multinomial(x, 2), torch.poisson, lambda x: torch.empty_like(x).geometric_(0.5)]
+)
+def test_compiled_code_is_refused_other_noise(call):
+    def noisy(x, key):
+        with routed(key):
+            return call(x)
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="RandomnessError"):
+        torch.compile(noisy, fullgraph=True, backend="eager")(torch.rand(3, 4), random.keys([1])[0])
 
 
 def sample(call, seeds=(5, 6), count=1 << 14):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,13 @@ def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
     )
 
     def test(state: hfta.TrainState) -> Metrics:
-        return task.derive(evaluate(lambda rows: measure(state, rows), task.test, flags.batch_size, device))
+        # Every batch draws its own.
+        numbers = itertools.count()
+
+        def metrics(rows: Batch) -> Metrics:
+            return measure(state._replace(keys=hfta.random.fold_in(state.keys, next(numbers))), rows)
+
+        return task.derive(evaluate(metrics, task.test, flags.batch_size, device))
 
     state, history = fit(step, state, loader, test, flags, keep)
     return Outcome(history, test(state), {"model": hfta.unstack_params(model, state.params, state.buffers)})

@@ -72,9 +72,13 @@ def _hash(z: Tensor) -> Tensor:
     """The mixer for keys, of which there are few.
 
     Inductor writes out an expression again wherever it is read, and the mixer reads its argument twice in each round, so
-    that a chain of mixers would grow eightfold with every link. A strided view makes it store the value instead.
+    that a chain of mixers would grow eightfold with every link.
     """
-    z = _mix(z)
+    return _stored(_mix(z))
+
+
+def _stored(z: Tensor) -> Tensor:
+    """A strided view, which makes inductor store the value instead of writing out its expression where it is read."""
     return z.as_strided(z.shape, z.stride()) if torch.compiler.is_compiling() else z
 
 
@@ -85,9 +89,11 @@ def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
         >>> bool(fold_in(keys([1]), 2) == fold_in(keys([2]), 1))
         False
     """
-    spread = data * _MIX2
-    if isinstance(spread, int):
-        spread = (spread + 2**63) % 2**64 - 2**63
+    if isinstance(data, int):
+        spread = (data * _MIX2 + 2**63) % 2**64 - 2**63
+    else:
+        # Stored, because inductor makes a range times a number an index expression, which has to fit into 64 bits.
+        spread = _stored(data) * _MIX2
     return _hash(_hash(key + _GOLDEN) ^ spread)
 
 

@@ -1,0 +1,315 @@
+"""What operators that draw do instead, with noise from the key of the member that calls them.
+
+A handler is ``handler(keys, func, *args, **kwargs)`` with the arguments of the function that it stands for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfta_func import random
+from hfta_func._errors import RandomnessError
+
+
+class Keys(Protocol):
+    """Where each call site gets a key of its own."""
+
+    def next_key(self) -> random.Stream:
+        """What the next call site draws from."""
+        ...
+
+
+def _dropout(keys: Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return _scale(keys, input, input.shape, p, training, inplace)
+
+
+def _drop(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tensor]:
+    def dropout(keys: Keys, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+        return _scale(keys, input, shape(input), p, train, inplace)
+
+    return dropout
+
+
+def _native_dropout(keys: Keys, func: Any, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if not train or p == 0:
+        return input, torch.ones_like(input, dtype=torch.bool)
+    keep = random.bernoulli(keys.next_key(), 1 - p, input.shape)
+    return input * keep * _inverse(1 - p), keep
+
+
+def _scale(keys: Keys, input: Tensor, shape: Any, p: Any, training: bool, inplace: bool) -> Tensor:
+    """Inverted dropout: keep with probability ``1 - p`` and divide by it (Srivastava et al., JMLR 2014)."""
+    if not isinstance(p, Tensor):
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if p == 0.0:
+            return input
+    if not training:
+        return input
+    keep = random.bernoulli(keys.next_key(), 1 - p, shape)
+    dropped = input * keep * _inverse(1 - p)
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _inverse(keep: Any) -> Any:
+    """``1 / keep``; where nothing is kept, the factor does not matter as long as it is finite."""
+    if isinstance(keep, Tensor):
+        return torch.where(keep > 0, 1 / keep, torch.zeros_like(keep))
+    return 1 / keep if keep else 0.0
+
+
+def _channelwise(input: Tensor) -> list[int]:
+    return [*input.shape[:2], *(1,) * (input.dim() - 2)]
+
+
+def _alpha(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tensor]:
+    """Dropout that keeps mean and variance of SELU activations (Klambauer et al., NeurIPS 2017, appendix)."""
+    saturation = 1.7580993408473766
+
+    def alpha_dropout(keys: Keys, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+        if not train or p == 0:
+            return input
+        keep = random.bernoulli(keys.next_key(), 1 - p, shape(input)).to(input.dtype)
+        scale = 1 / math.sqrt((saturation**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+        dropped = input * keep * scale + (keep - 1 + p) * (saturation * scale)
+        return input.copy_(dropped) if inplace else dropped
+
+    return alpha_dropout
+
+
+def _attention(
+    keys: Keys,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p == 0.0:
+        return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    weights = scores.softmax(-1)
+    if attn_mask is not None:
+        # As in torch, a query that may see nothing gets zeros.
+        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    return _scale(keys, weights, weights.shape, dropout_p, True, False) @ value
+
+
+def _rrelu(
+    keys: Keys,
+    func: Any,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+    generator: Any = None,
+) -> Tensor:
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2)
+    _no_generator(func, generator)
+    slope = random.uniform(keys.next_key(), input.shape, dtype=input.dtype) * (upper - lower) + lower
+    return torch.where(input < 0, input * slope, input)
+
+
+def _rrelu_(keys: Keys, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return input.copy_(_rrelu(keys, func, input, *args, **kwargs))
+
+
+def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def like(keys: Keys, func: Any, input: Tensor, *bounds: int, dtype: Any = None, **options: Any) -> Tensor:
+        return draw(
+            keys, func, *bounds, input.shape, dtype=dtype or input.dtype, device=input.device, **_plain(options)
+        )
+
+    return like
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Factory options that change nothing about the values."""
+    ignored = ("layout", "device", "pin_memory", "memory_format", "requires_grad")
+    return {name: value for name, value in options.items() if name not in ignored}
+
+
+def _factory(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A handler for ``torch.<name>(*size, dtype=, device=)``."""
+
+    def factory(
+        keys: Keys, func: Any, *size: Any, dtype: Any = None, device: Any = None, generator: Any = None, **rest: Any
+    ) -> Tensor:
+        _no_generator(func, generator)
+        shape = rest.get("size", size[0] if size and not isinstance(size[0], int) else size)
+        values = draw(keys.next_key(), tuple(shape), dtype=dtype or torch.get_default_dtype())
+        return values if device is None else values.to(device)
+
+    return factory
+
+
+def _randint(keys: Keys, func: Any, *args: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
+    _no_generator(func, rest.get("generator"))
+    size = rest.get("size")
+    if size is None:
+        size, args = args[-1], args[:-1]
+    if "high" in rest:
+        low, high = args[0] if args else rest.get("low", 0), rest["high"]
+    else:
+        low, high = (0, *args)[-2:]
+    values = random.randint(keys.next_key(), low, high, tuple(size)).to(dtype or torch.int64)
+    return values if device is None else values.to(device)
+
+
+def _randperm(keys: Keys, func: Any, n: int, *, generator: Any = None, dtype: Any = None, **rest: Any) -> Tensor:
+    _no_generator(func, generator)
+    return random.permutation(keys.next_key(), n).to(dtype or torch.int64)
+
+
+def _bernoulli(keys: Keys, func: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
+    _no_generator(func, generator)
+    return random.bernoulli(keys.next_key(), input if p is None else p, input.shape).to(input.dtype)
+
+
+def _normal(
+    keys: Keys, func: Any, mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None, **rest: Any
+) -> Tensor:
+    _no_generator(func, generator)
+    tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
+    shape = size if size is not None else torch.broadcast_shapes(*(value.shape for value in tensors))
+    dtype = rest.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
+    return random.normal(keys.next_key(), tuple(shape), dtype=dtype) * std + mean
+
+
+def _fill(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A handler for the in-place ``Tensor.<name>_(...)``."""
+
+    def fill(keys: Keys, func: Any, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+        _no_generator(func, generator)
+        return input.copy_(draw(keys.next_key(), input, *args, **kwargs))
+
+    return fill
+
+
+def _uniform_draw(key: random.Stream, input: Tensor, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Tensor:
+    low = bounds.get("from", from_)
+    return random.uniform(key, input.shape, dtype=input.dtype) * (to - low) + low
+
+
+def _normal_draw(key: random.Stream, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return random.normal(key, input.shape, dtype=input.dtype) * std + mean
+
+
+def _bernoulli_draw(key: random.Stream, input: Tensor, p: Any = 0.5) -> Tensor:
+    return random.bernoulli(key, p, input.shape).to(input.dtype)
+
+
+def _exponential_draw(key: random.Stream, input: Tensor, lambd: float = 1.0) -> Tensor:
+    # The uniform is shifted by half its grid so that its logarithm is finite.
+    uniform = random.uniform(key, input.shape).double() + 2.0**-25
+    return (-uniform.log() / lambd).to(input.dtype)
+
+
+def _recurrent(keys: Keys, func: Any, *args: Any) -> Any:
+    """One layer after the other where there is dropout between them."""
+    # Only packed sequences have their sizes before the states and parameters.
+    x, *sizes = args[: 2 if isinstance(args[3], (list, tuple)) else 1]
+    hx, params, has_biases, num_layers, dropout, train, bidirectional, *rest = args[1 + len(sizes) :]
+    if not (train and dropout and num_layers > 1):
+        return func(*args)
+    states = hx if isinstance(hx, (list, tuple)) else [hx]
+    directions, size, finals = 1 + bidirectional, len(params) // num_layers, []
+    for layer in range(num_layers):
+        if layer:
+            x = _scale(keys, x, x.shape, dropout, True, False)
+        first = [state[layer * directions : (layer + 1) * directions] for state in states]
+        weights = params[layer * size : (layer + 1) * size]
+        options = has_biases, 1, 0.0, train, bidirectional, *rest
+        x, *last = func(x, *sizes, first[0] if states is not hx else first, weights, *options)
+        finals.append(last)
+    # Not torch.cat, whose batching rule fixes the sizes of a graph that is compiled for any.
+    return x, *(torch.stack(column).flatten(0, 1) for column in zip(*finals, strict=True))
+
+
+def refused(keys: Keys, func: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse(func)
+
+
+def _refuse(func: Any) -> None:
+    raise RandomnessError(
+        f"{_NAMES.get(func, func)} draws from PyTorch's global generator, so a member's noise would depend on the other "
+        f"members; draw with torch.rand, torch.randn, torch.bernoulli or dropout, which are routed to the member's key"
+    )
+
+
+def _no_generator(func: Any, generator: Any) -> None:
+    if generator is not None:
+        raise RandomnessError(
+            f"{_NAMES.get(func, func)} got a generator, which all members would share; leave it out: the call draws from "
+            f"the member's own key"
+        )
+
+
+def spellings(name: str) -> Iterator[tuple[Any, str]]:
+    """The callables that one operator name stands for, with the name a user knows them by."""
+    for owner, prefix in ((torch, "torch"), (F, "torch.nn.functional"), (torch.Tensor, "torch.Tensor")):
+        if hasattr(owner, name):
+            yield getattr(owner, name), f"{prefix}.{name}"
+
+
+ROUTED: dict[str, Callable[..., Any]] = {
+    "dropout": _dropout,
+    "dropout_": _drop(lambda input: input.shape, True),
+    "native_dropout": _native_dropout,
+    "feature_dropout": _drop(_channelwise, False),
+    "feature_dropout_": _drop(_channelwise, True),
+    "alpha_dropout": _alpha(lambda input: input.shape, False),
+    "alpha_dropout_": _alpha(lambda input: input.shape, True),
+    "feature_alpha_dropout": _alpha(_channelwise, False),
+    "feature_alpha_dropout_": _alpha(_channelwise, True),
+    "scaled_dot_product_attention": _attention,
+    "rrelu": _rrelu,
+    "rrelu_": _rrelu_,
+    "rand": _factory(random.uniform),
+    "randn": _factory(random.normal),
+    "rand_like": _like(_factory(random.uniform)),
+    "randn_like": _like(_factory(random.normal)),
+    "randint": _randint,
+    "randint_like": _like(_randint),
+    "randperm": _randperm,
+    "bernoulli": _bernoulli,
+    "normal": _normal,
+    "uniform_": _fill(_uniform_draw),
+    "normal_": _fill(_normal_draw),
+    "bernoulli_": _fill(_bernoulli_draw),
+    "exponential_": _fill(_exponential_draw),
+    "lstm": _recurrent,
+    "gru": _recurrent,
+    "rnn_tanh": _recurrent,
+    "rnn_relu": _recurrent,
+}
+"""Operators whose noise comes from the member's key."""
+
+REFUSED = (
+    "binomial", "cauchy_", "geometric_", "log_normal_", "multinomial", "poisson", "random_",
+    "rrelu_with_noise", "_sample_dirichlet", "_standard_gamma",
+)  # fmt: skip
+"""Operators that draw, and that no entry of :data:`ROUTED` replaces."""
+
+_NAMES = {func: spelled for name in (*ROUTED, *REFUSED) for func, spelled in spellings(name)}
