@@ -92,14 +92,15 @@ class Desk:
         finally:
             torch.set_default_dtype(torch.float32)
 
-    def start(self) -> float:
-        """Make models and take the first step; returns the seconds of that, with compiling."""
+    def start(self) -> tuple[float, list[list[float]]]:
+        """Make models and take two steps; returns the seconds of the first, with compiling, and the losses of both."""
         job = make(self.spec)
         self._batches = itertools.cycle(job.batches)
         start = time.perf_counter()
         self.run = MODES[self.mode](job)
-        seconds(self._step, 1, self.spec.device)
-        return time.perf_counter() - start
+        first = self.run.step(next(self._batches)).tolist()
+        took = time.perf_counter() - start
+        return took, [first, self.run.step(next(self._batches)).tolist()]
 
     def time(self, calls: int) -> list[float]:
         """Seconds of a step, and of the processors at work meanwhile."""

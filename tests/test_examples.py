@@ -166,7 +166,8 @@ def test_dcgan_trains_as_an_ordinary_loop():
     (own,) = parse(importlib.import_module("examples.dcgan.main").Flags, [*RUNS["dcgan"], *SMALL, *SEEDS], None)
     makers = functools.partial(Generator, 16, 8, 8), functools.partial(Discriminator, 16, 8)
     step, state = gan.prepare(*makers, 8, own.flags)
-    begin = state = double(state)
+    state = double(state)
+    begin = optree.tree_map(torch.clone, state)
     batches = torch.rand(4, 3, 6, 3, 16, 16, dtype=torch.float64)
     for batch in batches:
         state, metrics = step(state, (batch,))

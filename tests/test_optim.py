@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from cases import OPTIMIZERS, OptimizerCase, ours, theirs
 from hfta_func.optim import _leafwise
-from hfta_func.optim._base import in_place
 
 M, STEPS = 3, 100
 SHAPES = {"matrix": (4, 3), "vector": (5,), "number": ()}
@@ -145,9 +144,21 @@ def test_in_place(make: Any) -> None:
     own, held = _start_at(0), optimizer.init(_start_at(0))
     addresses = [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))]
     for grads in gradients:
-        in_place(optimizer)({name: grad.clone() for name, grad in grads.items()}, held, own, None, True)
+        hfta.update_(optimizer, {name: grad.clone() for name, grad in grads.items()}, held, own)
     torch.testing.assert_close((own, tuple(held)), (params, tuple(state)), rtol=1e-12, atol=1e-12)
     assert [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))] == addresses
+
+
+@pytest.mark.parametrize("make", TRANSFORMATIONS[:6])
+def test_in_place_compiled(make: Any) -> None:
+    torch._dynamo.reset()
+    optimizer, gradients = make(), _gradients(3)
+    params, state = _walk(optimizer, _start_at(0), gradients)
+    own, held = _start_at(0), optimizer.init(_start_at(0))
+    update = torch.compile(hfta.update_, fullgraph=True, backend="aot_eager")
+    for grads in gradients:
+        update(optimizer, grads, held, own)
+    torch.testing.assert_close((own, tuple(held)), (params, tuple(state)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("one_by_one")
@@ -161,8 +172,8 @@ def test_in_place_of_some_members(make: Any) -> None:
         poisoned = {name: grad.clone() for name, grad in grads.items()}
         for grad in poisoned.values():
             grad[1] = float("nan")
-        in_place(optimizer)(poisoned, held, own, keep, True)
-        in_place(optimizer)({name: grad.clone() for name, grad in grads.items()}, all_held, all_own, None, True)
+        hfta.update_(optimizer, poisoned, held, own, keep)
+        hfta.update_(optimizer, {name: grad.clone() for name, grad in grads.items()}, all_held, all_own)
     for kept, before, others in zip(
         *(
             optree.tree_leaves(tree)

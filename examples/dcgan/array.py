@@ -34,7 +34,7 @@ class GANState(NamedTuple):
 def make_step(
     generator: nn.Module, discriminator: nn.Module, optimizer: hfta.GradientTransformation, noise: int, amp: bool
 ) -> Callable[[GANState, Batch], tuple[GANState, Metrics]]:
-    """``step(state, batch) -> (state, metrics)``, a pure function like :class:`hfta.TrainStep`."""
+    """``step(state, batch) -> (state, metrics)`` like a :class:`hfta.TrainStep` that is donated its state."""
     # Functions of one model; vmap makes them functions of all. Members do not meet, so that the gradient of the summed
     # losses, taken outside of vmap, holds every member's own.
     generate = hfta.vmap(hfta.functional(generator))
@@ -61,15 +61,14 @@ def make_step(
         with autocast(real.device, amp):
             fake, pull_back, g_buffers = torch.func.vjp(lambda g: generate(g, g_buffers, latent), g, has_aux=True)
             grads, (d_losses, d_buffers) = torch.func.grad(judge_both, has_aux=True)(d, d_buffers, real, fake)
-        updates, d_opt = optimizer.update(grads, state.discriminator_opt, d)
-        d = hfta.apply_updates(d, updates)
+        hfta.update_(optimizer, grads, state.discriminator_opt, d)
         with autocast(real.device, amp):
             on_images, (g_losses, d_buffers) = torch.func.grad(fool, has_aux=True)(fake, d, d_buffers)
             (grads,) = pull_back(on_images)
-        updates, g_opt = optimizer.update(grads, state.generator_opt, g)
-        g = hfta.apply_updates(g, updates)
-        generators, discriminators = hfta.Stacked(g, g_buffers), hfta.Stacked(d, d_buffers)
-        state = GANState(generators, discriminators, g_opt, d_opt, state.keys, state.step + 1, state.active)
+        hfta.update_(optimizer, grads, state.generator_opt, g)
+        state = state._replace(
+            generator=hfta.Stacked(g, g_buffers), discriminator=hfta.Stacked(d, d_buffers), step=state.step + 1
+        )
         return state, {"loss_d": d_losses, "loss_g": g_losses}
 
     return torch.no_grad()(step)

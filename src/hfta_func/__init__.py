@@ -51,6 +51,7 @@ from hfta_func.optim import (
     radam,
     rmsprop,
     sgd,
+    update_,
     with_hyperparams,
 )
 from hfta_func.plan import Plan, max_models, plan
@@ -133,6 +134,7 @@ __all__ = [
     "take",
     "tensorboard",
     "unstack_params",
+    "update_",
     "vmap",
     "with_hyperparams",
 ]

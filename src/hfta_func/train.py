@@ -16,7 +16,7 @@ from hfta_func import amp, random
 from hfta_func._batch import check_batch, slice_batch
 from hfta_func._chunks import Chunks
 from hfta_func._errors import HyperparameterError, LossError, StateError
-from hfta_func._gradient import autocasting, can_look, grad_and_aux, inside_transform
+from hfta_func._gradient import autocasting, can_look, grad_and_aux
 from hfta_func._loss import check_loss, num_positional
 from hfta_func._tree import num_models, tree_map, where
 from hfta_func._types import Params, PerModel, Tree
@@ -24,7 +24,7 @@ from hfta_func.allocator import keep_memory_once
 from hfta_func.amp import LossScale
 from hfta_func.failures import Failure, diagnose, refuse
 from hfta_func.functional import bind
-from hfta_func.optim._base import GradientTransformation, apply_updates, in_place, per_member, write
+from hfta_func.optim._base import GradientTransformation, apply_updates, per_member, update_, write
 from hfta_func.stack import check_state, shapes
 from hfta_func.transforms import vmap_routed
 
@@ -303,8 +303,8 @@ class TrainStep:
             updates, opt_state = self.optimizer.update(amp.widen(grads), state.opt_state, wide)
             keys = random.fold_in(state.keys, state.step)
             return amp.round_stochastically(keys, apply_updates(wide, updates), trainable), opt_state
-        if self.donate and not (self._renormalises or torch.compiler.is_compiling() or inside_transform()):
-            in_place(self.optimizer)(grads, state.opt_state, trainable, kept, True)
+        if self.donate and not self._renormalises:
+            update_(self.optimizer, grads, state.opt_state, trainable, kept)
             return trainable, state.opt_state
         updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable)
         return apply_updates(trainable, updates), opt_state

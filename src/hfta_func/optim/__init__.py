@@ -3,10 +3,10 @@
 Public: the optimizers :func:`sgd`, :func:`adam`, :func:`adamw`, :func:`nadam`, :func:`radam`, :func:`adamax`,
 :func:`adadelta`, :func:`adagrad`, :func:`rmsprop`, :func:`lion`, :func:`lamb`, :func:`muon`; their states;
 :func:`chain`, :func:`clip_grad_norm`, :func:`clip_grad_value`, :func:`add_decayed_weights`, :func:`accumulate`, :func:`ema`,
-:func:`partition`; :class:`GradientTransformation`, :func:`apply_updates`, :func:`with_hyperparams`.
+:func:`partition`; :class:`GradientTransformation`, :func:`apply_updates`, :func:`update_`, :func:`with_hyperparams`.
 """
 
-from hfta_func.optim._base import GradientTransformation, apply_updates, with_hyperparams
+from hfta_func.optim._base import GradientTransformation, apply_updates, update_, with_hyperparams
 from hfta_func.optim.adadelta import AdadeltaState, adadelta
 from hfta_func.optim.adagrad import AdagradState, adagrad
 from hfta_func.optim.adam import AdamState, adam, adamw
@@ -58,5 +58,6 @@ __all__ = [
     "radam",
     "rmsprop",
     "sgd",
+    "update_",
     "with_hyperparams",
 ]
