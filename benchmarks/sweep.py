@@ -23,8 +23,9 @@ from benchmarks.modes import MODES, PROCESSES, SERIAL
 from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec
 
-TOLERANCE, ROUNDING = 1e-6, 2e-3
-"""By how much losses may differ: of the loop and a mode in float64, of an eager and a compiled array in float32."""
+TOLERANCE, ROUNDING = 1e-6, 1e-2
+"""By how much losses may differ: of the loop and a mode in float64, of an eager and a compiled array in float32, where
+Adam's first update makes steps of rounding noise."""
 CHECKED = ("stock vmap", "array", "JAX", "HFTA")
 COMPILED = ("array compiled", "array CUDA graph")
 CUDA_ONLY = ("array CUDA graph",)

@@ -41,17 +41,13 @@ def make_step(
     judge = hfta.vmap(hfta.functional(discriminator))
     loss_real, loss_fake = hfta.vmap(on_real), hfta.vmap(on_fake)
 
-    def judge_both(params: Any, buffers: Any, real: Tensor, fake: Tensor) -> tuple[Tensor, Any]:
-        verdict, buffers = judge(params, buffers, real)
-        losses = loss_real(verdict)
-        verdict, buffers = judge(params, buffers, fake)
-        losses = losses + loss_fake(verdict)
+    def judged(params: Any, buffers: Any, images: Tensor, loss_fn: Callable[..., Tensor]) -> tuple[Tensor, Any]:
+        verdict, buffers = judge(params, buffers, images)
+        losses = loss_fn(verdict)
         return losses.sum(), (losses, buffers)
 
     def fool(fake: Tensor, params: Any, buffers: Any) -> tuple[Tensor, Any]:
-        verdict, buffers = judge(params, buffers, fake)
-        losses = loss_real(verdict)
-        return losses.sum(), (losses, buffers)
+        return judged(params, buffers, fake, loss_real)
 
     def step(state: GANState, batch: Batch) -> tuple[GANState, Metrics]:
         (real,) = batch
@@ -60,7 +56,10 @@ def make_step(
         latent = hfta.random.normal(keys, (real.shape[1], noise, 1, 1), dtype=real.dtype)
         with autocast(real.device, amp):
             fake, pull_back, g_buffers = torch.func.vjp(lambda g: generate(g, g_buffers, latent), g, has_aux=True)
-            grads, (d_losses, d_buffers) = torch.func.grad(judge_both, has_aux=True)(d, d_buffers, real, fake)
+            grads, (of_real, d_buffers) = torch.func.grad(judged, has_aux=True)(d, d_buffers, real, loss_real)
+            others, (of_fake, d_buffers) = torch.func.grad(judged, has_aux=True)(d, d_buffers, fake, loss_fake)
+        for path, grad in grads.items():
+            grad.add_(others[path])
         hfta.update_(optimizer, grads, state.discriminator_opt, d)
         with autocast(real.device, amp):
             on_images, (g_losses, d_buffers) = torch.func.grad(fool, has_aux=True)(fake, d, d_buffers)
@@ -69,7 +68,7 @@ def make_step(
         state = state._replace(
             generator=hfta.Stacked(g, g_buffers), discriminator=hfta.Stacked(d, d_buffers), step=state.step + 1
         )
-        return state, {"loss_d": d_losses, "loss_g": g_losses}
+        return state, {"loss_d": of_real + of_fake, "loss_g": g_losses}
 
     return torch.no_grad()(step)
 
