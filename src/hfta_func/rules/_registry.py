@@ -310,6 +310,7 @@ def _case(op: str, num_models: int, args: list[Any], dims: list[Any], kwargs: An
         tuple(dim is None for _, dim in tensors),
         tuple(options),
         forward_ad._current_level >= 0,
+        torch.compiler.is_compiling(),
     )
 
 

@@ -77,6 +77,7 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
             (x_dim is None, weight_dim is None),
             tuple([tuple(option) if isinstance(option, list) else option for option in options]),
             forward_ad._current_level >= 0,
+            torch.compiler.is_compiling(),
         )
     )
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
