@@ -27,6 +27,7 @@ TITLES = {
     "cuda-paper": "On a GPU, published sizes",
     "cuda-paper-bf16": "On a GPU, published sizes in bfloat16",
 }
+FINE = (0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 STYLES = {
     "array": (COLORS[0], "-"),
     "array compiled": (COLORS[0], "--"),
@@ -119,6 +120,8 @@ def picture(found: dict[str, Any]) -> Figure:
         ax.set_xticks(counts, map(str, counts))
         low, high = ax.get_ylim()
         ticks = [2.0**power for power in range(-4, 8) if low <= 2.0**power <= high]
+        if len(ticks) < 3:
+            ticks = [tick for tick in FINE if low <= tick <= high]
         ax.set_yticks(ticks, [f"{tick:g}{TIMES}" for tick in ticks])
         ax.minorticks_off()
         ax.set_xlabel("models M", fontsize=8)

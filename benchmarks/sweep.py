@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from benchmarks.modes import MODES, PROCESSES, SERIAL
 from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec
 
-TOLERANCE, ROUNDING = 1e-6, 1e-2
-"""By how much losses may differ: of the loop and a mode in float64, of an eager and a compiled array in float32, where
-Adam's first update makes steps of rounding noise."""
+TOLERANCE = 1e-6
+"""By how much the losses of a mode may differ from those of the loop, in float64."""
+ROUNDING, COARSE, MOVED = 1e-4, 3e-2, 0.1
+"""By how much the first loss of a compiled array may differ from that of the eager one, on a CPU and in the lower precision
+of a GPU, and the second one, before which Adam makes full steps of rounding noise. Tests hold the two together in float64."""
 CHECKED = ("stock vmap", "array", "JAX", "HFTA")
 COMPILED = ("array compiled", "array CUDA graph")
 CUDA_ONLY = ("array CUDA graph",)
@@ -68,7 +71,7 @@ class Measured:
             worker.close()
 
 
-def difference(found: list[list[float]], expected: list[list[float]]) -> float:
+def difference(found: Sequence[Any], expected: Sequence[Any]) -> float:
     """The largest relative one of all losses; NaN counts as infinite."""
     a, b = torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
     return ((a - b).abs() / b.abs().clamp(min=1e-12)).nan_to_num(nan=float("inf")).max().item()
@@ -111,9 +114,11 @@ def row(
         if mode != SERIAL:
             found["first step"], own = max(other.ask("start"))
             if mode in COMPILED:
-                found["difference"] = difference(own, losses[1])
-                if not found["difference"] < ROUNDING:
-                    return {**found, "error": f"losses differ from the eager array's by more than {ROUNDING:.0e}"}
+                allowed = COARSE if spec.amp or spec.device == "cuda" else ROUNDING
+                found["difference"], after = map(difference, own, losses[1])
+                if not (found["difference"] < allowed and after < MOVED):
+                    differ = f"{found['difference']:.0e} and {after:.0e}"
+                    return {**found, "error": f"losses differ from the eager array's by {differ}"}
         times, busy, shares = [], [], []
         for turn in range(WARMUP + rounds):
             base, work = loop.time(calls)
