@@ -50,8 +50,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # Autograd would make the gradient of the weights [M,I,O] and hand on its transpose, which optimizers read two times slower.
 _operator = Operator("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _product, _setup, _backward)
 
-_FEW = 1 << 14
-"""Below so many weights of all members that costs less than an operator of our own."""
+_FEW = 1 << 11
+"""Below so many weights of a member that costs less than an operator of our own."""
 
 
 @register("linear", "linear", key=FRONT, otherwise=_apart)
@@ -78,7 +78,8 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         # [M,P,I], [M,O,I], [M,O] -> [M,P,O] -> [M,B,O]
         x, weight = front(x, x_dim), front(weight, weight_dim)
         rows = x if x.dim() == 3 else x.reshape(num_models, math.prod(x.shape[1:-1]), x.shape[-1])
-        few = weight.numel() < _FEW and not torch.compiler.is_compiling()
+        # Of one member, so that it keeps its bits when others are dropped.
+        few = weight.shape[1] * weight.shape[2] < _FEW and not torch.compiler.is_compiling()
         product = _product if few else _operator
         y = product(rows, weight, None if inner is None or bias_dim is None else front(inner, bias_dim))
         y, dim = y if x.dim() == 3 else y.reshape(*x.shape[:-1], weight.shape[1]), 0
