@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -297,3 +298,26 @@ def test_compiled_products_with_one_column_stay_within_their_results():
         state, metrics = run(state, batch)
         other, expected = step(other, batch)
         torch.testing.assert_close(metrics["loss"], expected["loss"])
+
+
+@pytest.mark.parametrize("width", [8, 64])
+def test_linear_weights_get_gradients_of_any_size(width: int) -> None:
+    """Small and large layers take different ways, and what large ones get lies in memory as their weights do."""
+    params = [torch.randn(3, *shape, dtype=torch.float64, requires_grad=True) for shape in ((width, width), (width,))]
+    x = torch.randn(3, 5, width, dtype=torch.float64, requires_grad=True)
+    tensors = (x, *params)
+    found = torch.autograd.grad(hfta.vmap(F.linear)(*tensors).sin().sum(), tensors)
+    expected = torch.autograd.grad(
+        torch.stack([F.linear(*own) for own in zip(*tensors, strict=True)]).sin().sum(), tensors
+    )
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    assert found[1].is_contiguous() or width == 8
+
+
+def test_compiled_layer_norms_are_no_loops() -> None:
+    shape = 1 << 10, 1 << 10
+    case = _lowering.Case("layer_norm", 4, "cpu", torch.float32, (shape, shape[1:]), (False, False), (), False, False)
+    for compiling, lowering in ((False, "loop"), (True, "folded")):
+        own = case._replace(compiling=compiling)
+        assert next(row.lowering for row in _lowering.TABLE["layer_norm"] if row.when(own)) == lowering
