@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 import hfta_func as hfta
 from hfta_func.rules import _choice, _lowering
@@ -321,3 +322,40 @@ def test_compiled_layer_norms_are_no_loops() -> None:
     for compiling, lowering in ((False, "loop"), (True, "folded")):
         own = case._replace(compiling=compiling)
         assert next(row.lowering for row in _lowering.TABLE["layer_norm"] if row.when(own)) == lowering
+
+
+def test_compilers_leave_the_layout_of_convolutions_alone() -> None:
+    """Inductor would convert to channels-last and back around convolutions that it knows."""
+    with hfta.rules.override(conv="grouped"):
+        step = hfta.make_train_step(_images(), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
+        state = step.init(*hfta.init_params(_images, seeds=range(3)), seeds=range(3))
+        batch = torch.randn(3, 4, 3, 8, 8)
+        run = torch.compile(step, fullgraph=True, dynamic=False)
+        (found, metrics), (code, *_) = run_and_get_code(run, state, batch)
+        expected, other = step(state, batch)
+    assert "contiguous_convolution" in code
+    assert "extern_kernels.convolution" not in code
+    torch.testing.assert_close(metrics["loss"], other["loss"])
+    torch.testing.assert_close(found.params, expected.params)
+
+
+def _images() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 1, groups=2), nn.ConvTranspose2d(4, 2, 3, 2))
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "twice"])
+def test_compiled_convolutions_have_all_derivatives(order: str) -> None:
+    def value(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.conv2d(x, weight, bias, padding=1).sin().sum()
+
+    def derivative(*args: Tensor) -> Tensor:
+        if order == "forward":
+            return torch.func.jvp(value, args, tuple(x.cos() for x in args))[1]
+        if order == "reverse":
+            return torch.func.grad(value, argnums=(0, 1, 2))(*args)
+        first = torch.func.grad(value, argnums=(0, 1, 2))
+        return torch.func.grad(lambda *own: sum(x.square().sum() for x in first(*own)), argnums=(0, 1, 2))(*args)
+
+    inputs = [torch.randn(3, *shape, dtype=torch.float64) for shape in ((2, 4, 5, 5), (6, 4, 3, 3), (6,))]
+    found = torch.compile(hfta.vmap(derivative), fullgraph=True, backend="aot_eager")(*inputs)
+    torch.testing.assert_close(found, hfta.vmap(derivative)(*inputs))

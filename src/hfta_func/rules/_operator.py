@@ -42,6 +42,8 @@ class Operator:
         forward: Computes the outputs, in tensor operations that have derivatives of their own.
         setup_context: ``setup_context(ctx, inputs, output)`` saves what the backward pass needs.
         backward: ``backward(ctx, *grads)``, one gradient or None per argument, in tensor operations that have derivatives.
+        fake: Computes outputs of the right shapes and strides. With it compilers take the operator as it is; without, they
+            see what its forward pass is made of.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class Operator:
         forward: Callable[..., Any],
         setup_context: Callable[..., None],
         backward: Callable[..., Any],
+        fake: Callable[..., Any] | None = None,
     ):
         self.schema = schema
         self.forward = forward
         self.setup_context = setup_context
         self.backward = backward
+        self.fake = fake
 
     def __call__(self, *args: Any) -> Any:
         """Call it; under autocast in the lower precision, backward pass included, as PyTorch does for such operators."""
@@ -103,9 +107,12 @@ class Operator:
         library.impl(name, forward, "CompositeExplicitAutograd")
         library.impl(name, autograd, "Autograd")
         library.impl(name, forward, "FuncTorchBatched")
-        # XLA keeps track of views above its kernels; the operations inside must pass there.
-        library.impl(name, forward, "Functionalize")
-        # What graph capture replaces the operator by, below autograd.
-        op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(forward)
+        if self.fake is None:
+            # XLA keeps track of views above its kernels; the operations inside must pass there.
+            library.impl(name, forward, "Functionalize")
+            # What graph capture replaces the operator by, below autograd.
+            op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(forward)
+        else:
+            torch.library.register_fake(f"hfta_func::{name}", self.fake, lib=library)
         self._library = library
         return op
