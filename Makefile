@@ -13,7 +13,7 @@ help:
 	@echo "make test-xla   tests on XLA and on the oldest PyTorch supported, in .venv-xla (some GB)"
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  run the notebooks top to bottom"
-	@echo "make bench      ratios measured side by side"
+	@echo "make bench      eight models of every workload in every way to train, side by side; takes an hour"
 	@echo "make clean      remove .venv, .venv-xla and everything that was made"
 
 setup: $(STAMP)
@@ -54,7 +54,7 @@ notebooks: $(STAMP)
 	$(PYTHON) notebooks/run.py --check
 
 bench: $(STAMP)
-	$(PYTHON) -m benchmarks
+	$(PYTHON) -m benchmarks sweep --size small --models 8 --rounds 5 --verbose
 
 clean:
 	rm -rf .venv .venv-xla out build dist .pytest_cache .ruff_cache .hypothesis

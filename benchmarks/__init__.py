@@ -1,1 +1,1 @@
-"""Ratios measured side by side in one run: ``python -m benchmarks [training|memory|all]``."""
+"""Ratios measured side by side in one run: ``python -m benchmarks [sweep|ops|optim|predict|lowerings|report]``."""

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import lowerings, memory, ops, optim, training
+from benchmarks import lowerings, ops, optim
 from benchmarks._measure import machine
 
 OWN = ("sweep", "predict", "report")
+MEASURED = {"ops": ops, "optim": optim, "lowerings": lowerings}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,9 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks",
         description=f"Ratios measured side by side. Also: {', '.join(OWN)}, which have a --help of their own.",
     )
-    parser.add_argument(
-        "what", nargs="?", choices=["training", "memory", "ops", "optim", "lowerings", "all"], default="all"
-    )
+    parser.add_argument("what", choices=[*MEASURED])
     parser.add_argument("--quick", action="store_true", help="tiny settings, to see that everything runs")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave compiled rows out")
     parser.add_argument("--threads", type=int, help="threads of PyTorch")
@@ -38,26 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="print each operator as it is measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE too")
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device")
     if args.threads:
         torch.set_num_threads(args.threads)
     about = machine()
     print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**about), flush=True)
-    numbers = {"machine": about, "settings": {"quick": args.quick, "compile": args.compile}}
-    for name, module in (
-        ("training", training),
-        ("memory", memory),
-        ("ops", ops),
-        ("optim", optim),
-        ("lowerings", lowerings),
-    ):
-        if args.what == name or (args.what == "all" and name != "lowerings"):
-            numbers[name] = module.measure(args)
-            print(f"\n{module.show(numbers[name])}", flush=True)
+    module = MEASURED[args.what]
+    found = module.measure(args)
+    print(f"\n{module.show(found)}", flush=True)
     if args.json:
+        settings = {"quick": args.quick, "compile": args.compile}
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(numbers, indent=2) + "\n")
-    results = [result for name in ("training", "ops", "optim") for result in numbers.get(name, {}).values()]
-    return 0 if all(result["agrees"] for result in results) else 1
+        args.json.write_text(json.dumps({"machine": about, "settings": settings, args.what: found}, indent=2) + "\n")
+    return 0 if all(result.get("agrees", True) for result in found.values()) else 1
 
 
 if __name__ == "__main__":

@@ -1,17 +1,13 @@
-"""What the benchmarks share: the machine, interleaved times, memory peaks, tables, and the demo's model."""
+"""What the benchmarks share: the machine, interleaved times, memory peaks, and tables."""
 
 from __future__ import annotations
 
 import datetime
-import functools
-import importlib.util
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import optree
@@ -33,20 +29,14 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
+        **({"gpu": torch.cuda.get_device_name(), "mps": _mps()} if torch.cuda.is_available() else {}),
         "date": datetime.date.today().isoformat(),
     }
 
 
-@functools.cache
-def demo() -> ModuleType:
-    """The demo as a module; ``examples`` is no package."""
-    spec = importlib.util.spec_from_file_location("digits", ROOT / "examples" / "digits.py")
-    assert spec is not None and spec.loader is not None
-    # The compiler looks up the module of what it traces by name.
-    module = sys.modules["digits"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _mps() -> bool:
+    """Whether NVIDIA's Multi-Process Service serves this process's user."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
 
 
 def seconds(work: Callable[[], object], calls: int, device: str = "cpu") -> float:

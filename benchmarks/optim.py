@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from examples.resnet.model import ResNet18
 from torch import Tensor, nn
 
 import hfta_func as hfta
 from benchmarks._measure import interleaved, peak_bytes, resident_bytes, seconds, table
-from benchmarks.models import ResNet18
 from hfta_func.optim._base import in_place, write
 
 OPTIMIZERS: dict[str, tuple[Callable[..., hfta.GradientTransformation], Any, dict[str, Any]]] = {

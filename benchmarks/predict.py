@@ -8,10 +8,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import hfta_func as hfta
 from benchmarks._measure import interleaved, machine, peak_bytes, resident_bytes, seconds, table
 from benchmarks.modes import array
-from benchmarks.workloads import WORKLOADS, Spec, make
+from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
 
 MEASURED, PREDICTED = (2, 4, 8), (12, 16)
 
@@ -41,11 +43,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to FILE")
     args = parser.parse_args(argv)
-    place = {"small": 0, "paper": 2 if args.device == "cuda" else 1}[args.size]
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device")
     results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     lines = []
     for name in args.workloads:
-        spec = Spec(name, args.size, 1, WORKLOADS[name].sizes[place], args.device)
+        spec = Spec(name, args.size, 1, batch_size(name, args.size, args.device), args.device)
         found = compare(spec, args.rounds)
         results[name] = {"size": args.size, "machine": machine(), "rows": found}
         for count, row in found.items():

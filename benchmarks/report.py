@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks._measure import ROOT
 from benchmarks.modes import MODES, SERIAL
+from benchmarks.sweep import UNLIKE
 from benchmarks.workloads import WORKLOADS
 from hfta_func.plot import COLORS
 
@@ -45,7 +47,11 @@ STYLES = {
 
 def ratio(rows: dict[str, Any], modes: Sequence[str]) -> float | None:
     """The best of these modes that was measured and agreed with the loop."""
-    return max((rows[mode]["ratio"] for mode in modes if "ratio" in rows.get(mode, {})), default=None)
+    return max((rows[mode]["ratio"] for mode in modes if _counts(mode, rows.get(mode, {}))), default=None)
+
+
+def _counts(mode: str, row: dict[str, Any]) -> bool:
+    return "ratio" in row and (mode in (SERIAL, *UNLIKE) or "alike" in row)
 
 
 def tables(results: dict[str, dict[str, Any]]) -> str:
@@ -53,47 +59,62 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join(_section(key, results[key]) for key in TITLES if key in results)
 
 
+COLUMNS = {
+    "array": ["array"],
+    "compiled": ["array compiled"],
+    "CUDA graph": ["array CUDA graph"],
+    "stock `vmap`": STOCK,
+    "processes": ["processes"],
+    "HFTA": ["HFTA"],
+    "JAX": ["JAX"],
+    "dense": ["dense"],
+}
+
+
 def _section(key: str, found: dict[str, Any]) -> str:
-    head = [
-        "workload",
-        f"M {TIMES} N",
-        "array",
-        "compiled",
-        "stock `vmap`",
-        "processes",
-        "dense",
-        "memory",
-        "compiling",
-    ]
+    head = ["workload", f"M {TIMES} N", *COLUMNS, "memory", "compiling", "SMs", "fit"]
     lines = []
     for name in WORKLOADS:
         if name not in found:
             continue
         count = max(found[name], key=int)
-        rows = found[name][count]["rows"]
-        best = ARRAY[1:] if ratio(rows, ARRAY[1:]) else []
-        cells = [ratio(rows, group) for group in (["array"], best, STOCK, ["processes"], ["dense"])]
+        own = found[name][count]
+        rows = own["rows"]
+        cells = [ratio(rows, modes) for modes in COLUMNS.values()]
         lines.append(
-            [WORKLOADS[name].title, f"{count} {TIMES} {found[name][count]['batch_size']}"]
+            [WORKLOADS[name].title, f"{count} {TIMES} {own['batch_size']}"]
             + ["" if cell is None else f"{cell:.1f}{TIMES}" if cell >= 1.95 else f"{cell:.2f}{TIMES}" for cell in cells]
-            + [_memory(rows), _compiling(rows)]
+            + [_memory(rows), _compiling(rows), _busy(rows), f"{own['largest']}" if own.get("largest") else ""]
         )
-    machine = next(iter(next(iter(found.values())).values()))["machine"]
-    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} cores"
-    rows = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
+    shown = [i for i in range(len(head)) if any(line[i] for line in lines)]
+    rows = ["| " + " | ".join(line[i] for i in shown) + " |" for line in (head, ["---"] * len(head), *lines)]
     figure = f"![Speed-up over the number of models](docs/speed-{key}.png)"
-    return (
-        f"**{TITLES[key]}** ({where}, PyTorch {machine['torch'].split('+')[0]})\n\n" + "\n".join(rows) + f"\n\n{figure}"
-    )
+    return f"**{TITLES[key]}** ({_machines(found)})\n\n" + "\n".join(rows) + f"\n\n{figure}"
+
+
+def _machines(found: dict[str, Any]) -> str:
+    every = [row["machine"] for counts in found.values() for own in counts.values() for row in own["rows"].values()]
+    names = {}
+    for one in every:
+        where = one.get("gpu") or f"{one['cpu']}, {one['threads']} cores"
+        names[f"{where}, PyTorch {one['torch'].split('+')[0]}"] = None
+    return "; ".join(names)
+
+
+def _busy(rows: dict[str, Any]) -> str:
+    shares = [rows[mode]["gpu"]["sm"] for mode in (SERIAL, *ARRAY) if "sm" in rows.get(mode, {}).get("gpu", {})]
+    return " / ".join(f"{share:.0%}" for share in shares)
 
 
 def _memory(rows: dict[str, Any]) -> str:
-    own = [rows[mode]["bytes"] / rows[SERIAL]["bytes"] for mode in ARRAY if "bytes" in rows.get(mode, {})]
+    base = rows.get(SERIAL, {}).get("bytes")
+    own = [rows[mode]["bytes"] / base for mode in ARRAY if base and _counts(mode, rows.get(mode, {}))]
     return " / ".join(f"{value:.2f}" for value in own)
 
 
 def _compiling(rows: dict[str, Any]) -> str:
-    return f"{rows['array compiled']['first step']:.0f} s" if "ratio" in rows.get("array compiled", {}) else ""
+    row = rows.get("array compiled", {})
+    return f"{row['first step']:.0f} s" if _counts("array compiled", row) else ""
 
 
 def picture(found: dict[str, Any]) -> Figure:
@@ -151,6 +172,7 @@ def replaced(readme: str, section: str) -> str:
 
 def main(argv: Sequence[str] = ()) -> int:
     """Write the README's section and the pictures."""
+    argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__).parse_args(argv)
     found = results()
     README.write_text(replaced(README.read_text(), tables(found)))
     for key, own in found.items():

@@ -7,10 +7,10 @@ only one process works at a time.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -33,12 +33,17 @@ class Worker:
         command = [sys.executable, "-m", "benchmarks.worker", order]
         # Nothing is compiled before the clock runs.
         self._compiled = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        # The profiler talks.
-        quiet = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        environment = {**os.environ, **quiet, "TORCHINDUCTOR_CACHE_DIR": self._compiled.name}
+        own = {
+            # The profiler talks.
+            "KINETO_LOG_LEVEL": "99",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "TORCHINDUCTOR_CACHE_DIR": self._compiled.name,
+            # JAX would take most of a GPU's memory, where others work too.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=-1, stdout=-1, stderr=self._errors, text=True
+            command, cwd=ROOT, env={**os.environ, **own}, stdin=-1, stdout=-1, stderr=self._errors, text=True
         )
 
     def begin(self, order: str, *args: Any) -> None:
@@ -95,16 +100,21 @@ class Desk:
             return [run.step(batch).tolist() for batch in job.batches[:3]]
         finally:
             torch.set_default_dtype(torch.float32)
+            gc.collect()
+            if self.spec.device == "cuda":
+                torch.cuda.empty_cache()
 
     def start(self) -> tuple[float, list[list[float]]]:
         """Make models and take two steps; returns the seconds of the first, with compiling, and the losses of both."""
+        if self.spec.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         job = make(self.spec)
         self._batches = itertools.cycle(job.batches)
         start = time.perf_counter()
         self.run = MODES[self.mode](job)
-        first = self.run.step(next(self._batches)).tolist()
+        first = self.run.step(next(self._batches)).flatten().tolist()
         took = time.perf_counter() - start
-        return took, [first, self.run.step(next(self._batches)).tolist()]
+        return took, [first, self.run.step(next(self._batches)).flatten().tolist()]
 
     def time(self, calls: int) -> list[float]:
         """Seconds of a step, and of the processors at work meanwhile."""
@@ -113,13 +123,15 @@ class Desk:
         after = os.times()
         return [took, (after.user + after.system - before.user - before.system) / calls]
 
-    def memory(self) -> int:
-        """The most bytes of tensors at one time in a step, on a GPU of all that the process has taken there."""
+    def memory(self) -> int | None:
+        """The most bytes of tensors at one time in a step."""
         assert self.run is not None
         if self.mode == "JAX":
-            return 0
+            return None
         if self.spec.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            if "graph" not in self.mode:
+                # A replay allocates nothing: what it works in was allocated while it was captured.
+                torch.cuda.reset_peak_memory_stats()
             self._step()
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated()
@@ -132,10 +144,6 @@ class Desk:
         if self.spec.device == "cuda":
             return hfta.max_models(step, state, job.batches[0], limit=4096)
         return hfta.plan(step, state, job.batches[0], limit=100_000).num_models
-
-    def resident(self) -> int:
-        """The most memory of the machine that the process has had."""
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def _step(self) -> None:
         assert self.run is not None

@@ -128,8 +128,9 @@ class TaskJob:
             with autocast(self.device, self.flags.amp):
                 each = torch.func.vmap(grad_and_value(loss_fn, has_aux=True), randomness="different")
                 grads, (losses, buffers) = each(params, buffers, batch)
-            updates, opt = optimizer.update(grads, opt, params)
-            return (hfta.apply_updates(params, updates), buffers, opt), losses
+            # In place, as all others do it.
+            hfta.update_(optimizer, grads, opt, params)
+            return (params, buffers, opt), losses
 
         return carry(update, carried, compiled)
 
@@ -273,6 +274,13 @@ WORKLOADS = {
     "transformer": Workload("Transformer", "transformer", {}, (4, 8, 32)),
     "bert": Workload("BERT", "bert", {"objective": "next"}, (4, 2, 32)),
 }
+
+
+def batch_size(name: str, size: str, device: str) -> int:
+    """N, unless somebody wants another."""
+    small, cpu, cuda = WORKLOADS[name].sizes
+    return small if size == "small" else cuda if device == "cuda" else cpu
+
 
 POINTS = {"small": 128, "cpu": 500, "cuda": 2500}
 
