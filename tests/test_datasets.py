@@ -6,10 +6,13 @@ import hashlib
 import http.server
 import io
 import json
+import os
+import resource
 import sys
 import tarfile
 import threading
 import zipfile
+from contextlib import contextmanager
 
 import numpy
 import PIL.Image
@@ -45,12 +48,23 @@ def write_zip(path, content):
             archive.writestr(name, data)
 
 
+@contextmanager
+def full_disk():
+    """Files can be made, but not grow beyond 1000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 # Downloads
 
 
 @pytest.fixture
 def server(tmp_path):
-    """A folder, and the address under which it is served."""
+    """A folder, and the address under which it is served; ``/cut`` breaks off, and ``/garbage`` is no answer."""
     folder = tmp_path / "served"
     folder.mkdir()
 
@@ -60,6 +74,14 @@ def server(tmp_path):
 
         def log_message(self, *_):
             pass
+
+        def do_GET(self):
+            if self.path == "/cut":
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nhalf")
+            elif self.path == "/garbage":
+                self.wfile.write(b"garbage\r\n\r\n")
+            else:
+                super().do_GET()
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(target=running.serve_forever)
@@ -105,6 +127,25 @@ def test_download_that_fails_tells_of_every_place(server, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "message"), [("cut", "IncompleteRead"), ("garbage", "garbage")])
+def test_download_that_breaks_off(server, tmp_path, name, message):
+    with pytest.raises(BadInput, match=rf"could not download a \(http.*/{name}: {message}.*\); put it into"):
+        files.obtain(files.Source("a", MD5, (f"{server[1]}/{name}",)), tmp_path / "data")
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_download_to_a_folder_that_cannot_be_written(server, tmp_path):
+    folder, address = server
+    (folder / "a.bin").write_bytes(b"good" * 1000)
+    (tmp_path / "file").touch()
+    source = files.Source("a.bin", MD5, (f"{address}/a.bin",))
+    with pytest.raises(BadInput, match=r"could not download a\.bin"):
+        files.obtain(source, tmp_path / "file" / "data")
+    with full_disk(), pytest.raises(BadInput, match="File too large"):
+        files.obtain(source, tmp_path / "data")
+    assert not list((tmp_path / "data").iterdir())
+
+
 def test_a_file_with_another_checksum_is_refused(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"evil")
     with pytest.raises(BadInput, match=r"a\.bin has md5:\w+ instead of .* remove it to download it again"):
@@ -125,6 +166,90 @@ def test_a_cache_is_read_back_and_not_unpickled(tmp_path):
     torch.save(functools.partial(print, "code"), path)
     with pytest.raises(BadInput, match=r"kept\.pt: damaged: .*; remove it to make it again"):
         files.cached(path, lambda: None)
+
+
+def test_a_cache_whose_damage_has_no_words(tmp_path, monkeypatch):
+    def load(*_, **__):
+        raise EOFError
+
+    monkeypatch.setattr(torch, "load", load)
+    (tmp_path / "kept.pt").touch()
+    with pytest.raises(BadInput, match=r"kept\.pt: damaged: EOFError; remove it to make it again"):
+        files.cached(tmp_path / "kept.pt", lambda: None)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, capsys):
+    made = torch.arange(1000)
+    (tmp_path / "file").touch()
+    assert files.cached(tmp_path / "file" / "kept.pt", lambda: made) is made
+    with full_disk():
+        assert files.cached(tmp_path / "kept.pt", lambda: made) is made
+    assert capsys.readouterr().out.count("kept.pt cannot be written (") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def fill_with(number):
+    def fill(out):
+        assert not out.any() or not isinstance(out, numpy.memmap)
+        out[:] = number
+
+    return fill
+
+
+def not_again(_):
+    pytest.fail("made twice")
+
+
+def test_mapped_bytes_are_made_once_for_a_key(tmp_path):
+    first = files.mapped(tmp_path / "a-1", ["key", 1], (30, 2), fill_with(3))
+    other = files.mapped(tmp_path / "a-1-5", ["key", 1], (30, 2), fill_with(4))
+    (path,) = tmp_path.glob("a-1.*")
+    for again in (first, files.mapped(tmp_path / "a-1", ["key", 1], (30, 2), not_again)):
+        assert again.dtype == torch.uint8 and torch.equal(again, torch.full((30, 2), 3, dtype=torch.uint8))
+    # The new key's file replaces the old key's, and no other; what is in use stays.
+    assert files.mapped(tmp_path / "a-1", ["key", 2], (4,), fill_with(5)).tolist() == [5] * 4
+    assert not path.exists() and len(list(tmp_path.iterdir())) == 2 and bool((first == 3).all())
+    assert torch.equal(files.mapped(tmp_path / "a-1-5", ["key", 1], (30, 2), not_again), other)
+
+
+def test_a_loader_takes_mapped_bytes_as_they_are(tmp_path):
+    data = files.mapped(tmp_path / "a", [], (6, 2), fill_with(3))
+    loader = hfta.ArrayLoader(data, 4, seeds=[0, 1])
+    assert loader.data.data_ptr() == data.data_ptr()
+    for batch in loader:
+        batch.zero_()
+    assert bool((data == 3).all())
+
+
+def test_mapped_bytes_without_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for made in range(2):
+        assert files.mapped(tmp_path / "file" / "a", [], (2000,), fill_with(made)).tolist() == [made] * 2000
+    with full_disk():
+        assert files.mapped(tmp_path / "a", [], (2000,), fill_with(7)).tolist() == [7] * 2000
+    assert capsys.readouterr().out.count("cannot be written (") == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_mapped_bytes_that_fail_leave_nothing(tmp_path):
+    def fail(_):
+        raise BadInput("bad")
+
+    with pytest.raises(BadInput, match="bad"):
+        files.mapped(tmp_path / "a", [], (3,), fail)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda data: data[:-1], lambda data: b"", lambda data: b"no array", lambda data: data.replace(b"|u1", b"|i1")],
+)
+def test_mapped_bytes_damaged(tmp_path, spoil):
+    files.mapped(tmp_path / "a", [], (3, 5), fill_with(1))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(BadInput, match=r"a\.\w+\.npy: damaged: .*; remove it to make it again"):
+        files.mapped(tmp_path / "a", [], (3, 5), not_again)
 
 
 # Images
@@ -237,11 +362,20 @@ def test_mnist(mnist, tmp_path):
         (b"", "damaged"),
     ],
 )
-def test_mnist_damaged(mnist, tmp_path, monkeypatch, content, message):
+def test_mnist_with_wrong_content(mnist, tmp_path, monkeypatch, content, message):
     path = tmp_path / "train-labels-idx1-ubyte.gz"
     path.write_bytes(gzip.compress(content))
     place(monkeypatch, images, ("MNIST", "train-labels-idx1-ubyte"), path)
     with pytest.raises(BadInput, match=message):
+        images.load("mnist", tmp_path, 28)
+
+
+@pytest.mark.parametrize("length", [0, 5, 20, -4])
+def test_mnist_cut_short(mnist, tmp_path, monkeypatch, length):
+    path = tmp_path / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:length])
+    place(monkeypatch, images, ("MNIST", "t10k-images-idx3-ubyte"), path)
+    with pytest.raises(BadInput, match=r"t10k-images-idx3-ubyte\.gz: damaged"):
         images.load("mnist", tmp_path, 28)
 
 
@@ -270,10 +404,96 @@ def test_imagenet(imagenet):
     )
     assert data.test[0][2].float().mean() == 128
     assert images.load("imagenet", imagenet, 8, 4).test[1].tolist() == [0, 0, 1]
-    # Decoded once.
-    (imagenet / "train" / "n01" / "0.JPEG").write_bytes(b"")
+
+
+def test_imagenet_is_decoded_once(imagenet, monkeypatch):
+    data = images.load("imagenet", imagenet, 16)
     images.load.cache_clear()
-    assert torch.equal(images.load("imagenet", imagenet, 16).train[0], data.train[0])
+    monkeypatch.setattr(images, "_decode", not_again)
+    again = images.load("imagenet", imagenet, 16)
+    assert all(map(torch.equal, data.train + data.test, again.train + again.test))
+
+
+def add_a_class_before(folder):
+    for part in ("train", "val"):
+        (folder / part / "n00").mkdir()
+        PIL.Image.new("RGB", (30, 30), (0, 250, 0)).save(folder / part / "n00" / "0.JPEG")
+    return [0, 1, 1, 1, 2, 2, 2], [0, 125, 125, 125, 0, 0, 0]
+
+
+def swap_classes(folder):
+    for source, target in (("n01", "x"), ("n02", "n01"), ("x", "n02")):
+        (folder / "train" / source).rename(folder / "train" / target)
+    return [0, 0, 0, 1, 1, 1], [0, 0, 0, 125, 125, 125]
+
+
+def remove_one(folder):
+    (folder / "train" / "n01" / "1.JPEG").unlink()
+    return [0, 0, 1, 1, 1], [125, 125, 0, 0, 0]
+
+
+def write_another(folder):
+    path = folder / "train" / "n01" / "1.JPEG"
+    before = path.stat()
+    PIL.Image.new("RGB", (50, 30), (0, 0, 250)).save(path)
+    # As large as before, or almost: the time alone has to tell.
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    return [0, 0, 0, 1, 1, 1], [125, 0, 125, 0, 0, 0]
+
+
+@pytest.mark.parametrize("change", [add_a_class_before, swap_classes, remove_one, write_another])
+def test_imagenet_that_changes_is_decoded_again(imagenet, change):
+    """Red, halved, tells the first class; labels and images go together."""
+    images.load("imagenet", imagenet, 16)
+    images.load.cache_clear()
+    labels, red = change(imagenet)
+    train = images.load("imagenet", imagenet, 16).train
+    assert train[1].tolist() == labels
+    torch.testing.assert_close(train[0][:, 0].float().mean((1, 2)) / 2, torch.tensor(red).float(), atol=4, rtol=0)
+    assert len(list(imagenet.glob("train-16.*"))) == 1
+
+
+def test_imagenet_beside_other_files(imagenet):
+    (imagenet / "train" / "LICENSE").touch()
+    assert images.load("imagenet", imagenet, 16).classes == 2
+
+
+def test_imagenet_on_a_full_disk(imagenet, capsys):
+    with full_disk():
+        data = images.load("imagenet", imagenet, 16)
+    assert data.train[0].shape == (6, 3, 16, 16) and data.train[0][0, 0].float().mean() > 240
+    assert capsys.readouterr().out.count("cannot be written") == 2 and not list(imagenet.glob("*-16.*"))
+
+
+def test_imagenet_with_a_broken_png(imagenet):
+    path = imagenet / "train" / "n01" / "1.png"
+    pixels = numpy.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype="uint8")
+    PIL.Image.fromarray(pixels).save(path)
+    # The second chunk of data has no name, which Pillow calls a SyntaxError.
+    first, second, *rest = path.read_bytes().split(b"IDAT")
+    path.write_bytes(b"IDAT".join([first, second + b"\0\0\0\0" + rest[0], *rest[1:]]))
+    with pytest.raises(BadInput, match=r"n01/1\.png: damaged.*broken PNG file"):
+        images.load("imagenet", imagenet, 16)
+
+
+def test_imagenet_with_an_image_that_is_too_large(imagenet, monkeypatch):
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(BadInput, match=r"n01/0\.JPEG: damaged.*decompression bomb"):
+        images.load("imagenet", imagenet, 16)
+
+
+def test_images_are_decoded_a_block_at_a_time():
+    out = numpy.zeros((600, 3, 4, 4), "uint8")
+    content = io.BytesIO()
+    PIL.Image.new("RGB", (4, 4), (7, 7, 7)).save(content, "png")
+
+    def rows():
+        for i in range(600):
+            assert i < 256 or out[i - 256].all()
+            yield files.Path(str(i)), io.BytesIO(content.getvalue())
+
+    images._decode(rows(), out)
+    assert (out == 7).all()
 
 
 def test_imagenet_damaged_and_empty(imagenet, tmp_path):
@@ -287,13 +507,13 @@ def test_imagenet_damaged_and_empty(imagenet, tmp_path):
         images.load("imagenet", tmp_path / "bare", 16)
 
 
-def write_lsun(folder):
+def write_lsun(folder, train=3):
     lmdb = pytest.importorskip("lmdb", reason="LSUN needs lmdb")
-    for name, count in (("train", 3), ("val", 2)):
+    for name, count in (("train", train), ("val", 2)):
         with lmdb.open(str(folder / f"bedroom_{name}_lmdb")) as base, base.begin(write=True) as transaction:
             for i in range(count):
                 content = io.BytesIO()
-                PIL.Image.new("RGB", (50, 40), (80 * i, 0, 0)).save(content, "webp", lossless=True)
+                PIL.Image.new("RGB", (50, 40), (80 * i % 256, 0, 0)).save(content, "webp", lossless=True)
                 transaction.put(f"{i:040x}".encode(), content.getvalue())
 
 
@@ -305,10 +525,36 @@ def test_lsun(tmp_path):
     assert len(images.load("lsun", tmp_path, 8, 1).train[0]) == 1
 
 
-def test_lsun_damaged(tmp_path):
+def test_lsun_is_decoded_once_and_again_when_it_changes(tmp_path, monkeypatch):
     write_lsun(tmp_path)
-    (tmp_path / "bedroom_train_lmdb" / "data.mdb").write_bytes(b"no database")
+    images.load("lsun", tmp_path, 16)
+    images.load.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "_decode", not_again)
+        images.load("lsun", tmp_path, 16)
+    images.load.cache_clear()
+    write_lsun(tmp_path, 5)
+    assert len(images.load("lsun", tmp_path, 16).train[0]) == 5
+
+
+@pytest.mark.parametrize("spoil", [lambda data: b"no database", lambda data: data[:-4096], lambda data: data[:8192]])
+def test_lsun_damaged(tmp_path, spoil):
+    write_lsun(tmp_path)
+    path = tmp_path / "bedroom_train_lmdb" / "data.mdb"
+    path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(BadInput, match="bedroom_train_lmdb: damaged"):
+        images.load("lsun", tmp_path, 16)
+
+
+def test_lsun_with_a_damaged_image_or_none(tmp_path):
+    lmdb = pytest.importorskip("lmdb", reason="LSUN needs lmdb")
+    path = str(tmp_path / "bedroom_train_lmdb")
+    lmdb.open(path).close()
+    with pytest.raises(BadInput, match=r"bedroom_train_lmdb: damaged.*it has no images"):
+        images.load("lsun", tmp_path, 16)
+    with lmdb.open(path) as base, base.begin(write=True) as transaction:
+        transaction.put(b"key", b"no image")
+    with pytest.raises(BadInput, match=r"bedroom_train_lmdb: damaged.*cannot identify image"):
         images.load("lsun", tmp_path, 16)
 
 
@@ -317,7 +563,7 @@ def test_lsun_without_its_reader_or_its_folder(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match="pip install lmdb"):
         images.load("lsun", tmp_path, 16)
     monkeypatch.setitem(sys.modules, "lmdb", object())
-    with pytest.raises(BadInput, match=r"there is no .*bedroom_train_lmdb; get it from"):
+    with pytest.raises(BadInput, match=r"no .*bedroom_train_lmdb/data\.mdb; unzip bedroom_train_lmdb\.zip of https"):
         images.load("lsun", tmp_path, 16)
 
 
@@ -367,6 +613,22 @@ def test_wikitext2_damaged(tmp_path, monkeypatch, content):
         text.load("wikitext2", tmp_path, 2)
 
 
+def test_text_shorter_than_a_sequence(tmp_path, monkeypatch):
+    path = tmp_path / "wikitext-2-v1.zip"
+    write_wikitext(path, monkeypatch, "a b c d e", "a b c")
+    assert len(text.load("wikitext2", tmp_path, 3).test[0]) == 1
+    with pytest.raises(
+        BadInput, match="--length 4 needs 5 tokens, but the test part of wikitext2 has 4; take a smaller"
+    ):
+        text.load("wikitext2", tmp_path, 4)
+    with pytest.raises(BadInput, match="--length 6 needs 7 tokens, but the train part of wikitext2 has 6"):
+        text.load("wikitext2", tmp_path, 6)
+    with pytest.raises(
+        BadInput, match=r"--length 10000000 needs 10000001 tokens, but the train part of topics has \d+"
+    ):
+        text.load("topics", tmp_path, 10_000_000)
+
+
 def test_topics(tmp_path):
     data = text.load("topics", tmp_path, 32)
     assert data.train[0].shape[1] == 32 and 10_000 < len(data.train[0]) < 20_000
@@ -379,7 +641,7 @@ def test_topics(tmp_path):
 # Clouds
 
 
-def write_shapenet(path, monkeypatch, top="shapenetcore_partanno_segmentation_benchmark_v0", short=False):
+def write_shapenet(path, monkeypatch, top="shapenetcore_partanno_segmentation_benchmark_v0", **changed):
     content = {f"{top}/synsetoffset2category.txt": "Chair\t0002\nBag\t0001\n"}
     split = {"train": [("0001", "a"), ("0002", "b"), ("0002", "c")], "test": [("0002", "d")]}
     for part, entries in split.items():
@@ -389,8 +651,10 @@ def write_shapenet(path, monkeypatch, top="shapenetcore_partanno_segmentation_be
             xyz = numpy.random.default_rng(ord(shape)).normal(size=(20, 3))
             labels = 1 + (xyz[:, 0] > 0) + (number == "0002") * (xyz[:, 1] > 0)
             content[f"{top}/{number}/points/{shape}.pts"] = "\n".join(" ".join(map(str, row)) for row in xyz)
-            content[f"{top}/{number}/points_label/{shape}.seg"] = "\n".join(map(str, labels[: 19 if short else 20]))
-    write_zip(path, content)
+            content[f"{top}/{number}/points_label/{shape}.seg"] = "\n".join(map(str, labels))
+    changes = {"points": "0002/points/c.pts", "labels": "0002/points_label/c.seg"}
+    changes |= {part: f"train_test_split/shuffled_{part}_file_list.json" for part in split}
+    write_zip(path, content | {f"{top}/{changes[kind]}": new for kind, new in changed.items()})
     place(monkeypatch, shapes, "SHAPENET", path)
 
 
@@ -415,13 +679,105 @@ def test_shapenet_with_wrong_content(tmp_path, monkeypatch):
     write_shapenet(path, monkeypatch)
     with pytest.raises(BadInput, match="--category Cat is none of ShapeNet's: Bag, Chair"):
         shapes.load("shapenet", tmp_path, 8, category="Cat")
-    write_shapenet(path, monkeypatch, short=True)
-    with pytest.raises(BadInput, match="20 points but 19 labels"):
-        shapes.load("shapenet", tmp_path, 8)
+    with pytest.raises(BadInput, match=r"v0\.zip: damaged.*list for test has no shape of Bag"):
+        shapes.load("shapenet", tmp_path, 8, category="Bag")
     write_zip(path, {"other.txt": "text"})
     place(monkeypatch, shapes, "SHAPENET", path)
     with pytest.raises(BadInput, match="damaged"):
         shapes.load("shapenet", tmp_path, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"labels": "1\n" * 19}, "0002/c has 20 points but 19 labels"),
+        ({"labels": "1\n" * 19 + "0"}, "0002/c has labels other than 1 to 50"),
+        ({"labels": "1\n" * 19 + "51"}, "0002/c has labels other than 1 to 50"),
+        ({"labels": "1\n" * 19 + "1.5"}, "0002/c has labels other than 1 to 50"),
+        ({"labels": "1\n" * 19 + "nan"}, "0002/c has labels other than 1 to 50"),
+        ({"labels": "1\n" * 19 + "chair"}, "could not convert string to float"),
+        ({"points": "0 0 inf\n" * 20}, "0002/c has coordinates that are not finite"),
+        ({"points": "0 0\n" * 20}, "cannot reshape"),
+        ({"points": "", "labels": ""}, ""),
+        ({"train": "[]"}, "its list for train has no shape of any category"),
+        ({"train": "3"}, "not iterable"),
+        ({"train": "[3]"}, ""),
+        ({"train": '["shape_data/0002/missing"]'}, "missing"),
+        ({"test": "["}, "Expecting value"),
+        ({"test": "[" * 100_000}, "recursion"),
+    ],
+)
+def test_shapenet_damaged(tmp_path, monkeypatch, changed, message):
+    path = tmp_path / "shapenetcore_partanno_segmentation_benchmark_v0.zip"
+    write_shapenet(path, monkeypatch, **changed)
+    with pytest.raises(BadInput, match=rf"v0\.zip: damaged.*{message}") as error:
+        shapes.load("shapenet", tmp_path, 8)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def cut(content):
+    return content[: len(content) // 2]
+
+
+def encrypted(content):
+    """With every entry's flag of encryption set."""
+    content = bytearray(content)
+    for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = -1
+        while (at := content.find(mark, at + 1)) >= 0:
+            content[at + offset] |= 1
+    return bytes(content)
+
+
+def compressed_by_no_known_method(content):
+    content = bytearray(content)
+    for mark, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        at = -1
+        while (at := content.find(mark, at + 1)) >= 0:
+            content[at + offset] = 77
+    return bytes(content)
+
+
+def flipped(content):
+    """One bit of an entry's content."""
+    content = bytearray(content)
+    content[content.index(b"OFF" if b"OFF" in content else b"Chair")] ^= 1
+    return bytes(content)
+
+
+@pytest.mark.parametrize("spoil", [cut, encrypted, compressed_by_no_known_method, flipped])
+@pytest.mark.parametrize("name", ["shapenet", "modelnet40"])
+def test_damaged_zips(tmp_path, monkeypatch, name, spoil):
+    source, write = {"shapenet": ("SHAPENET", write_shapenet), "modelnet40": ("MODELNET40", write_modelnet)}[name]
+    path = tmp_path / getattr(shapes, source).file
+    write(path, monkeypatch)
+    path.write_bytes(spoil(path.read_bytes()))
+    place(monkeypatch, shapes, source, path)
+    with pytest.raises(BadInput, match=r"\.zip: damaged, or not in its original format: \S") as error:
+        shapes.load(name, tmp_path, 8)
+    assert "\n" not in str(error.value)
+
+
+def test_shapenet_as_it_comes_has_no_checksum_and_is_checked_all_the_same(tmp_path, monkeypatch):
+    assert not shapes.SHAPENET.digest
+    path = tmp_path / shapes.SHAPENET.file
+    write_shapenet(path, monkeypatch)
+    monkeypatch.setattr(shapes, "SHAPENET", shapes.SHAPENET._replace(digest=""))
+    content = path.read_bytes()
+    for length in (0, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(BadInput, match=r"v0\.zip: damaged"):
+            shapes.load("shapenet", tmp_path, 8)
+
+
+def test_clouds_on_a_full_disk(tmp_path, monkeypatch, capsys):
+    path = tmp_path / shapes.SHAPENET.file
+    write_shapenet(path, monkeypatch)
+    with full_disk():
+        data = shapes.load("shapenet", tmp_path, 50)
+    assert data.train[0].shape == (3, 3, 50) and list(tmp_path.iterdir()) == [path]
+    assert "shapenet-all-50.pt cannot be written" in capsys.readouterr().out
 
 
 TRIANGLES = "OFF\n4 2 0\n0 0 0\n3 0 0\n3 1 0\n0 1 0\n3 0 1 2\n3 0 2 3\n"
@@ -437,7 +793,8 @@ def write_modelnet(path, monkeypatch, **changed):
     content = {name: TRIANGLES for name in names} | {"__MACOSX/ModelNet40/x.off": b"", "ModelNet40/.DS_Store": b""}
     # As in some of the original files.
     content[names[0]] = TRIANGLES.replace("OFF\n", "OFF")
-    write_zip(path, content | {names[1]: changed.get("second", TRIANGLES)})
+    content[names[1]] = changed.get("second", TRIANGLES)
+    write_zip(path, {name: data for name, data in content.items() if changed.get("without", " ") not in name})
     place(monkeypatch, shapes, "MODELNET40", path)
 
 
@@ -463,9 +820,15 @@ def test_modelnet40(tmp_path, monkeypatch):
         (TRIANGLES.replace("3 0 2 3", "3 0 2 9"), "damaged"),
     ],
 )
-def test_modelnet40_damaged(tmp_path, monkeypatch, mesh, message):
+def test_modelnet40_with_a_wrong_mesh(tmp_path, monkeypatch, mesh, message):
     write_modelnet(tmp_path / "ModelNet40.zip", monkeypatch, second=mesh)
     with pytest.raises(BadInput, match=message):
+        shapes.load("modelnet40", tmp_path, 16)
+
+
+def test_modelnet40_without_a_part(tmp_path, monkeypatch):
+    write_modelnet(tmp_path / "ModelNet40.zip", monkeypatch, without="/test/")
+    with pytest.raises(BadInput, match=r"ModelNet40\.zip: damaged.*it has no meshes for test"):
         shapes.load("modelnet40", tmp_path, 16)
 
 
@@ -491,8 +854,6 @@ def test_surfaces_are_where_they_should_be_and_uniform():
     torch.testing.assert_close(across**2 + z**2, torch.ones_like(z))
     # The outer half has more area: the mean of the cosine is half the ratio of the radii.
     torch.testing.assert_close(across.mean().item(), 0.25, atol=0.01, rtol=0)
-    half = points.torus(2.0, 1.0, 0.5)
-    assert half.sample(u)[1].min() > -1e-6 and half.area == points.torus(2.0, 1.0).area / 2
     box = points.box(1.0, 2.0, 3.0)
     inside = box.sample(u) / torch.tensor([1.0, 2.0, 3.0])[:, None]
     on = (inside.abs() - 0.5).abs() < 1e-6

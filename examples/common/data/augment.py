@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 
-def random_crop(images: Tensor, padding: int = 4) -> Tensor:
+def random_crop(images: Tensor, padding: int) -> Tensor:
     """Move each image by up to ``padding`` pixels in both directions, over black: ``[N, C, H, W]``."""
     count, channels, height, width = images.shape
     padded = nn.functional.pad(images, [padding] * 4)
@@ -36,6 +36,6 @@ def random_turn(points: Tensor) -> Tensor:
     return turn.to(points.dtype) @ points
 
 
-def jitter(points: Tensor, scale: float = 0.02) -> Tensor:
+def jitter(points: Tensor) -> Tensor:
     """Move every point a little: ``[N, 3, P]``."""
-    return points + scale * torch.randn_like(points)
+    return points + 0.02 * torch.randn_like(points)

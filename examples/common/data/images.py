@@ -7,6 +7,7 @@ import gzip
 import importlib
 import io
 import struct
+import sys
 import tarfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from examples.common.data.files import Source, cached, obtain, reading
+from examples.common.data.files import Source, mapped, obtain, reading
 from examples.common.errors import BadInput
 
 Labelled = tuple[Tensor, Tensor]
@@ -55,8 +56,8 @@ def load(name: str, folder: Path, size: int, limit: int | None = None) -> Images
         BadInput: if its files cannot be had or read.
     """
     train, test, classes = LOADERS[name](folder, size, limit)
-    shaped = [(_resize(images[:limit], size), labels[:limit].long()) for images, labels in (train, test)]
-    return Images(*shaped, classes)
+    train, test = ((_resize(images[:limit], size), labels[:limit].long()) for images, labels in (train, test))
+    return Images(train, test, classes)
 
 
 def to_float(images: Tensor) -> Tensor:
@@ -80,8 +81,8 @@ def cifar10(folder: Path, size: int, limit: int | None) -> Images:
     with reading(path), tarfile.open(path) as archive:
         for entry in archive:
             name = entry.name.rpartition("/")[2]
-            if name in names:
-                content = numpy.frombuffer(archive.extractfile(entry).read(), "uint8")
+            if name in names and (file := archive.extractfile(entry)):
+                content = numpy.frombuffer(file.read(), "uint8")
                 if content.size % 3073 or not content.size or content[::3073].max() > 9:
                     raise ValueError(f"{name} is no sequence of images")
                 found[name] = torch.from_numpy(content.copy()).view(-1, 3073)
@@ -114,7 +115,7 @@ def mnist(folder: Path, size: int, limit: int | None) -> Images:
 
 def imagenet(folder: Path, size: int, limit: int | None) -> Images:
     """Folders ``train/<class>/`` and ``val/<class>/`` of images; decoded once and kept beside them."""
-    classes = [path.name for path in sorted(folder.glob("train/*/"))]
+    classes = [path.name for path in sorted(folder.glob("train/*")) if path.is_dir()]
     if not classes:
         raise BadInput(f"{folder / 'train'} has no folders, one for each class, of images")
 
@@ -124,9 +125,13 @@ def imagenet(folder: Path, size: int, limit: int | None) -> Images:
             raise BadInput(f"{folder / name} has no images in the folders of train")
         # A few of every class rather than all of the first.
         files = files[:: -(-len(files) // limit)] if limit else files
-        kept = folder / f"{name}-{size}{f'-{limit}' if limit else ''}.pt"
-        labels = torch.tensor([label for _, label in files])
-        return cached(kept, lambda: decode((path for path, _ in files), size)), labels
+        images = mapped(
+            _stem(folder, name, size, limit),
+            ((label, path.parent.name, path.name, *_version(path)) for path, label in files),
+            (len(files), 3, size, size),
+            lambda out: _decode(((path, path) for path, _ in files), out),
+        )
+        return images, torch.tensor([label for _, label in files])
 
     return Images(part("train"), part("val"), len(classes))
 
@@ -140,19 +145,24 @@ def lsun(folder: Path, size: int, limit: int | None) -> Images:
 
     def part(name: str) -> Labelled:
         path = folder / f"bedroom_{name}_lmdb"
-        if not path.is_dir():
-            raise BadInput(f"there is no {path}; get it from https://www.yf.io/p/lsun and unzip it there")
+        content = path / "data.mdb"
+        if not content.exists():
+            raise BadInput(f"there is no {content}; unzip {path.name}.zip of https://www.yf.io/p/lsun in {folder}")
+        with reading(path, lmdb.Error), lmdb.open(str(path), readonly=True, lock=False) as base:
+            if (base.info()["last_pgno"] + 1) * base.stat()["psize"] > content.stat().st_size:
+                raise ValueError("it is cut short")
+            count = min(base.stat()["entries"], limit or sys.maxsize)
+            if not count:
+                raise ValueError("it has no images")
 
-        def make() -> Tensor:
-            try:
-                with lmdb.open(str(path), readonly=True, lock=False).begin() as transaction:
-                    rows = [content for _, content in islice(transaction.cursor(), limit)]
-            except lmdb.Error as error:
-                raise BadInput(f"{path}: damaged: {error}") from None
-            return decode(map(io.BytesIO, rows), size, str(path))
+            def fill(out: numpy.ndarray) -> None:
+                with base.begin() as transaction:
+                    _decode(((path, io.BytesIO(row)) for _, row in islice(transaction.cursor(), count)), out)
 
-        images = cached(folder / f"bedroom_{name}-{size}{f'-{limit}' if limit else ''}.pt", make)
-        return images, torch.zeros(len(images))
+            images = mapped(
+                _stem(folder, f"bedroom_{name}", size, limit), _version(content), (count, 3, size, size), fill
+            )
+        return images, torch.zeros(count)
 
     return Images(part("train"), part("val"), 1)
 
@@ -166,17 +176,30 @@ LOADERS: dict[str, Callable[[Path, int, int | None], Images]] = {
 }
 
 
-def decode(files: Iterable[Any], size: int, where: str = "") -> Tensor:
-    """Square centres of compressed images: ``uint8[N, 3, size, size]``."""
+def _stem(folder: Path, name: str, size: int, limit: int | None) -> Path:
+    return folder / f"{name}-{size}{f'-{limit}' if limit else ''}"
+
+
+def _version(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _decode(files: Iterable[tuple[Path, Any]], out: numpy.ndarray) -> None:
+    """Write square centres of compressed images to ``uint8[N, 3, size, size]``; a file has a name and what Pillow opens."""
     image = importlib.import_module("PIL.Image")
     operations = importlib.import_module("PIL.ImageOps")
 
-    def one(file: Any) -> Tensor:
-        with reading(Path(where or file)), image.open(file) as opened:
-            return torch.from_numpy(numpy.array(operations.fit(opened.convert("RGB"), (size, size)))).permute(2, 0, 1)
+    def one(row: numpy.ndarray, file: tuple[Path, Any]) -> None:
+        path, content = file
+        with reading(path, image.DecompressionBombError), image.open(content) as opened:
+            row[:] = numpy.array(operations.fit(opened.convert("RGB"), row.shape[1:])).transpose(2, 0, 1)
 
+    rows = zip(out, files, strict=True)
     with ThreadPoolExecutor() as pool:
-        return torch.stack(list(pool.map(one, files)))
+        # A block at a time, because a pool takes in all that it is given before it is done.
+        while block := list(islice(rows, 256)):
+            list(pool.map(one, *zip(*block, strict=True)))
 
 
 def _resize(images: Tensor, size: int) -> Tensor:

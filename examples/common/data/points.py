@@ -20,11 +20,15 @@ class Surface(NamedTuple):
     area: float
 
 
-class Clouds(NamedTuple):
-    """Training and test clouds ``(points, class, parts)``, the number of classes, and the number of parts."""
+Labelled = tuple[Tensor, Tensor, Tensor]
+"""Points, the class of each cloud, and the part of each point."""
 
-    train: tuple[Tensor, Tensor, Tensor]
-    test: tuple[Tensor, Tensor, Tensor]
+
+class Clouds(NamedTuple):
+    """Training and test clouds, the number of classes, and the number of parts."""
+
+    train: Labelled
+    test: Labelled
     classes: int
     parts: int
 
@@ -52,18 +56,18 @@ def frustum(below: float, above: float, low: float, high: float) -> Surface:
     return Surface(sample, math.pi * (below + above) * math.hypot(above - below, high - low))
 
 
-def torus(ring: float, tube: float, turn: float = 1.0) -> Surface:
-    """A ring around the third axis, or the first ``turn`` of it."""
+def torus(ring: float, tube: float) -> Surface:
+    """A ring around the third axis."""
     k = tube / ring
 
     def sample(u: Tensor) -> Tensor:
         angle = 2 * math.pi * u[0]
         for _ in range(6):  # Newton's method; area up to an angle goes with angle + k sin(angle).
             angle = angle - (angle + k * angle.sin() - 2 * math.pi * u[0]) / (1 + k * angle.cos())
-        around, across = 2 * math.pi * turn * u[1], ring + tube * angle.cos()
+        around, across = 2 * math.pi * u[1], ring + tube * angle.cos()
         return torch.stack([across * around.cos(), across * around.sin(), tube * angle.sin()])
 
-    return Surface(sample, 4 * math.pi**2 * ring * tube * turn)
+    return Surface(sample, 4 * math.pi**2 * ring * tube)
 
 
 def box(width: float, depth: float, height: float) -> Surface:
@@ -127,7 +131,7 @@ SURFACES: dict[str, list[list[Surface]]] = {
 """The parts of every class, each made of surfaces."""
 
 
-def surfaces(points: int, train: int, test: int, noise: float = 0.01, seed: int = 0) -> Clouds:
+def surfaces(points: int, train: int, test: int, noise: float = 0.01) -> Clouds:
     """Clouds of all classes: stretched, turned around the vertical axis, with noise, within the unit ball.
 
     Args:
@@ -135,14 +139,13 @@ def surfaces(points: int, train: int, test: int, noise: float = 0.01, seed: int 
         train: Clouds for training, the classes in turn.
         test: Clouds for testing.
         noise: Standard deviation of every coordinate.
-        seed: Of the whole set.
     """
-    generator = torch.Generator().manual_seed(seed)
-    sets = [_clouds(count, points, noise, generator) for count in (train, test)]
-    return Clouds(*sets, len(SURFACES), sum(map(len, SURFACES.values())))
+    generator = torch.Generator().manual_seed(0)
+    own, other = (_clouds(count, points, noise, generator) for count in (train, test))
+    return Clouds(own, other, len(SURFACES), sum(map(len, SURFACES.values())))
 
 
-def _clouds(count: int, points: int, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def _clouds(count: int, points: int, noise: float, generator: torch.Generator) -> Labelled:
     clouds, classes = torch.empty(count, 3, points), torch.arange(count) % len(SURFACES)
     parts, first = torch.empty(count, points, dtype=torch.int64), 0
     for label, groups in enumerate(SURFACES.values()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -12,8 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from examples.common.data.files import Source, cached, obtain, reading
-from examples.common.data.points import Clouds, surfaces, unit_ball
+from examples.common.data.files import Source, cached, obtain, reading_zip
+from examples.common.data.points import Clouds, Labelled, surfaces, unit_ball
 from examples.common.errors import BadInput
 
 SHAPENET = Source(
@@ -26,6 +25,8 @@ MODELNET40 = Source(
     "sha256:42dc3e656932e387f554e25a4eb2cc0e1a1bd3ab54606e2a9eae444c60e536ac",
     ("https://modelnet.cs.princeton.edu/ModelNet40.zip",),
 )
+# ShapeNet's, of all categories together; every category numbers its own from 1.
+PARTS = 50
 
 
 @functools.lru_cache(maxsize=1)
@@ -38,7 +39,7 @@ def load(name: str, folder: Path, points: int, limit: int | None = None, categor
     if name == "surfaces":
         return surfaces(points, *(min(count, limit or count) for count in (1300, 260)))
     train, test, classes, parts = LOADERS[name](folder, points, category)
-    train, test = (tuple(leaf[:limit] for leaf in part) for part in (train, test))
+    train, test = ((clouds[:limit], own[:limit], pieces[:limit]) for clouds, own, pieces in (train, test))
     return Clouds(train, test, classes, parts)
 
 
@@ -47,7 +48,7 @@ def shapenet(folder: Path, points: int, category: str | None) -> Clouds:
     path = obtain(SHAPENET, folder)
 
     def make() -> Clouds:
-        with reading(path), zipfile.ZipFile(path) as archive:
+        with reading_zip(path) as archive:
             # The archive may have its files in a folder of its name or not.
             (top, *_) = (PurePosixPath(n).parent for n in archive.namelist() if n.endswith("synsetoffset2category.txt"))
             categories = dict(
@@ -58,20 +59,26 @@ def shapenet(folder: Path, points: int, category: str | None) -> Clouds:
             numbers = sorted(number for name, number in categories.items() if category in (None, name))
             generator = numpy.random.default_rng(0)
 
-            def part(name: str) -> tuple[Tensor, ...]:
+            def part(name: str) -> Labelled:
                 clouds, classes, parts = [], [], []
                 for entry in json.loads(archive.read(f"{top}/train_test_split/shuffled_{name}_file_list.json")):
-                    number, shape = entry.split("/")[-2:]
+                    number, shape = str(entry).split("/")[-2:]
                     if number not in numbers:
                         continue
                     xyz = _numbers(archive.read(f"{top}/{number}/points/{shape}.pts")).reshape(-1, 3)
-                    labels = _numbers(archive.read(f"{top}/{number}/points_label/{shape}.seg")).astype("int64")
+                    labels = _numbers(archive.read(f"{top}/{number}/points_label/{shape}.seg"))
                     if len(xyz) != len(labels):
                         raise ValueError(f"{number}/{shape} has {len(xyz)} points but {len(labels)} labels")
+                    if not numpy.isfinite(xyz).all():
+                        raise ValueError(f"{number}/{shape} has coordinates that are not finite")
+                    if not numpy.isin(labels, numpy.arange(1, PARTS + 1)).all():
+                        raise ValueError(f"{number}/{shape} has labels other than 1 to {PARTS}")
                     rows = generator.integers(len(xyz), size=points)
                     clouds.append(torch.from_numpy(xyz[rows].T))
                     classes.append(numbers.index(number))
-                    parts.append(torch.from_numpy(labels[rows] - 1))
+                    parts.append(torch.from_numpy(labels[rows].astype("int64") - 1))
+                if not clouds:
+                    raise ValueError(f"its list for {name} has no shape of {category or 'any category'}")
                 return unit_ball(torch.stack(clouds).float()), torch.tensor(classes), torch.stack(parts)
 
             train, test = part("train"), part("test")
@@ -85,13 +92,15 @@ def modelnet40(folder: Path, points: int, category: str | None) -> Clouds:
     path = obtain(MODELNET40, folder)
 
     def make() -> Clouds:
-        with reading(path), zipfile.ZipFile(path) as archive:
+        with reading_zip(path) as archive:
             meshes = [n for n in archive.namelist() if n.startswith("ModelNet40/") and n.endswith(".off")]
             classes = sorted({name.split("/")[1] for name in meshes})
             generator = numpy.random.default_rng(0)
 
-            def part(which: str) -> tuple[Tensor, ...]:
+            def part(which: str) -> Labelled:
                 names = [name for name in meshes if name.split("/")[2] == which]
+                if not names:
+                    raise ValueError(f"it has no meshes for {which}")
                 clouds = [_spread(archive.read(name), name, points, generator) for name in names]
                 labels = torch.tensor([classes.index(name.split("/")[1]) for name in names])
                 return unit_ball(torch.stack(clouds)), labels, torch.zeros(len(names), points, dtype=torch.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from pydoc_data.topics import topics as TOPICS
@@ -12,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from examples.common.data.files import Source, obtain, reading
+from examples.common.data.files import Source, obtain, reading_zip
+from examples.common.errors import BadInput
 
 WIKITEXT2 = Source(
     "wikitext-2-v1.zip",
@@ -37,19 +37,24 @@ def load(name: str, folder: Path, length: int, limit: int | None = None) -> Text
     """A text by name, in sequences of ``length`` tokens.
 
     Raises:
-        BadInput: if its files cannot be had or read.
+        BadInput: if its files cannot be had or read, or a part of it is no longer than ``length``.
     """
     train, test = LOADERS[name](folder)
     number = {token: i for i, token in enumerate(dict.fromkeys(train))}
     # WikiText has a token of this name; a character that only the test part has becomes the commonest one.
     unknown = number.get("<unk>", number.get(" ", 0))
 
-    def sequences(tokens: list[str]) -> tuple[Tensor, Tensor]:
+    def sequences(part: str, tokens: list[str]) -> tuple[Tensor, Tensor]:
+        if len(tokens) <= length:
+            raise BadInput(
+                f"--length {length} needs {length + 1} tokens, but the {part} part of {name} has {len(tokens)}; "
+                f"take a smaller --length"
+            )
         numbers = torch.tensor([number.get(token, unknown) for token in tokens])
         windows = numbers.unfold(0, length + 1, length)[:limit]
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
-    return Text(sequences(train), sequences(test), len(number))
+    return Text(sequences("train", train), sequences("test", test), len(number))
 
 
 def topics(folder: Path) -> tuple[list[str], list[str]]:
@@ -64,7 +69,7 @@ def topics(folder: Path) -> tuple[list[str], list[str]]:
 def wikitext2(folder: Path) -> tuple[list[str], list[str]]:
     """WikiText-2 in words; lines end with a token of their own."""
     path = obtain(WIKITEXT2, folder)
-    with reading(path), zipfile.ZipFile(path) as archive:
+    with reading_zip(path) as archive:
         files = [archive.read(f"wikitext-2/wiki.{part}.tokens").decode() for part in ("train", "test")]
         if not all(files):
             raise ValueError("a file is empty")
