@@ -35,7 +35,7 @@ $(XLA_STAMP): pyproject.toml constraints.txt
 	$(PYTHON3) -m venv .venv-xla
 	grep -v '^torch==' constraints.txt > .venv-xla/constraints.txt
 	$(XLA_PYTHON) -m pip install --quiet --disable-pip-version-check --progress-bar off \
-		-c .venv-xla/constraints.txt -e '.[plot,xla]' hypothesis pytest pytest-timeout
+		-c .venv-xla/constraints.txt -e '.[examples,xla]' hypothesis pytest pytest-timeout
 	@touch $@
 
 # Most of the time on XLA goes into compiling, and graphs this small gain nothing from an optimised one.

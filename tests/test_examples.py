@@ -1,17 +1,22 @@
 """The examples: models of the published sizes, both ways to train, the command line, and what it refuses."""
 
 import csv
+import dataclasses
 import functools
 import importlib
 import itertools
+import os
+import signal
 import sys
+from typing import ClassVar
+from unittest.mock import ANY
 
 import optree
 import pytest
 import torch
 from examples.bert.model import BERT
 from examples.common import array, solo
-from examples.common.errors import is_out_of_memory
+from examples.common.errors import BadInput, is_out_of_memory
 from examples.common.flags import AdamFlags, Flags, parse
 from examples.dcgan import array as gan
 from examples.dcgan.frechet import frechet, moments
@@ -292,6 +297,112 @@ def test_mixed_precision(name, way, call):
         assert float(row[loss]) == pytest.approx(float(expected[loss]), rel=0.1)
 
 
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_mixed_precision_is_of_the_forward_pass_alone(way, call, monkeypatch):
+    seen = []
+
+    def crop(images, padding):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return images
+
+    monkeypatch.setattr("examples.common.data.augment.random_crop", crop)
+    assert call("resnet", *way, "--amp")[0] == 0
+    assert seen and not any(seen)
+
+
+class Probe(torch.autograd.Function):
+    """Nothing, but notes whether its backward pass is under autocast."""
+
+    generate_vmap_rule = True
+    seen: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        Probe.seen.append(torch.is_autocast_enabled("cpu"))
+        return grad
+
+
+def test_dcgan_goes_backward_outside_of_mixed_precision(monkeypatch):
+    (own,) = parse(importlib.import_module("examples.dcgan.main").Flags, [*RUNS["dcgan"], "--amp"], None)
+    monkeypatch.setattr(Generator, "forward", lambda self, x: Probe.apply(nn.Sequential.forward(self, x)))
+    monkeypatch.setattr(Discriminator, "forward", lambda self, x: Probe.apply(nn.Sequential.forward(self, x)))
+    step, state = gan.prepare(
+        functools.partial(Generator, 16, 8, 8), functools.partial(Discriminator, 16, 8), 8, own.flags
+    )
+    monkeypatch.setattr(Probe, "seen", [])
+    step(state, (torch.rand(3, 6, 3, 16, 16),))
+    # Of the discriminator on real and on generated images, and of both models together.
+    assert Probe.seen == [False] * 4
+
+
+def test_plain_dcgan_computes_no_gradients_in_vain():
+    main = importlib.import_module("examples.dcgan.main")
+    (own,) = parse(main.Flags, SMALL, None)
+    pair, added = main.Pair(*main.setting(own.flags)[:3], own.flags), []
+    for parameter in pair.discriminator.parameters():
+        parameter.register_post_accumulate_grad_hook(added.append)
+    for _ in range(2):
+        pair.step(torch.rand(4, 3, 16, 16))
+    assert len(added) == 2 * len([*pair.discriminator.parameters()])
+
+
+@pytest.mark.parametrize("name", ["bert masked", "dcgan"])
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_testing_after_every_epoch_does_not_change_training(name, way, call):
+    _, final, _, rows = call(name, *way, "--epochs", "3")
+    _, tested, _, others = call(name, *way, "--epochs", "3", "--eval")
+    loss = "loss_g" if name == "dcgan" else "loss"
+    assert [row[loss] for row in rows] == [row[loss] for row in others]
+    assert final[-1] == tested[-1]
+
+
+@pytest.mark.parametrize("way", ["array", "solo"])
+def test_the_last_test_is_not_run_twice(way, call, monkeypatch):
+    module, count = importlib.import_module(f"examples.common.{way}"), itertools.count()
+    evaluate = module.evaluate
+    monkeypatch.setattr(module, "evaluate", lambda *args: [next(count), evaluate(*args)][1])
+    argv = [*only(0, RUNS["resnet"]), *(["--hfta"] if way == "array" else []), "--epochs", "2"]
+    assert call("resnet", *argv)[0] == 0 and next(count) == 1
+    assert call("resnet", *argv, "--eval")[0] == 0 and next(count) == 2 + 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_every_array_is_compiled(way, call, monkeypatch):
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.append(len(sizes))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        argv = ["--compile", "--length", "4", "--batch-size"]
+        assert call("transformer", "--lr", "1", *way, *argv, "8")[0] == 0
+        each = len(sizes)
+        assert each > 0
+        torch.compiler.reset()
+        assert call("transformer", "--lr", "1", *way, *argv, "8", "6", "4")[0] == 0
+    assert len(sizes) == 4 * each
+
+
+@pytest.mark.parametrize("name", ["transformer", "dcgan"])
+@pytest.mark.parametrize("way", [["--hfta"], []])
+@pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
+def test_every_seed_of_64_bits(name, way, seed, call):
+    status, _, err, rows = call(name, *only(0, RUNS[name]), *way, "--seeds", str(seed))
+    assert status == 0 and not err and [row["seed"] for row in rows] == [str(seed)]
+
+
 def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] in ("examples", "hfta_func")]:
         monkeypatch.delitem(sys.modules, name)
@@ -319,6 +430,66 @@ def test_frechet_distance():
     assert frechet((mean, covariance), (mean, covariance / 4)).item() == pytest.approx(0.25 * covariance.trace().item())
 
 
+# Ctrl-C
+
+
+def press_in(monkeypatch, where, numbers):
+    """Ctrl-C during some calls of a function, counted from 1."""
+    module, _, name = where.rpartition(".")
+    original, calls = getattr(importlib.import_module(module), name), itertools.count(1)
+
+    def pressing(*args):
+        for _ in range(numbers.count(next(calls))):
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(where, pressing)
+
+
+LOSS, TEST = "examples.resnet.main.cross_entropy", "examples.resnet.main.accuracy"
+TWO_ARRAYS = ["--batch-size", "8", "8", "6", *SEEDS]
+
+
+@pytest.mark.parametrize(
+    ("where", "numbers", "argv", "array", "solo"),
+    [
+        # Three steps and three batches of tests an epoch.
+        pytest.param(LOSS, [2], [], 0, 0, id="in the first epoch"),
+        pytest.param(LOSS, [5], [], 1, 1, id="in the second epoch"),
+        pytest.param(LOSS, [5, 5], [], 1, 1, id="twice"),
+        pytest.param(LOSS, [8], ["--epochs", "2"], 2, 2, id="in the second array"),
+        pytest.param(TEST, [5], ["--eval"], 2, 1, id="in the second test"),
+        pytest.param(TEST, [8], ["--eval"], 3, 2, id="in the last test of an epoch"),
+        pytest.param(TEST, [2], [], 3, 3, id="in the last test"),
+    ],
+)
+@pytest.mark.parametrize("way", ["array", "solo"])
+def test_ctrl_c_keeps_what_is_finished(where, numbers, argv, array, solo, way, call, tmp_path, monkeypatch):
+    flags = ["--epochs", "3", *TWO_ARRAYS, *argv, *(["--hfta"] if way == "array" else [])]
+    whole = call("resnet", *flags)
+    (tmp_path / "resnet.csv").unlink()
+    save = ["--save", str(tmp_path / "kept")]
+    with monkeypatch.context() as patch:
+        press_in(patch, where, numbers)
+        status, lines, err, rows = call("resnet", *flags, *save)
+    assert status == 130 and len(err) == 1 and not any(line.startswith("Final") for line in lines)
+    epochs = array if way == "array" else solo
+    table = f"; the epochs that are finished: {tmp_path / 'resnet.csv'}" if epochs else ""
+    assert err[0] == f"resnet: interrupted{table}; --resume goes on"
+    members = ["0", "1"] if way == "array" else ["0"]
+    finished = [(member, str(epoch)) for member in members for epoch in range(1, epochs + 1)]
+    assert [(row["member"], row["epoch"]) for row in rows[: len(finished)]] == finished
+    again = call("resnet", *flags, *save, "--resume")
+    assert again[0] == 0 and again[1][-1] == whole[1][-1]
+    assert [row["loss"] for row in again[3]] == [row["loss"] for row in whole[3]]
+    assert not [*tmp_path.glob("**/*.part")] and not [*tmp_path.glob("**/*.tmp")]
+
+
+def test_ctrl_c_while_data_are_read(call, monkeypatch):
+    press_in(monkeypatch, "examples.common.data.images.load", [1])
+    assert call("resnet") == (130, ANY, ["resnet: interrupted"], [])
+
+
 # Bad input
 
 
@@ -342,6 +513,11 @@ def refuses(call, message, name, *argv):
         ("resnet --speed 3", "unrecognized arguments: --speed 3"),
         ("resnet --epochs 0", "argument --epochs: 0 is too small; the least is 1"),
         ("transformer --step_size 5 0", "argument --step-size: 0 is too small"),
+        (
+            "resnet --seeds 0 9223372036854775808",
+            "--seeds: 9223372036854775808 is too large; the most is 92233720368547758",
+        ),
+        ("resnet --seeds -9223372036854775809 --hfta", "--seeds: -9223372036854775809 is too small"),
         ("resnet --resume", "--resume needs --save DIR"),
         ("resnet --lr -1 --hfta", "lr is -1.0; it must be at least 0"),
         ("mobilenet --lr -1", "Invalid learning rate: -1.0"),
@@ -367,6 +543,106 @@ def test_files_that_are_not_what_they_should_be(call, tmp_path):
         (tmp_path / kept).write_bytes(b"something else")
         refuses(call, kept, "resnet", *only(0, RUNS["resnet"]), *way, "--save", str(tmp_path), "--resume")
     refuses(call, "Not a directory", "resnet", "--out", str(tmp_path / "data" / "cifar-10-binary.tar.gz" / "out"))
+
+
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_files_that_are_of_something_else(way, call, tmp_path, monkeypatch):
+    argv = [*only(0, RUNS["resnet"]), *way, "--save", str(tmp_path)]
+    assert call("resnet", *argv)[0] == 0
+    kept = tmp_path / f"resnet-{'array' if way else 'solo'}-0.run"
+    torch.save({"weights": 1}, kept)
+    refuses(call, str(kept), "resnet", *argv, "--resume")
+    if not way:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+            assert call("resnet", *argv)[0] == 0
+        assert call("resnet", *argv, "--resume")[0] == 0
+
+        def load(*args, **kwargs):
+            raise EOFError
+
+        monkeypatch.setattr(torch, "load", load)
+        refuses(call, f"{kept} does not hold this run: EOFError; remove it to begin anew", "resnet", *argv, "--resume")
+
+
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_a_run_goes_on_with_the_flags_that_it_was_begun_with(way, call, tmp_path):
+    keep = [*way, "--save", str(tmp_path / "kept"), "--resume", "--lr", "0.1", "0.3"]
+    assert call("mobilenet", *keep)[0] == 0
+    members = "array-0-1" if way else "solo-1"
+    kept = tmp_path / "kept" / f"mobilenet-{members}.run"
+    for flag, given, now, then in (
+        ("--lr", ["0.1", "0.2"], *(("0.1 0.2", "0.1 0.3") if way else ("0.2", "0.3"))),
+        ("--beta1", ["0.9", "0.8"], *(("0.9 0.8", "0.9 0.9") if way else ("0.8", "0.9"))),
+        ("--seeds", ["0", "7"], *(("0 7", "0 0") if way else ("7", "0"))),
+        ("--batch-size", ["8", "8"], "8", "8"),
+    ):
+        if now != then:
+            message = f"{flag} is {now}, but {kept} was begun with {then}; give that again, or remove the file"
+            refuses(call, message, "mobilenet", *keep, flag, *given)
+    refuses(call, "--amp is True, but ", "mobilenet", *keep, "--amp")
+    refuses(call, "--limit is 16, but ", "mobilenet", *keep, "--limit", "16")
+    status, lines, _, _ = call("mobilenet", *keep, "--epochs", "2", "--eval")
+    assert status == 0 and not any("Epoch 1" in line for line in lines)
+    kept.with_suffix(".json").unlink()
+    refuses(call, f"{kept}, is missing or damaged; remove both", "mobilenet", *keep)
+    # Without --resume it begins anew, with any flags.
+    assert call("mobilenet", *keep[: keep.index("--resume")], "--lr", "0.5", "0.6")[0] == 0
+    assert call("mobilenet", *keep, "--lr", "0.5", "0.6")[0] == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+@pytest.mark.parametrize(
+    ("way", "kept"), [(["--hfta"], "resnet-model-0.pt"), ([], "resnet-model-0.pt"), ([], "resnet-solo-0.run")]
+)
+def test_a_full_disk(way, kept, call, tmp_path):
+    argv = [*only(0, RUNS["resnet"]), *way, "--save", str(tmp_path)]
+    assert call("resnet", *argv)[0] == 0
+    before = (tmp_path / kept).read_bytes()
+    (tmp_path / f"{kept}.part").symlink_to("/dev/full")
+    message = f"{tmp_path / kept} cannot be written: "
+    refuses(call, message, "resnet", *argv, "--epochs", "2", "--resume")
+    assert (tmp_path / kept).read_bytes() == before and not (tmp_path / f"{kept}.part").exists()
+
+
+def test_a_folder_that_cannot_be_written(call, tmp_path, monkeypatch):
+    def fails(content, file):
+        raise RuntimeError("File cannot be opened.\nException raised from PyTorchFileWriter")
+
+    monkeypatch.setattr(torch, "save", fails)
+    refuses(call, "resnet-solo-0.run cannot be written: File cannot", "resnet", "--save", str(tmp_path))
+
+
+@pytest.mark.parametrize("package", ["pandas", "matplotlib"])
+def test_what_the_picture_needs_is_missed_before_training(package, call, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    status, lines, err, _ = call("resnet")
+    assert (status, lines) == (2, [])
+    assert err == [
+        f"resnet: error: the picture needs {package}, which is not installed; pip install 'hfta_func[examples]'"
+    ]
+
+
+@pytest.mark.parametrize("way", [["--hfta"], [], ["--hfta", "--compile"], ["--compile"]])
+@pytest.mark.parametrize(
+    ("argv", "asked"),
+    [
+        ("resnet --batch-size 1", "--batch-size 1 --limit 24: "),
+        ("mobilenet --batch-size 1", "--batch-size 1 --limit 24: "),
+        ("mobilenet --limit 1", "--batch-size 8 --limit 1: "),
+        ("pointnet --limit 1 --points 16", "--batch-size 8 --limit 1: "),
+    ],
+)
+def test_batches_too_small_for_batch_normalisation(way, argv, asked, call, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    refuses(call, f"{asked}batch normalisation cannot train on one value per channel", *argv.split(), *way)
+
+
+def test_seeds_that_are_too_large_for_an_array():
+    main = importlib.import_module("examples.resnet.main")
+    (own,) = parse(main.Flags, SMALL, None)
+    with pytest.raises(BadInput, match="seed 18446744073709551616 is not a 64-bit integer"):
+        array.prepare(main.task(own.flags), dataclasses.replace(own.flags, seeds=(2**64,)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("way", [["--hfta"], []])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from examples.bert.model import BERT, MEDIUM, SMALL
 from examples.common.data import text
 from examples.common.flags import AdadeltaFlags, Flag
-from examples.common.losses import perplexity, token_entropy
+from examples.common.losses import next_token, perplexity, token_entropy
 from examples.common.run import run_task
 from examples.common.task import Batch, Metrics, Task
 
@@ -32,12 +32,6 @@ class Flags(AdadeltaFlags):
     batch_size: Annotated[int, Flag("sequences per step", low=1, apart=True)] = 32
     length: Annotated[int, Flag("tokens of a sequence", low=1)] = 32
     dataset: Annotated[Literal["topics", "wikitext2"], Flag("text to learn from")] = "topics"
-
-
-def next_token(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of one causal model."""
-    tokens, targets = batch
-    return token_entropy(model(tokens), targets)
 
 
 def masked_tokens(vocabulary: int, share: float = 0.15):

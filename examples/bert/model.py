@@ -44,11 +44,12 @@ class BERT(nn.Module):
         self.norm, self.dropout = nn.LayerNorm(dim), nn.Dropout(dropout)
         layer = nn.TransformerEncoderLayer(dim, heads, hidden, dropout, "gelu", batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.LayerNorm(dim))
+        dense = nn.Linear(dim, dim)
+        self.head = nn.Sequential(dense, nn.GELU(), nn.LayerNorm(dim))
         self.bias = nn.Parameter(torch.zeros(vocabulary))
         mask = nn.Transformer.generate_square_subsequent_mask(length) if causal else None
         self.register_buffer("mask", mask)
-        for module in (self.tokens, self.places, self.head[0]):
+        for module in (self.tokens, self.places, dense):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import hfta_func as hfta
-from examples.common.errors import BadInput
+from examples.common.errors import BadInput, Interrupted, first_line
 from examples.common.flags import Flags
 from examples.common.task import Batch, Clock, Metrics, Outcome, Task, evaluate, find_device, print_epoch
 
@@ -40,14 +41,14 @@ def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
 
         return task.derive(evaluate(metrics, task.test, flags.batch_size, device))
 
-    state, history = fit(step, state, loader, test, flags, keep)
-    return Outcome(history, test(state), {"model": hfta.unstack_params(model, state.params, state.buffers)})
+    state, history, last = fit(step, state, loader, test, flags, keep)
+    return Outcome(history, last, {"model": hfta.unstack_params(model, state.params, state.buffers)})
 
 
 def prepare(task: Task, flags: Flags, device: torch.device) -> tuple[hfta.TrainStep, hfta.TrainState, hfta.ArrayLoader]:
     """The step, the state before the first one, and the batches of an array."""
-    loader = make_loader(task.train, task.training_batch, flags, device)
     try:
+        loader = make_loader(task.train, task.training_batch, flags, device)
         step = hfta.make_train_step(
             task.factory(),
             task.loss_fn,
@@ -75,25 +76,38 @@ def make_loader(data: Batch, transform: Callable[[Batch], Batch], flags: Flags, 
 
 def fit(
     step: Callable[..., Any], state: Any, loader: Any, test: Callable[[Any], Metrics], flags: Flags, keep: Path | None
-) -> tuple[Any, list[Metrics]]:
-    """``hfta.fit`` with a line for every epoch."""
-    clock = Clock(state.keys.device)
+) -> tuple[Any, list[Metrics], Metrics]:
+    """``hfta.fit`` with a line for every epoch; returns the state, the history, and the last test."""
+    clock, handlers = Clock(state.keys.device), []
+    finished: list[Metrics] = []
+    last: Metrics = {}
 
     def after_epoch(state: Any) -> Metrics:
+        nonlocal last
         seconds = torch.full((len(flags.seeds),), clock.seconds())
-        return {**(test(state) if flags.eval else {}), "seconds": seconds}
+        handlers[:] = [signal.getsignal(signal.SIGINT)]
+        last = test(state) if flags.eval else {}
+        return {**last, "seconds": seconds}
 
     def report(state: Any, history: hfta.History) -> None:
+        finished[:] = history.epochs
         print_epoch(len(history), history.epochs[-1])
+        # Ctrl-C in the last test shortens no history, but fit has given the signal back since.
+        handlers.append(signal.getsignal(signal.SIGINT))
         clock.restart()
 
     run = torch.compile(step, fullgraph=True, dynamic=False) if flags.compile else step
     options = {"evaluate": after_epoch, "callbacks": [report], "progress": False}
     try:
         state, history = hfta.fit(run, state, loader, epochs=flags.epochs, resume=keep, **options)
+        finished = history.epochs
+        if len(finished) < flags.epochs or len({*handlers}) > 1:
+            raise KeyboardInterrupt
+        return state, finished, last or test(state)
+    except KeyboardInterrupt:
+        raise Interrupted(finished) from None
     except (hfta.CheckpointError, hfta.StateError) as error:
-        raise BadInput(str(error)) from None
-    return state, history.epochs
+        raise BadInput(first_line(error)) from None
 
 
 def adam(knobs: dict[str, tuple[Any, ...]], batches: int) -> hfta.GradientTransformation:

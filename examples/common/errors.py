@@ -1,16 +1,32 @@
-"""Input that an example cannot work with."""
+"""Why an example ends before it is done."""
 
-import torch
+from __future__ import annotations
 
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
+import importlib
+from typing import Any
 
 
 class BadInput(Exception):
     """What the user gave is at fault; the message is one line and ends the program with status 2."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle of a run.
+
+    Args:
+        history: The metrics of the epochs that are finished.
+    """
+
+    def __init__(self, history: list[dict[str, Any]]):
+        super().__init__()
+        self.history = history
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no memory left, in the words of CUDA, the CPU's allocator or XLA."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _OUT_OF_MEMORY)
+    """The package's own, imported only when there is an error: plain PyTorch trains without the package."""
+    return importlib.import_module("hfta_func.plan").is_out_of_memory(error)
+
+
+def first_line(error: BaseException) -> str:
+    """What a message begins with, or else the name of the error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

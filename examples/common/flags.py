@@ -18,18 +18,25 @@ from examples.common.errors import BadInput
 
 
 class Flag(NamedTuple):
-    """What the type of a flag does not say: its help, the lowest value, and whether it keeps members apart."""
+    """What the type of a flag does not say: its help, the bounds of its values, and whether it keeps members apart."""
 
     help: str
     low: float | None = None
+    high: float | None = None
     apart: bool = False
+
+
+_MAY_CHANGE = {"epochs", "data", "device", "hfta", "compile", "eval", "out", "save", "resume"}
+"""Flags that a run may go on with other values of; arrays and single members have different files anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     """What every example takes; those that differ from example to example are added by its own class."""
 
-    seeds: Annotated[tuple[int, ...], Flag("seed of weights, order of the data, and noise")] = (0,)
+    seeds: Annotated[
+        tuple[int, ...], Flag("seed of weights, order of the data, and noise", low=-(2**63), high=2**63 - 1)
+    ] = (0,)
     batch_size: Annotated[int, Flag("samples per step", low=1, apart=True)] = 128
     epochs: Annotated[int, Flag("how often to go through the data", low=1)] = 5
     size: Annotated[Literal["paper", "small"], Flag("the published size, or one for a laptop")] = "paper"
@@ -53,6 +60,10 @@ class Flags:
     def apart(self) -> dict[str, Any]:
         """The flags that all members of an array share but members of another array may not."""
         return {name: getattr(self, name) for name, (_, flag) in _flags(type(self)).items() if flag.apart}
+
+    def lasting(self) -> dict[str, Any]:
+        """The flags that a run keeps from its beginning to its end."""
+        return {name: getattr(self, name) for name in _flags(type(self)) if name not in _MAY_CHANGE}
 
     def member(self: F, index: int) -> F:
         """The flags of one member."""
@@ -98,10 +109,12 @@ def parse(flags: type[Flags], argv: Sequence[str] | None, description: str | Non
     """
     given, known = vars(_parser(flags, description).parse_args(argv)), _flags(flags)
     for name, value in given.items():
-        low = known[name][1].low
+        low, high = known[name][1].low, known[name][1].high
         for number in value if isinstance(value, list) else [value]:
             if low is not None and number is not None and number < low:
-                raise BadInput(f"argument {_option(name)}: {number} is too small; the least is {low}")
+                raise BadInput(f"argument {option(name)}: {number} is too small; the least is {low}")
+            if high is not None and number is not None and number > high:
+                raise BadInput(f"argument {option(name)}: {number} is too large; the most is {high}")
     several = {name: given.pop(name) for name, (kind, flag) in known.items() if _takes_several(kind, flag)}
     count = _count(several)
     several = {name: values * count if len(values) == 1 else values for name, values in several.items()}
@@ -128,7 +141,7 @@ def _count(several: dict[str, list[Any]]) -> int:
     for name, length in others:
         if length != count:
             raise BadInput(
-                f"{_option(first)} has {count} values but {_option(name)} has {length}; give one value for all members, "
+                f"{option(first)} has {count} values but {option(name)} has {length}; give one value for all members, "
                 f"or one per member"
             )
     return count
@@ -144,7 +157,7 @@ def _parser(flags: type[Flags], description: str | None) -> _Parser:
     parser = _Parser(description=description, formatter_class=formatter, allow_abbrev=False)
     for name, (kind, flag) in _flags(flags).items():
         # HFTA spells some of its flags with a hyphen and some with an underscore.
-        names, default, several = {_option(name): 0, f"--{name}": 0}, getattr(flags, name), _takes_several(kind, flag)
+        names, default, several = {option(name): 0, f"--{name}": 0}, getattr(flags, name), _takes_several(kind, flag)
         if kind is bool:
             parser.add_argument(*names, action="store_true", help=flag.help)
             continue
@@ -174,5 +187,6 @@ def _takes_several(kind: Any, flag: Flag) -> bool:
     return flag.apart or get_origin(kind) is tuple
 
 
-def _option(name: str) -> str:
+def option(name: str) -> str:
+    """A flag as it is spelled."""
     return "--" + name.replace("_", "-")

@@ -29,6 +29,12 @@ def token_entropy(logits: Tensor, targets: Tensor, where: Tensor | None = None) 
     return (losses * where).sum() / where.sum().clamp(min=1)
 
 
+def next_token(model: nn.Module, batch: Batch) -> Tensor:
+    """Of a model of text, whose targets are the tokens that follow."""
+    tokens, targets = batch
+    return token_entropy(model(tokens), targets)
+
+
 def perplexity(metrics: Metrics) -> Metrics:
     """From the mean over all tokens."""
     return {"perplexity": torch.exp(metrics["entropy"])}

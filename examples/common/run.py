@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import importlib
+import importlib.util
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import Any
 
 import torch
 
-from examples.common.errors import BadInput, is_out_of_memory
-from examples.common.flags import Array, Flags, parse
-from examples.common.task import BESIDE, Metrics, Outcome, Task, find_device, numbers
+from examples.common.errors import BadInput, Interrupted, is_out_of_memory
+from examples.common.flags import Array, Flags, option, parse
+from examples.common.task import BESIDE, Metrics, Outcome, Task, find_device, numbers, save
 
 Train = Callable[[Any, Path | None], Outcome]
 
@@ -43,24 +45,52 @@ def run(name: str, argv: Sequence[str] | None, flags: type[Flags], array: Train,
     """
     try:
         arrays = parse(flags, argv, about)
-        shared = arrays[0].flags
-        find_device(shared.device)
-        if shared.resume and shared.save is None:
-            raise BadInput("--resume needs --save DIR, the folder that holds the run")
-        if not shared.hfta:
-            arrays = [Array([number], flags.member(i)) for members, flags in arrays for i, number in enumerate(members)]
-        last: dict[int, Metrics] = {}
-        rows: list[dict[str, Any]] = []
-        for members, own in arrays:
-            outcome = _train(name, array if own.hfta else solo, members, own)
-            rows += [row for place in range(len(members)) for row in _rows(outcome, members, own, place)]
-            last |= {number: {k: v[i] for k, v in outcome.last.items()} for i, number in enumerate(members)}
-        rows.sort(key=lambda row: (row["member"], row["epoch"]))
-        table = _write(rows, shared.out / f"{name}.csv")
-        picture = _draw(rows, shared.out / f"{name}.png")
+        _check(arrays[0].flags)
+        return _run(name, arrays, array, solo)
     except (BadInput, ImportError, OSError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _check(shared: Flags) -> None:
+    """Refuse now what would be missed only when training is over."""
+    find_device(shared.device)
+    if shared.resume and shared.save is None:
+        raise BadInput("--resume needs --save DIR, the folder that holds the run")
+    for package in ("matplotlib", "pandas"):
+        if importlib.util.find_spec(package) is None:
+            raise BadInput(f"the picture needs {package}, which is not installed; pip install 'hfta_func[examples]'")
+
+
+def _run(name: str, arrays: list[Array], array: Train, solo: Train) -> int:
+    shared, before = arrays[0].flags, arrays[0].flags.apart()
+    if not shared.hfta:
+        arrays = [Array([number], flags.member(i)) for members, flags in arrays for i, number in enumerate(members)]
+    last: dict[int, Metrics] = {}
+    rows: list[dict[str, Any]] = []
+    try:
+        for members, own in arrays:
+            if own.compile and own.apart() != before:
+                # The compiler keeps only some versions of one function.
+                torch.compiler.reset()
+            before = own.apart()
+            try:
+                outcome = _train(name, array if own.hfta else solo, members, own)
+            except Interrupted as error:
+                rows += _rows(error.history, {}, members, own)
+                raise
+            rows += _rows(outcome.history, outcome.last, members, own)
+            last |= {number: {k: v[i] for k, v in outcome.last.items()} for i, number in enumerate(members)}
+            if own.save is not None:
+                for kind, models in outcome.models.items():
+                    for member, model in zip(members, models, strict=True):
+                        save(model.state_dict(), own.save / f"{name}-{kind}-{member}.pt")
+        table = _write(rows, shared.out / f"{name}.csv")
+        picture = _draw(rows, shared.out / f"{name}.png")
+    except KeyboardInterrupt:
+        kept = f"; the epochs that are finished: {_write(rows, shared.out / f'{name}.csv')}" if rows else ""
+        print(f"{name}: interrupted{kept}{'; --resume goes on' if shared.save else ''}", file=sys.stderr)
+        return 130
     print(f"Table: {table}\nPicture: {picture}")
     for metric in last[0]:
         print(f"Final {metric}: {numbers(last[member][metric] for member in sorted(last))}")
@@ -77,41 +107,67 @@ def _train(name: str, train: Train, members: list[int], flags: Flags) -> Outcome
         keep = flags.save / f"{name}-{'array' if flags.hfta else 'solo'}-{numbered.replace(' ', '-')}.run"
         if not flags.resume:
             keep.unlink(missing_ok=True)
+        _check_resumed(flags, keep)
     try:
-        outcome = train(flags, keep)
-    except Exception as error:
+        return train(flags, keep)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        if "Expected more than 1 value per channel" in str(error):
+            raise BadInput(
+                f"--batch-size {flags.batch_size}{'' if flags.limit is None else f' --limit {flags.limit}'}: batch "
+                f"normalisation cannot train on one value per channel; have 2 samples in a batch at least"
+            ) from None
         if not is_out_of_memory(error):
             raise
         raise BadInput(
             f"out of memory with M = {len(members)} models at once and batches of {flags.batch_size}; "
             f"hfta.plan(step, state, batch) finds how many fit"
         ) from None
-    if flags.save is not None:
-        for kind, models in outcome.models.items():
-            for member, model in zip(members, models, strict=True):
-                torch.save(model.state_dict(), flags.save / f"{name}-{kind}-{member}.pt")
-    return outcome
 
 
-def _rows(outcome: Outcome, members: list[int], flags: Flags, place: int) -> list[dict[str, Any]]:
-    """One row for each epoch of a member; of the last one with its test."""
-    knobs = {name: values[place] for name, values in flags.per_model().items()}
-    head = {
-        "member": members[place],
-        "seed": knobs.pop("seeds"),
-        "how": "array" if flags.hfta else "solo",
-        "models": len(members),
-    }
-    head |= {**flags.apart(), **knobs}
-    epochs = [
-        {name: float(values[place]) for name, values in metrics.items() if values.dim() == 1}
-        for metrics in outcome.history
-    ]
-    epochs[-1] |= {name: float(values[place]) for name, values in outcome.last.items()}
-    return [{**head, "epoch": number, **metrics} for number, metrics in enumerate(epochs, 1)]
+def _check_resumed(flags: Flags, keep: Path) -> None:
+    """Refuse to go on with a run that was begun with other flags, which are in a file beside it."""
+    beside, given = keep.with_suffix(".json"), json.dumps(flags.lasting())
+    if not keep.exists():
+        beside.write_text(given)
+        return
+    try:
+        begun = dict(json.loads(beside.read_text()))
+    except (OSError, ValueError, TypeError):
+        raise BadInput(
+            f"{beside}, which tells the flags of {keep}, is missing or damaged; remove both to begin anew"
+        ) from None
+    for name, value in json.loads(given).items():
+        if value != begun.get(name):
+            now, then = (" ".join(map(str, v)) if isinstance(v, list) else v for v in (value, begun.get(name)))
+            raise BadInput(
+                f"{option(name)} is {now}, but {keep} was begun with {then}; give that again, or remove the file to "
+                f"begin anew"
+            )
+
+
+def _rows(history: list[Metrics], last: Metrics, members: list[int], flags: Flags) -> list[dict[str, Any]]:
+    """One row for each epoch of every member; of its last one with its last test."""
+    rows = []
+    for place, member in enumerate(members):
+        knobs = {name: values[place] for name, values in flags.per_model().items()}
+        head = {
+            "member": member,
+            "seed": knobs.pop("seeds"),
+            "how": "array" if flags.hfta else "solo",
+            "models": len(members),
+        }
+        head |= {**flags.apart(), **knobs}
+        epochs = [
+            {name: float(values[place]) for name, values in metrics.items() if values.dim() == 1} for metrics in history
+        ]
+        if epochs:
+            epochs[-1] |= {name: float(values[place]) for name, values in last.items()}
+        rows += [{**head, "epoch": number, **metrics} for number, metrics in enumerate(epochs, 1)]
+    return rows
 
 
 def _write(rows: list[dict[str, Any]], path: Path) -> Path:
+    rows.sort(key=lambda row: (row["member"], row["epoch"]))
     columns = dict.fromkeys(column for row in rows for column in row)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:

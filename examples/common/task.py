@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from examples.common.errors import BadInput
+from examples.common.errors import BadInput, first_line
 
 BESIDE = ("seconds", "finite", "failure")
 """Columns of the table that are not shown as curves."""
@@ -90,9 +93,30 @@ def execute(device: torch.device) -> None:
         importlib.import_module("torch_xla").sync()
 
 
-def autocast(device: torch.device, enabled: bool) -> torch.autocast:
-    """Mixed precision in bfloat16, which needs no loss scale."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+def autocast(device: torch.device, enabled: bool, cache: bool = True) -> torch.autocast:
+    """Mixed precision in bfloat16, which needs no loss scale; ``cache`` keeps weights that were converted."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=cache)
+
+
+def save(content: Any, path: Path) -> None:
+    """``torch.save`` to a file that is either complete or as it was before.
+
+    Raises:
+        BadInput: if it cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            torch.save(content, file)
+        os.replace(part, path)
+    # torch.save turns some failures of the disk into its own.
+    except (OSError, RuntimeError) as error:
+        raise BadInput(
+            f"{path} cannot be written: {first_line(error)}; give --save a folder that has room and is not read-only"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 class Clock:
@@ -110,6 +134,8 @@ class Clock:
         """Since it began, with all work that the device was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self.device.type == "xla":
+            importlib.import_module("torch_xla.core.xla_model").wait_device_ops()
         return time.perf_counter() - self._start
 
 

@@ -41,9 +41,15 @@ def make_step(
     judge = hfta.vmap(hfta.functional(discriminator))
     loss_real, loss_fake = hfta.vmap(on_real), hfta.vmap(on_fake)
 
+    # Autocast is for the forward passes alone, as in a TrainStep, and no converted weight outlives them.
+    def generated(params: Any, buffers: Any, latent: Tensor) -> tuple[Tensor, Any]:
+        with autocast(latent.device, amp, cache=False):
+            return generate(params, buffers, latent)
+
     def judged(params: Any, buffers: Any, images: Tensor, loss_fn: Callable[..., Tensor]) -> tuple[Tensor, Any]:
-        verdict, buffers = judge(params, buffers, images)
-        losses = loss_fn(verdict)
+        with autocast(images.device, amp, cache=False):
+            verdict, buffers = judge(params, buffers, images)
+            losses = loss_fn(verdict)
         return losses.sum(), (losses, buffers)
 
     def fool(fake: Tensor, params: Any, buffers: Any) -> tuple[Tensor, Any]:
@@ -54,16 +60,15 @@ def make_step(
         (g, g_buffers), (d, d_buffers) = state.generator, state.discriminator
         keys = hfta.random.fold_in(state.keys, state.step)
         latent = hfta.random.normal(keys, (real.shape[1], noise, 1, 1), dtype=real.dtype)
-        with autocast(real.device, amp):
-            fake, pull_back, g_buffers = torch.func.vjp(lambda g: generate(g, g_buffers, latent), g, has_aux=True)
-            grads, (of_real, d_buffers) = torch.func.grad(judged, has_aux=True)(d, d_buffers, real, loss_real)
-            others, (of_fake, d_buffers) = torch.func.grad(judged, has_aux=True)(d, d_buffers, fake, loss_fake)
+        pulled: Any = torch.func.vjp(lambda g: generated(g, g_buffers, latent), g, has_aux=True)
+        fake, pull_back, g_buffers = pulled
+        grads, (of_real, d_buffers) = torch.func.grad(judged, has_aux=True)(d, d_buffers, real, loss_real)
+        others, (of_fake, d_buffers) = torch.func.grad(judged, has_aux=True)(d, d_buffers, fake, loss_fake)
         for path, grad in grads.items():
             grad.add_(others[path])
         hfta.update_(optimizer, grads, state.discriminator_opt, d)
-        with autocast(real.device, amp):
-            on_images, (g_losses, d_buffers) = torch.func.grad(fool, has_aux=True)(fake, d, d_buffers)
-            (grads,) = pull_back(on_images)
+        on_images, (g_losses, d_buffers) = torch.func.grad(fool, has_aux=True)(fake, d, d_buffers)
+        (grads,) = pull_back(on_images)
         hfta.update_(optimizer, grads, state.generator_opt, g)
         state = state._replace(
             generator=hfta.Stacked(g, g_buffers), discriminator=hfta.Stacked(d, d_buffers), step=state.step + 1
@@ -119,9 +124,9 @@ def train(
         samples = torch.cat([sample(number, count) for number, count in enumerate(sizes)], 1)
         return {"frechet": torch.stack([frechet(reference, moments(one)) for one in samples])}
 
-    state, history = fit(step, state, loader, test, flags, keep)
+    state, history, last = fit(step, state, loader, test, flags, keep)
     models = {
         "generator": hfta.unstack_params(generator(), *state.generator),
         "discriminator": hfta.unstack_params(discriminator(), *state.discriminator),
     }
-    return Outcome(history, test(state), models)
+    return Outcome(history, last, models)

@@ -59,9 +59,9 @@ class Pair:
 
     def __init__(self, make_generator: Factory, make_discriminator: Factory, noise: int, flags: Flags):
         self.device, self.noise, self.amp = find_device(flags.device), noise, flags.amp
-        torch.manual_seed(flags.seeds[0])
+        solo.seed_noise(self.device, flags.seeds[0])
         self.generator = make_generator().to(self.device)
-        torch.manual_seed(flags.seeds[0])
+        solo.seed_noise(self.device, flags.seeds[0])
         self.discriminator = make_discriminator().to(self.device)
         models = self.generator, self.discriminator
         self.generator_opt, self.discriminator_opt = (solo.make_optimizer("adam", model, flags)[0] for model in models)
@@ -86,7 +86,8 @@ class Pair:
         self.discriminator_opt.step()
         with autocast(self.device, self.amp):
             loss_g = on_real(self._judge(fake))
-        loss_g.backward()
+        # The discriminator's weights get no gradients that nobody would use.
+        loss_g.backward(inputs=[*self.generator.parameters()])
         self.generator_opt.step()
         return {"loss_d": loss_d.detach(), "loss_g": loss_g.detach()}
 
@@ -104,9 +105,11 @@ def train_solo(flags: Flags, keep: Path | None) -> Outcome:
         pair.generator.train()
         return {"frechet": frechet(reference, moments(samples))}
 
-    history = solo.fit(lambda batch: pair.step(images.to_float(batch[0])), test, (real,), pair.parts(), flags, keep)
+    history, last = solo.fit(
+        lambda batch: pair.step(images.to_float(batch[0])), test, (real,), pair.parts(), flags, keep
+    )
     models = {"generator": [pair.generator], "discriminator": [pair.discriminator]}
-    return Outcome(history, solo.single(test()), models)
+    return Outcome(history, last, models)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

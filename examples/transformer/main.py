@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from examples.common.data import text
 from examples.common.flags import AdadeltaFlags, Flag
-from examples.common.losses import perplexity, token_entropy
+from examples.common.losses import next_token, perplexity
 from examples.common.run import run_task
 from examples.common.task import Batch, Metrics, Task
 from examples.transformer.model import TransformerLM
@@ -32,15 +32,9 @@ class Flags(AdadeltaFlags):
     dataset: Annotated[Literal["topics", "wikitext2"], Flag("text to learn from")] = "topics"
 
 
-def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of one model."""
-    tokens, targets = batch
-    return token_entropy(model(tokens), targets)
-
-
 def metric_fn(model: nn.Module, batch: Batch) -> Metrics:
-    """The same of the test text."""
-    return {"entropy": loss_fn(model, batch)}
+    """The loss of the test text."""
+    return {"entropy": next_token(model, batch)}
 
 
 def task(flags: Flags) -> Task:
@@ -49,7 +43,7 @@ def task(flags: Flags) -> Task:
     dim = 128 if flags.size == "paper" else 32
     return Task(
         factory=lambda: TransformerLM(data.vocabulary, flags.length, dim),
-        loss_fn=loss_fn,
+        loss_fn=next_token,
         metric_fn=metric_fn,
         optimizer="adadelta",
         train=data.train,
