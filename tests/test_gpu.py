@@ -1,10 +1,15 @@
-"""The contract on a CUDA device: rules, modules, trajectories, noise, compiled steps, mixed precision."""
+"""The contract on a CUDA device: rules, modules, trajectories, noise, compiled steps, mixed precision, memory, an example."""
 
 from __future__ import annotations
+
+import csv
+import gc
 
 import optree
 import pytest
 import torch
+from examples.resnet.main import main as train_resnet
+from torch import nn
 
 import hfta_func as hfta
 from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
@@ -101,3 +106,115 @@ def test_noise_is_that_of_the_cpu(compiled):
     keys = hfta.random.keys(SEEDS)
     for mine, theirs in zip(func(keys.cuda()), draws(keys), strict=True):
         assert torch.equal(mine.cpu(), theirs)
+
+
+def test_normal_draws_copy_nothing_to_the_device_after_the_first():
+    keys = hfta.random.keys(SEEDS, device="cuda")
+    expected = hfta.vmap(lambda key: hfta.random.normal(key, (1001,)))(keys)
+    # A copy from the host's pageable memory ends the capture with an error.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = hfta.vmap(lambda key: hfta.random.normal(key, (1001,)))(keys)
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+
+def _wide(count, device="cuda"):
+    """A step, a state and a batch of models whose memory is that of their parameters, 8 MiB each, above all."""
+
+    def factory():
+        return nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+
+    step = hfta.make_train_step(factory(), lambda model, batch: model(batch).square().mean(), hfta.adam(lr=1e-3))
+    state = step.init(*_on(device, hfta.init_params(factory, seeds=range(count))), seeds=range(count))
+    batch = torch.randn(count, 16, 1024, device=device)
+    # Libraries take their workspaces at the first call.
+    step(state, batch)
+    return step, state, batch
+
+
+def _clean():
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+@pytest.fixture
+def one_gib():
+    """This process may take one GiB of the device."""
+    _clean()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 2**30 / total))
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_the_largest_array_that_runs(one_gib):
+    step, state, batch = _wide(2)
+    before = _clean()
+    # Without a budget that it knows of, it has to find out.
+    most = hfta.max_models(step, state, batch, limit=256, free=2**60)
+    assert _clean() == before
+    # A state alone is 24 MiB, a step takes its gradients, updates and the new state beside it.
+    assert 4 <= most <= 42
+    members = torch.arange(most, device="cuda") % 2
+    _, metrics = step(hfta.take(state, members), batch[members])
+    assert metrics["finite"].all()
+
+
+def test_a_plan_where_large_sizes_run_out_of_memory(one_gib):
+    step, state, batch = _wide(2)
+    before = _clean()
+    found = hfta.plan(step, state, batch, sizes=[1, 2, 4, 128, 256])
+    assert _clean() == before
+    assert found.sizes == (1, 2, 4) and 4 <= found.num_models <= 42
+    assert found.memory(found.num_models) <= found.free <= 2**30
+    # Blocks of the allocator that are too small for what is asked lie idle, which no prediction knows.
+    assert found.num_models / 2 <= hfta.max_models(step, state, batch) <= found.num_models + 2
+    with pytest.raises(MemoryError, match="with M = 128, the smallest of sizes"):
+        hfta.plan(step, state, batch, sizes=[128, 256])
+    assert _clean() == before
+
+
+def test_memory_is_predicted():
+    step, state, batch = _wide(2)
+    before = _clean()
+    found = hfta.plan(step, state, batch, sizes=[2, 4])
+    assert _clean() == before
+    for count in (6, 12):
+        members = torch.arange(count, device="cuda") % 2
+        larger, data = hfta.take(state, members), batch[members]
+        larger, _ = step(larger, data)
+        held = sum(leaf.nbytes for leaf in optree.tree_leaves(larger))
+        _clean()
+        torch.cuda.reset_peak_memory_stats()
+        beside = torch.cuda.memory_allocated() - held
+        step(larger, data)
+        torch.cuda.synchronize()
+        assert found.memory(count) == pytest.approx(torch.cuda.max_memory_allocated() - beside, rel=0.15)
+
+
+@pytest.mark.parametrize("find", [hfta.plan, hfta.max_models])
+def test_other_errors_are_no_lack_of_memory(find):
+    step, state, batch = _wide(2)
+
+    def broken(state, batch):
+        if hfta.num_models(state) > 2:
+            raise RuntimeError("too little shared memory for these shapes")
+        return step(state, batch)
+
+    before = _clean()
+    with pytest.raises(RuntimeError, match="too little shared memory"):
+        find(broken, state, batch)
+    assert _clean() == before
+
+
+def test_an_example(tmp_path, capsys):
+    argv = "--size small --limit 64 --batch-size 16 --epochs 2 --lr 0.1 0.3 1.0 --device cuda --hfta --amp".split()
+    assert train_resnet([*argv, "--out", str(tmp_path), "--data", str(tmp_path / "data")]) == 0
+    out, err = capsys.readouterr()
+    assert not err and "Final " in out.splitlines()[-1]
+    with open(tmp_path / "resnet.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6 and all(0 < float(row["loss"]) < 100 for row in rows)

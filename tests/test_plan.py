@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import pathlib
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from typing import Any
 
 import optree
@@ -15,7 +18,7 @@ import torch
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn, models
-from hfta_func.plan import _line, _peak
+from hfta_func.plan import _free, _line, _peak, is_out_of_memory
 
 
 def _array(name: str = "mlp", count: int = 2, **options: Any) -> tuple[Any, hfta.TrainState, Any]:
@@ -69,6 +72,7 @@ def test_measurements_are_kept_and_lines_drawn_between_and_beyond() -> None:
     sizes, values = (1, 2, 8), (5.0, 6.0, 18.0)
     assert [_line(sizes, values, at) for at in sizes] == list(values)
     assert [_line(sizes, values, at) for at in (5, 16)] == [12.0, 34.0]
+    assert [_line((2,), (6.0,), at) for at in (1, 2, 5)] == [3.0, 6.0, 15.0]
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -91,6 +95,168 @@ def test_sizes_that_make_no_line(sizes: list[int]) -> None:
     step, state, batch = _array()
     with pytest.raises(ValueError, match="give at least two numbers of models, ascending from 1 or more"):
         hfta.plan(step, state, batch, sizes=sizes)
+
+
+def _failing(most: int, error: Exception) -> Any:
+    """A step that fails with more than so many models."""
+
+    def step(state: hfta.TrainState, batch: Any) -> tuple[hfta.TrainState, dict[str, Any]]:
+        if hfta.num_models(state) > most:
+            raise error
+        return state, {}
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes", "num_models"),
+    [(8, (1, 2, 4, 8), 30), (7, (1, 2, 4), 7), (4, (1, 2, 4), 7), (3, (1, 2), 3), (1, (1,), 1)],
+)
+def test_sizes_that_run_out_of_memory_are_left_out(most: int, sizes: tuple[int, ...], num_models: int) -> None:
+    _, state, batch = _array()
+    found = hfta.plan(_failing(most, torch.OutOfMemoryError("CUDA out of memory")), state, batch, limit=30)
+    assert (found.sizes, found.num_models) == (sizes, num_models)
+    # Steps that do nothing leave it to chance whether chunks of more than one are faster.
+    assert num_models > 1 or found.chunk_size == 1
+    assert [line.split()[0] for line in str(found).splitlines()[1:-1]] == [*map(str, sorted({*sizes, num_models}))]
+
+
+def test_a_size_that_will_not_fit_is_not_run_on_a_cpu() -> None:
+    step, state, batch = _array()
+    free = int(hfta.plan(step, state, batch, sizes=[2, 4]).memory(5))
+    found = hfta.plan(step, state, batch, sizes=[1, 2, 4, 8], free=free)
+    assert found.sizes == (1, 2, 4) and found.num_models in (4, 5)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [4, 8]])
+def test_no_plan_where_the_smallest_size_runs_out_of_memory(sizes: list[int]) -> None:
+    _, state, batch = _array()
+    with pytest.raises(MemoryError, match=f"with M = {sizes[0]}, the smallest of sizes; give smaller sizes or batches"):
+        hfta.plan(_failing(0, RuntimeError("CUDA error: out of memory")), state, batch, sizes=sizes)
+
+
+def test_one_array_at_a_time_and_none_afterwards() -> None:
+    step, state, batch = _array()
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(state: hfta.TrainState, batch: Any) -> Any:
+        if all(ref() is not state.keys for ref in made):
+            made.append(weakref.ref(state.keys))
+        assert {len(keys) for ref in made if (keys := ref()) is not None} == {len(state.keys)}
+        if len(state.keys) > 4:
+            raise MemoryError
+        return step(state, batch)
+
+    hfta.plan(watched, state, batch)
+    assert hfta.max_models(watched, state, batch, limit=8) == 4
+    assert len(made) > 8 and all(ref() is None for ref in made)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+        RuntimeError("backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1073741824 bytes."),
+        RuntimeError("unable to mmap 80 bytes from file <x>: Cannot allocate memory (12)"),
+        RuntimeError("could not create a memory object"),
+        RuntimeError("could not create a memory"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Attempting to reserve 6.48G at the bottom of memory."),
+        RuntimeError("Out of memory allocating 7406166528 bytes."),
+    ],
+    ids=str,
+)
+def test_words_for_no_memory_left(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"),
+        RuntimeError("DataLoader worker is killed by signal: Bus error. Workers may be out of shared memory."),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("could not create a memory descriptor from blob"),
+        RuntimeError("unsupported memory format option Preserve"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+        ValueError("out of memory"),
+        KeyboardInterrupt("out of memory"),
+    ],
+    ids=str,
+)
+def test_words_for_something_else(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+
+
+def _groups(folder: pathlib.Path, lines: str, files: dict[str, str]) -> None:
+    """A system with 1000 kB available, the process's control groups and their files."""
+    (folder / "proc" / "self").mkdir(parents=True)
+    (folder / "proc" / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
+    (folder / "proc" / "self" / "cgroup").write_text(lines)
+    for name, text in files.items():
+        path = folder / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def _v2(where: str, most: str, current: int, inactive: int) -> dict[str, str]:
+    stat = f"anon 3\ninactive_file {inactive}\nactive_file 7\n"
+    names = {"memory.max": f"{most}\n", "memory.current": f"{current}\n", "memory.stat": stat}
+    return {where + name: text for name, text in names.items()}
+
+
+def _v1(where: str, most: int, usage: int, inactive: int) -> dict[str, str]:
+    # The first of the two is without the groups below, which the usage is not.
+    stat = f"inactive_file 1\ntotal_inactive_file {inactive}\n"
+    names = {"memory.limit_in_bytes": f"{most}\n", "memory.usage_in_bytes": f"{usage}\n", "memory.stat": stat}
+    return {f"memory/{where}{name}": text for name, text in names.items()}
+
+
+_V1_LINES = "9:name=systemd:/\n4:cpu,memory:/docker/a:b\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "free"),
+    [
+        ("0::/\n", {}, 1_024_000),
+        ("0::/a/b\n", _v2("a/b/", "9000", 5000, 700), 4700),
+        ("0::/a/b\n", _v2("a/b/", "max", 5000, 700) | _v2("a/", "8000", 6000, 0), 2000),
+        ("0::/a/b\n", _v2("a/b/", "9000", 5000, 700) | _v2("a/", "99000", 6000, 0) | _v2("", "6000", 5500, 500), 1000),
+        ("0::/a\n", _v2("a/", "900000000", 5000, 700), 1_024_000),
+        ("0::/a\n", _v2("a/", "9000", 9500, 0), 0),
+        # The limits of others are none of this process's.
+        ("0::/a/b\n", _v2("a/c/", "10", 0, 0) | _v2("a/b/c/", "10", 0, 0), 1_024_000),
+        # A path of the host's, of which a container sees only the root.
+        ("0::/../host/a\n", _v2("", "9000", 5000, 700), 4700),
+        (_V1_LINES, _v1("docker/a:b/", 9000, 5000, 700) | _v1("", 2**63 - 4096, 6000, 0), 4700),
+        (_V1_LINES, _v1("", 8000, 5000, 700), 3700),
+    ],
+)
+def test_free_memory_is_what_the_control_groups_leave(
+    lines: str, files: dict[str, str], free: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _groups(tmp_path, lines, files)
+    module = importlib.import_module("hfta_func.plan")
+    monkeypatch.setattr(module, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(module, "_CGROUPS", tmp_path / "cgroup")
+    assert _free(torch.device("cpu")) == free
+
+
+def test_free_memory_of_devices_that_do_not_tell(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < _free(torch.device("cpu")) < 2**60
+    with pytest.raises(hfta.StateError, match="the free memory of meta cannot be read; pass free="):
+        _free(torch.device("meta"))
+    monkeypatch.setattr(importlib.import_module("hfta_func.plan"), "_PROC", tmp_path)
+    with pytest.raises(hfta.StateError, match="the free memory of cpu cannot be read; pass free="):
+        _free(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -117,16 +283,11 @@ def test_the_largest_that_runs(most: int, error: Exception) -> None:
     assert len(set(tried)) <= 14
 
 
-def test_other_errors_are_no_lack_of_memory() -> None:
+@pytest.mark.parametrize("find", [hfta.plan, hfta.max_models])
+def test_other_errors_are_no_lack_of_memory(find: Any) -> None:
     _, state, batch = _array()
-
-    def step(state: hfta.TrainState, batch: Any) -> tuple[hfta.TrainState, dict[str, Any]]:
-        if hfta.num_models(state) > 4:
-            raise RuntimeError("shapes do not fit")
-        return state, {}
-
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        hfta.max_models(step, state, batch)
+        find(_failing(4, RuntimeError("shapes do not fit")), state, batch)
 
 
 def test_a_budget_is_kept() -> None:

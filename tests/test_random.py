@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
 from hfta_func import _routing, random
@@ -263,6 +265,81 @@ def test_half_precision_normals_are_the_rounded_ones():
     exact = random.normal(keys, (1000,), dtype=torch.float64)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert torch.equal(random.normal(keys, (1000,), dtype=dtype), exact.to(dtype))
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """The tables of normal quantiles as they are before any device but the CPU has drawn."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(random, "_NORMAL", {cpu: random._NORMAL[cpu]})
+    return random._NORMAL
+
+
+class Copies(TorchDispatchMode):
+    """Lists the operators that take a tensor from one device to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, output) if isinstance(x, torch.Tensor)]
+        if len({x.device for x in tensors}) > 1:
+            self.found.append(func)
+        return output
+
+
+def weighted(scale, key):
+    return random.normal(key, (7, 3)).sum() * scale
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_normal_draws_copy_their_table_to_a_device_once(compiled, tables):
+    torch._dynamo.reset()
+    func = hfta.vmap(torch.func.grad(weighted))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append({x.device.type for x in inputs})
+        return graph.forward
+
+    run = torch.compile(func, fullgraph=True, backend=backend) if compiled else func
+    scale, keys = torch.ones(3, device="meta"), random.keys([1, 2, 3], device="meta")
+    run(scale, keys)
+    kept = tables[torch.device("meta")]
+    assert all(
+        type(table) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(table) for table in kept
+    )
+    if compiled:
+        # The graph takes what is on the device, and holds for every call.
+        assert graphs == [{"meta"}]
+    with Copies() as copies:
+        func(scale, keys)
+    assert not copies.found and tables[torch.device("meta")] is kept
+    run(scale, keys + 1)
+    assert len(graphs) == compiled
+
+
+def test_compiled_draws_do_not_compile_again_when_another_device_draws(tables):
+    torch._dynamo.reset()
+    run = torch.compile(hfta.vmap(lambda key: random.normal(key, (7,))), fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        first = run(random.keys([1, 2]))
+        random.normal(random.keys([1, 2], device="meta"), (7,))
+        assert len(tables) == 2 and torch.equal(run(random.keys([1, 2])), first)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fake_tensors_are_not_kept(device, tables):
+    expected = random.normal(random.keys([1, 2]), (7,))
+    for _ in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            drawn = random.normal(torch.empty(2, dtype=torch.int64, device=device), (7,))
+        assert isinstance(drawn, FakeTensor) and drawn.device.type == device
+        assert [*tables] == [torch.device("cpu")]
+        assert not any(isinstance(table, FakeTensor) for table in tables[torch.device("cpu")])
+    assert torch.equal(random.normal(random.keys([1, 2]), (7,)), expected)
 
 
 # One call of every operator that is routed, for an input [N, C, L] with values in (0, 1).

@@ -1,16 +1,19 @@
 """How many models fit, and how many pay.
 
-Public: :func:`plan`, :class:`Plan`, :func:`max_models`.
+Public: :func:`plan`, :class:`Plan`, :func:`max_models`, :func:`is_out_of_memory`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
 import pathlib
+import re
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -22,11 +25,12 @@ from hfta_func._tree import leaves, num_models, take
 from hfta_func._types import Tree
 from hfta_func.train import TrainState
 
+T = TypeVar("T")
 Run = Callable[[TrainState, Tree], tuple[TrainState, Any]]
 
-_WARMUP = 2
-# Rounds go on until they have taken some seconds in all, as far as these bounds let them: short steps vary more.
-_LEAST, _MOST, _SECONDS = 5, 30, 2.0
+_TURNS, _WARMUP = 2, 2
+# The steps of a turn go on until all turns would take some seconds, as far as these bounds let them: short steps vary more.
+_LEAST, _MOST, _SECONDS = 3, 15, 2.0
 # A larger chunk, which needs more memory, has to be faster by more than this.
 _WORTH = 0.02
 
@@ -35,14 +39,14 @@ class Plan(NamedTuple):
     """What a step takes for arrays of M models; printed, a table.
 
     Args:
-        sizes: The numbers of models that were measured.
+        sizes: The numbers of models that were measured: those asked for that fit.
         seconds: Time of a step of each.
         peaks: Bytes that each step takes at most, beside the state and the batch.
         held: Bytes of one model's state.
         free: Bytes there are for states and steps.
         limit: Most models asked for.
         num_models: The largest number that fits, ``limit`` at most; 0 if not even one does.
-        chunk_size: How many of them to run together, for ``make_train_step``; None is all.
+        chunk_size: How many of them to run together, for ``make_train_step``; None is all. 1 where no more than one fits.
     """
 
     sizes: tuple[int, ...]
@@ -90,12 +94,18 @@ def plan(
         state: A state of any number of models, whose members are repeated as needed; it is not written.
         batch: A batch for it.
         limit: Most models that would be trained.
-        sizes: What to measure, ascending; two at least.
+        sizes: What to measure, ascending; two at least. Sizes that run out of memory are left out, and on a CPU, where the
+            system would end the process, those that will by what smaller ones took.
         free: Bytes there are; by default what the device has free now.
+
+    Returns:
+        What was found; where only one size fits, predictions are in proportion to it. The device's memory is left as it was.
 
     Raises:
         ValueError: if there are fewer than two sizes, or they are not ascending and positive.
         StateError: if the tensors are on a device whose memory cannot be read.
+        MemoryError: if the smallest size does not fit.
+        Exception: whatever a step raises besides running out of memory.
 
     Example:
         >>> factory = lambda: torch.nn.Linear(4, 1)
@@ -111,27 +121,36 @@ def plan(
     device = state.keys.device
     free = _free(device) if free is None else free
     held = sum(leaf.nbytes for leaf in leaves(state)) // num_models(state)
-    arrays = {size: _Array(step, state, batch, size) for size in sizes}
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    begin = now(device)
-    for turn in range(_WARMUP + _MOST):
-        if turn >= _WARMUP + _LEAST and now(device) - begin > _SECONDS:
-            break
-        # In turns, so that a disturbance does not fall on one size alone.
-        for size, array in arrays.items():
-            start = now(device)
-            array.step()
-            if turn >= _WARMUP:
-                times[size].append(now(device) - start)
-    seconds = tuple(statistics.median(values) for values in times.values())
-    peaks = tuple(_peak(array.step, device) for array in arrays.values())
-    found = Plan(sizes, seconds, peaks, held, free, limit, 0, None)
-    fitting = [count for count in range(1, limit + 1) if found.memory(count) <= free]
+    measure = functools.partial(_measure, device=device, seconds=_SECONDS / (_TURNS * len(sizes)))
+    times: dict[int, list[float]] = {}
+    peaks: dict[int, int] = {}
+    failed = max(limit, *sizes) + 1
+    # In turns, so that a disturbance does not fall on one size alone; each array is gone before the next one is made.
+    for size in sizes * _TURNS:
+        if size >= failed:
+            continue
+        risky = device.type == "cpu" and peaks and size not in peaks
+        if risky and size * held + _line(list(peaks), list(peaks.values()), size) > free:
+            failed = size
+        elif (measured := _attempt(step, state, batch, size, measure)) is None:
+            failed = size
+        else:
+            times.setdefault(size, []).extend(measured[0])
+            peaks[size] = measured[1]
+    fits = tuple(size for size in peaks if size < failed)
+    if not fits:
+        raise MemoryError(
+            f"a step ran out of memory with M = {sizes[0]}, the smallest of sizes; give smaller sizes or batches, or make "
+            f"the step with checkpoint=True"
+        )
+    seconds = tuple(statistics.median(times[size]) for size in fits)
+    found = Plan(fits, seconds, tuple(peaks[size] for size in fits), held, free, limit, 0, None)
+    fitting = [count for count in range(1, min(limit + 1, failed)) if found.memory(count) <= free]
     count = max(fitting, default=0)
-    smaller = [size for size in sizes if size < count]
+    smaller = [size for size in fits if size < count]
     best = min(smaller, key=lambda size: found.time(size) / size, default=count)
     chunked = best < count and found.time(best) / best < (1 - _WORTH) * found.time(count) / count
-    return found._replace(num_models=count, chunk_size=best if chunked else None)
+    return found._replace(num_models=count, chunk_size=best if chunked or count == 1 < limit else None)
 
 
 def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, free: int | None = None) -> int:
@@ -158,24 +177,19 @@ def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, 
     held = sum(leaf.nbytes for leaf in leaves(state)) // num_models(state)
     peaks: dict[int, int] = {}
 
+    def warm_peak(array: _Array) -> int:
+        array.step()
+        return _peak(array.step, device)
+
     def fits(count: int) -> bool:
         expected = max((count * held + peak * count / size for size, peak in peaks.items()), default=0.0)
         if device.type == "cpu" and expected > free:
             return False
-        try:
-            array = _Array(step, state, batch, count)
-            array.step()
-            peaks[count] = _peak(array.step, device)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            # The traceback holds on to tensors.
-            error.__traceback__ = None
+        peak = _attempt(step, state, batch, count, warm_peak)
+        if peak is None:
             return False
-        finally:
-            array = None
-            _release(device)
-        return count * held + peaks[count] <= free
+        peaks[count] = peak
+        return count * held + peak <= free
 
     good, bad = 0, limit + 1
     while bad - good > 1:
@@ -188,14 +202,24 @@ def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no memory left, in the words of CUDA, the CPU's allocator or XLA."""
+    """Whether a device had no memory left, in the words of CUDA, its libraries, the CPU's allocator, oneDNN or XLA.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+        True
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-_MEMINFO = pathlib.Path("/proc/meminfo")
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "RESOURCE_EXHAUSTED")
+# oneDNN also complains about descriptors of memory, which are no memory.
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can(no|')t allocate memory|not enough memory|std::bad_alloc|_ALLOC_FAILED|RESOURCE_EXHAUSTED"
+    r"|could not create a memory(?! descriptor)",
+    re.IGNORECASE,
+)
+_PROC, _CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 
 
 class _Array:
@@ -211,8 +235,41 @@ class _Array:
         self._state, _ = self._run(self._state, self._batch)
 
 
+def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callable[[_Array], T]) -> T | None:
+    """What ``work`` makes of an array of some size, or None if the device ran out of memory; then the array is gone."""
+    array = None
+    try:
+        array = _Array(step, state, batch, size)
+        return work(array)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        # The traceback holds on to tensors.
+        error.__traceback__ = None
+        return None
+    finally:
+        array = None
+        _release(state.keys.device)
+
+
+def _measure(array: _Array, device: torch.device, seconds: float) -> tuple[list[float], int]:
+    """Times of steps, about so many seconds in all, and the most bytes that a step takes."""
+    for _ in range(_WARMUP):
+        array.step()
+    times: list[float] = []
+    begin = start = now(device)
+    while len(times) < _LEAST or (len(times) < _MOST and start - begin < seconds):
+        array.step()
+        end = now(device)
+        times.append(end - start)
+        start = end
+    return times, _peak(array.step, device)
+
+
 def _line(sizes: Sequence[int], values: Sequence[float], at: int) -> float:
-    """On the line through the two measurements around ``at``, or through the last two."""
+    """On the line through the two measurements around ``at``, or through the last two; in proportion to a single one."""
+    if len(sizes) == 1:
+        return values[0] * at / sizes[0]
     place = next((i for i, size in enumerate(sizes[1:-1]) if at <= size), len(sizes) - 2)
     (x0, x1), (y0, y1) = sizes[place : place + 2], values[place : place + 2]
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
@@ -220,13 +277,38 @@ def _line(sizes: Sequence[int], values: Sequence[float], at: int) -> float:
 
 def _free(device: torch.device) -> int:
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
         # What PyTorch holds on to is free for tensors.
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if device.type == "cpu" and _MEMINFO.exists():
-        (line,) = (line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable"))
-        return 1024 * int(line.split()[1])
+        return min(free + torch.cuda.memory_reserved(device), allowed) - torch.cuda.memory_allocated(device)
+    if device.type == "cpu" and (_PROC / "meminfo").exists():
+        (line,) = (line for line in (_PROC / "meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+        return min([1024 * int(line.split()[1]), *_left_by_groups()])
     raise StateError(f"the free memory of {device} cannot be read; pass free=, a number of bytes")
+
+
+def _left_by_groups() -> Iterator[int]:
+    """Bytes that each control group of this process leaves it, where the kernel ends processes that take more."""
+    groups = _PROC / "self" / "cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, usage, cache = _CGROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, cache = _CGROUPS / "memory", "total_inactive_file"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's, of which only the root can be seen.
+        group = root / path.strip("/")
+        for place in (group, *group.parents[: len(group.parts) - len(root.parts)]):
+            with contextlib.suppress(OSError):
+                most = (place / limit).read_text().strip()
+                held = dict(entry.split() for entry in (place / "memory.stat").read_text().splitlines())
+                if most != "max":
+                    # Files that were read are dropped from memory before a process is ended.
+                    taken = int((place / usage).read_text()) - int(held.get(cache, 0))
+                    yield max(0, int(most) - taken)
 
 
 def _peak(work: Callable[[], object], device: torch.device) -> int:

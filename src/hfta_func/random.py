@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hfta_func._errors import HyperparameterError
 
@@ -181,8 +182,7 @@ def normal(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = t
     segment, within = (octave << _STEPS) + _signed_shift(place, _WITHIN), place & ((1 << _WITHIN) - 1)
     # index_select, because under vmap an index without axes counts as a look at its value.
     start, slope = (
-        table.to(draws.device).index_select(0, segment.flatten()).reshape(segment.shape)
-        for table in (_NORMAL_START, _NORMAL_SLOPE)
+        table.index_select(0, segment.flatten()).reshape(segment.shape) for table in _normal_tables(draws.device)
     )
     magnitude = (start << _WITHIN) + slope * within
     signed = torch.where(draws < 0, -magnitude, magnitude)
@@ -194,12 +194,35 @@ _WITHIN = 23 - _STEPS  # bits of the place within an octave that are left for th
 _FRACTION = 26  # fractional bits of the tabulated quantiles
 
 
-def _normal_table() -> tuple[Tensor, Tensor]:
-    octave, step = torch.arange(25).repeat_interleave(1 << _STEPS), torch.arange(1 << _STEPS).repeat(25)
+def _quantiles() -> tuple[Tensor, Tensor]:
+    octave = torch.arange(25, device="cpu").repeat_interleave(1 << _STEPS)
+    step = torch.arange(1 << _STEPS, device="cpu").repeat(25)
     edges = torch.ldexp(1 + step.double() * 2.0**-_STEPS, octave - 25)
     quantiles = (-torch.special.ndtri(edges) * 2.0**_FRACTION).round().to(torch.int64)
     # The last octave is reached only up to p = 1/2, where the quantile is zero.
     return quantiles[:-1], quantiles.diff()
 
 
-_NORMAL_START, _NORMAL_SLOPE = _normal_table()
+_NORMAL = {torch.device("cpu"): _quantiles()}
+"""Start and slope of every segment, on each device that has drawn."""
+
+
+def _normal_tables(device: torch.device) -> tuple[Tensor, ...]:
+    _keep_normal_tables(device)
+    return _NORMAL.get(device) or tuple(table.to(device) for table in _NORMAL[torch.device("cpu")])
+
+
+def _keep_normal_tables(device: torch.device) -> bool:
+    """Copy the tables to a device once: a copy at every draw has the host wait, and no CUDA graph can be captured."""
+    # Under a dispatch mode tensors may be fakes, or belong to a trace.
+    if device not in _NORMAL and not torch._C._len_torch_dispatch_stack():
+        # Inside a transform the copies would be wrapped for it.
+        with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+            start, slope = _NORMAL[torch.device("cpu")]
+            _NORMAL[device] = start.to(device), slope.to(device)
+    return True
+
+
+# The compiler calls it while it traces, so that graphs take what is on the device already. Marked by hand, because
+# torch.compiler.assume_constant_result imports all of the compiler.
+_keep_normal_tables._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
