@@ -114,8 +114,6 @@ class TaskJob:
         """All members under ``torch.func.vmap``."""
         task, model = self.task, self.task.factory().to(self.device)
         params, buffers = array.initial(task.factory, self.flags.seeds, self.device)
-        # Statistics alone are per member: a mask with a model axis, whose values a Transformer asks for, is an error.
-        buffers = {name: buffer for name, buffer in buffers.items() if "running" in name or "tracked" in name}
         optimizer = array.OPTIMIZERS[task.optimizer](self.flags.per_model(), 1000)
         carried = params, buffers, optimizer.init(params)
 

@@ -638,6 +638,11 @@ def test_batches_too_small_for_batch_normalisation(way, argv, asked, call, monke
     refuses(call, f"{asked}batch normalisation cannot train on one value per channel", *argv.split(), *way)
 
 
+def test_names_of_files_stay_short():
+    ranges = importlib.import_module("examples.common.run")._ranges
+    assert [ranges([0]), ranges([*range(100)]), ranges([0, 1, 2, 5, 7, 8])] == ["0", "0-99", "0-2+5+7-8"]
+
+
 def test_seeds_that_are_too_large_for_an_array():
     main = importlib.import_module("examples.resnet.main")
     (own,) = parse(main.Flags, SMALL, None)

@@ -329,6 +329,7 @@ def test_ctrl_c_ends_the_run_after_the_step_and_it_resumes(setting, tmp_path, ca
     assert len(result.history) == (calls - 1) // 3
     assert same(result, hfta.fit(None, state, loader, epochs=len(result.history), resume=path, progress=False))
     result = hfta.fit(step, state, anew(loader), resume=path, **options)
+    assert not result.history.interrupted
     assert same(result, hfta.fit(step, state, anew(loader), **options))
     assert os.listdir(tmp_path) == ["run.safetensors"]
 
@@ -337,6 +338,7 @@ def test_ctrl_c_without_a_file(setting):
     step, state, loader = setting
     result = hfta.fit(Breaks(step, 4, press), state, loader, epochs=9, progress=False)
     assert result.state.step.tolist() == [4] * 3 and len(result.history) == 1
+    assert result.history.interrupted
 
 
 def test_ctrl_c_during_evaluation_ends_the_run_after_the_epoch(setting, tmp_path):
@@ -349,6 +351,7 @@ def test_ctrl_c_during_evaluation_ends_the_run_after_the_epoch(setting, tmp_path
 
     result = hfta.fit(step, state, loader, epochs=9, evaluate=evaluate, resume=path, progress=False)
     assert len(result.history) == 1 and result.state.step.tolist() == [3] * 3
+    assert result.history.interrupted
     assert hfta.load(path, like=state).step.tolist() == [3] * 3
 
 

@@ -55,4 +55,6 @@ class BERT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """``[N, L] -> [N, L, vocabulary]``."""
         x = self.dropout(self.norm(self.tokens(tokens) + self.places.weight[: tokens.shape[1]]))
-        return nn.functional.linear(self.head(self.encoder(x, self.mask)), self.tokens.weight, self.bias)
+        # Left to find out itself, the encoder compares masks and waits for the answer at every step.
+        x = self.encoder(x, self.mask, is_causal=self.mask is not None)
+        return nn.functional.linear(self.head(x), self.tokens.weight, self.bias)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,32 +77,27 @@ def fit(
     step: Callable[..., Any], state: Any, loader: Any, test: Callable[[Any], Metrics], flags: Flags, keep: Path | None
 ) -> tuple[Any, list[Metrics], Metrics]:
     """``hfta.fit`` with a line for every epoch; returns the state, the history, and the last test."""
-    clock, handlers = Clock(state.keys.device), []
-    finished: list[Metrics] = []
-    last: Metrics = {}
+    clock, finished, last = Clock(state.keys.device), [], {}
 
     def after_epoch(state: Any) -> Metrics:
         nonlocal last
         seconds = torch.full((len(flags.seeds),), clock.seconds())
-        handlers[:] = [signal.getsignal(signal.SIGINT)]
         last = test(state) if flags.eval else {}
         return {**last, "seconds": seconds}
 
     def report(state: Any, history: hfta.History) -> None:
         finished[:] = history.epochs
         print_epoch(len(history), history.epochs[-1])
-        # Ctrl-C in the last test shortens no history, but fit has given the signal back since.
-        handlers.append(signal.getsignal(signal.SIGINT))
         clock.restart()
 
     run = torch.compile(step, fullgraph=True, dynamic=False) if flags.compile else step
     options = {"evaluate": after_epoch, "callbacks": [report], "progress": False}
     try:
         state, history = hfta.fit(run, state, loader, epochs=flags.epochs, resume=keep, **options)
-        finished = history.epochs
-        if len(finished) < flags.epochs or len({*handlers}) > 1:
+        if history.interrupted:
+            finished[:] = history.epochs
             raise KeyboardInterrupt
-        return state, finished, last or test(state)
+        return state, history.epochs, last or test(state)
     except KeyboardInterrupt:
         raise Interrupted(finished) from None
     except (hfta.CheckpointError, hfta.StateError) as error:

@@ -104,7 +104,7 @@ def _train(name: str, train: Train, members: list[int], flags: Flags) -> Outcome
     keep = None
     if flags.save is not None:
         flags.save.mkdir(parents=True, exist_ok=True)
-        keep = flags.save / f"{name}-{'array' if flags.hfta else 'solo'}-{numbered.replace(' ', '-')}.run"
+        keep = flags.save / f"{name}-{'array' if flags.hfta else 'solo'}-{_ranges(members)}.run"
         if not flags.resume:
             keep.unlink(missing_ok=True)
         _check_resumed(flags, keep)
@@ -122,6 +122,17 @@ def _train(name: str, train: Train, members: list[int], flags: Flags) -> Outcome
             f"out of memory with M = {len(members)} models at once and batches of {flags.batch_size}; "
             f"hfta.plan(step, state, batch) finds how many fit"
         ) from None
+
+
+def _ranges(members: list[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2+5``, so that names of files stay short."""
+    runs: list[list[int]] = []
+    for member in members:
+        if runs and member == runs[-1][1] + 1:
+            runs[-1][1] = member
+        else:
+            runs.append([member, member])
+    return "+".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _check_resumed(flags: Flags, keep: Path) -> None:

@@ -30,4 +30,5 @@ class TransformerLM(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """``[N, L] -> [N, L, vocabulary]``."""
         x = self.dropout(self.embed(tokens) * math.sqrt(self.dim) + self.place)
-        return self.decoder(self.encoder(x, self.mask))
+        # Left to find out itself, the encoder compares masks and waits for the answer at every step.
+        return self.decoder(self.encoder(x, self.mask, is_causal=True))

@@ -45,7 +45,7 @@ def fit(
 ) -> Result:
     """Train an array for some epochs, or until no member is active.
 
-    Ctrl-C ends it after the current step; a second Ctrl-C interrupts at once.
+    Ctrl-C ends it after the current step, and ``history.interrupted`` tells; a second Ctrl-C interrupts at once.
 
     Args:
         step: A training step, compiled or not.
@@ -117,6 +117,7 @@ def fit(
                 for callback in callbacks:
                     state = callback(state, history) or state
             keep()
+        history.interrupted = pressed()
     return Result(state, history)
 
 

@@ -48,12 +48,14 @@ class History:
     Attributes:
         epochs: The metrics of each epoch by name, on the CPU.
         failures: Every member's first :class:`FailedStep` in each epoch, in order of epoch and member.
+        interrupted: Whether Ctrl-C ended the last :func:`fit`.
     """
 
     def __init__(self, seeds: Tensor):
         self.seeds = seeds.cpu()
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
+        self.interrupted = False
 
     def __len__(self) -> int:
         return len(self.epochs)
