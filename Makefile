@@ -35,15 +35,16 @@ $(XLA_STAMP): pyproject.toml constraints.txt
 	$(PYTHON3) -m venv .venv-xla
 	grep -v '^torch==' constraints.txt > .venv-xla/constraints.txt
 	$(XLA_PYTHON) -m pip install --quiet --disable-pip-version-check --progress-bar off \
-		-c .venv-xla/constraints.txt -e '.[examples,xla]' hypothesis pytest pytest-timeout
+		-c .venv-xla/constraints.txt -e '.[examples,xla]' hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
-# Most of the time on XLA goes into compiling, and graphs this small gain nothing from an optimised one.
+# Most of the time on XLA goes into compiling, and graphs this small gain nothing from an optimised one. One process alone
+# would hold so many programs that it runs into the system's limit of memory maps.
 test-xla: export PJRT_DEVICE := CPU
 test-xla: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 test-xla: $(XLA_STAMP)
-	$(XLA_PYTHON) -m pytest tests/test_xla.py
-	$(XLA_PYTHON) -m pytest $(foreach name,checkpoint contract data fit layers random rules stack,tests/test_$(name).py)
+	$(XLA_PYTHON) -m pytest -n auto tests/test_xla.py
+	$(XLA_PYTHON) -m pytest -n auto $(foreach name,checkpoint contract data fit layers random rules stack,tests/test_$(name).py)
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check
