@@ -191,7 +191,7 @@ def batches(loader: Any) -> list[Batch]:
 
 def carry(update: Callable[..., Any], carried: Any, compiled: bool) -> Run:
     """A run that carries what ``update(*carried, batch) -> carried, losses`` changes."""
-    run = torch.compile(update, dynamic=False) if compiled else update
+    run = torch.compile(update, fullgraph=True, dynamic=False) if compiled else update
 
     def step(batch: Batch) -> Tensor:
         nonlocal carried

@@ -275,6 +275,27 @@ assert len(calls) == 3
 """
 
 
+_UNINSTALLED = """
+import torch
+import hfta_func as hfta
+from hfta_func.rules import _registry
+hfta.vmap(torch.sin)(torch.ones(3))
+hfta.rules.uninstall()
+def refused(*args):
+    raise AssertionError("a rule is still in force")
+_registry._unwrap = refused
+log_probs, targets = torch.randn(3, 5, 4).log_softmax(-1), torch.randint(0, 4, (3, 5))
+run = torch.compile(torch.func.vmap(torch.nn.functional.nll_loss), fullgraph=True, backend="aot_eager")
+expected = torch.stack(list(map(torch.nn.functional.nll_loss, log_probs, targets)))
+torch.testing.assert_close(run(log_probs, targets), expected)
+"""
+
+
+def test_uninstalled_rules_are_gone_from_compilers() -> None:
+    done = subprocess.run([sys.executable, "-c", _UNINSTALLED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_two_copies_of_the_package() -> None:
     done = subprocess.run([sys.executable, "-c", _TWO_COPIES], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ from torch._C._functorch import (
     _unwrap_batched,
     peek_interpreter_stack,
 )
+from torch._decomp import decomposition_table
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import lazy_load_decompositions  # pyright: ignore[reportPrivateImportUsage]
 from torch.autograd import forward_ad
@@ -239,11 +240,27 @@ def uninstall() -> None:
         if _library is not None:
             _library._destroy()
             _library = None
+            _hand_back()
         config: Any = sys.modules.get("torch._inductor.config")
         if config is not None:
             versions = dict(config.unsafe_marked_cacheable_functions)
             versions.pop("hfta_func.rules", None)
             config.unsafe_marked_cacheable_functions = versions
+
+
+def _hand_back() -> None:
+    """Give PyTorch's own Python kernels their places back.
+
+    Under dispatch modes, and so under the compiler, a Python kernel is looked up in a table of those registered last,
+    which outlives their libraries.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for operator in map(_operator, RULES):
+            if operator in decomposition_table:
+                library.impl(operator, decomposition_table[operator], BATCHED, allow_override=True)
+    library._destroy()
 
 
 # In a compiled function these two run between graphs, as any code that changes the dispatcher must; graphs keep the rules
