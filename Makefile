@@ -13,7 +13,7 @@ help:
 	@echo "make test-xla   tests on XLA and on the oldest PyTorch supported, in .venv-xla (some GB)"
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  run the notebooks top to bottom"
-	@echo "make bench      eight models of every workload in every way to train, side by side; takes an hour"
+	@echo "make bench      eight models of every workload in every way to train, side by side; takes long"
 	@echo "make clean      remove .venv, .venv-xla and everything that was made"
 
 setup: $(STAMP)

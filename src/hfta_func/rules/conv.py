@@ -136,7 +136,7 @@ def _contiguous_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 # Inductor converts all images and filters around convolutions that it knows to channels-last, which grouped ones on a CPU
-# are slower with: DCGAN and PointNet by 30 %.
+# are slower with: steps of DCGAN and PointNet by 30 % and more.
 _opaque = Operator(
     "contiguous_convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
     "bool transposed, int[] output_padding, int groups) -> Tensor",
