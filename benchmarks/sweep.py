@@ -1,7 +1,8 @@
 """Every workload in every mode, over the number of models M: time, memory and processors of a step, relative to the loop.
 
-Each mode takes turns with the serial loop; its ratio is the median over rounds of the loop's time by its own in the same
-round. Before that both train without anything random, and a mode whose losses are not those of the loop gets no ratio.
+The loop and all modes that memory holds together take turns; the ratio of a mode is the median over rounds of the loop's
+time by its own in the same round. Before that both train without anything random, and a mode whose losses are not those of
+the loop gets no ratio.
 A compiled array, whose noise is that of the eager one, has to give the losses of that. PyTorch's own ways to compile, which
 draw other noise, and everything in lower precision have to start alike.
 """
@@ -9,22 +10,26 @@ draw other noise, and everything in lower precision have to start alike.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import operator
 import os
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+import hfta_func as hfta
 from benchmarks._gpu import watched
 from benchmarks._measure import machine, table
 from benchmarks.modes import MODES, PROCESSES, SERIAL
 from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec, batch_size
+from hfta_func.plan import _free
 
 TOLERANCE = 1e-6
 """By how much the losses of a mode may differ from those of the loop, in float64."""
@@ -40,15 +45,18 @@ UNLIKE = ("dense",)
 """Trains one model on the samples of all."""
 CPU_ONLY = ("serial, default allocator",)
 ROUNDS, WARMUP = 9, 4
+SPARE = 2
+"""How often the memory of the largest mode so far has to be free for one more to start beside it."""
 TURN, WATCH = 0.3, 3.0
 """Seconds that a turn of the loop takes at least, in steps in a row, and that a GPU is watched."""
 
 
 class Measured:
-    """A mode's process or, for processes, one for each model."""
+    """A mode's process or, for processes, one for each model; ``row`` is what is found, or why it has no numbers."""
 
     def __init__(self, mode: str, spec: Spec):
-        self.mode = mode
+        self.mode, self.device = mode, spec.device
+        self.row: dict[str, Any] = {}
         threads = torch.get_num_threads()
         if mode == PROCESSES:
             # As many threads as there are processors, shared out.
@@ -80,6 +88,15 @@ class Measured:
         took = (time.perf_counter() - start) / calls if len(answers) > 1 else answers[0][0]
         return took, sum(busy for _, busy in answers)
 
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """What goes wrong inside is the row's error, and ends the processes."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.row["error"] = str(error)
+            self.close()
+
     def close(self) -> None:
         """End the processes."""
         for worker in self._workers:
@@ -99,8 +116,8 @@ def difference(found: Sequence[Any], expected: Sequence[Any]) -> float:
 
 def compare(spec: Spec, modes: list[str], rounds: int, verbose: bool) -> dict[str, Any]:
     """One workload at one M: a row for each mode."""
-    rows: dict[str, dict[str, Any]] = {}
-    loop = Measured(SERIAL, spec)
+    loop, largest = Measured(SERIAL, spec), 0
+    rows, beside = {SERIAL: loop.row}, list[Measured]()
     try:
         reference = Reference(loop.losses(), loop.start()[1], [])
         took, _ = loop.time(1)
@@ -108,18 +125,30 @@ def compare(spec: Spec, modes: list[str], rounds: int, verbose: bool) -> dict[st
         for mode in modes:
             if verbose:
                 print(f"{spec.workload} {spec.size} M = {spec.num_models}: {mode}", flush=True)
+            if mode == SERIAL:
+                continue
             if mode in COMPILED and not reference.eager:
                 reference = reference._replace(eager=eager_losses(spec))
-            rows[mode] = row(mode, spec, loop, reference, rounds, calls)
-            if verbose:
-                print(f"    {rows[mode]}", flush=True)
+            if beside and room(spec.device) < SPARE * largest:
+                take_turns(loop, beside, rounds, calls)
+                beside = []
+            free = room(spec.device)
+            beside.append(other := Measured(mode, spec))
+            rows[mode] = other.row
+            with other.failing():
+                begin(other, spec, reference)
+            largest = max(largest, free - room(spec.device))
+        take_turns(loop, beside, rounds, calls)
     except RuntimeError as error:
         # Without a loop or an eager array there is nothing to compare with.
-        rows |= {mode: {"error": str(error)} for mode in modes if mode not in rows}
+        for mode in modes:
+            if "ratio" not in rows.setdefault(mode, {}):
+                rows[mode].setdefault("error", str(error))
     finally:
-        loop.close()
+        for other in (loop, *beside):
+            other.close()
     about = {"rounds": rounds, "machine": machine()}
-    return {**settings(spec), "rows": {mode: {**found, **about} for mode, found in rows.items()}}
+    return {**settings(spec), "rows": {mode: {**rows[mode], **about} for mode in modes}}
 
 
 class Reference(NamedTuple):
@@ -136,6 +165,13 @@ class Reference(NamedTuple):
     eager: list[list[float]]
 
 
+def room(device: str) -> int:
+    """Free bytes; less than nothing, so that one mode starts at a time, where they cannot be read."""
+    with contextlib.suppress(hfta.StateError):
+        return _free(torch.device(device))
+    return -1
+
+
 def eager_losses(spec: Spec) -> list[list[float]]:
     """Of the eager array's first two steps."""
     array = Measured("array", spec)
@@ -150,51 +186,63 @@ def settings(spec: Spec) -> dict[str, Any]:
     return {"batch_size": spec.batch_size, "device": spec.device, "amp": spec.amp}
 
 
-def row(mode: str, spec: Spec, loop: Measured, reference: Reference, rounds: int, calls: int) -> dict[str, Any]:
-    """A mode next to the loop, or why it has no numbers."""
-    other, found = loop if mode == SERIAL else Measured(mode, spec), {}
-    try:
-        if mode in CHECKED:
-            found["difference"] = difference(other.losses(), reference.loop)
-            if not found["difference"] < TOLERANCE:
-                return {**found, "error": f"losses differ from the loop's by more than {TOLERANCE:.0e}"}
-        if mode != SERIAL:
-            found["first step"], own = other.start()
-            if mode in COMPILED:
-                allowed = COARSE if spec.amp or spec.device == "cuda" else ROUNDING
-                found["difference"], after = map(difference, own, reference.eager)
-                if not (found["difference"] < allowed and after < MOVED):
-                    differ = f"{found['difference']:.0e} and {after:.0e}"
-                    return {**found, "error": f"losses differ from the eager array's by {differ}"}
-            if mode not in UNLIKE:
-                found["alike"] = difference([statistics.mean(own[0])], [statistics.mean(reference.noisy[0])])
-                if not found["alike"] < ALIKE:
-                    return {**found, "error": f"first losses differ from the loop's by {found['alike']:.0%}"}
-        times, busy = [], []
-        for turn in range(WARMUP + rounds):
-            base, work = loop.time(calls)
-            own, work = (base, work) if mode == SERIAL else other.time(calls)
-            if turn >= WARMUP:
-                times.append((own, base))
-                busy.append(work / own)
-        low, median, high = statistics.quantiles([own for own, _ in times], n=4, method="inclusive")
-        with watched(spec.device) as used:
-            if spec.device == "cuda":
-                other.time(max(1, round(WATCH / median)))
-        taken = other.ask("memory")
-        return found | {
-            "calls": calls,
-            "seconds": [low, median, high],
-            "ratio": statistics.median(base / own for own, base in times),
-            "busy": statistics.median(busy) / (os.cpu_count() or 1),
-            "gpu": used,
-            "bytes": None if None in taken else sum(taken),
-        }
-    except RuntimeError as error:
-        return {**found, "error": str(error)}
-    finally:
-        if mode != SERIAL:
-            other.close()
+def begin(other: Measured, spec: Spec, reference: Reference) -> None:
+    """Take a mode's first steps.
+
+    Raises:
+        RuntimeError: if it cannot, or its losses are not those of what it is held to.
+    """
+    mode, found = other.mode, other.row
+    if mode in CHECKED:
+        found["difference"] = difference(other.losses(), reference.loop)
+        if not found["difference"] < TOLERANCE:
+            raise RuntimeError(f"losses differ from the loop's by more than {TOLERANCE:.0e}")
+    found["first step"], own = other.start()
+    if mode in COMPILED:
+        allowed = COARSE if spec.amp or spec.device == "cuda" else ROUNDING
+        found["difference"], after = map(difference, own, reference.eager)
+        if not (found["difference"] < allowed and after < MOVED):
+            raise RuntimeError(f"losses differ from the eager array's by {found['difference']:.0e} and {after:.0e}")
+    if mode not in UNLIKE:
+        found["alike"] = difference([statistics.mean(own[0])], [statistics.mean(reference.noisy[0])])
+        if not found["alike"] < ALIKE:
+            raise RuntimeError(f"first losses differ from the loop's by {found['alike']:.0%}")
+
+
+def take_turns(loop: Measured, beside: list[Measured], rounds: int, calls: int) -> None:
+    """Fill rows: the loop and all others that have not failed, round by round, so that all see the same machine."""
+    times: dict[str, list[tuple[float, float, float]]] = {other.mode: [] for other in (loop, *beside)}
+    for _ in range(WARMUP + rounds):
+        base, work = loop.time(calls)
+        times[SERIAL].append((base, base, work))
+        for other in beside:
+            if "error" not in other.row:
+                with other.failing():
+                    own, work = other.time(calls)
+                    times[other.mode].append((own, base, work))
+    for other in (loop, *beside):
+        if "error" not in other.row:
+            with other.failing():
+                other.row |= numbers(other, times[other.mode][WARMUP:]) | {"calls": calls}
+    for other in beside:
+        other.close()
+
+
+def numbers(other: Measured, times: list[tuple[float, float, float]]) -> dict[str, Any]:
+    """What a row tells, from seconds of a step of the mode and of the loop, and of the processors meanwhile, by rounds."""
+    own, base, work = zip(*times, strict=True)
+    low, median, high = statistics.quantiles(own, n=4, method="inclusive")
+    with watched(other.device) as used:
+        if other.device == "cuda":
+            other.time(max(1, round(WATCH / median)))
+    taken = other.ask("memory")
+    return {
+        "seconds": [low, median, high],
+        "ratio": statistics.median(map(operator.truediv, base, own)),
+        "busy": statistics.median(map(operator.truediv, work, own)) / (os.cpu_count() or 1),
+        "gpu": used,
+        "bytes": None if None in taken else sum(taken),
+    }
 
 
 def largest(spec: Spec) -> int | None:

@@ -148,6 +148,31 @@ def test_without_a_loop_there_are_no_ratios(bench, monkeypatch, capsys):
     assert capsys.readouterr().out.count("out of memory") == 2
 
 
+@pytest.mark.parametrize("free", [-1, 2**40])
+def test_modes_that_memory_holds_together_take_turns(bench, monkeypatch, free):
+    """One that fails on the way leaves the others their numbers."""
+    sweep, asked = bench("sweep"), []
+
+    class Watched(sweep.Measured):
+        def time(self, calls):
+            asked.append(self.mode)
+            if self.mode == "dense" and asked.count("dense") == 3:
+                raise RuntimeError("CUDA out of memory")
+            return super().time(calls)
+
+    monkeypatch.setattr(sweep, "Measured", Watched)
+    monkeypatch.setattr(sweep, "room", lambda device: free)
+    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--rounds", "2", "--modes"]
+    rows = sweep.measure(sweep.parse([*order, "serial", "dense", "array"]))["mlp"]["2"]["rows"]
+    assert "ratio" not in rows["dense"] and "out of memory" in rows["dense"]["error"]
+    assert rows["serial"]["ratio"] == 1 and rows["array"]["ratio"] > 0
+    turns, together = sweep.WARMUP + 2, ["serial", "array", "dense"]
+    last = [mode for i in range(turns) for mode in (together if i < 3 else together[:2])]
+    alone = [mode for i in range(turns) for mode in (["serial", "dense"] if i < 3 else ["serial"])]
+    # The first two find out how many steps a turn takes.
+    assert asked[2:] == (last if free > 0 else ["serial", "array"] * turns + alone)
+
+
 @pytest.mark.parametrize(
     ("command", "order", "says"),
     [
