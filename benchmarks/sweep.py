@@ -17,9 +17,9 @@ import operator
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec, batch_size
 from hfta_func.plan import _free
 
+T = TypeVar("T")
 TOLERANCE = 1e-6
 """By how much the losses of a mode may differ from those of the loop, in float64."""
 ROUNDING, COARSE, MOVED = 1e-4, 3e-2, 0.1
@@ -54,9 +55,8 @@ TURN, WATCH = 0.3, 3.0
 class Measured:
     """A mode's process or, for processes, one for each model; ``row`` is what is found, or why it has no numbers."""
 
-    def __init__(self, mode: str, spec: Spec):
-        self.mode, self.device = mode, spec.device
-        self.row: dict[str, Any] = {}
+    def __init__(self, mode: str, spec: Spec, row: dict[str, Any] | None = None):
+        self.mode, self.device, self.row = mode, spec.device, {} if row is None else row
         threads = torch.get_num_threads()
         if mode == PROCESSES:
             # As many threads as there are processors, shared out.
@@ -116,53 +116,75 @@ def difference(found: Sequence[Any], expected: Sequence[Any]) -> float:
 
 def compare(spec: Spec, modes: list[str], rounds: int, verbose: bool) -> dict[str, Any]:
     """One workload at one M: a row for each mode."""
-    loop, largest = Measured(SERIAL, spec), 0
-    rows, beside = {SERIAL: loop.row}, list[Measured]()
+    rows, largest = {mode: dict[str, Any]() for mode in modes}, 0
+    loop, beside = Measured(SERIAL, spec, rows.get(SERIAL)), list[Measured]()
     try:
-        reference = Reference(loop.losses(), loop.start()[1], [])
+        check(rows, spec)
+        eager = alone("array", spec, Measured.start)[1] if any(mode in COMPILED for mode in modes) else []
+        reference = Reference(loop.start()[1], eager)
         took, _ = loop.time(1)
         calls = max(1, round(TURN / loop.time(1)[0])) if took < TURN else 1
         for mode in modes:
+            if mode == SERIAL or "error" in rows[mode]:
+                continue
             if verbose:
                 print(f"{spec.workload} {spec.size} M = {spec.num_models}: {mode}", flush=True)
-            if mode == SERIAL:
-                continue
-            if mode in COMPILED and not reference.eager:
-                reference = reference._replace(eager=eager_losses(spec))
             if beside and room(spec.device) < SPARE * largest:
                 take_turns(loop, beside, rounds, calls)
                 beside = []
             free = room(spec.device)
-            beside.append(other := Measured(mode, spec))
-            rows[mode] = other.row
+            beside.append(other := Measured(mode, spec, rows[mode]))
             with other.failing():
                 begin(other, spec, reference)
             largest = max(largest, free - room(spec.device))
         take_turns(loop, beside, rounds, calls)
     except RuntimeError as error:
         # Without a loop or an eager array there is nothing to compare with.
-        for mode in modes:
-            if "ratio" not in rows.setdefault(mode, {}):
-                rows[mode].setdefault("error", str(error))
+        for row in rows.values():
+            if "ratio" not in row:
+                row.setdefault("error", str(error))
     finally:
         for other in (loop, *beside):
             other.close()
     about = {"rounds": rounds, "machine": machine()}
-    return {**settings(spec), "rows": {mode: {**rows[mode], **about} for mode in modes}}
+    return {**settings(spec), "rows": {mode: row | about for mode, row in rows.items()}}
 
 
 class Reference(NamedTuple):
     """Losses that others are held to.
 
     Args:
-        loop: Of the loop, without anything random.
-        noisy: Of the loop as it is.
-        eager: Of the eager array as it is.
+        noisy: Of the loop's first steps.
+        eager: Of the eager array's.
     """
 
-    loop: list[list[float]]
     noisy: list[list[float]]
     eager: list[list[float]]
+
+
+def check(rows: dict[str, dict[str, Any]], spec: Spec) -> None:
+    """Hold modes to the loop where both train without anything random; fills rows.
+
+    In processes of their own, one at a time: float64 takes twice the memory, and allocators keep it.
+    """
+    expected = alone(SERIAL, spec, Measured.losses)
+    for mode, row in rows.items():
+        if mode in CHECKED:
+            other = Measured(mode, spec, row)
+            with other.failing():
+                row["difference"] = difference(other.losses(), expected)
+                if not row["difference"] < TOLERANCE:
+                    raise RuntimeError(f"losses differ from the loop's by more than {TOLERANCE:.0e}")
+            other.close()
+
+
+def alone(mode: str, spec: Spec, work: Callable[[Measured], T]) -> T:
+    """What a process of its own answers."""
+    other = Measured(mode, spec)
+    try:
+        return work(other)
+    finally:
+        other.close()
 
 
 def room(device: str) -> int:
@@ -170,15 +192,6 @@ def room(device: str) -> int:
     with contextlib.suppress(hfta.StateError):
         return _free(torch.device(device))
     return -1
-
-
-def eager_losses(spec: Spec) -> list[list[float]]:
-    """Of the eager array's first two steps."""
-    array = Measured("array", spec)
-    try:
-        return array.start()[1]
-    finally:
-        array.close()
 
 
 def settings(spec: Spec) -> dict[str, Any]:
@@ -193,10 +206,6 @@ def begin(other: Measured, spec: Spec, reference: Reference) -> None:
         RuntimeError: if it cannot, or its losses are not those of what it is held to.
     """
     mode, found = other.mode, other.row
-    if mode in CHECKED:
-        found["difference"] = difference(other.losses(), reference.loop)
-        if not found["difference"] < TOLERANCE:
-            raise RuntimeError(f"losses differ from the loop's by more than {TOLERANCE:.0e}")
     found["first step"], own = other.start()
     if mode in COMPILED:
         allowed = COARSE if spec.amp or spec.device == "cuda" else ROUNDING
