@@ -56,6 +56,19 @@ def test_what_fits_fits_and_one_more_does_not() -> None:
     assert lines[-2].endswith("predicted") and lines[-1].startswith("11 of 30 models fit")
 
 
+def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = importlib.import_module("hfta_func.plan")
+    times = {2: 1.0, 4: 7.0, 8: 3.0}
+
+    def measured(array: Any, device: torch.device, seconds: float) -> tuple[list[float], int]:
+        return [times[hfta.num_models(array._state)]], 100
+
+    monkeypatch.setattr(plan, "_measure", measured)
+    step, state, batch = _array()
+    found = hfta.plan(step, state, batch, sizes=[2, 4, 8], limit=100)
+    assert found.seconds == (1.0, 3.0, 3.0) and found.time(100) == 3.0 and found.num_models == 100
+
+
 @pytest.mark.parametrize(("power", "chunk_size"), [(2, 1), (0, None)])
 def test_chunks_where_more_members_cost_more(power: int, chunk_size: int | None) -> None:
     _, state, batch = _array()
