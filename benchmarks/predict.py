@@ -18,6 +18,7 @@ from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
 
 MEASURED, PREDICTED = (2, 4, 8), (12, 16)
 TURNS = 3
+"""How often both are done."""
 
 
 def compare(spec: Spec, rounds: int) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 The loop and all modes that memory holds together take turns; the ratio of a mode is the median over rounds of the loop's
 time by its own in the same round. Before that both train without anything random, and a mode whose losses are not those of
-the loop gets no ratio.
-A compiled array, whose noise is that of the eager one, has to give the losses of that. PyTorch's own ways to compile, which
-draw other noise, and everything in lower precision have to start alike.
+the loop gets no ratio. A compiled array, whose noise is that of the eager one, has to give the losses of that. PyTorch's own
+ways to compile, which draw other noise, and everything in lower precision have to start alike.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def difference(found: Sequence[Any], expected: Sequence[Any]) -> float:
 
 def compare(spec: Spec, modes: list[str], rounds: int, verbose: bool) -> dict[str, Any]:
     """One workload at one M: a row for each mode."""
-    rows, largest = {mode: dict[str, Any]() for mode in modes}, 0
+    rows, most = {mode: dict[str, Any]() for mode in modes}, 0
     loop, beside = Measured(SERIAL, spec, rows.get(SERIAL)), list[Measured]()
     try:
         check(rows, spec)
@@ -129,14 +128,14 @@ def compare(spec: Spec, modes: list[str], rounds: int, verbose: bool) -> dict[st
                 continue
             if verbose:
                 print(f"{spec.workload} {spec.size} M = {spec.num_models}: {mode}", flush=True)
-            if beside and room(spec.device) < SPARE * largest:
+            if beside and room(spec.device) < SPARE * most:
                 take_turns(loop, beside, rounds, calls)
                 beside = []
             free = room(spec.device)
             beside.append(other := Measured(mode, spec, rows[mode]))
             with other.failing():
                 begin(other, spec, reference)
-            largest = max(largest, free - room(spec.device))
+            most = max(most, free - room(spec.device))
         take_turns(loop, beside, rounds, calls)
     except RuntimeError as error:
         # Without a loop or an eager array there is nothing to compare with.
@@ -229,7 +228,9 @@ def take_turns(loop: Measured, beside: list[Measured], rounds: int, calls: int) 
                 with other.failing():
                     own, work = other.time(calls)
                     times[other.mode].append((own, base, work))
-    for other in (loop, *beside):
+    # Without the loop nothing goes on: its failure is not its row's alone.
+    loop.row |= numbers(loop, times[SERIAL][WARMUP:]) | {"calls": calls}
+    for other in beside:
         if "error" not in other.row:
             with other.failing():
                 other.row |= numbers(other, times[other.mode][WARMUP:]) | {"calls": calls}
