@@ -60,10 +60,10 @@ def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatc
     plan = importlib.import_module("hfta_func.plan")
     times = {2: 1.0, 4: 7.0, 8: 3.0}
 
-    def measured(array: Any, device: torch.device, seconds: float) -> tuple[list[float], int]:
-        return [times[hfta.num_models(array._state)]], 100
+    def measured(work: Any, device: torch.device) -> list[float]:
+        return [times[hfta.num_models(work.__self__._state)]]
 
-    monkeypatch.setattr(plan, "_measure", measured)
+    monkeypatch.setattr(plan, "_times", measured)
     step, state, batch = _array()
     found = hfta.plan(step, state, batch, sizes=[2, 4, 8], limit=100)
     assert found.seconds == (1.0, 3.0, 3.0) and found.time(100) == 3.0 and found.num_models == 100

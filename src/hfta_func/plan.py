@@ -6,7 +6,6 @@ Public: :func:`plan`, :class:`Plan`, :func:`max_models`, :func:`is_out_of_memory
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 import pathlib
@@ -28,9 +27,10 @@ from hfta_func.train import TrainState
 T = TypeVar("T")
 Run = Callable[[TrainState, Tree], tuple[TrainState, Any]]
 
-_TURNS, _WARMUP = 2, 2
-# The steps of a turn go on until all turns would take some seconds, as far as these bounds let them: short steps vary more.
-_LEAST, _MOST, _SECONDS = 3, 15, 2.0
+_WARMUP, _STEPS = 2, 3
+# All sizes take turns, so that a disturbance does not fall on one of them alone, until their steps took some seconds, as far
+# as these bounds let them: short steps vary more.
+_LEAST, _MOST, _SECONDS = 2, 8, 2.0
 # A larger chunk, which needs more memory, has to be faster by more than this.
 _WORTH = 0.02
 
@@ -121,22 +121,29 @@ def plan(
     device = state.keys.device
     free = _free(device) if free is None else free
     held = sum(leaf.nbytes for leaf in leaves(state)) // num_models(state)
-    measure = functools.partial(_measure, device=device, seconds=_SECONDS / (_TURNS * len(sizes)))
     times: dict[int, list[float]] = {}
     peaks: dict[int, int] = {}
     failed = max(limit, *sizes) + 1
-    # In turns, so that a disturbance does not fall on one size alone; each array is gone before the next one is made.
-    for size in sizes * _TURNS:
-        if size >= failed:
-            continue
-        risky = device.type == "cpu" and peaks and size not in peaks
-        if risky and size * held + _line(list(peaks), list(peaks.values()), size) > free:
-            failed = size
-        elif (measured := _attempt(step, state, batch, size, measure)) is None:
-            failed = size
-        else:
-            times.setdefault(size, []).extend(measured[0])
-            peaks[size] = measured[1]
+
+    def measure(array: _Array) -> tuple[list[float], int]:
+        taken = _times(array.step, device)
+        return taken, peaks[size] if size in peaks else _peak(array.step, device)
+
+    for turn in range(_MOST):
+        if turn >= _LEAST and sum(map(sum, times.values())) > _SECONDS:
+            break
+        # Each array is gone before the next one is made.
+        for size in sizes:
+            if size >= failed:
+                break
+            risky = device.type == "cpu" and peaks and size not in peaks
+            if risky and size * held + _line(list(peaks), list(peaks.values()), size) > free:
+                failed = size
+            elif (measured := _attempt(step, state, batch, size, measure)) is None:
+                failed = size
+            else:
+                times.setdefault(size, []).extend(measured[0])
+                peaks[size] = measured[1]
     fits = tuple(size for size in peaks if size < failed)
     if not fits:
         raise MemoryError(
@@ -253,18 +260,16 @@ def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callabl
         _release(state.keys.device)
 
 
-def _measure(array: _Array, device: torch.device, seconds: float) -> tuple[list[float], int]:
-    """Times of steps, about so many seconds in all, and the most bytes that a step takes."""
-    for _ in range(_WARMUP):
-        array.step()
-    times: list[float] = []
-    begin = start = now(device)
-    while len(times) < _LEAST or (len(times) < _MOST and start - begin < seconds):
-        array.step()
+def _times(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of some runs, after others that are not counted."""
+    times = []
+    start = now(device)
+    for _ in range(_WARMUP + _STEPS):
+        work()
         end = now(device)
         times.append(end - start)
         start = end
-    return times, _peak(array.step, device)
+    return times[_WARMUP:]
 
 
 def _line(sizes: Sequence[int], values: Sequence[float], at: int) -> float:
