@@ -17,33 +17,31 @@ from benchmarks.modes import array
 from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
 
 MEASURED, PREDICTED = (2, 4, 8), (12, 16)
-TURNS = 3
-"""How often both are done."""
 
 
-def compare(spec: Spec, rounds: int) -> dict[str, Any]:
+def compare(spec: Spec, rounds: int, turns: int) -> dict[str, Any]:
     """Predicted and measured seconds and bytes at each M of :data:`PREDICTED`, and by what share the prediction is off.
 
     Predicting and measuring take turns: medians of turns, so that no slow phase of the machine falls on one alone.
     """
     job = make(spec)
     step, state = job.array()
-    turns: dict[int, list[tuple[float, float]]] = {count: [] for count in PREDICTED}
+    pairs: dict[int, list[tuple[float, float]]] = {count: [] for count in PREDICTED}
     memory = {}
-    for _ in range(TURNS):
+    for _ in range(turns):
         found = hfta.plan(step, state, job.batches[0], sizes=MEASURED)
         for count in PREDICTED:
             larger = make(spec._replace(num_models=count))
             run = array(larger)
             work = lambda run=run, larger=larger: run.step(larger.batches[0])  # noqa: E731
             (times,) = interleaved({"": lambda work=work: seconds(work, 1, spec.device)}, rounds, warmup=3).values()
-            turns[count].append((found.time(count), statistics.median(times)))
+            pairs[count].append((found.time(count), statistics.median(times)))
             memory[count] = found.memory(count), resident_bytes(run.held()) + peak_bytes(work, spec.device)
             del run, work
     rows = {}
-    for count, pairs in turns.items():
-        predicted, measured = map(statistics.median, zip(*pairs, strict=True))
-        off = statistics.median(a / b for a, b in pairs) - 1
+    for count, both in pairs.items():
+        predicted, measured = map(statistics.median, zip(*both, strict=True))
+        off = statistics.median(a / b for a, b in both) - 1
         bytes_predicted, bytes_measured = memory[count]
         rows[str(count)] = {
             "predicted": [predicted, bytes_predicted],
@@ -59,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
     parser.add_argument("--size", choices=["paper", "small"], default="small")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="steps of a measurement")
+    parser.add_argument("--turns", type=int, default=5, help="how often to predict and measure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to FILE")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -70,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     lines = []
     for name in args.workloads:
         spec = Spec(name, args.size, 1, batch_size(name, args.size, args.device), args.device)
-        found = compare(spec, args.rounds)
+        found = compare(spec, args.rounds, args.turns)
         results[name] = {"size": args.size, "machine": machine(), "rows": found}
         for count, row in found.items():
             (time, memory), (own_time, own_memory) = row["predicted"], row["measured"]

@@ -60,7 +60,7 @@ def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatc
     plan = importlib.import_module("hfta_func.plan")
     times = {2: 1.0, 4: 7.0, 8: 3.0}
 
-    def measured(work: Any, device: torch.device) -> list[float]:
+    def measured(work: Any, device: torch.device, seconds: float) -> list[float]:
         return [times[hfta.num_models(work.__self__._state)]]
 
     monkeypatch.setattr(plan, "_times", measured)

@@ -28,9 +28,9 @@ T = TypeVar("T")
 Run = Callable[[TrainState, Tree], tuple[TrainState, Any]]
 
 _WARMUP, _STEPS = 2, 3
-# All sizes take turns, so that a disturbance does not fall on one of them alone, until their steps took some seconds, as far
-# as these bounds let them: short steps vary more.
-_LEAST, _MOST, _SECONDS = 2, 8, 2.0
+# All sizes take turns, so that a disturbance does not fall on one of them alone: at most and at least so many, and as many
+# steps in a turn, at least those above, as make some seconds in all.
+_MOST, _LEAST, _SECONDS = 8, 2, 2.0
 # A larger chunk, which needs more memory, has to be faster by more than this.
 _WORTH = 0.02
 
@@ -126,7 +126,7 @@ def plan(
     failed = max(limit, *sizes) + 1
 
     def measure(array: _Array) -> tuple[list[float], int]:
-        taken = _times(array.step, device)
+        taken = _times(array.step, device, _SECONDS / (_MOST * len(sizes)))
         return taken, peaks[size] if size in peaks else _peak(array.step, device)
 
     for turn in range(_MOST):
@@ -260,11 +260,11 @@ def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callabl
         _release(state.keys.device)
 
 
-def _times(work: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of some runs, after others that are not counted."""
+def _times(work: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """Seconds of each run of about so many in all, after runs that are not counted."""
     times = []
-    start = now(device)
-    for _ in range(_WARMUP + _STEPS):
+    begin = start = now(device)
+    while len(times) < _WARMUP + _STEPS or start - begin < seconds:
         work()
         end = now(device)
         times.append(end - start)
