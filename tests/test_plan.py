@@ -69,6 +69,21 @@ def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatc
     assert found.seconds == (1.0, 3.0, 3.0) and found.time(100) == 3.0 and found.num_models == 100
 
 
+@pytest.mark.parametrize(("seconds", "turns"), [(0.01, 8), (0.4, 3), (9.0, 2)])
+def test_sizes_take_turns_and_fewer_of_them_where_steps_are_long(
+    seconds: float, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, order = importlib.import_module("hfta_func.plan"), []
+
+    def measured(work: Any, device: torch.device, _: float) -> list[float]:
+        order.append(hfta.num_models(work.__self__._state))
+        return [seconds]
+
+    monkeypatch.setattr(plan, "_times", measured)
+    hfta.plan(*_array(), sizes=[1, 3])
+    assert order == [1, 3] * turns
+
+
 @pytest.mark.parametrize(("power", "chunk_size"), [(2, 1), (0, None)])
 def test_chunks_where_more_members_cost_more(power: int, chunk_size: int | None) -> None:
     _, state, batch = _array()
