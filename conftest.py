@@ -8,4 +8,5 @@ import hfta_func as hfta
 
 @pytest.fixture(autouse=True)
 def _names(doctest_namespace):
-    doctest_namespace.update({name: getattr(hfta, name) for name in hfta.__all__}, torch=torch, hfta=hfta)
+    public = {name: value for name, value in vars(hfta).items() if not name.startswith("_")}
+    doctest_namespace.update(public, torch=torch, hfta=hfta)

@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func.plan import _peak
+from hfta_func.run import memory
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,7 +76,7 @@ def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:
     From the events of the device's own allocator: exact, and the same at any load. Memory that a kernel takes from
     elsewhere is not in it.
     """
-    return _peak(work, torch.device(device))
+    return memory.peak_bytes(work, torch.device(device))
 
 
 def resident_bytes(tree: Any) -> int:

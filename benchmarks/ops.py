@@ -25,8 +25,8 @@ from torch import Tensor
 
 import hfta_func as hfta
 from benchmarks._measure import interleaved, seconds, table
-from hfta_func._chunks import Chunks
-from hfta_func.transforms import vmap_routed
+from hfta_func.rules.vmap import vmap_routed
+from hfta_func.step.chunks import fastest
 
 TOLERANCE = 1e-3
 
@@ -361,7 +361,7 @@ def _measure(number: int, quick: bool, device: str, threads: int) -> dict[str, A
 
     expected = [torch.stack(column) for column in zip(*serial(), strict=True)]
     agrees = all(map(_close, _run(hfta.vmap(row.func), stacks, grads), expected))
-    best = Chunks().fastest(array, row.num_models, torch.device(device), stacks)
+    best = fastest(array, row.num_models, torch.device(device))
     chunks.cache_clear()
     modes = {
         "serial": serial,

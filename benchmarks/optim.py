@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from benchmarks._measure import interleaved, peak_bytes, resident_bytes, seconds, table
-from hfta_func.optim._base import in_place, write
+from hfta_func._tree import write
+from hfta_func.optim._base import in_place
 
 OPTIMIZERS: dict[str, tuple[Callable[..., hfta.GradientTransformation], Any, dict[str, Any]]] = {
     "sgd": (hfta.sgd, torch.optim.SGD, {}),

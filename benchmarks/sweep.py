@@ -28,7 +28,7 @@ from benchmarks._measure import machine, table
 from benchmarks.modes import MODES, PROCESSES, SERIAL
 from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec, batch_size
-from hfta_func.plan import _free
+from hfta_func.run.memory import free_bytes
 
 T = TypeVar("T")
 TOLERANCE = 1e-6
@@ -189,7 +189,7 @@ def alone(mode: str, spec: Spec, work: Callable[[Measured], T]) -> T:
 def room(device: str) -> int:
     """Free bytes; less than nothing, so that one mode starts at a time, where they cannot be read."""
     with contextlib.suppress(hfta.StateError):
-        return _free(torch.device(device))
+        return free_bytes(torch.device(device))
     return -1
 
 

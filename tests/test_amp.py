@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.amp import round_stochastically
+from hfta_func.step.amp import round_stochastically
 from hfta_func.testing import assert_matches_solo
 
 M, N = 3, 8

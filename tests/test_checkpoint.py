@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn
-from hfta_func._checkpoint import blocks
-from hfta_func.functional import bind
+from hfta_func.models.functional import bind
+from hfta_func.models.remat import blocks
 from hfta_func.testing import assert_matches_solo
 
 M = 3

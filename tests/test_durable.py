@@ -304,7 +304,7 @@ def test_foreign_files(tmp_path, monkeypatch):
             hfta.load(tmp_path / name, like=state)
         with refused(hfta.CheckpointError, str(tmp_path / name), message):
             hfta.read_metadata(tmp_path / name)
-    monkeypatch.setattr(hfta._storage, "_FORMAT", 2)
+    monkeypatch.setattr(hfta.files.storage, "_FORMAT", 2)
     hfta.save(state, tmp_path / "future")
     monkeypatch.undo()
     message = "has format version 2, but hfta_func 0.1.0 reads versions up to 1; install a later hfta_func"

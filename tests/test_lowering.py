@@ -278,12 +278,12 @@ assert len(calls) == 3
 _UNINSTALLED = """
 import torch
 import hfta_func as hfta
-from hfta_func.rules import _registry
+from hfta_func.rules import _install
 hfta.vmap(torch.sin)(torch.ones(3))
 hfta.rules.uninstall()
 def refused(*args):
     raise AssertionError("a rule is still in force")
-_registry._unwrap = refused
+_install._unwrap = refused
 log_probs, targets = torch.randn(3, 5, 4).log_softmax(-1), torch.randint(0, 4, (3, 5))
 run = torch.compile(torch.func.vmap(torch.nn.functional.nll_loss), fullgraph=True, backend="aot_eager")
 expected = torch.stack(list(map(torch.nn.functional.nll_loss, log_probs, targets)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import pathlib
 import subprocess
 import sys
@@ -18,7 +17,9 @@ import torch
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn, models
-from hfta_func.plan import _free, _line, _peak, is_out_of_memory
+from hfta_func.run import memory, plan
+from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes
+from hfta_func.run.plan import _line
 
 
 def _array(name: str = "mlp", count: int = 2, **options: Any) -> tuple[Any, hfta.TrainState, Any]:
@@ -38,7 +39,7 @@ def test_memory_is_predicted(name: str) -> None:
         for _ in range(2):
             larger, _ = step(larger, data)
         held = sum(leaf.nbytes for leaf in optree.tree_leaves(larger))
-        peak = _peak(functools.partial(step, larger, data), torch.device("cpu"))
+        peak = peak_bytes(functools.partial(step, larger, data), torch.device("cpu"))
         assert found.memory(count) == pytest.approx(held + peak, rel=0.15)
 
 
@@ -57,7 +58,6 @@ def test_what_fits_fits_and_one_more_does_not() -> None:
 
 
 def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = importlib.import_module("hfta_func.plan")
     times = {2: 1.0, 4: 7.0, 8: 3.0}
 
     def measured(work: Any, device: torch.device, seconds: float) -> list[float]:
@@ -73,7 +73,7 @@ def test_a_disturbed_time_bends_no_line_downwards(monkeypatch: pytest.MonkeyPatc
 def test_sizes_take_turns_and_fewer_of_them_where_steps_are_long(
     seconds: float, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, order = importlib.import_module("hfta_func.plan"), []
+    order: list[int] = []
 
     def measured(work: Any, device: torch.device, _: float) -> list[float]:
         order.append(hfta.num_models(work.__self__._state))
@@ -272,19 +272,18 @@ def test_free_memory_is_what_the_control_groups_leave(
     lines: str, files: dict[str, str], free: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _groups(tmp_path, lines, files)
-    module = importlib.import_module("hfta_func.plan")
-    monkeypatch.setattr(module, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(module, "_CGROUPS", tmp_path / "cgroup")
-    assert _free(torch.device("cpu")) == free
+    monkeypatch.setattr(memory, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
+    assert free_bytes(torch.device("cpu")) == free
 
 
 def test_free_memory_of_devices_that_do_not_tell(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < _free(torch.device("cpu")) < 2**60
+    assert 0 < free_bytes(torch.device("cpu")) < 2**60
     with pytest.raises(hfta.StateError, match="the free memory of meta cannot be read; pass free="):
-        _free(torch.device("meta"))
-    monkeypatch.setattr(importlib.import_module("hfta_func.plan"), "_PROC", tmp_path)
+        free_bytes(torch.device("meta"))
+    monkeypatch.setattr(memory, "_PROC", tmp_path)
     with pytest.raises(hfta.StateError, match="the free memory of cpu cannot be read; pass free="):
-        _free(torch.device("cpu"))
+        free_bytes(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

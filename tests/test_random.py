@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
 from hfta_func import _routing, random
-from hfta_func._routing import REFUSED, ROUTED, routed
+from hfta_func.calls.routing import REFUSED, ROUTED, routed
 
 SEEDS = [0, 1, 2, 3, -1, 12345678901234567, 2**63 - 1, -(2**63)]
 

@@ -178,14 +178,14 @@ def test_install_and_uninstall(monkeypatch) -> None:  # type: ignore[no-untyped-
 
 _PROCESS = """
 import sys, torch, hfta_func as hfta
-from hfta_func.rules import _registry
+from hfta_func.rules import _install, _registry
 factor = float(sys.argv[1])
 entry = _registry.RULES["mm"]
 def scaled(call, x, weight):
     output, dim = entry.rule(call, x, weight)
     return output * factor, dim
 _registry.RULES["mm"] = entry._replace(rule=scaled)
-_registry.fingerprint = lambda: sys.argv[1]
+_install.fingerprint = lambda: sys.argv[1]
 f = torch.compile(hfta.vmap(torch.mm), fullgraph=True)
 print(f(torch.ones(2, 1, 1), torch.ones(2, 1, 1)).flatten().tolist())
 """

@@ -1,140 +1,61 @@
 """Train many same-shaped PyTorch models as one array.
 
-The way of the data: ``stack_params`` -> ``make_train_step`` -> ``step`` -> ``unstack_params``.
+Data flow: ``stack_params`` -> ``make_train_step`` -> ``step`` -> ``unstack_params``.
 """
 
-from hfta_func import callbacks, optim, random, rules, schedules
-from hfta_func._errors import (
-    BatchError,
-    CheckpointError,
-    HFTAError,
-    HyperparameterError,
-    LossError,
-    NonFiniteError,
-    RandomnessError,
-    StackError,
-    StateError,
-    TraceError,
-)
-from hfta_func._routing import routed
-from hfta_func._tree import concat, num_models, take
-from hfta_func._types import PerModel, Schedule
-from hfta_func.allocator import keep_memory
-from hfta_func.amp import LossScale
-from hfta_func.callbacks import early_stopping, keep_best, keep_checkpoints, tensorboard
-from hfta_func.checkpoint import export_model, import_models, load, read_metadata, save
-from hfta_func.data import ArrayLoader
-from hfta_func.evaluate import EvalStep, make_eval_step
-from hfta_func.failures import Failure
-from hfta_func.fit import Result, fit
-from hfta_func.functional import functional
-from hfta_func.history import FailedStep, History
-from hfta_func.optim import (
-    GradientTransformation,
-    accumulate,
-    adadelta,
-    adagrad,
-    adam,
-    adamax,
-    adamw,
-    add_decayed_weights,
-    apply_updates,
-    chain,
-    clip_grad_norm,
-    clip_grad_value,
-    ema,
-    lamb,
-    lion,
-    muon,
-    nadam,
-    partition,
-    radam,
-    rmsprop,
-    sgd,
-    update_,
-    with_hyperparams,
-)
-from hfta_func.plan import Plan, max_models, plan
-from hfta_func.stack import Stacked, init_params, stack_params, unstack_params
-from hfta_func.train import TrainState, TrainStep, make_train_step
-from hfta_func.transforms import vmap
+from hfta_func import callbacks as callbacks
+from hfta_func import optim as optim
+from hfta_func import random as random
+from hfta_func import rules as rules
+from hfta_func import schedules as schedules
+from hfta_func._errors import BatchError as BatchError
+from hfta_func._errors import CheckpointError as CheckpointError
+from hfta_func._errors import HFTAError as HFTAError
+from hfta_func._errors import HyperparameterError as HyperparameterError
+from hfta_func._errors import LossError as LossError
+from hfta_func._errors import NonFiniteError as NonFiniteError
+from hfta_func._errors import RandomnessError as RandomnessError
+from hfta_func._errors import StackError as StackError
+from hfta_func._errors import StateError as StateError
+from hfta_func._errors import TraceError as TraceError
+from hfta_func._tree import concat as concat
+from hfta_func._tree import num_models as num_models
+from hfta_func._tree import take as take
+from hfta_func._types import PerModel as PerModel
+from hfta_func._types import Schedule as Schedule
+from hfta_func.callbacks import early_stopping as early_stopping
+from hfta_func.callbacks import keep_best as keep_best
+from hfta_func.callbacks import keep_checkpoints as keep_checkpoints
+from hfta_func.callbacks import tensorboard as tensorboard
+from hfta_func.calls.routing import routed as routed
+from hfta_func.files.checkpoint import export_model as export_model
+from hfta_func.files.checkpoint import import_models as import_models
+from hfta_func.files.checkpoint import load as load
+from hfta_func.files.checkpoint import read_metadata as read_metadata
+from hfta_func.files.checkpoint import save as save
+from hfta_func.models.functional import functional as functional
+from hfta_func.models.stack import Stacked as Stacked
+from hfta_func.models.stack import init_params as init_params
+from hfta_func.models.stack import stack_params as stack_params
+from hfta_func.models.stack import unstack_params as unstack_params
+from hfta_func.optim import *  # noqa: F403 - every optimizer, and what wraps or precedes them
+from hfta_func.rules.vmap import vmap as vmap
+from hfta_func.run.data import ArrayLoader as ArrayLoader
+from hfta_func.run.fit import Result as Result
+from hfta_func.run.fit import fit as fit
+from hfta_func.run.history import FailedStep as FailedStep
+from hfta_func.run.history import History as History
+from hfta_func.run.memory import is_out_of_memory as is_out_of_memory
+from hfta_func.run.plan import Plan as Plan
+from hfta_func.run.plan import max_models as max_models
+from hfta_func.run.plan import plan as plan
+from hfta_func.step.allocator import keep_memory as keep_memory
+from hfta_func.step.amp import LossScale as LossScale
+from hfta_func.step.evaluate import EvalStep as EvalStep
+from hfta_func.step.evaluate import make_eval_step as make_eval_step
+from hfta_func.step.failures import Failure as Failure
+from hfta_func.step.state import TrainState as TrainState
+from hfta_func.step.train import TrainStep as TrainStep
+from hfta_func.step.train import make_train_step as make_train_step
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "ArrayLoader",
-    "BatchError",
-    "CheckpointError",
-    "EvalStep",
-    "FailedStep",
-    "Failure",
-    "GradientTransformation",
-    "HFTAError",
-    "History",
-    "HyperparameterError",
-    "LossError",
-    "LossScale",
-    "NonFiniteError",
-    "PerModel",
-    "Plan",
-    "RandomnessError",
-    "Result",
-    "Schedule",
-    "StackError",
-    "Stacked",
-    "StateError",
-    "TraceError",
-    "TrainState",
-    "TrainStep",
-    "accumulate",
-    "adadelta",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "add_decayed_weights",
-    "apply_updates",
-    "callbacks",
-    "chain",
-    "clip_grad_norm",
-    "clip_grad_value",
-    "concat",
-    "early_stopping",
-    "ema",
-    "export_model",
-    "fit",
-    "functional",
-    "import_models",
-    "init_params",
-    "keep_best",
-    "keep_checkpoints",
-    "keep_memory",
-    "lamb",
-    "lion",
-    "load",
-    "make_eval_step",
-    "make_train_step",
-    "max_models",
-    "muon",
-    "nadam",
-    "num_models",
-    "optim",
-    "partition",
-    "plan",
-    "radam",
-    "random",
-    "read_metadata",
-    "rmsprop",
-    "routed",
-    "rules",
-    "save",
-    "schedules",
-    "sgd",
-    "stack_params",
-    "take",
-    "tensorboard",
-    "unstack_params",
-    "update_",
-    "vmap",
-    "with_hyperparams",
-]

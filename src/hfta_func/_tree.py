@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import optree
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from hfta_func._errors import StackError
+from hfta_func._torch import pytree
 from hfta_func._types import Tree
 
 T = TypeVar("T")
@@ -121,14 +121,11 @@ def concat(trees: Sequence[T]) -> T:
     """
     if not trees:
         raise StackError("nothing to join; pass at least one array")
-    structures = [optree.tree_structure(tree) for tree in trees]  # pyright: ignore[reportArgumentType]
-    for position, (tree, structure) in enumerate(zip(trees, structures, strict=True)):
+    for position, tree in enumerate(trees):
         num_models(tree)
-        if structure != structures[0]:
-            raise StackError(
-                f"array {position} has another structure than array 0; join arrays of one model and optimizer:\n"
-                f"  array 0: {structures[0]}\n  array {position}: {structure}"
-            )
+        found = difference(tree, trees[0], "tree", f"array {position}", "array 0")
+        if found is not None:
+            raise StackError(f"{found}; join arrays of one model and optimizer")
     joined = []
     for path, *column in zip(paths(trees[0], "tree"), *map(leaves, trees), strict=True):
         for position, leaf in enumerate(column):
@@ -138,7 +135,7 @@ def concat(trees: Sequence[T]) -> T:
                     f"{column[0].dtype}{list(column[0].shape[1:])}; join arrays of one model and dtype"
                 )
         joined.append(torch.cat(column))
-    return optree.tree_unflatten(structures[0], joined)  # pyright: ignore[reportReturnType]
+    return optree.tree_unflatten(optree.tree_structure(trees[0]), joined)  # pyright: ignore
 
 
 def per_model(value: Tensor, leaf: Tensor) -> Tensor:
@@ -153,3 +150,35 @@ def where(mask: Tensor, new: T, old: T) -> T:
         return torch.where(mask.reshape(-1, *(1,) * (a.dim() - 1)), a, b)
 
     return tree_map(choose, new, old)
+
+
+def write(old: Tree, new: Tree, keep: Tensor | None = None) -> None:
+    """Copy every leaf of ``new`` into that of ``old``, for members where ``keep`` holds; None copies all."""
+
+    def copy(a: Tensor, b: Tensor) -> None:
+        if a is not b:
+            a.copy_(b if keep is None else torch.where(keep.reshape(-1, *(1,) * (a.dim() - 1)), b, a))
+
+    tree_map(copy, old, new)
+
+
+def difference(tree: Tree, other: Tree, name: str, owner: str, other_owner: str) -> str | None:
+    """How the structures of two trees differ, as the first leaf that only one of them has; None if they do not.
+
+    Args:
+        tree: One tree.
+        other: Another one.
+        name: What leads to both in Python.
+        owner: Whose the first one is.
+        other_owner: Whose the other one is.
+    """
+    structure, other_structure = optree.tree_structure(tree), optree.tree_structure(other)
+    if structure == other_structure:
+        return None
+    mine, theirs = paths(tree, name), paths(other, name)
+    for here, there, found, missing in ((mine, theirs, owner, other_owner), (theirs, mine, other_owner, owner)):
+        known = set(there)
+        for path in here:
+            if path not in known:
+                return f"{found} has {path} but {missing} has not"
+    return f"{name} is a {structure.type} in {owner} but a {other_structure.type} in {other_owner}"

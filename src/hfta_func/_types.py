@@ -32,3 +32,6 @@ class Schedule:
 
 PerModel: TypeAlias = "float | Sequence[float] | Tensor | Schedule"
 """One value for all members, one value per member, or a schedule."""
+
+HYPERPARAMS = ("hyperparams", "hparams")
+"""The fields of a state that hold hyperparameters: those of an optimizer or loss scale, and those of the loss function."""

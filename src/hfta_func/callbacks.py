@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-from hfta_func._storage import PathLike
 from hfta_func._tree import where
-from hfta_func.checkpoint import load, read_metadata, save
-from hfta_func.history import Callback, History
-from hfta_func.train import TrainState
+from hfta_func.files.checkpoint import load, read_metadata, save
+from hfta_func.files.storage import PathLike
+from hfta_func.run.history import Callback, History
+from hfta_func.step.state import TrainState
 
 Mode = Literal["min", "max"]
 

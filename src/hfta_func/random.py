@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hfta_func._errors import HyperparameterError
+from hfta_func._torch import constant_to_compiler, num_dispatch_modes, outside_transforms
 
 # Constants of SplitMix64, as signed 64-bit integers because torch's uint64 lacks most operators.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -212,17 +212,14 @@ def _normal_tables(device: torch.device) -> tuple[Tensor, ...]:
     return _NORMAL.get(device) or tuple(table.to(device) for table in _NORMAL[torch.device("cpu")])
 
 
+# The compiler calls it while it traces, so that graphs take what is on the device already.
+@constant_to_compiler
 def _keep_normal_tables(device: torch.device) -> bool:
     """Copy the tables to a device once: a copy at every draw has the host wait, and no CUDA graph can be captured."""
     # Under a dispatch mode tensors may be fakes, or belong to a trace.
-    if device not in _NORMAL and not torch._C._len_torch_dispatch_stack():
+    if device not in _NORMAL and not num_dispatch_modes():
         # Inside a transform the copies would be wrapped for it.
-        with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        with outside_transforms(), torch.inference_mode(False):
             start, slope = _NORMAL[torch.device("cpu")]
             _NORMAL[device] = start.to(device), slope.to(device)
     return True
-
-
-# The compiler calls it while it traces, so that graphs take what is on the device already. Marked by hand, because
-# torch.compiler.assume_constant_result imports all of the compiler.
-_keep_normal_tables._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from hfta_func._batch import slice_batch
 from hfta_func._tree import leaves, num_models, paths, take, tree_map
 from hfta_func._types import Tree
-from hfta_func.train import TrainState, TrainStep
+from hfta_func.step.batch import slice_batch
+from hfta_func.step.state import TrainState
+from hfta_func.step.train import TrainStep
 
 Run = Callable[[TrainState, Tree], tuple[TrainState, Any]]
 

@@ -1,7 +1,5 @@
 """The contract of a functional optimizer and its hyperparameters.
 
-Public: :class:`GradientTransformation`, :func:`apply_updates`, :func:`with_hyperparams`.
-
 The contract has optax's shape: ``init(params) -> opt_state`` and ``update(grads, opt_state, params) -> (updates,
 opt_state)``, all over stacked leaves ``[M, ...]``. Every scalar is one number per member and lives in the state, so that
 changing it is changing data. Scalars are float64: bias corrections such as ``1 - beta ** t`` cancel badly in float32.
@@ -11,17 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hfta_func._errors import HyperparameterError
-from hfta_func._gradient import inside_transform
-from hfta_func._tree import num_models, per_model, tree_map
+from hfta_func._torch import inside_transform
+from hfta_func._tree import num_models, per_model, write
 from hfta_func._types import Params, PerModel, Schedule, Tree
-
-S = TypeVar("S")
 
 
 class Update(Protocol):
@@ -104,16 +100,6 @@ def in_place(transformation: GradientTransformation) -> UpdateInPlace:
     return copied if compiled else transformation.update_ or copied
 
 
-def write(old: Tree, new: Tree, keep: Tensor | None) -> None:
-    """Copy every leaf of ``new`` into that of ``old``, for members where ``keep`` holds; None copies all."""
-
-    def copy(a: Tensor, b: Tensor) -> None:
-        if a is not b:
-            a.copy_(b if keep is None else torch.where(keep.reshape(-1, *(1,) * (a.dim() - 1)), b, a))
-
-    tree_map(copy, old, new)
-
-
 class Knobs:
     """The hyperparameters of one transformation: given once, kept in its state, read at each update.
 
@@ -184,79 +170,6 @@ def per_member(name: str, spec: Any, count: int, device: torch.device) -> Tensor
     """A plain hyperparameter as ``float64[M]``; raises if it is out of range or has another length than M."""
     _check(name, spec)
     return _vector(name, spec, count, device)
-
-
-def with_hyperparams(state: S, **new: Any) -> S:
-    """The same state with other hyperparameters; a step that was compiled runs on without compiling again.
-
-    Args:
-        state: A training or optimizer state.
-        new: By name, a number or one number per member. Of a schedule, a number replaces the value it starts from, and
-            a dict replaces its knobs by name.
-
-    Raises:
-        HyperparameterError: if no part of the state has a hyperparameter of that name, or a value is NaN, out of range
-            or of the wrong length.
-
-    Example:
-        >>> optimizer = sgd(lr=0.1)
-        >>> state = optimizer.init({"w": torch.zeros(2, 3)})
-        >>> with_hyperparams(state, lr=[0.1, 0.2]).hyperparams["lr"]
-        tensor([0.1000, 0.2000], dtype=torch.float64)
-    """
-    known: set[str] = set()
-    changed = _replace(state, new, known)
-    unknown = [name for name in new if name not in known]
-    if unknown:
-        raise HyperparameterError(
-            f"unknown hyperparameter '{unknown[0]}'; this state has {', '.join(sorted(known)) or 'none'} (one that was "
-            f"given as the plain number 0 is left out; give it one number per model to keep it)"
-        )
-    return changed
-
-
-def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
-    names: tuple[str, ...] | None = getattr(node, "_fields", None)
-    if names is not None:
-        fields: dict[str, Any] = {}
-        for field, value in zip(names, node, strict=True):
-            if field in ("hyperparams", "hparams"):
-                known.update(value)
-                fields[field] = {
-                    name: _renew(name, held, new[name]) if name in new else held for name, held in value.items()
-                }
-            elif field == "groups":
-                fields[field] = {name: _replace_group(name, child, new, known) for name, child in value.items()}
-            else:
-                fields[field] = _replace(value, new, known)
-        return type(node)(**fields)
-    if isinstance(node, tuple):
-        return tuple(_replace(child, new, known) for child in node)
-    return node
-
-
-def _replace_group(group: str, node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
-    """What is named for the group alone goes before what is named for all."""
-    own = {name.removeprefix(f"{group}."): value for name, value in new.items() if name.startswith(f"{group}.")}
-    found: set[str] = set()
-    changed = _replace(node, {**new, **own}, found)
-    known |= found | {f"{group}.{name}" for name in found}
-    return changed
-
-
-def _renew(name: str, held: Any, value: Any) -> Any:
-    if isinstance(held, Tensor):
-        return per_member(name, value, held.shape[0], held.device).to(held.dtype)
-    # A schedule: a dict names its knobs, and a plain value is for the first of them.
-    changes = value if isinstance(value, Mapping) else {next(iter(held)): value}
-    unknown = [knob for knob in changes if knob not in held]
-    if unknown:
-        raise HyperparameterError(f"unknown knob '{unknown[0]}' of the schedule of {name}; it has {', '.join(held)}")
-    first = next(iter(held))
-    return {
-        knob: _renew(name if knob == first else knob, old, changes[knob]) if knob in changes else old
-        for knob, old in held.items()
-    }
 
 
 # Closed below, open above.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hfta_func._gradient import can_look
+from hfta_func._torch import can_look
 from hfta_func._tree import num_models
 from hfta_func._types import Params
 from hfta_func.optim._base import GradientTransformation, Knobs, Shaped, write, zero_count

@@ -1,10 +1,6 @@
-"""Batching rules: what an operator of M members becomes.
+"""Batching rules: what an operator of M members becomes. They are installed on first use."""
 
-Public: :func:`install`, :func:`uninstall`, :func:`is_installed`, :func:`override`, :func:`explain`. Rules are installed by
-themselves on first use.
-"""
-
-from hfta_func.rules import (
+from hfta_func.rules import (  # noqa: F401 - importing a family registers its rules
     activation,
     attention,
     composite,
@@ -16,35 +12,16 @@ from hfta_func.rules import (
     loss,
     norm,
     norm_batch,
+    packing,
     pooling,
     recurrent,
     resampling,
     shape,
 )
-from hfta_func.rules._choice import Explanation, Override, explain, override
-from hfta_func.rules._registry import install, is_installed, uninstall
-
-__all__ = [
-    "Explanation",
-    "Override",
-    "activation",
-    "attention",
-    "composite",
-    "conv",
-    "ctc",
-    "distance",
-    "embedding",
-    "explain",
-    "install",
-    "is_installed",
-    "linear",
-    "loss",
-    "norm",
-    "norm_batch",
-    "override",
-    "pooling",
-    "recurrent",
-    "resampling",
-    "shape",
-    "uninstall",
-]
+from hfta_func.rules._choice import Explanation as Explanation
+from hfta_func.rules._choice import Override as Override
+from hfta_func.rules._choice import explain as explain
+from hfta_func.rules._choice import override as override
+from hfta_func.rules._install import install as install
+from hfta_func.rules._install import is_installed as is_installed
+from hfta_func.rules._install import uninstall as uninstall

@@ -6,16 +6,12 @@ Public: :func:`override`, :func:`explain`. :func:`choose` depends on the call an
 from __future__ import annotations
 
 import functools
-import re
-import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-from torch.fx.traceback import get_current_meta
-
+from hfta_func._torch import num_dispatch_modes, original
+from hfta_func.calls.body import module_path
 from hfta_func.rules._lowering import FAMILIES, TABLE, Case, known_lowerings, titles
 
 
@@ -122,7 +118,7 @@ def remembered(decide: Callable[[Case], Any]) -> Callable[[Case], Any]:
 
     def decided(case: Case) -> Any:
         # Under a dispatch mode the compiler may be tracing, with sizes that are symbols.
-        plain = _overrides or _recorded is not None or torch._C._len_torch_dispatch_stack()
+        plain = _overrides or _recorded is not None or num_dispatch_modes()
         return decide(case) if plain else known(case)
 
     return decided
@@ -196,43 +192,10 @@ def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         convolution          3        [2, 4, 9], [5, 4, 3]             ...
     """
     global _recorded
-    func = getattr(func, "_torchdynamo_orig_callable", func)
+    func = original(func)
     before, _recorded = _recorded, Explanation()
     try:
         func(*args, **kwargs)
         return _recorded
     finally:
         _recorded = before
-
-
-ROOT = "_Body"
-"""Name of the class that holds the model while an array runs; its only child is the model."""
-
-
-def _dotted(path: str) -> str:
-    """``getattr(root.features, '0')`` as ``root.features.0``."""
-    while (plain := re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", path)) != path:
-        path = plain
-    return re.sub(r"(\._modules)?\['?([^]']*)'?\]", r".\2", path)
-
-
-def module_path() -> str:
-    """The path of the module whose code is running, inside the model of the array."""
-    stack = get_current_meta().get("nn_module_stack")
-    if stack:
-        # A compiler runs the operators of a graph, and the graph remembers whose they were: expressions in Python, from
-        # the outermost module to the innermost.
-        paths = [_dotted(path) for path, _ in stack.values()]
-        names = [getattr(kind, "__name__", str(kind)) for _, kind in stack.values()]
-        outer = next((path for path, name in zip(paths, names, strict=True) if name.endswith(ROOT)), paths[0])
-        return paths[-1].removeprefix(outer).removeprefix(".model").lstrip(".")
-    frame, inner = sys._getframe(1), None
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            inner = inner or owner
-            if type(owner).__name__ == ROOT:
-                path = next((path for path, module in owner.named_modules() if module is inner), "")
-                return path.removeprefix("model").lstrip(".")
-        frame = frame.f_back
-    return ""

@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
+from hfta_func._torch import (
+    SingleLevelFunction,
+    below_autograd,
+    has_tangents,
+    single_level_functions,
+    taken_apart,
+)
 from hfta_func.rules._registry import fingerprint
 
 
@@ -84,12 +88,12 @@ class Operator:
 
         def below(*args: Any) -> Any:
             # A function turns gradients off for its body, but an outer gradient transform still needs them below.
-            with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            with below_autograd(), torch.enable_grad():
                 return op(*args)
 
         function: Any = type(
             title,
-            (_SingleLevelFunction,),
+            (SingleLevelFunction,),
             {
                 "forward": staticmethod(below),
                 "setup_context": staticmethod(setup_context),
@@ -98,10 +102,10 @@ class Operator:
         )
 
         def autograd(*args: Any) -> Any:
-            if forward_ad._current_level >= 0:
+            if has_tangents():
                 # Tangents take the derivatives of the operations inside.
                 return forward(*args)
-            with enable_single_level_autograd_function():
+            with single_level_functions():
                 return function.apply(*args)
 
         library.impl(name, forward, "CompositeExplicitAutograd")
@@ -111,7 +115,7 @@ class Operator:
             # XLA keeps track of views above its kernels; the operations inside must pass there.
             library.impl(name, forward, "Functionalize")
             # What graph capture replaces the operator by, below autograd.
-            op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(forward)
+            taken_apart(op, forward)
         else:
             torch.library.register_fake(f"hfta_func::{name}", self.fake, lib=library)
         self._library = library

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import RandomnessType
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch.autograd import forward_ad
 
 from hfta_func._errors import RandomnessError
+from hfta_func._torch import RandomnessType, current_interpreter, has_tangents
 from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._registry import MODE, Call, Result, register
 
@@ -54,7 +52,7 @@ def attention(
         if any(size != 1 for size in mask.shape[:-3]):
             mask = mask.expand(*common[: rank - 3], *mask.shape[-3:])
         mask = mask.flatten(0, -4)
-    if forward_ad._current_level >= 0:
+    if has_tangents():
         # The fused kernels have no derivative forward.
         operator = torch.ops.aten._scaled_dot_product_attention_math.default
         output, _ = operator(*folded, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -75,9 +73,7 @@ def _pad(x: Tensor, rank: int) -> Tensor:
 
 
 def _check_randomness() -> None:
-    interpreter: Any = retrieve_current_functorch_interpreter()
-    randomness = interpreter.randomness()
-    if randomness != RandomnessType.Different:
+    if current_interpreter().randomness() != RandomnessType.Different:
         raise RandomnessError(
             "scaled_dot_product_attention with dropout draws from PyTorch's global generator, for all members at once; call "
             "it inside a step or functional(model)(..., key=), where it draws from the member's key, or give vmap "

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from hfta_func._torch import has_tangents
 from hfta_func.rules._choice import choose, remembered
 from hfta_func.rules._layout import fold, front, split
 from hfta_func.rules._lowering import Case, member_shape
@@ -76,7 +76,7 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
             (member_shape(x, x_dim), member_shape(weight, weight_dim)),
             (x_dim is None, weight_dim is None),
             tuple([tuple(option) if isinstance(option, list) else option for option in options]),
-            forward_ad._current_level >= 0,
+            has_tangents(),
             torch.compiler.is_compiling(),
         )
     )

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from hfta_func._errors import TraceError
+from hfta_func._torch import is_wrapped, num_dispatch_modes
 from hfta_func.rules._layout import expand, fold, front, split
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register
@@ -149,7 +149,7 @@ def _rows(indices: Tensor, size: int) -> Tensor:
 
 def _can_look(indices: Tensor) -> bool:
     """On a CPU, where no compiler traces and no outer transform has wrapped them."""
-    traced = torch._C._len_torch_dispatch_stack() or is_functorch_wrapped_tensor(indices)
+    traced = num_dispatch_modes() or is_wrapped(indices)
     return indices.device.type == "cpu" and not traced and indices.numel() > 0
 
 

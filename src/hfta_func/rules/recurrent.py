@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func._errors import RandomnessError, TraceError
+from hfta_func._errors import RandomnessError
 from hfta_func.rules import _recurrence
 from hfta_func.rules._layout import front
+from hfta_func.rules._packed import padding, refuse_own
 from hfta_func.rules._registry import FRONT, Call, Result, Rule, register
 
 
@@ -55,7 +56,7 @@ def _register(kind: str) -> None:
 
     def packed(call: Call, x: Tensor, batch_sizes: Tensor, hx: Any, params: list[Tensor], *options: Any) -> Result:
         """The same, padded inside; where a sequence has ended its state stays."""
-        _refuse_own(call.dims[1], "batch_sizes")
+        refuse_own(call.dims[1], "batch_sizes")
         call = call._replace(dims=(call.dims[0], *call.dims[2:]))
         return _sequences(kind, call, x, batch_sizes, hx, params, options, False)
 
@@ -125,7 +126,7 @@ def _sequences(
     mask = places = None
     if batch_sizes is not None:
         # [M,R,I] -> [M,TN,I] -> [M,T,N,I]
-        sources, places, mask = _padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
+        sources, places, mask = padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
         selected = inputs.tensor.index_select(-2, sources)
         inputs = inputs._replace(tensor=selected.unflatten(-2, mask.shape[1:3]))
     is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None
@@ -294,22 +295,6 @@ def _side_by_side(values: list[_Value], num_models: int) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For each place ``[TN]`` the packed row that it shows, for each row ``[R]`` its place, and which places are used.
-
-    Computed from the tensor, never by looking at it, so that graphs hold for every packing of the same shapes.
-    """
-    steps = torch.arange(batch_sizes.shape[0])
-    ends = batch_sizes.cumsum(0)
-    starts, sample = ends - batch_sizes, torch.arange(batch)
-    sources = (starts.unsqueeze(1) + sample).clamp(max=rows - 1).flatten()
-    row = torch.arange(rows)
-    step = torch.searchsorted(ends, row, right=True)
-    places = row + (steps * batch - starts).index_select(0, step)
-    mask = (sample < batch_sizes.unsqueeze(1))[None, :, :, None]
-    return sources.to(device), places.to(device), mask.to(device)
-
-
 def _grouped(params: list[_Value], has_biases: bool, count: int) -> list[_Weights]:
     """PyTorch's flat list of parameters by layer and direction."""
     size = len(params) // count
@@ -344,42 +329,3 @@ def _join(x: _Value, axis: int, num_models: int) -> Tensor:
 def _part(x: Tensor, axis: int, num_models: int) -> Tensor:
     """The inverse, with the model axis at ``axis + 1``."""
     return x.unflatten(axis, (x.shape[axis] // num_models, num_models))
-
-
-def _refuse_own(dim: int | None, what: str) -> None:
-    if dim is not None:
-        raise TraceError(
-            f"each member has its own {what} of packed sequences, but the members run as one and a packed sequence has a "
-            f"shape that depends on them; pack with lengths that all members share, or pad and mask"
-        )
-
-
-@register("_pack_padded_sequence", "recurrent")
-def pack(call: Call, x: Tensor, lengths: Tensor, batch_first: bool) -> Result:
-    """Packing, with the model axis behind those of time and batch."""
-    # [T,N,M,...] -> [R,M,...]
-    _refuse_own(call.dims[1], "lengths")
-    x_dim = call.dims[0]
-    assert x_dim is not None
-    return torch.ops.aten._pack_padded_sequence.default(x.movedim(x_dim, 2), lengths, batch_first), (1, None)
-
-
-@register("_pack_padded_sequence_backward", "recurrent")
-def pack_backward(call: Call, grad: Tensor, size: list[int], batch_sizes: Tensor, batch_first: bool) -> Result:
-    """Its gradient."""
-    # [R,M,...] -> [T,N,M,...]
-    _refuse_own(call.dims[2], "batch_sizes")
-    grad_dim = call.dims[0]
-    assert grad_dim is not None
-    grad, size = grad.movedim(grad_dim, 1), [*size[:2], call.num_models, *size[2:]]
-    return torch.ops.aten._pack_padded_sequence_backward.default(grad, size, batch_sizes, batch_first), 2
-
-
-@register("_pad_packed_sequence", "recurrent")
-def pad(call: Call, x: Tensor, batch_sizes: Tensor, *options: Any) -> Result:
-    """Padding, the way back from :func:`pack`."""
-    # [R,M,...] -> [T,N,M,...]
-    _refuse_own(call.dims[1], "batch_sizes")
-    x_dim = call.dims[0]
-    assert x_dim is not None
-    return torch.ops.aten._pad_packed_sequence.default(x.movedim(x_dim, 1), batch_sizes, *options), (2, None)

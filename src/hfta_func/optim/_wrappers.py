@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._errors import HyperparameterError
-from hfta_func._gradient import can_look
+from hfta_func._torch import can_look
 from hfta_func._tree import per_model, where
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs, apply_updates, in_place, zero_count

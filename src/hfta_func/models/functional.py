@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from hfta_func._checkpoint import checkpoint_segments
-from hfta_func._routing import routed
+from hfta_func._torch import BatchNorm, forget_flat_weights, own_tensors
 from hfta_func._types import Params
+from hfta_func.calls.body import Body
+from hfta_func.calls.routing import routed
+from hfta_func.models.remat import checkpoint_segments
 
 
 def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
@@ -48,15 +49,19 @@ def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
 
 
 def bind(
-    model: nn.Module, func: Callable[..., Any], checkpoint: bool | Sequence[str] = False
+    model: nn.Module,
+    func: Callable[..., Any],
+    checkpoint: bool | Sequence[str] = False,
+    training: bool | None = None,
 ) -> Callable[..., tuple[Any, Params]]:
     """``func(model, *args, **kwargs)`` as a pure function ``(params, buffers, *args, key=None, **kwargs)``.
 
     ``func`` sees an ordinary module that holds the given tensors, so it may call it any number of times, use its
     submodules and methods, and read its parameters. The submodules that ``checkpoint`` names run again in the backward
-    pass, see :func:`make_train_step`.
+    pass, see :func:`make_train_step`. ``training`` puts the model in train or eval mode; None leaves it as it is.
     """
-    body = _Body(skeleton(model), func)
+    inner = skeleton(model)
+    body = Body(inner if training is None else inner.train(training), func)
     checkpoint_segments(body.model, checkpoint)
     holders = _holders(body.model)
 
@@ -78,23 +83,10 @@ def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """
     found: dict[int, list[str]] = {}
     for path, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for name, tensor in own_tensors(module).items():
             if tensor is not None:
                 found.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
     return {names[0]: tuple(names) for names in found.values()}
-
-
-class _Body(nn.Module):
-    """A function of a module, as a module."""
-
-    def __init__(self, model: nn.Module, func: Callable[..., Any]):
-        super().__init__()
-        self.model = model
-        self.func = func
-        self.training = model.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.func(self.model, *args, **kwargs)
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -106,19 +98,18 @@ def skeleton(model: nn.Module) -> nn.Module:
         memo[id(own)] = torch.empty_like(own, device="meta")
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
-        if isinstance(module, _BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
-            if type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        if isinstance(module, BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
+            if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
                 module.momentum = 1.0
                 module.forward = types.MethodType(_cumulative_average, module)
         if isinstance(module, nn.RNNBase):
-            module._update_flat_weights = types.MethodType(_nothing, module)
-            module.forward = types.MethodType(_with_flat_weights, module)
+            forget_flat_weights(module)
         if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
             module.forward = types.MethodType(_without_looking_at_masks, module)
     return copied
 
 
-def _cumulative_average(module: _BatchNorm, input: Tensor) -> Tensor:
+def _cumulative_average(module: BatchNorm, input: Tensor) -> Tensor:
     """Forward of a batch normalisation whose running statistics are the average over all batches, ``momentum=None``.
 
     PyTorch reads the number of batches as a Python number, but members may have seen different numbers. With a momentum of
@@ -136,19 +127,6 @@ def _cumulative_average(module: _BatchNorm, input: Tensor) -> Tensor:
     return output
 
 
-def _with_flat_weights(module: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a recurrent layer, which must not remember the list of its weights beyond the call.
-
-    PyTorch keeps it, packs the weights together for cuDNN where they are no member's own, and would so hand tensors that
-    exist only inside ``vmap`` to whoever calls next.
-    """
-    before = module._flat_weights
-    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
-    output = type(module).forward(module, *args, **kwargs)
-    module._flat_weights = before
-    return output
-
-
 def _without_looking_at_masks(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Forward of a stack of transformer layers that is told whether its mask is causal.
 
@@ -158,7 +136,3 @@ def _without_looking_at_masks(module: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) <= position:
         kwargs[name] = bool(kwargs.get(name))
     return type(module).forward(module, *args, **kwargs)
-
-
-def _nothing(module: nn.RNNBase) -> None:
-    pass

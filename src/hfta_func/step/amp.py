@@ -92,11 +92,12 @@ def widen(params: Params) -> Params:
     return {path: param.float() if param.dtype == torch.bfloat16 else param for path, param in params.items()}
 
 
-def round_stochastically(keys: Tensor, wide: Params, params: Params) -> Params:
+def round_stochastically(keys: Tensor, step: Tensor, wide: Params, params: Params) -> Params:
     """Float32 leaves as bfloat16 where ``params`` are, up or down so that the expected value is the value itself.
 
     Args:
-        keys: One per member and step.
+        keys: The members' seeds.
+        step: The members' steps.
         wide: Leaves ``[M, ...]``.
         params: Their types.
 
@@ -104,7 +105,7 @@ def round_stochastically(keys: Tensor, wide: Params, params: Params) -> Params:
         Gupta et al., "Deep learning with limited numerical precision", ICML 2015.
         Zamirai et al., "Revisiting bfloat16 training", arXiv:2010.06192, 2020.
     """
-    keys = random.fold_in(keys, _ROUNDING)
+    keys = random.fold_in(random.fold_in(keys, step), _ROUNDING)
     rounded: Params = {}
     for site, (path, leaf) in enumerate(wide.items()):
         if params[path].dtype != torch.bfloat16:

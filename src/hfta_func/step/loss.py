@@ -13,8 +13,11 @@ from hfta_func._errors import LossError
 _REPORTED = ("loss", "finite", "failure", "loss_scale")
 
 
-def check_loss(loss: Any, metrics: Any) -> None:
-    """Raise a LossError unless a loss function of one model has returned a scalar loss and a dict of metrics."""
+def check_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and metrics of one model; raises a LossError unless they are a scalar and a dict of tensors."""
+    if isinstance(result, tuple) and len(result) != 2:
+        raise LossError(f"the loss function returned {len(result)} results; return (loss, dict of metrics)")
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
     if not isinstance(loss, Tensor):
         raise LossError(f"the loss is a {type(loss).__qualname__}; return a scalar tensor, or (loss, dict of metrics)")
     if loss.dim() != 0:
@@ -28,6 +31,7 @@ def check_loss(loss: Any, metrics: Any) -> None:
             raise LossError(f"metric '{name}' hides what the step reports; name it none of {', '.join(_REPORTED)}")
         if not isinstance(value, Tensor):
             raise LossError(f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors")
+    return loss, metrics
 
 
 def num_positional(func: Callable[..., Any]) -> int:

@@ -1,25 +1,24 @@
-"""Metrics of an array in eval mode.
-
-Public: :func:`make_eval_step`, :class:`EvalStep`.
-"""
+"""Metrics of an array in eval mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._batch import check_batch
-from hfta_func._gradient import autocasting
 from hfta_func._tree import num_models
 from hfta_func._types import Params, Tree
-from hfta_func.functional import bind, skeleton
-from hfta_func.stack import Stacked, check_state, shapes
-from hfta_func.train import TrainState
-from hfta_func.transforms import vmap_routed
+from hfta_func.models.functional import bind
+from hfta_func.models.stack import Stacked, check_state, shapes
+from hfta_func.rules.vmap import vmap_routed
+from hfta_func.step.batch import check_batch
+from hfta_func.step.chunks import Chunks
+from hfta_func.step.gradients import autocasting
+from hfta_func.step.options import Options
+from hfta_func.step.state import TrainState
 
 
 def make_eval_step(
@@ -27,7 +26,7 @@ def make_eval_step(
     metric_fn: Callable[..., Any],
     *,
     batch_dims: Tree = None,
-    chunk_size: int | None = None,
+    chunk_size: int | Literal["auto"] | None = None,
     autocast: torch.dtype | None = None,
 ) -> EvalStep:
     """An evaluation step for arrays of ``model``, which it runs in eval mode and without gradients.
@@ -36,13 +35,16 @@ def make_eval_step(
         model: Any module of the architecture.
         metric_fn: ``metric_fn(model, batch)`` of ONE model: returns a tensor, or a dict of tensors.
         batch_dims: None if the members share one batch ``[N, ...]``, 0 if every leaf is ``[M, N, ...]``, or a tree.
-        chunk_size: Members that run together; None is all of them.
+        chunk_size: Members that run together, as for :func:`make_train_step`.
         autocast: Run in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does.
 
     Returns:
         ``evaluate(state, batch) -> dict[str, Tensor[M, ...]]``, where ``state`` is a :class:`TrainState` or what
         :func:`stack_params` returns. A single tensor comes back under the name of ``metric_fn``. Random calls draw from
         the members' keys; without a training state all members draw those of seed 0.
+
+    Raises:
+        ValueError: if an argument has an invalid value.
 
     Example:
         >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
@@ -52,25 +54,17 @@ def make_eval_step(
         >>> evaluate(stack_params(models), (torch.randn(8, 4), torch.randn(8, 1)))["error"].shape
         torch.Size([3])
     """
-    return EvalStep(model, metric_fn, batch_dims, chunk_size, autocast)
+    return EvalStep(model, metric_fn, Options(batch_dims, chunk_size, autocast))
 
 
 class EvalStep:
     """``evaluate(state, batch) -> metrics``, a pure function; made by :func:`make_eval_step`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        metric_fn: Callable[..., Any],
-        batch_dims: Tree = None,
-        chunk_size: int | None = None,
-        autocast: torch.dtype | None = None,
-    ):
-        self.batch_dims = batch_dims
-        self.chunk_size = chunk_size
-        self.autocast = autocast
+    def __init__(self, model: nn.Module, metric_fn: Callable[..., Any], options: Options):
+        self.options = options
+        self.chunks = Chunks(options.chunk_size, options.batch_dims)
         self._name = getattr(metric_fn, "__name__", "metric")
-        self._metrics = bind(skeleton(model).eval(), metric_fn)
+        self._metrics = bind(model, metric_fn, training=False)
         self._shapes = shapes(model)
 
     @torch.no_grad()
@@ -78,19 +72,23 @@ class EvalStep:
         """The metrics of every member.
 
         Raises:
+            StateError: if the state is not of this model.
             BatchError: if a leaf has no model axis where ``batch_dims`` says 0.
         """
         count = num_models((state.params, state.buffers))
         check_state((state.params, state.buffers), self._shapes)
-        check_batch(self.batch_dims, batch, count)
-        run = vmap_routed(self._member, in_dims=(0, 0, 0, self.batch_dims), chunk_size=self.chunk_size)
+        check_batch(self.options.batch_dims, batch, count)
         if isinstance(state, TrainState):
             keys = random.fold_in(state.keys, ~state.step)
         else:
             keys = torch.zeros(count, dtype=torch.int64, device=next(iter(state.params.values())).device)
-        with autocasting(keys.device, self.autocast):
-            return run(state.params, state.buffers, keys, batch)
+        return self.chunks(self._run, (keys, state.params, state.buffers), batch)
 
-    def _member(self, params: Params, buffers: Params, key: Tensor, batch: Tree) -> dict[str, Tensor]:
+    def _run(self, members: tuple[Tensor, Params, Params], batch: Tree) -> dict[str, Tensor]:
+        run = vmap_routed(self._member, in_dims=(0, 0, 0, self.options.batch_dims))
+        with autocasting(members[0].device, self.options.autocast):
+            return run(*members, batch)
+
+    def _member(self, key: Tensor, params: Params, buffers: Params, batch: Tree) -> dict[str, Tensor]:
         metrics, _ = self._metrics(params, buffers, batch, key=key)
         return metrics if isinstance(metrics, dict) else {self._name: metrics}

@@ -248,10 +248,7 @@ def _recurrent(keys: Keys, func: Any, *args: Any) -> Any:
 
 
 def refused(keys: Keys, func: Any, *args: Any, **kwargs: Any) -> Any:
-    _refuse(func)
-
-
-def _refuse(func: Any) -> None:
+    """The handler of :data:`REFUSED`: raises a RandomnessError."""
     raise RandomnessError(
         f"{_NAMES.get(func, func)} draws from PyTorch's global generator, so a member's noise would depend on the other "
         f"members; draw with torch.rand, torch.randn, torch.bernoulli or dropout, which are routed to the member's key"

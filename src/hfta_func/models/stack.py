@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._errors import StackError, StateError
-from hfta_func._structure import check_materialised, check_same_structure
 from hfta_func._tree import num_models
 from hfta_func._types import Params
+from hfta_func.models.structure import check_materialised, check_same_structure
 
 
 class Stacked(NamedTuple):
@@ -106,7 +106,10 @@ def unstack_params(model: nn.Module, params: Params, buffers: Params) -> list[nn
     return [_member(model, params, buffers, index) for index in range(count)]
 
 
-def shapes(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, torch.Size]]:
+Shapes = tuple[dict[str, torch.Size], dict[str, torch.Size]]
+
+
+def shapes(model: nn.Module) -> Shapes:
     """Shapes of one model's parameters and buffers by path."""
     return (
         {path: parameter.shape for path, parameter in model.named_parameters()},
@@ -129,7 +132,7 @@ def check_matches(stacked: Params, own: dict[str, torch.Size]) -> None:
             )
 
 
-def check_state(stacked: tuple[Params, Params], own: tuple[dict[str, torch.Size], dict[str, torch.Size]]) -> None:
+def check_state(stacked: tuple[Params, Params], own: Shapes) -> None:
     """Raise a StateError unless parameters and buffers are those of a step's model, whose shapes are ``own``."""
     for held, expected in zip(stacked, own, strict=True):
         try:

@@ -13,14 +13,13 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _remove_batch_dim
-from torch._functorch.vmap import vmap_increment_nesting
 
-from hfta_func import rules
-from hfta_func._composites import lowered
 from hfta_func._errors import RandomnessError, TraceError
+from hfta_func._torch import add_batch_dim, remove_batch_dim, vmap_level
+from hfta_func.calls.body import place
+from hfta_func.calls.rewrites import lowered
 from hfta_func.rules import _choice
-from hfta_func.rules._registry import install_for_compiler, no_fallback
+from hfta_func.rules._install import install, install_for_compiler, no_fallback
 
 
 def vmap(
@@ -57,9 +56,9 @@ def vmap(
     return _vmap(member, in_dims, out_dims, randomness, chunk_size, routed=False)
 
 
-def vmap_routed(func: Callable[..., Any], in_dims: Any = 0, chunk_size: int | None = None) -> Callable[..., Any]:
+def vmap_routed(func: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
     """The same for a function that runs in :class:`hfta_func.routed`, which spares a mode; one member alone runs plainly."""
-    return _vmap(func, in_dims, 0, "error", chunk_size, routed=True)
+    return _vmap(func, in_dims, 0, "error", None, routed=True)
 
 
 def _vmap(
@@ -71,7 +70,7 @@ def _vmap(
         if torch.compiler.is_compiling():
             install_for_compiler(_choice.state)
             return mapped(*args, **kwargs)
-        rules.install()
+        install()
         try:
             with no_fallback():
                 if kwargs or out_dims != 0:
@@ -123,14 +122,14 @@ def _mapped_level(
     func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...], count: int, randomness: str
 ) -> tuple[Tensor, ...]:
     """What ``torch.func.vmap`` does with flat tensors, without its walks over trees in Python."""
-    with vmap_increment_nesting(count, randomness) as level:
+    with vmap_level(count, randomness) as level:
         inputs = [
-            leaf if dim is None else _add_batch_dim(leaf, dim if dim >= 0 else leaf.dim() + dim, level)
+            leaf if dim is None else add_batch_dim(leaf, dim if dim >= 0 else leaf.dim() + dim, level)
             for leaf, dim in zip(leaves, dims, strict=True)
         ]
         outputs = func(*inputs)
         _check_outputs(outputs)
-        return tuple(_remove_batch_dim(output, level, count, 0) for output in outputs)
+        return tuple(remove_batch_dim(output, level, count, 0) for output in outputs)
 
 
 def _alone(func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -153,25 +152,25 @@ def _advice(error: RuntimeError) -> Exception | None:
     text = str(error)
     if "called random operation while in randomness error mode" in text:
         return RandomnessError(
-            f"{_place(error)} draws from PyTorch's global generator in a way that cannot be routed to the members' keys; "
+            f"{place(error)} draws from PyTorch's global generator in a way that cannot be routed to the members' keys; "
             f"draw with torch.rand, torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
         )
     if unsupported := re.search(
         r"(aten::[\w.]+) hit the vmap fallback|Batching rule not implemented for (aten::[\w.]+)", text
     ):
         return TraceError(
-            f"{_place(error)} calls {unsupported[1] or unsupported[2]}, for which there is no batching rule; write it with "
+            f"{place(error)} calls {unsupported[1] or unsupported[2]}, for which there is no batching rule; write it with "
             f"operators that have one, or give it one with torch.library.register_vmap"
         )
     if "dynamic shape" in text or "differently shaped" in text:
         called = re.search(r"aten::[\w.]+|torch\.[\w.]+", text)
         return TraceError(
-            f"{_place(error)} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), "
+            f"{place(error)} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), "
             f"and each member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some"
         )
     if "inplace arithmetic" in text:
         return TraceError(
-            f"{_place(error)} writes a value per member in place into a tensor that all members share; make a new tensor "
+            f"{place(error)} writes a value per member in place into a tensor that all members share; make a new tensor "
             f"instead, e.g. torch.randn(shape) for torch.empty(shape).normal_()"
         )
     if ".item()" in text:
@@ -181,23 +180,6 @@ def _advice(error: RuntimeError) -> Exception | None:
     else:
         return None
     return TraceError(
-        f"{_place(error)} {what}, but the members run as one and each has its own value; compute with tensors instead "
+        f"{place(error)} {what}, but the members run as one and each has its own value; compute with tensors instead "
         f"(torch.where, masks, clamp), or return the value as a metric and read it outside"
     )
-
-
-def _place(error: BaseException) -> str:
-    """The innermost line outside PyTorch, and the path of the module whose code it is."""
-    place, trace, root = "this function", error.__traceback__, None
-    while trace is not None:
-        frame = trace.tb_frame
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module):
-            root = root or owner
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "hfta_func"):
-            place = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{trace.tb_lineno})"
-            if isinstance(owner, torch.nn.Module) and root is not None:
-                path = next((path for path, module in root.named_modules() if module is owner), "")
-                place = f"module '{path.removeprefix('model').lstrip('.')}' ({type(owner).__qualname__}), {place},"
-        trace = trace.tb_next
-    return place

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func.failures import Failure
-from hfta_func.train import TrainState
+from hfta_func.step.failures import Failure
+from hfta_func.step.state import TrainState
 
 if TYPE_CHECKING:
     import pandas

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._errors import NonFiniteError
-from hfta_func._gradient import can_look
+from hfta_func._torch import can_look, constant_to_compiler
 
 
 class Failure(enum.IntEnum):
@@ -49,11 +49,11 @@ def _sum(leaf: Tensor) -> Tensor:
 def refuse(failure: Tensor, step: Tensor) -> Tensor:
     """Raise a NonFiniteError if a member has failed, at its step ``int64[M]``; give ``failure`` back."""
     if torch.compiler.is_compiling():
+        _define()
         return torch.ops.hfta_func.refuse(failure, step)
     return _refuse(failure, step)
 
 
-@torch.library.custom_op("hfta_func::refuse", mutates_args=())
 def _refuse(failure: Tensor, step: Tensor) -> Tensor:
     for member, (code, at) in enumerate(zip(failure.tolist(), step.tolist(), strict=True)):
         if code in (Failure.LOSS, Failure.GRADIENT):
@@ -65,6 +65,10 @@ def _refuse(failure: Tensor, step: Tensor) -> Tensor:
     return failure.clone()
 
 
-@_refuse.register_fake
-def _(failure: Tensor, step: Tensor) -> Tensor:
-    return torch.empty_like(failure)
+@constant_to_compiler
+def _define() -> bool:
+    """The same as an operator, which graphs call as it is; defined at first use, since nothing happens at import."""
+    if not hasattr(torch.ops.hfta_func, "refuse"):
+        operator = torch.library.custom_op("hfta_func::refuse", _refuse, mutates_args=())
+        operator.register_fake(lambda failure, step: torch.empty_like(failure))
+    return True

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from tqdm.auto import tqdm
 
-from hfta_func import checkpoint
 from hfta_func._errors import CheckpointError, StateError
-from hfta_func._storage import PathLike
-from hfta_func.history import Callback, History, Metrics, Running
-from hfta_func.train import TrainState
+from hfta_func.files import checkpoint
+from hfta_func.files.storage import PathLike
+from hfta_func.run.history import Callback, History, Metrics, Running
+from hfta_func.step.state import TrainState
 
 
 class Result(NamedTuple):

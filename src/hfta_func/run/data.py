@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._errors import BatchError, HyperparameterError, StateError
-from hfta_func._routing import routed
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
-from hfta_func.transforms import vmap
+from hfta_func.calls.routing import routed
+from hfta_func.rules.vmap import vmap
 
 # Keeps the loader's noise apart from the training step's, which folds in step numbers.
 _ORDER, _TRANSFORM = -(2**61), -(2**61) - 1

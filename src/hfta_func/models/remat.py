@@ -14,17 +14,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_batchedtensor
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch._functorch.vmap import restore_vmap, unwrap_batched, wrap_batched
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from hfta_func._errors import StateError
-from hfta_func._routing import routed
+from hfta_func._torch import (
+    TransformType,
+    current_interpreter,
+    function_modes,
+    interpreters,
+    pytree,
+    reparametrized,
+    restore_vmap,
+    unwrap_leaves,
+    wrap_leaves,
+    writes,
+)
+from hfta_func.calls.routing import routed
 
 
 def checkpoint_segments(model: nn.Module, chosen: bool | Sequence[str]) -> None:
@@ -85,7 +91,7 @@ def _recomputing(segment: nn.Module, path: str) -> Callable[..., Any]:
         # A graph's memory is the compiler's to plan, and the backward pass of torch.func.grad cannot run Python.
         if torch.compiler.is_compiling() or not _only_vmap():
             return forward(*args, **kwargs)
-        mode = next(mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, routed))
+        mode = next(mode for mode in reversed(function_modes()) if isinstance(mode, routed))
         site, out_spec = mode.site, None
         params, buffers = dict(segment.named_parameters()), dict(segment.named_buffers())
         # The first run writes the buffers as any call does; the next ones start from what it found.
@@ -98,16 +104,16 @@ def _recomputing(segment: nn.Module, path: str) -> Callable[..., Any]:
             # Levels are numbered by depth, so tensors of the surrounding levels belong to those of the first run as well.
             own = buffers if out_spec is None else {name: buffer.clone() for name, buffer in found.items()}
             tensors = {**params, **own}
-            with routed(key, site) as inner, _reparametrize_module(segment, tensors, tie_weights=True):
+            with routed(key, site) as inner, reparametrized(segment, tensors, tie_weights=True):
                 output = forward(*args, **kwargs)
             replaced = {name: tensors[name] for name, buffer in own.items() if tensors[name] is not buffer}
             outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site))
             return tuple(outputs)
 
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        versions = [_version(leaf) for leaf in inputs]
+        versions = [writes(leaf) for leaf in inputs]
         outputs = _outside_vmap(run, tuple(leaves), keyed=mode.key is not None)
-        if versions != [_version(leaf) for leaf in inputs]:
+        if versions != [writes(leaf) for leaf in inputs]:
             where = f"'{path}'" if path else "the model"
             raise StateError(
                 f"{where} ({type(segment).__qualname__}) writes its input in place, so it cannot run again from it; leave it "
@@ -125,29 +131,22 @@ def _recomputing(segment: nn.Module, path: str) -> Callable[..., Any]:
 
 def _outside_vmap(run: Callable[..., tuple[Any, ...]], leaves: tuple[Any, ...], keyed: bool) -> tuple[Any, ...]:
     """``run(*leaves)``, checkpointed below every level of ``vmap``."""
-    if get_interpreter_stack() is None:
+    if interpreters() is None:
         if any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves):
             # XLA, too, compiles the step as a whole, and would merge the two runs.
             return run(*leaves)
         # Noise from keys is the same again by itself; PyTorch's generator has to be set back.
         return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=not keyed)
-    interpreter: Any = retrieve_current_functorch_interpreter()
+    interpreter = current_interpreter()
     level = interpreter.level()
     # [N, ...] of each member -> [M, N, ...] and its dim, or [N, ...] and None where members share it
-    plain, dims = unwrap_batched(leaves, level)
+    plain, dims = unwrap_leaves(leaves, level)
     mapped = restore_vmap(run, dims, interpreter.batch_size(), interpreter.randomness())
     with interpreter.lower():
         outputs, out_dims = _outside_vmap(mapped, plain, keyed)
-    return wrap_batched(outputs, out_dims, level)
+    return wrap_leaves(outputs, out_dims, level)
 
 
 def _only_vmap() -> bool:
     """Whether every transform around this call is a ``vmap``."""
-    return all(interpreter.key() == TransformType.Vmap for interpreter in get_interpreter_stack() or ())
-
-
-def _version(tensor: Tensor) -> int:
-    """How often the tensor has been written in place."""
-    while is_batchedtensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor._version
+    return all(interpreter.key() == TransformType.Vmap for interpreter in interpreters() or ())

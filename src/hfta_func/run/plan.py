@@ -1,28 +1,20 @@
-"""How many models fit, and how many pay.
-
-Public: :func:`plan`, :class:`Plan`, :func:`max_models`, :func:`is_out_of_memory`.
-"""
+"""How many models fit, and how many pay."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
-import pathlib
-import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from hfta_func._batch import check_batch, take_batch
-from hfta_func._chunks import now
-from hfta_func._errors import StateError
 from hfta_func._tree import leaves, num_models, take
 from hfta_func._types import Tree
-from hfta_func.train import TrainState
+from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, release
+from hfta_func.step.batch import check_batch, take_batch
+from hfta_func.step.chunks import now
+from hfta_func.step.state import TrainState
 
 T = TypeVar("T")
 Run = Callable[[TrainState, Tree], tuple[TrainState, Any]]
@@ -119,7 +111,7 @@ def plan(
     if len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
         raise ValueError(f"sizes are {list(sizes)}; give at least two numbers of models, ascending from 1 or more")
     device = state.keys.device
-    free = _free(device) if free is None else free
+    free = free_bytes(device) if free is None else free
     held = sum(leaf.nbytes for leaf in leaves(state)) // num_models(state)
     times: dict[int, list[float]] = {}
     peaks: dict[int, int] = {}
@@ -127,7 +119,7 @@ def plan(
 
     def measure(array: _Array) -> tuple[list[float], int]:
         taken = _times(array.step, device, _SECONDS / (_MOST * len(sizes)))
-        return taken, peaks[size] if size in peaks else _peak(array.step, device)
+        return taken, peaks[size] if size in peaks else peak_bytes(array.step, device)
 
     for turn in range(_MOST):
         if turn >= _LEAST and sum(map(sum, times.values())) > _SECONDS:
@@ -181,13 +173,13 @@ def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, 
         Exception: whatever a step raises besides running out of memory.
     """
     device = state.keys.device
-    free = _free(device) if free is None else free
+    free = free_bytes(device) if free is None else free
     held = sum(leaf.nbytes for leaf in leaves(state)) // num_models(state)
     peaks: dict[int, int] = {}
 
     def warm_peak(array: _Array) -> int:
         array.step()
-        return _peak(array.step, device)
+        return peak_bytes(array.step, device)
 
     def fits(count: int) -> bool:
         expected = max((count * held + peak * count / size for size, peak in peaks.items()), default=0.0)
@@ -207,27 +199,6 @@ def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, 
         else:
             bad = count
     return good
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no memory left, in the words of CUDA, its libraries, the CPU's allocator, oneDNN or XLA.
-
-    Example:
-        >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-        True
-    """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
-
-
-# oneDNN also complains about descriptors of memory, which are no memory.
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|can(no|')t allocate memory|not enough memory|std::bad_alloc|_ALLOC_FAILED|RESOURCE_EXHAUSTED"
-    r"|could not create a memory(?! descriptor)",
-    re.IGNORECASE,
-)
-_PROC, _CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 
 
 class _Array:
@@ -257,7 +228,7 @@ def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callabl
         return None
     finally:
         array = None
-        _release(state.keys.device)
+        release(state.keys.device)
 
 
 def _times(work: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
@@ -279,69 +250,3 @@ def _line(sizes: Sequence[int], values: Sequence[float], at: int) -> float:
     place = next((i for i, size in enumerate(sizes[1:-1]) if at <= size), len(sizes) - 2)
     (x0, x1), (y0, y1) = sizes[place : place + 2], values[place : place + 2]
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-
-
-def _free(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
-        # What PyTorch holds on to is free for tensors.
-        return min(free + torch.cuda.memory_reserved(device), allowed) - torch.cuda.memory_allocated(device)
-    if device.type == "cpu" and (_PROC / "meminfo").exists():
-        (line,) = (line for line in (_PROC / "meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-        return min([1024 * int(line.split()[1]), *_left_by_groups()])
-    raise StateError(f"the free memory of {device} cannot be read; pass free=, a number of bytes")
-
-
-def _left_by_groups() -> Iterator[int]:
-    """Bytes that each control group of this process leaves it, where the kernel ends processes that take more."""
-    groups = _PROC / "self" / "cgroup"
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit, usage, cache = _CGROUPS, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, cache = _CGROUPS / "memory", "total_inactive_file"
-            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        # In a container the path may be the host's, of which only the root can be seen.
-        group = root / path.strip("/")
-        for place in (group, *group.parents[: len(group.parts) - len(root.parts)]):
-            with contextlib.suppress(OSError):
-                most = (place / limit).read_text().strip()
-                held = dict(entry.split() for entry in (place / "memory.stat").read_text().splitlines())
-                if most != "max":
-                    # Files that were read are dropped from memory before a process is ended.
-                    taken = int((place / usage).read_text()) - int(held.get(cache, 0))
-                    yield max(0, int(most) - taken)
-
-
-def _peak(work: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that ``work`` takes at one time, beyond what there is when it starts."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    # Garbage of before that is freed meanwhile would hide what the work takes.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            work()
-    finally:
-        if collecting:
-            gc.enable()
-    kineto: Any = recorded.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
-    events = sorted(
-        (event for event in kineto.events() if event.name() == "[memory]"), key=lambda event: event.start_ns()
-    )
-    return max(itertools.accumulate(event.nbytes() for event in events), default=0)
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

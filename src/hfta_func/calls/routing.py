@@ -7,7 +7,6 @@ with the mode in force; a random operator that has no entry in the table raises.
 
 from __future__ import annotations
 
-import importlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hfta_func import random
-from hfta_func._composites import LOWERED
-from hfta_func._draws import REFUSED, ROUTED, refused, spellings
+from hfta_func._torch import constant_to_compiler, tell_compiler_of_overrides
+from hfta_func.calls.draws import REFUSED, ROUTED, refused, spellings
+from hfta_func.calls.rewrites import LOWERED
 
 _SITES = 16  # call sites whose streams are computed together, which costs no more than one
 
@@ -47,7 +47,7 @@ class routed(TorchFunctionMode):
 
     def __init__(self, key: Tensor | None, site: int = 0):
         if torch.compiler.is_compiling():
-            _known_to_compiler()
+            _tell_compiler()
         super().__init__()
         self.key = key
         self.site = site
@@ -112,12 +112,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _known_to_compiler() -> bool:
-    """The compiler asks modes about the functions of a list, in which many that draw are missing (``randn_like``)."""
-    variables: Any = importlib.import_module("torch._dynamo.variables.torch")
-    variables.get_overridable_functions().update(_HANDLERS)
+@constant_to_compiler
+def _tell_compiler() -> bool:
+    tell_compiler_of_overrides(_HANDLERS)
     return True
-
-
-# Runs while the compiler traces; see rules/_registry.py.
-_known_to_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -17,10 +17,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from hfta_func._errors import StackError
+from hfta_func._torch import MODULE_ATTRIBUTES, own_tensors
 
-# What every nn.Module keeps for itself: tensors and children are compared on their own, hooks are code.
-_INTERNAL = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
-_HOOKS = tuple(name for name in sorted(_INTERNAL) if name.endswith("_hooks"))
+# Tensors and children are compared on their own; hooks are code.
+_HOOKS = tuple(name for name in sorted(MODULE_ATTRIBUTES) if name.endswith("_hooks"))
 
 
 def check_same_structure(model: nn.Module, first: nn.Module, member: int) -> None:
@@ -68,9 +68,8 @@ def _check_module(mine: nn.Module, theirs: nn.Module, path: str, member: int) ->
                 f"model {member}: {where} has {len(getattr(mine, name))} {name.strip('_')} but model 0 has "
                 f"{len(getattr(theirs, name))}; register the same hooks on all models or on none"
             )
-    own = {id(tensor) for tensor in (*mine._parameters.values(), *mine._buffers.values())}
-    own |= {id(tensor) for tensor in (*theirs._parameters.values(), *theirs._buffers.values())}
-    for name in sorted({*vars(mine), *vars(theirs)} - _INTERNAL):
+    own = {id(tensor) for module in (mine, theirs) for tensor in own_tensors(module).values()}
+    for name in sorted({*vars(mine), *vars(theirs)} - MODULE_ATTRIBUTES):
         missing = object()
         a, b = vars(mine).get(name, missing), vars(theirs).get(name, missing)
         if a is missing or b is missing or not _equal(a, b, own, {}):

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hfta_func import _storage
 from hfta_func._errors import CheckpointError, StackError, StateError
-from hfta_func._storage import PathLike
 from hfta_func._tree import leaves, num_models, paths, take
-from hfta_func._types import Tree
-from hfta_func.stack import Stacked, stack_params, unstack_params
-from hfta_func.train import TrainState
+from hfta_func._types import HYPERPARAMS, Tree
+from hfta_func.files import storage
+from hfta_func.files.storage import PathLike
+from hfta_func.models.stack import Stacked, stack_params, unstack_params
+from hfta_func.step.state import TrainState
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def read_metadata(path: PathLike) -> dict[str, Any]:
         >>> header["num_models"], header["shapes"], header["metadata"]
         (2, {"state['bias']": [5]}, {'epoch': 3})
     """
-    return _storage.read_header(path)
+    return storage.read_header(path)
 
 
 def export_model(model: nn.Module, state: TrainState | Stacked, index: int) -> nn.Module:
@@ -157,16 +157,18 @@ def write(path: PathLike, state: Tree, metadata: Mapping[str, Any]) -> None:
         "num_models": num_models(state),
         "shapes": {name: list(tensor.shape[1:]) for name, tensor in tensors.items()},
         "hyperparameters": {
-            name: tensor.tolist() for name, tensor in tensors.items() if ".hyperparams[" in name or ".hparams[" in name
+            name: tensor.tolist()
+            for name, tensor in tensors.items()
+            if any(f".{field}[" in name for field in HYPERPARAMS)
         },
         "seeds": tensors["state.keys"].tolist() if "state.keys" in tensors else None,
     }
-    _storage.write(path, tensors, about | {"metadata": metadata})
+    storage.write(path, tensors, about | {"metadata": metadata})
 
 
 def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
     """The state that :func:`write` has written, as :func:`load` gives it, and its metadata."""
-    about, held = _storage.read(path)
+    about, held = storage.read(path)
     expected = _named(like)
     differences = []
     for name in [*expected, *sorted(held.keys() - expected.keys())]:

@@ -1,0 +1,1 @@
+"""What the random and composite calls of a model become while an array runs it."""

@@ -1,0 +1,69 @@
+"""The module that holds the model while an array runs, and by it the path of the module whose code is running."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.fx.traceback import get_current_meta
+
+from hfta_func._torch import dotted_path
+
+
+class Body(nn.Module):
+    """A function of a model, as a module with one child: ``model``."""
+
+    def __init__(self, model: nn.Module, func: Callable[..., Any]):
+        super().__init__()
+        self.model = model
+        self.func = func
+        self.training = model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.func(self.model, *args, **kwargs)
+
+
+def module_path() -> str:
+    """The path of the module whose code is running, inside the model of the array."""
+    stack = get_current_meta().get("nn_module_stack")
+    if stack:
+        # A compiler runs the operators of a graph, and the graph remembers whose they were: expressions in Python, from
+        # the outermost module to the innermost.
+        paths = [dotted_path(path) for path, _ in stack.values()]
+        names = [getattr(kind, "__name__", str(kind)) for _, kind in stack.values()]
+        outer = next((path for path, name in zip(paths, names, strict=True) if name.endswith(Body.__name__)), paths[0])
+        return paths[-1].removeprefix(outer).removeprefix(".model").lstrip(".")
+    frame, inner = sys._getframe(1), None
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            inner = inner or owner
+            if isinstance(owner, Body):
+                return path_in(owner, inner)
+        frame = frame.f_back
+    return ""
+
+
+def path_in(body: nn.Module, module: nn.Module) -> str:
+    """The path of a module inside the model that ``body`` holds, or inside ``body`` if it holds none."""
+    path = next((path for path, found in body.named_modules() if found is module), "")
+    return path.removeprefix("model").lstrip(".") if isinstance(body, Body) else path
+
+
+def place(error: BaseException) -> str:
+    """The innermost line outside PyTorch and this package, and the path of the module whose code it is."""
+    found, trace, root = "this function", error.__traceback__, None
+    while trace is not None:
+        frame = trace.tb_frame
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            root = root or owner
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "hfta_func"):
+            found = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{trace.tb_lineno})"
+            if isinstance(owner, nn.Module) and root is not None:
+                found = f"module '{path_in(root, owner)}' ({type(owner).__qualname__}), {found},"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,1 @@
+"""States in files, and single models out of an array and into one."""

@@ -1,0 +1,276 @@
+"""Installation of the rules into PyTorch's dispatcher."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._torch import (
+    TransformType,
+    VmapInterpreter,
+    add_batch_dim,
+    allow_recurrent_layers,
+    below_batching,
+    constant_to_compiler,
+    current_interpreter,
+    decompositions,
+    destroy,
+    has_tangents,
+    is_fallback_enabled,
+    load_decompositions,
+    mark_graphs,
+    peek_interpreter,
+    set_fallback_enabled,
+    until_compiled,
+    untraced,
+    unwrap_batched,
+)
+from hfta_func.rules import _choice
+from hfta_func.rules._lowering import TABLE, Case, member_shape
+from hfta_func.rules._registry import BATCHED, COMPOSITES, FRONT, MODE, RULES, Call, Result, Rule, fingerprint
+
+_lock = threading.RLock()
+_library: torch.library.Library | None = None
+
+
+def is_installed() -> bool:
+    """Whether the rules are in force."""
+    return _library is not None
+
+
+# In a compiled function these two run between graphs, as any code that changes the dispatcher must; graphs keep the rules
+# that they were compiled with.
+_between_graphs = untraced("rules cannot change inside a graph")
+
+
+@_between_graphs
+def install() -> None:
+    """Put the rules in force for every ``vmap`` of this process. Happens by itself on first use; may be repeated."""
+    global _library
+    if _library is not None:
+        return
+    with _lock:
+        if _library is not None:
+            return
+        # PyTorch registers its decompositions at the first vmap; before that they would displace the rules.
+        load_decompositions()
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            with warnings.catch_warnings():
+                # The dispatcher warns that a kernel is replaced, which is what is meant.
+                warnings.simplefilter("ignore")
+                for op, entry in RULES.items():
+                    library.impl(op, _kernel(op, *entry), entry.key, with_keyset=True, allow_override=True)
+                for op in COMPOSITES:
+                    library.impl(op, _operator(op).decompose, BATCHED, allow_override=True)
+        except BaseException:
+            destroy(library)
+            raise
+        _library = library
+
+
+@constant_to_compiler
+def install_for_compiler(overrides: str) -> bool:
+    """Install, and keep graphs compiled with these rules apart from others on disk.
+
+    PyTorch's cache of compiled graphs looks at a graph before batching rules run, so graphs carry a fingerprint of them.
+
+    Args:
+        overrides: :data:`_choice.state`. That it is passed has the compiler guard on it and compile anew when it changes.
+    """
+    install()
+    mark_graphs("hfta_func.rules", fingerprint() + overrides)
+    _set_up_until_compiled()
+    return True
+
+
+class no_fallback:
+    """Inside, an operator without a batching rule raises instead of running on PyTorch's slow path.
+
+    The switch is one for the whole process, so the last to leave resets it.
+    """
+
+    _depth = 0
+    _before = True
+
+    def __enter__(self) -> None:
+        with _lock:
+            if no_fallback._depth == 0:
+                no_fallback._before = is_fallback_enabled()
+                set_fallback_enabled(False)
+            no_fallback._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            no_fallback._depth -= 1
+            if no_fallback._depth == 0:
+                set_fallback_enabled(no_fallback._before)
+
+
+_compiling = False
+
+
+def _set_up_until_compiled() -> None:
+    """Rules run after this function's caller was traced, when the compiler captures operators."""
+    global _compiling
+    if _compiling:
+        return
+    guard = no_fallback()
+
+    def end() -> None:
+        global _compiling
+        _compiling = False
+        allow_recurrent_layers(allowed)
+        guard.__exit__()
+
+    _compiling = True
+    # Recurrent layers are in graphs, because their rules take them apart.
+    allowed = allow_recurrent_layers(True)
+    guard.__enter__()
+    until_compiled(end)
+
+
+@_between_graphs
+def uninstall() -> None:
+    """Restore PyTorch's own batching rules."""
+    global _library
+    with _lock:
+        if _library is not None:
+            destroy(_library)
+            _library = None
+            _hand_back()
+        mark_graphs("hfta_func.rules", None)
+
+
+def _hand_back() -> None:
+    """Give PyTorch's own Python kernels their places back.
+
+    Under dispatch modes, and so under the compiler, a Python kernel is looked up in a table of those registered last,
+    which outlives their libraries.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for operator in map(_operator, RULES):
+            if operator in decompositions:
+                library.impl(operator, decompositions[operator], BATCHED, allow_override=True)
+    destroy(library)
+
+
+def _operator(op: str) -> Any:
+    packet, _, overload = op.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None, chooses: bool) -> Callable[..., Any]:
+    operator = _operator(op)
+    only = TABLE[op][0].lowering
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        interpreter = peek_interpreter()
+        if otherwise is not None and interpreter.key() != TransformType.Vmap:
+            return otherwise(*args, **kwargs)
+        level = interpreter.level()
+        plain, dims = _unwrap(args, level)
+        if kwargs:
+            values, found = _unwrap(kwargs.values(), level)
+            kwargs, named_dims = dict(zip(kwargs, values, strict=True)), dict(zip(kwargs, found, strict=True))
+        else:
+            named_dims = {}
+        lower = current_interpreter().lower if key == FRONT else below_batching
+        with lower():
+            if key != MODE and _are_shared(dims) and _are_shared(named_dims.values()):
+                return operator(*plain, **kwargs)
+            num_models = VmapInterpreter(interpreter).batchSize()
+            lowering = only
+            if not (chooses or _choice.is_simple(op)):
+                lowering = _choice.lowering(_case(op, num_models, plain, dims, kwargs, named_dims))
+            if lowering == "loop":
+                outputs, out_dims = _loop(operator, num_models, plain, dims, kwargs, named_dims)
+            else:
+                outputs, out_dims = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **kwargs)
+        if isinstance(outputs, tuple):
+            return tuple(_wrap(output, dim, level) for output, dim in zip(outputs, out_dims, strict=True))
+        return _wrap(outputs, out_dims, level)
+
+    return kernel
+
+
+def _case(op: str, num_models: int, args: list[Any], dims: list[Any], kwargs: Any, named_dims: Any) -> Case:
+    tensors, options = [], []
+    for value, dim in zip((*args, *kwargs.values()), (*dims, *named_dims.values()), strict=True):
+        if isinstance(value, Tensor):
+            tensors.append((value, dim))
+        elif isinstance(dim, tuple):
+            tensors.extend(zip(value, dim, strict=True))
+        else:
+            options.append(tuple(value) if isinstance(value, list) else value)
+    return Case(
+        op,
+        num_models,
+        tensors[0][0].device.type,
+        tensors[0][0].dtype,
+        tuple(member_shape(x, dim) for x, dim in tensors),
+        tuple(dim is None for _, dim in tensors),
+        tuple(options),
+        has_tangents(),
+        torch.compiler.is_compiling(),
+    )
+
+
+def _loop(operator: Any, num_models: int, args: list[Any], dims: list[Any], kwargs: Any, named_dims: Any) -> Result:
+    """The lowering that every operator has: the members one after another."""
+    # Taken apart once, because the gradient of M separate selections would be M arrays.
+    parts = [_unbind(x, dim, num_models) for x, dim in zip(args, dims, strict=True)]
+    named = {name: _unbind(x, named_dims[name], num_models) for name, x in kwargs.items()}
+    outputs = [
+        operator(*(part[i] for part in parts), **{name: part[i] for name, part in named.items()})
+        for i in range(num_models)
+    ]
+    if isinstance(outputs[0], Tensor):
+        return torch.stack(outputs), 0
+    columns = list(zip(*outputs, strict=True))
+    stacks = tuple(torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns)
+    return stacks, tuple(0 if isinstance(stack, Tensor) else None for stack in stacks)
+
+
+def _unbind(value: Any, dim: Any, num_models: int) -> Any:
+    """The value for each member."""
+    if isinstance(dim, tuple):
+        return list(zip(*(_unbind(x, d, num_models) for x, d in zip(value, dim, strict=True)), strict=True))
+    return [value] * num_models if dim is None else value.unbind(dim)
+
+
+def _unwrap(values: Iterable[Any], level: int) -> tuple[list[Any], list[Any]]:
+    plain, dims = [], []
+    for value in values:
+        dim = None
+        if isinstance(value, Tensor):
+            value, dim = unwrap_batched(value, level)
+        # Most lists are of numbers, all of them then.
+        elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int) and _has_tensors(value):
+            value, inner = _unwrap(value, level)
+            dim = tuple(inner)
+        plain.append(value)
+        dims.append(dim)
+    return plain, dims
+
+
+def _has_tensors(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in values)
+
+
+def _are_shared(dims: Iterable[Any]) -> bool:
+    for dim in dims:
+        if dim is not None and (not isinstance(dim, tuple) or not _are_shared(dim)):
+            return False
+    return True
+
+
+def _wrap(output: Any, dim: int | None, level: int) -> Any:
+    return output if dim is None or not isinstance(output, Tensor) else add_batch_dim(output, dim, level)

@@ -1,0 +1,33 @@
+"""Packed sequences, whose lengths all members share. Dimension letters as in :mod:`hfta_func.rules.recurrent`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hfta_func._errors import TraceError
+
+
+def padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For each place ``[TN]`` the packed row that it shows, for each row ``[R]`` its place, and which places are used.
+
+    Computed from the tensor, never by looking at it, so that graphs hold for every packing of the same shapes.
+    """
+    steps = torch.arange(batch_sizes.shape[0])
+    ends = batch_sizes.cumsum(0)
+    starts, sample = ends - batch_sizes, torch.arange(batch)
+    sources = (starts.unsqueeze(1) + sample).clamp(max=rows - 1).flatten()
+    row = torch.arange(rows)
+    step = torch.searchsorted(ends, row, right=True)
+    places = row + (steps * batch - starts).index_select(0, step)
+    mask = (sample < batch_sizes.unsqueeze(1))[None, :, :, None]
+    return sources.to(device), places.to(device), mask.to(device)
+
+
+def refuse_own(dim: int | None, what: str) -> None:
+    """Raise a TraceError if each member has its own ``what``."""
+    if dim is not None:
+        raise TraceError(
+            f"each member has its own {what} of packed sequences, but the members run as one and a packed sequence has a "
+            f"shape that depends on them; pack with lengths that all members share, or pad and mask"
+        )

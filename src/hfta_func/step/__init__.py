@@ -1,0 +1,1 @@
+"""One step of an array: training and evaluation."""

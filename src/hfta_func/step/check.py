@@ -1,0 +1,50 @@
+"""Whether a state and a batch belong to a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hfta_func._errors import StateError
+from hfta_func._tree import difference
+from hfta_func._types import Tree
+from hfta_func.models.stack import Shapes, check_state
+from hfta_func.optim import GradientTransformation
+from hfta_func.step.batch import check_batch
+from hfta_func.step.options import Options
+from hfta_func.step.state import TrainState
+
+
+class Check:
+    """``check(state, batch)`` raises unless both fit the step; see :meth:`TrainStep.__call__`."""
+
+    def __init__(self, shapes: Shapes, trainable: frozenset[str], optimizer: GradientTransformation, options: Options):
+        self._shapes = shapes
+        self._trainable = trainable
+        self._optimizer = optimizer
+        self._options = options
+        self._expected: Any = None
+
+    def __call__(self, state: TrainState, batch: Tree) -> None:
+        """Raise a StateError or a BatchError that names what does not fit."""
+        if not isinstance(state, TrainState):
+            raise StateError(f"expected a TrainState but got {type(state).__qualname__}; make one with step.init(...)")
+        check_state((state.params, state.buffers), self._shapes)
+        # A graph is compiled for the structure of its inputs, so the compiler checks it by itself.
+        if not torch.compiler.is_compiling():
+            self._check_opt_state(state)
+        check_batch(self._options.batch_dims, batch, state.keys.shape[0])
+
+    def _check_opt_state(self, state: TrainState) -> None:
+        if bool(state.loss_scale) != (self._options.scaling is not None):
+            has, needs = ("a", "none") if state.loss_scale else ("no", "one")
+            raise StateError(
+                f"the state has {has} loss scale but this step needs {needs}; make a state with step.init(...)"
+            )
+        if self._expected is None:
+            trained = {path: param.to("meta") for path, param in state.params.items() if path in self._trainable}
+            self._expected = self._optimizer.init(trained)
+        found = difference(state.opt_state, self._expected, "state.opt_state", "the state", "this step's optimizer")
+        if found is not None:
+            raise StateError(f"the state belongs to another optimizer: {found}; make a state with step.init(...)")

@@ -1,0 +1,89 @@
+"""Runs the members of an array in groups, of a given size or of the one that is fastest."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hfta_func._torch import inside_transform
+from hfta_func._tree import leaves, tree_map
+from hfta_func._types import Tree
+from hfta_func.step.batch import slice_batch
+
+_ROUNDS = 3
+
+Run = Callable[[Any, Tree], Any]
+"""``run(members, batch) -> results``, trees whose leaves are ``[M, ...]`` for any number of members."""
+
+
+class Chunks:
+    """``chunks(run, members, batch)`` is ``run(members, batch)``, computed in groups of members.
+
+    Args:
+        size: Members per group; None is all of them; ``"auto"`` times 1, 2, 4, ... and all of them, once for every
+            shape of batch, and keeps the fastest.
+        batch_dims: Which parts of a batch have a model axis.
+    """
+
+    def __init__(self, size: int | Literal["auto"] | None, batch_dims: Tree):
+        self.size = size
+        self.batch_dims = batch_dims
+        self.sizes: dict[Any, int] = {}
+        """What ``"auto"`` has found for each shape of batch."""
+
+    def __call__(self, run: Run, members: tuple[Any, ...], batch: Tree) -> Any:
+        """The results of all members."""
+        count = leaves(members)[0].shape[0]
+        size = self.size or count if not isinstance(self.size, str) else self._fastest(run, members, batch, count)
+        return self._grouped(run, members, batch, count, size)
+
+    def _grouped(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int, size: int) -> Any:
+        if size >= count:
+            return run(members, batch)
+        pieces = []
+        for start in range(0, count, size):
+            stop = start + size
+            part = tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
+            pieces.append(run(part, slice_batch(self.batch_dims, batch, start, stop)))
+        return tree_map(lambda *parts: torch.cat(parts), *pieces)
+
+    def _fastest(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int) -> int:
+        """All members where nothing can be timed: while a compiler traces, inside transforms, and on devices that run later
+        than they are asked, such as XLA.
+        """
+        device = leaves(members)[0].device
+        if torch.compiler.is_compiling() or inside_transform() or device.type == "xla":
+            return count
+        tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
+        key = (count, device, *((leaf.shape, leaf.dtype) for leaf in tensors))
+        if key not in self.sizes:
+            grouped = functools.partial(self._grouped, run, members, batch, count)
+            self.sizes[key] = fastest(grouped, count, device)
+        return self.sizes[key]
+
+
+def fastest(run: Callable[[int], object], count: int, device: torch.device) -> int:
+    """The number of members per group, of 1, 2, 4, ... and all ``count``, whose ``run(size)`` takes the least time."""
+    sizes = [1 << power for power in range(count.bit_length()) if 1 << power < count] + [count]
+    best = dict.fromkeys(sizes, float("inf"))
+    # Sizes take turns, so that a disturbance does not fall on one of them alone; the first round warms up.
+    for turn in range(_ROUNDS + 1):
+        for size in sizes:
+            start = now(device)
+            run(size)
+            elapsed = now(device) - start
+            if turn:
+                best[size] = min(best[size], elapsed)
+    return min(sizes, key=best.__getitem__)
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was asked."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,130 @@
+"""Losses and gradients of all members at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func import random
+from hfta_func._errors import LossError, StateError
+from hfta_func._torch import can_look, inside_transform, writes
+from hfta_func._tree import tree_map
+from hfta_func._types import Params, Tree
+from hfta_func.models.functional import bind
+from hfta_func.rules.vmap import vmap_routed
+from hfta_func.step import amp
+from hfta_func.step.chunks import Chunks
+from hfta_func.step.loss import check_result, num_positional
+from hfta_func.step.options import Options
+from hfta_func.step.state import TrainState
+
+
+class Found(NamedTuple):
+    """What a step computes of every member before anything is changed.
+
+    Args:
+        params: The trained parameters that the gradients belong to, where the update starts from.
+        grads: Their gradients.
+        losses: ``[M]``.
+        metrics: What the loss function reports.
+        buffers: The buffers after the forward pass.
+    """
+
+    params: Params
+    grads: Params
+    losses: Tensor
+    metrics: Params
+    buffers: Params
+
+
+class Gradients:
+    """``gradients(state, batch) -> Found``; writes nothing that the caller holds."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], trainable: frozenset[str], options: Options):
+        self.takes_hparams = num_positional(loss_fn) >= 3
+        # A look-up table with max_norm rescales rows in place before it reads them: in a copy, where the update starts from.
+        self.rewrites_params = any(getattr(module, "max_norm", None) is not None for module in model.modules())
+        self.chunks = Chunks(options.chunk_size, options.batch_dims)
+        self._loss = bind(model, loss_fn, options.checkpoint)
+        self._trainable = trainable
+        self._options = options
+        self._tried = False
+
+    def __call__(self, state: TrainState, batch: Tree) -> Found:
+        """Losses, gradients, metrics and buffers of every member."""
+        params = state.params
+        if self.rewrites_params:
+            params = {path: param.clone() for path, param in params.items()}
+        trained = {path: param for path, param in params.items() if path in self._trainable}
+        frozen = {path: param for path, param in params.items() if path not in self._trainable}
+        keys = random.fold_in(state.keys, state.step)
+        scale = () if self._options.scaling is None else state.loss_scale.scale
+        members = (keys, trained, frozen, state.buffers, state.hparams, scale)
+        grads, losses, metrics, buffers = self.chunks(self._run, members, batch)
+        if self._options.scaling is not None:
+            grads = amp.unscaled(grads, state.loss_scale.scale)
+        return Found(trained, grads, losses, metrics, buffers)
+
+    def _run(self, members: tuple[Tensor, Params, Params, Params, Params, Any], batch: Tree) -> Any:
+        keys, trained, frozen, buffers, hparams, scale = members
+        # A model may write its input, as ReLU(inplace=True) does in a first layer; the batch is the caller's.
+        batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        run = vmap_routed(self._member, in_dims=(0, 0, 0, 0, 0, self._options.batch_dims))
+
+        def total(trained: Params) -> tuple[Tensor, Any]:
+            with autocasting(keys.device, self._options.autocast):
+                losses, metrics, new_buffers = run(trained, frozen, buffers, keys, hparams, batch)
+            # Members are independent, so the gradient of the sum holds each member's own gradient.
+            scaled = losses if self._options.scaling is None else losses * scale
+            return scaled.sum(), (losses, metrics, new_buffers)
+
+        # The compiler must not see the flag, or it would compile again when an eager call has set it.
+        if not torch.compiler.is_compiling() and not self._tried:
+            # Once, so that a model that writes them is found out before it has changed the caller's.
+            frozen = {path: param.clone() for path, param in frozen.items()}
+        before = {path: writes(param) for path, param in frozen.items()} if can_look(keys) else {}
+        grads, aux = grad_and_aux(trained, total)
+        for path, count in before.items():
+            if writes(frozen[path]) != count:
+                raise StateError(
+                    f"the model writes '{path}' in place, a parameter that does not require grad; make it a "
+                    f"buffer, which a step returns anew"
+                )
+        if not torch.compiler.is_compiling():
+            self._tried = True
+        return grads, *aux
+
+    def _member(
+        self, trained: Params, frozen: Params, buffers: Params, key: Tensor, hparams: Params, batch: Tree
+    ) -> tuple[Tensor, Params, Params]:
+        args = (batch, hparams) if self.takes_hparams else (batch,)
+        result, buffers = self._loss({**trained, **frozen}, buffers, *args, key=key)
+        return *check_result(result), buffers
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to ``dtype``, or nothing; tensors of one member are not cached, as they do not outlive ``vmap``."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+def grad_and_aux(params: Params, func: Callable[[Params], tuple[Tensor, Any]]) -> tuple[Params, Any]:
+    """Gradient of the first result, and the second result.
+
+    The gradient is taken outside ``vmap``, so that the backward pass is autograd's own on the lowered operators. Eagerly
+    that is plain autograd, which is faster than ``torch.func.grad``; compiler and outer transforms know only the latter.
+    """
+    if torch.compiler.is_compiling() or inside_transform():
+        return torch.func.grad(func, has_aux=True)(params)
+    leaves = {path: param.detach().requires_grad_() for path, param in params.items()}
+    with torch.enable_grad():
+        value, aux = func(leaves)
+    if not value.requires_grad:
+        raise LossError("the loss does not depend on any parameter that requires grad; return what model(...) computed")
+    grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True)), tree_map(torch.Tensor.detach, aux)

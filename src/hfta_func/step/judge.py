@@ -1,0 +1,50 @@
+"""Which members are updated, what becomes of their loss scales, and what a step reports."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._torch import can_look
+from hfta_func._types import Tree
+from hfta_func.step.failures import Failure, diagnose, refuse
+from hfta_func.step.gradients import Found
+from hfta_func.step.options import Options
+from hfta_func.step.state import TrainState
+
+
+class Verdict(NamedTuple):
+    """What a step decides about every member.
+
+    Args:
+        keep: ``bool[M]``, members that are updated; None is known to be all of them.
+        active: ``bool[M]``, members that take part in the next step.
+        loss_scale: The next loss scales.
+        report: The metrics that every step has.
+    """
+
+    keep: Tensor | None
+    active: Tensor
+    loss_scale: Tree
+    report: dict[str, Tensor]
+
+
+def judge(state: TrainState, found: Found, options: Options) -> Verdict:
+    """Decide from losses and gradients; raises a NonFiniteError with ``nonfinite="raise"`` if a member has failed."""
+    # Codes are compared as plain numbers: compilers do not know an enum's members for such.
+    failure = diagnose(found.losses, found.grads.values())
+    report = {"loss": found.losses, "finite": failure == int(Failure.NONE), "failure": failure}
+    scaling, loss_scale, active = options.scaling, state.loss_scale, state.active
+    if scaling is not None:
+        report["loss_scale"] = loss_scale.scale.clone()
+        overflow = scaling.overflowed(loss_scale, failure == int(Failure.GRADIENT))
+        report["failure"] = failure = torch.where(overflow, int(Failure.OVERFLOW), failure)
+        loss_scale = scaling.update(loss_scale, overflow, active)
+    if options.nonfinite == "raise":
+        failure = refuse(torch.where(active, failure, 0), state.step)
+    keep = active & (failure == int(Failure.NONE))
+    if options.nonfinite == "freeze":
+        active = active & ((failure == int(Failure.NONE)) | (failure == int(Failure.OVERFLOW)))
+    return Verdict(None if can_look(keep) and bool(keep.all()) else keep, active, loss_scale, report)

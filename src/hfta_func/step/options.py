@@ -1,0 +1,51 @@
+"""How a step runs: the options of training and evaluation, checked in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from hfta_func._types import PerModel, Tree
+from hfta_func.step.amp import LossScale
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Options:
+    """The options of a step, as :func:`make_train_step` describes them; evaluation uses the first three.
+
+    Raises:
+        ValueError: if one has an invalid value.
+    """
+
+    batch_dims: Tree = 0
+    chunk_size: int | Literal["auto"] | None = None
+    autocast: torch.dtype | None = None
+    loss_scale: LossScale | PerModel | None = None
+    stochastic_rounding: bool = False
+    nonfinite: Literal["skip", "freeze", "raise"] = "skip"
+    checkpoint: bool | Sequence[str] = False
+    donate: bool = False
+
+    def __post_init__(self) -> None:
+        size: Any = self.chunk_size
+        if not (size is None or size == "auto" or (isinstance(size, int) and size >= 1)):
+            raise ValueError(f"chunk_size is {size!r}; pass at least 1, 'auto', or None for all members at once")
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"autocast is {self.autocast!r}; pass torch.bfloat16, torch.float16, or None")
+        if self.nonfinite not in ("skip", "freeze", "raise"):
+            raise ValueError(f"nonfinite is {self.nonfinite!r}; pass 'skip', 'freeze' or 'raise'")
+        scale = self.loss_scale
+        if scale is None and self.autocast == torch.float16:
+            scale = LossScale()
+        elif scale is not None and not isinstance(scale, LossScale):
+            scale = LossScale(scale, backoff_factor=1.0, growth_factor=1.0)
+        object.__setattr__(self, "loss_scale", scale)
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """The loss scale, where there is one."""
+        assert self.loss_scale is None or isinstance(self.loss_scale, LossScale)
+        return self.loss_scale

@@ -1,0 +1,189 @@
+"""The training step of an array: one state in, one state out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func import random
+from hfta_func._errors import HyperparameterError, LossError
+from hfta_func._tree import num_models
+from hfta_func._types import Params, PerModel, Tree
+from hfta_func.models.stack import check_state, shapes
+from hfta_func.optim._base import GradientTransformation, per_member
+from hfta_func.step import amp
+from hfta_func.step.allocator import keep_memory_once
+from hfta_func.step.amp import LossScale
+from hfta_func.step.check import Check
+from hfta_func.step.commit import commit
+from hfta_func.step.gradients import Gradients
+from hfta_func.step.judge import judge
+from hfta_func.step.options import Options
+from hfta_func.step.state import TrainState
+from hfta_func.step.update import choose
+
+
+def make_train_step(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: GradientTransformation,
+    *,
+    batch_dims: Tree = 0,
+    chunk_size: int | Literal["auto"] | None = None,
+    autocast: torch.dtype | None = None,
+    loss_scale: LossScale | PerModel | None = None,
+    stochastic_rounding: bool = False,
+    nonfinite: Literal["skip", "freeze", "raise"] = "skip",
+    checkpoint: bool | Sequence[str] = False,
+    donate: bool = False,
+) -> TrainStep:
+    """A training step for arrays of ``model``.
+
+    Args:
+        model: Any module of the architecture. Its code, settings, train mode and ``requires_grad`` are copied: parameters
+            that do not require grad travel with the array and are not updated.
+        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, hparams)``, the ordinary loss of ONE model: returns
+            a scalar, or a scalar and a dict of tensors to report. ``model`` is a module holding one member's tensors,
+            ``batch`` is that member's batch, ``hparams`` its own numbers. Random calls draw from the member's key.
+        optimizer: For example ``adam(lr=[1e-3, 1e-2])``.
+        batch_dims: 0 if every leaf of a batch is ``[M, N, ...]``, None if the members share one batch ``[N, ...]``,
+            or a tree of both in the batch's own structure.
+        chunk_size: Members that run together; None is all of them; 1 is one after another, plainly: they may look at values.
+            ``"auto"`` times 1, 2, 4, ... and all at the first step of a shape, and keeps the fastest; compiled, it is all.
+        autocast: Run the forward pass in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does. Parameters
+            and updates keep their own precision.
+        loss_scale: A :class:`LossScale`, or a number or one number per member for scales that stay. Without one, float16
+            gets ``LossScale()``; 1.0 is none.
+        stochastic_rounding: Update parameters that are bfloat16 in float32, the optimizer's state included, and round them
+            up or down at random by the member's key, so that updates too small for bfloat16 count on average.
+        nonfinite: What becomes of a member whose loss or gradient is not finite: ``"skip"`` leaves out this update,
+            ``"freeze"`` makes the member inactive, ``"raise"`` raises, which waits for the device at every step. A member
+            whose gradient overflows under its loss scale is skipped in all cases.
+        checkpoint: Paths of submodules that keep only their inputs and run again in the backward pass: less memory for
+            more time. True is the blocks: elements of ``nn.Sequential`` and ``nn.ModuleList`` that have children, else
+            the model's children that have children, else the model. Compiled, on XLA, or inside a ``torch.func``
+            gradient, they run once: a compiler plans memory itself.
+        donate: Write the new state into the tensors of the old one, which the caller gives up: no second copy of
+            parameters and optimizer state, and addresses that stay, as CUDA graphs want them.
+
+    Returns:
+        A :class:`TrainStep`; ``torch.compile(step)`` works.
+
+    Raises:
+        LossError: if no parameter of the model requires grad.
+        ValueError: if ``checkpoint`` names a submodule that there is not, or another argument is none of its choices.
+
+    Example:
+        >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
+        >>> def loss_fn(model, batch):
+        ...     inputs, targets = batch
+        ...     return torch.nn.functional.mse_loss(model(inputs), targets)
+        >>> step = make_train_step(models[0], loss_fn, sgd(lr=[0.1, 0.01, 0.001]), batch_dims=None)
+        >>> state = step.init(*stack_params(models), seeds=[0, 1, 2])
+        >>> state, metrics = step(state, (torch.randn(8, 4), torch.randn(8, 1)))
+        >>> metrics["loss"].shape
+        torch.Size([3])
+    """
+    options = Options(batch_dims, chunk_size, autocast, loss_scale, stochastic_rounding, nonfinite, checkpoint, donate)
+    return TrainStep(model, loss_fn, optimizer, options)
+
+
+class TrainStep:
+    """``step(state, batch) -> (state, metrics)``, a pure function; made by :func:`make_train_step`."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: GradientTransformation, options: Options
+    ):
+        parameters = dict(model.named_parameters())
+        if options.stochastic_rounding and all(param.dtype != torch.bfloat16 for param in parameters.values()):
+            raise ValueError("stochastic_rounding is for bfloat16 parameters, and this model has none; leave it out")
+        self.trainable = frozenset(path for path, param in parameters.items() if param.requires_grad)
+        if not self.trainable:
+            raise LossError("no parameter of the model requires grad, so there is nothing to train")
+        self.optimizer = optimizer
+        self.options = options
+        self._shapes = shapes(model)
+        self._check = Check(self._shapes, self.trainable, optimizer, options)
+        self._gradients = Gradients(model, loss_fn, self.trainable, options)
+        self._update = choose(options, self._gradients.rewrites_params)
+
+    @property
+    def batch_dims(self) -> Tree:
+        """Which parts of a batch have a model axis."""
+        return self.options.batch_dims
+
+    @torch.no_grad()
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
+        """One step of every active member.
+
+        A member whose loss or gradient is not finite keeps its parameters, buffers and optimizer state, and
+        ``metrics["failure"]`` tells why. Inactive members keep everything.
+
+        Returns:
+            The new state, and the metrics: ``loss``; ``finite``, whether loss and gradient are; ``failure``, a
+            :class:`Failure`; ``loss_scale`` where there is one; and what the loss function reports. Each is ``[M, ...]``.
+
+        Raises:
+            StateError: if the state is not of this model and optimizer.
+            BatchError: if a leaf has no model axis where ``batch_dims`` says 0.
+            LossError: if a loss is not a floating-point scalar.
+            NonFiniteError: with ``nonfinite="raise"``, if a member fails.
+        """
+        self._check(state, batch)
+        found = self._gradients(state, batch)
+        verdict = judge(state, found, self.options)
+        update = self._update(self.optimizer, state, found)
+        return commit(state, found, verdict, update, self.options), {**verdict.report, **found.metrics}
+
+    def init(
+        self,
+        params: Params,
+        buffers: Params | None = None,
+        *,
+        seeds: Sequence[int] | Tensor,
+        hparams: Mapping[str, Any] | None = None,
+    ) -> TrainState:
+        """The state before the first step.
+
+        Args:
+            params: Stacked parameters ``[M, ...]``, as :func:`stack_params` makes them; used as they are, never written.
+            buffers: Stacked buffers.
+            seeds: One integer per member; all of a member's noise comes from its seed.
+            hparams: What ``loss_fn`` gets as its third argument: by name, a number or one number per member.
+
+        Raises:
+            StateError: if params or buffers are not those of the model.
+            HyperparameterError: if seeds, ``hparams`` or the optimizer's hyperparameters have another length than M.
+        """
+        buffers = dict(buffers or {})
+        count = num_models((params, buffers))
+        check_state((params, buffers), self._shapes)
+        keys = random.keys(seeds, device=next(iter(params.values())).device)
+        if keys.shape != (count,):
+            raise HyperparameterError(
+                f"got {keys.numel()} seeds but the array has {count} models; give one integer per model"
+            )
+        if hparams and not self._gradients.takes_hparams:
+            raise HyperparameterError(
+                f"hparams {sorted(hparams)} would not be used: the loss function takes only (model, batch); give it a "
+                f"third argument"
+            )
+        if keys.device.type == "cpu":
+            keep_memory_once()
+        trained = {path: param for path, param in params.items() if path in self.trainable}
+        dtype, scaling = next(iter(trained.values())).dtype, self.options.scaling
+        return TrainState(
+            params=dict(params),
+            buffers=buffers,
+            opt_state=self.optimizer.init(amp.widen(trained) if self.options.stochastic_rounding else trained),
+            keys=keys,
+            step=torch.zeros(count, dtype=torch.int64, device=keys.device),
+            hparams={
+                name: per_member(name, value, count, keys.device).to(dtype) for name, value in (hparams or {}).items()
+            },
+            active=torch.ones(count, dtype=torch.bool, device=keys.device),
+            loss_scale=() if scaling is None else scaling.init(count, keys.device),
+        )
