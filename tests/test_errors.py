@@ -514,7 +514,7 @@ def test_hyperparameters_that_the_loss_does_not_take():
     step = hfta.make_train_step(nn.Linear(4, 2), square, hfta.sgd())
     stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
     with refused(
-        hfta.HyperparameterError, "hparams ['smoothing'] have no use", "give it a third argument", spared=stacked
+        hfta.HyperparameterError, "hparams ['smoothing'] would not be used", "give it a third argument", spared=stacked
     ):
         step.init(*stacked, seeds=[2, 0, 1], hparams={"smoothing": 0.1})
 
@@ -855,14 +855,14 @@ def test_evaluating_the_state_of_another_model():
 def test_state_of_another_optimizer():
     step, _ = linear_step()
     batch = torch.randn(3, 8, 4)
-    for optimizer, held in (
-        (hfta.adam(lr=0.1), "AdamState"),
-        (hfta.sgd(lr=0.1, momentum=0.9), "momentum"),
-        (hfta.sgd(lr=schedules.step_lr(0.1, 5)), "step_size"),
-        (hfta.chain(hfta.optim.clip_grad_norm(1.0), hfta.sgd(lr=0.1)), "KnobState"),
+    for optimizer, *held in (
+        (hfta.adam(lr=0.1), "state.opt_state is a AdamState in the state but a SGDState"),
+        (hfta.sgd(lr=0.1, momentum=0.9), "state.opt_state.hyperparams has 'momentum' in the state", "has none"),
+        (hfta.sgd(lr=schedules.step_lr(0.1, 5)), "state.opt_state.hyperparams['lr'] is a dict", "but a tensor"),
+        (hfta.chain(hfta.optim.clip_grad_norm(1.0), hfta.sgd(lr=0.1)), "state.opt_state is a tuple", "SGDState"),
     ):
         _, other = linear_step(optimizer=optimizer)
-        fragments = ["belongs to another optimizer", held, "SGDState", "step.init"]
+        fragments = ["belongs to another optimizer", *held, "step.init"]
         with refused(hfta.StateError, *fragments, spared=(other, batch)):
             step(other, batch)
 

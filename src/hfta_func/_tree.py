@@ -163,22 +163,32 @@ def write(old: Tree, new: Tree, keep: Tensor | None = None) -> None:
 
 
 def difference(tree: Tree, other: Tree, name: str, owner: str, other_owner: str) -> str | None:
-    """How the structures of two trees differ, as the first leaf that only one of them has; None if they do not.
+    """Where the structures of two trees first differ, in one sentence; None if they do not.
 
     Args:
         tree: One tree.
         other: Another one.
-        name: What leads to both in Python.
-        owner: Whose the first one is.
-        other_owner: Whose the other one is.
+        name: How both are reached in Python.
+        owner: Who has the first one.
+        other_owner: Who has the other one.
     """
-    structure, other_structure = optree.tree_structure(tree), optree.tree_structure(other)
-    if structure == other_structure:
+    mine, theirs = optree.tree_structure(tree), optree.tree_structure(other)
+    if mine == theirs:
         return None
-    mine, theirs = paths(tree, name), paths(other, name)
-    for here, there, found, missing in ((mine, theirs, owner, other_owner), (theirs, mine, other_owner, owner)):
-        known = set(there)
-        for path in here:
-            if path not in known:
-                return f"{found} has {path} but {missing} has not"
-    return f"{name} is a {structure.type} in {owner} but a {other_structure.type} in {other_owner}"
+    if mine.type is not theirs.type:
+        kinds = ["tensor" if spec.type is None else spec.type.__qualname__ for spec in (mine, theirs)]
+        return f"{name} is a {kinds[0]} in {owner} but a {kinds[1]} in {other_owner}"
+    children, _, keys, _ = optree.tree_flatten_one_level(tree)
+    other_children, _, other_keys, _ = optree.tree_flatten_one_level(other)
+    if keys != other_keys:
+        extra, missing = (
+            ", ".join(repr(key) for key in a if key not in b) or "none"
+            for a, b in ((keys, other_keys), (other_keys, keys))
+        )
+        return f"{name} has {extra} in {owner} where {other_owner} has {missing}"
+    fields = getattr(mine.type, "_fields", None)
+    for position, (key, a, b) in enumerate(zip(keys, children, other_children, strict=True)):
+        path = f"{name}.{fields[position]}" if fields else f"{name}[{key!r}]"
+        if (found := difference(a, b, path, owner, other_owner)) is not None:
+            return found
+    return None

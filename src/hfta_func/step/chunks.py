@@ -18,7 +18,7 @@ from hfta_func.step.batch import slice_batch
 _ROUNDS = 3
 
 Run = Callable[[Any, Tree], Any]
-"""``run(members, batch) -> results``, trees whose leaves are ``[M, ...]`` for any number of members."""
+"""``run(members, batch) -> results``, trees whose leaves are ``[M, ...]`` for any M; the first of ``members`` is their keys."""
 
 
 class Chunks:
@@ -38,7 +38,7 @@ class Chunks:
 
     def __call__(self, run: Run, members: tuple[Any, ...], batch: Tree) -> Any:
         """The results of all members."""
-        count = leaves(members)[0].shape[0]
+        count = members[0].shape[0]
         size = self.size or count if not isinstance(self.size, str) else self._fastest(run, members, batch, count)
         return self._grouped(run, members, batch, count, size)
 
@@ -56,7 +56,7 @@ class Chunks:
         """All members where nothing can be timed: while a compiler traces, inside transforms, and on devices that run later
         than they are asked, such as XLA.
         """
-        device = leaves(members)[0].device
+        device = members[0].device
         if torch.compiler.is_compiling() or inside_transform() or device.type == "xla":
             return count
         tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))

@@ -32,11 +32,11 @@ class Options:
     def __post_init__(self) -> None:
         size: Any = self.chunk_size
         if not (size is None or size == "auto" or (isinstance(size, int) and size >= 1)):
-            raise ValueError(f"chunk_size is {size!r}; pass at least 1, 'auto', or None for all members at once")
+            raise ValueError(f"chunk_size is {size!r}; it must be at least 1, 'auto', or None for all members at once")
         if self.autocast not in (None, torch.bfloat16, torch.float16):
-            raise ValueError(f"autocast is {self.autocast!r}; pass torch.bfloat16, torch.float16, or None")
+            raise ValueError(f"autocast is {self.autocast!r}; it must be torch.bfloat16, torch.float16, or None")
         if self.nonfinite not in ("skip", "freeze", "raise"):
-            raise ValueError(f"nonfinite is {self.nonfinite!r}; pass 'skip', 'freeze' or 'raise'")
+            raise ValueError(f"nonfinite is {self.nonfinite!r}; it must be 'skip', 'freeze' or 'raise'")
         scale = self.loss_scale
         if scale is None and self.autocast == torch.float16:
             scale = LossScale()
