@@ -193,7 +193,7 @@ def test_states_with_and_without_a_scale_do_not_mix() -> None:
     (batch,) = _batches(1)
     with pytest.raises(hfta.StateError, match=r"the state has no loss scale but this step needs one"):
         scaled(state, batch)
-    with pytest.raises(hfta.StateError, match=r"the state has a loss scale but this step uses none"):
+    with pytest.raises(hfta.StateError, match=r"the state has a loss scale but this step needs none"):
         plain(other, batch)
 
 
