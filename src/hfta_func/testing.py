@@ -12,7 +12,7 @@ import torch
 
 from hfta_func._tree import leaves, num_models, paths, take, tree_map
 from hfta_func._types import Tree
-from hfta_func.step.batch import slice_batch
+from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 
@@ -60,7 +60,7 @@ def assert_matches_solo(
     for member in range(num_models(state)) if members is None else members:
         solo = take(state, [member])
         for batch in batches:
-            solo, _ = step(solo, slice_batch(step.batch_dims, batch, member, member + 1))
+            solo, _ = step(solo, take_batch(step.batch_dims, batch, slice(member, member + 1)))
         for path, mine, alone in zip(paths(solo, "state"), leaves(take(after, [member])), leaves(solo), strict=True):
             difference = _difference(mine, alone)
             assert difference <= rtol, (

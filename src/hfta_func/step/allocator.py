@@ -1,10 +1,7 @@
-"""Keep large CPU blocks in the process instead of handing them back at every free.
-
-Public: :func:`keep_memory`.
+"""Keep large CPU blocks in the process instead of returning them to the system at every free.
 
 glibc returns blocks above 32 MB to the operating system when they are freed. A stacked tensor is M times as large as one
-model's and so is often above that size, and then every step pays for faulting in its pages anew: on wide models that
-costs more than the arithmetic.
+model's, so it often exceeds that size, and then every step pays for page faults: on wide models more than for arithmetic.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ _decided = False
 def keep_memory(enabled: bool = True) -> bool:
     """Set up glibc's allocator for array training; the first ``step.init`` on a CPU does so unless this was called before.
 
-    The process keeps its peak memory until it ends. ``keep_memory(False)`` keeps or restores glibc's defaults; call it
-    before that to opt out.
+    The process then keeps its peak memory until it ends. To opt out, call ``keep_memory(False)`` first; it keeps or restores
+    glibc's defaults.
 
     Returns:
         Whether the allocator was set up; always False where the C library is not glibc.
@@ -45,6 +42,6 @@ def keep_memory(enabled: bool = True) -> bool:
 
 
 def keep_memory_once() -> None:
-    """What a step does when it makes its first state on a CPU."""
+    """Set up the allocator unless :func:`keep_memory` was called before."""
     if not _decided:
         keep_memory()

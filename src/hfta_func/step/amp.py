@@ -1,7 +1,4 @@
-"""Mixed precision: a loss scale for every member, and parameters in bfloat16.
-
-Public: :class:`LossScale`. Autocast itself is an argument of the training step.
-"""
+"""Mixed precision: a loss scale for every member, and parameters in bfloat16."""
 
 from __future__ import annotations
 
@@ -28,17 +25,17 @@ class LossScaleState(NamedTuple):
 
 
 class LossScale:
-    """What each member's loss is multiplied by before the backward pass, as ``torch.amp.GradScaler`` adapts it.
+    """A factor for each member's loss that keeps small float16 gradients from vanishing, adapted as in ``GradScaler``.
 
-    Small gradients would vanish in float16. A member whose gradient overflows is not updated and its scale is multiplied
-    by ``backoff_factor``; after ``growth_interval`` updates in a row it is multiplied by ``growth_factor``. Unlike
-    GradScaler, members do not share a scale, and one whose gradient is not finite at a scale of 1 has failed.
+    When a member's gradient overflows, the member is not updated and its scale is multiplied by ``backoff_factor``; after
+    ``growth_interval`` updates in a row it is multiplied by ``growth_factor``. Unlike in ``torch.amp.GradScaler`` every
+    member has its own scale, and a member whose gradient is not finite at a scale of 1 counts as failed.
 
     Args:
-        init_scale: Where it starts.
+        init_scale: Initial scale.
         growth_factor: At least 1.
-        backoff_factor: Below 1, or 1 for a scale that stays.
-        growth_interval: Updates, at least 1.
+        backoff_factor: At most 1; 1 never lowers the scale.
+        growth_interval: Number of updates, at least 1.
 
     Example:
         >>> scale = LossScale(init_scale=[4.0, 8.0])
@@ -70,16 +67,16 @@ class LossScale:
         )
 
     def overflowed(self, state: LossScaleState, gradient_failed: Tensor) -> Tensor:
-        """Members whose scale is to blame: those that have one above 1, and that may be lowered."""
+        """Members whose gradient failed because of the scale: it is above 1 and may be lowered."""
         return gradient_failed & (state.scale > 1) & (state.hyperparams["backoff_factor"] < 1)
 
     def update(self, state: LossScaleState, overflow: Tensor, active: Tensor) -> LossScaleState:
-        """The next scales; ``active`` are members that took part, all ``bool[M]``."""
+        """The next scales; ``overflow`` and ``active`` are ``bool[M]``, and inactive members keep theirs."""
         knobs, streak = state.hyperparams, torch.where(overflow, 0, state.growth_tracker + 1)
         grow = streak >= knobs["growth_interval"]
         factor = torch.where(overflow, knobs["backoff_factor"], torch.where(grow, knobs["growth_factor"], 1.0))
         scale = (state.scale * factor).float()
-        # Beyond the largest number a scale stays.
+        # A scale that would grow beyond the largest float32 stays.
         scale = torch.where(scale.isfinite(), scale, state.scale)
         streak = torch.where(grow, 0, streak)
         return LossScaleState(
@@ -88,18 +85,18 @@ class LossScale:
 
 
 def widen(params: Params) -> Params:
-    """Those in bfloat16 as float32."""
+    """The parameters, with bfloat16 converted to float32."""
     return {path: param.float() if param.dtype == torch.bfloat16 else param for path, param in params.items()}
 
 
 def round_stochastically(keys: Tensor, step: Tensor, wide: Params, params: Params) -> Params:
-    """Float32 leaves as bfloat16 where ``params`` are, up or down so that the expected value is the value itself.
+    """Round float32 leaves to the bfloat16 of ``params``, up or down at random so that the expected value is exact.
 
     Args:
         keys: The members' seeds.
         step: The members' steps.
-        wide: Leaves ``[M, ...]``.
-        params: Their types.
+        wide: The leaves ``[M, ...]``.
+        params: Leaves of the types to round to.
 
     References:
         Gupta et al., "Deep learning with limited numerical precision", ICML 2015.
@@ -119,6 +116,6 @@ def round_stochastically(keys: Tensor, step: Tensor, wide: Params, params: Param
 
 
 def unscaled(grads: Params, scale: Tensor) -> Params:
-    """Gradients of scaled losses as those of the losses."""
+    """The gradients of the losses, from those of the scaled losses."""
     inverse = scale.double().reciprocal()
     return {path: grad * per_model(inverse, grad) for path, grad in grads.items()}

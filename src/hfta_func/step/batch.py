@@ -1,4 +1,4 @@
-"""Batches of an array: trees whose leaves have the model axis in front, or are shared by all members."""
+"""Batches: trees whose leaves have a model axis in front, or are shared by all members."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hfta_func._types import Tree
 
 
 def check_batch(dims: Tree, batch: Tree, count: int, path: str = "batch") -> None:
-    """Raise a BatchError unless every leaf has M parts along axis 0 where ``dims`` says 0."""
+    """Raise a BatchError unless every leaf has M parts along axis 0 where ``dims`` is 0."""
     if dims is None:
         return
     if isinstance(batch, Mapping):
         for name, child in batch.items():
             if isinstance(dims, Mapping) and name not in dims:
-                raise BatchError(f"{path} has '{name}' but batch_dims has not; give one entry per part")
+                raise BatchError(f"{path} has '{name}' but batch_dims does not; give one entry per part")
             check_batch(dims[name] if isinstance(dims, Mapping) else dims, child, count, f"{path}['{name}']")
     elif isinstance(batch, (tuple, list)):
         if isinstance(dims, (tuple, list)) and len(dims) != len(batch):
@@ -34,13 +34,8 @@ def check_batch(dims: Tree, batch: Tree, count: int, path: str = "batch") -> Non
         )
 
 
-def slice_batch(dims: Tree, batch: Tree, start: int, stop: int) -> Tree:
-    """Members ``start`` to ``stop`` of a batch."""
-    return take_batch(dims, batch, slice(start, stop))
-
-
 def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
-    """The members of a batch that ``index`` chooses along axis 0, where ``dims`` says 0; the rest is shared."""
+    """The parts of a batch that belong to the members at ``index``, along axis 0 where ``dims`` is 0; the rest is shared."""
     if dims is None:
         return batch
     if isinstance(batch, Mapping):

@@ -13,12 +13,12 @@ from torch import Tensor
 from hfta_func._torch import inside_transform
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
-from hfta_func.step.batch import slice_batch
+from hfta_func.step.batch import take_batch
 
 _ROUNDS = 3
 
 Run = Callable[[Any, Tree], Any]
-"""``run(members, batch) -> results``, trees whose leaves are ``[M, ...]`` for any M; the first of ``members`` is their keys."""
+"""``run(members, batch) -> results``, trees whose leaves are ``[M, ...]`` for any M; ``members`` begins with the keys."""
 
 
 class Chunks:
@@ -49,14 +49,12 @@ class Chunks:
         for start in range(0, count, size):
             stop = start + size
             part = tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
-            pieces.append(run(part, slice_batch(self.batch_dims, batch, start, stop)))
+            pieces.append(run(part, take_batch(self.batch_dims, batch, slice(start, stop))))
         return tree_map(lambda *parts: torch.cat(parts), *pieces)
 
     def _fastest(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int) -> int:
-        """All members where nothing can be timed: while a compiler traces, inside transforms, and on devices that run later
-        than they are asked, such as XLA.
-        """
         device = members[0].device
+        # Where nothing can be timed: while a compiler traces, inside transforms, and on XLA, which executes later.
         if torch.compiler.is_compiling() or inside_transform() or device.type == "xla":
             return count
         tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))

@@ -34,14 +34,14 @@ def make_eval_step(
     Args:
         model: Any module of the architecture.
         metric_fn: ``metric_fn(model, batch)`` of ONE model: returns a tensor, or a dict of tensors.
-        batch_dims: None if the members share one batch ``[N, ...]``, 0 if every leaf is ``[M, N, ...]``, or a tree.
+        batch_dims: None if all members share one batch ``[N, ...]``, 0 if every leaf is ``[M, N, ...]``, or a tree of these.
         chunk_size: Members that run together, as for :func:`make_train_step`.
         autocast: Run in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does.
 
     Returns:
         ``evaluate(state, batch) -> dict[str, Tensor[M, ...]]``, where ``state`` is a :class:`TrainState` or what
-        :func:`stack_params` returns. A single tensor comes back under the name of ``metric_fn``. Random calls draw from
-        the members' keys; without a training state all members draw those of seed 0.
+        :func:`stack_params` returns. A single tensor is reported under the name of ``metric_fn``. Random calls draw from
+        the members' keys, independently of training; without a training state all members draw the noise of seed 0.
 
     Raises:
         ValueError: if an argument has an invalid value.
@@ -72,8 +72,8 @@ class EvalStep:
         """The metrics of every member.
 
         Raises:
-            StateError: if the state is not of this model.
-            BatchError: if a leaf has no model axis where ``batch_dims`` says 0.
+            StateError: if the state does not belong to this model.
+            BatchError: if a leaf has no model axis where ``batch_dims`` is 0.
         """
         count = num_models((state.params, state.buffers))
         check_state((state.params, state.buffers), self._shapes)

@@ -1,7 +1,4 @@
-"""What becomes of a member whose loss or gradient is not finite.
-
-Public: :class:`Failure`.
-"""
+"""Members whose loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class Failure(enum.IntEnum):
     """Why a member was not updated, in ``metrics["failure"]`` of a training step."""
 
     NONE = 0
-    """It was."""
+    """It was updated."""
     LOSS = 1
     """Its loss is NaN or infinite."""
     GRADIENT = 2

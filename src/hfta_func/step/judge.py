@@ -1,4 +1,4 @@
-"""Which members are updated, what becomes of their loss scales, and what a step reports."""
+"""Which members to update, their next loss scales, and what the step reports."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Verdict(NamedTuple):
     """What a step decides about every member.
 
     Args:
-        keep: ``bool[M]``, members that are updated; None is known to be all of them.
-        active: ``bool[M]``, members that take part in the next step.
+        keep: ``bool[M]``, the members to update; None if these are known to be all of them.
+        active: ``bool[M]``, the members that take part in the next step.
         loss_scale: The next loss scales.
         report: The metrics that every step has.
     """

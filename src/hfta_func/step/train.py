@@ -43,38 +43,39 @@ def make_train_step(
     """A training step for arrays of ``model``.
 
     Args:
-        model: Any module of the architecture. Its code, settings, train mode and ``requires_grad`` are copied: parameters
-            that do not require grad travel with the array and are not updated.
-        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, hparams)``, the ordinary loss of ONE model: returns
+        model: Any module of the architecture. Its code, settings, train mode and ``requires_grad`` are copied; parameters
+            that do not require grad are part of the state but are not updated.
+        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, hparams)``, the ordinary loss of ONE model. It returns
             a scalar, or a scalar and a dict of tensors to report. ``model`` is a module holding one member's tensors,
-            ``batch`` is that member's batch, ``hparams`` its own numbers. Random calls draw from the member's key.
+            ``batch`` is that member's batch and ``hparams`` its own numbers. Random calls draw from the member's key.
         optimizer: For example ``adam(lr=[1e-3, 1e-2])``.
-        batch_dims: 0 if every leaf of a batch is ``[M, N, ...]``, None if the members share one batch ``[N, ...]``,
-            or a tree of both in the batch's own structure.
-        chunk_size: Members that run together; None is all of them; 1 is one after another, plainly: they may look at values.
-            ``"auto"`` times 1, 2, 4, ... and all at the first step of a shape, and keeps the fastest; compiled, it is all.
+        batch_dims: 0 if every leaf of a batch is ``[M, N, ...]``, None if all members share one batch ``[N, ...]``,
+            or a tree of these in the batch's own structure.
+        chunk_size: Number of members that run together. None runs all of them at once; 1 runs them sequentially without
+            ``vmap``, so ``.item()`` works. ``"auto"`` times 1, 2, 4, ... and all members at the first step with a new batch
+            shape and keeps the fastest; a compiled step then runs all at once.
         autocast: Run the forward pass in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does. Parameters
             and updates keep their own precision.
-        loss_scale: A :class:`LossScale`, or a number or one number per member for scales that stay. Without one, float16
-            gets ``LossScale()``; 1.0 is none.
-        stochastic_rounding: Update parameters that are bfloat16 in float32, the optimizer's state included, and round them
-            up or down at random by the member's key, so that updates too small for bfloat16 count on average.
-        nonfinite: What becomes of a member whose loss or gradient is not finite: ``"skip"`` leaves out this update,
-            ``"freeze"`` makes the member inactive, ``"raise"`` raises, which waits for the device at every step. A member
-            whose gradient overflows under its loss scale is skipped in all cases.
-        checkpoint: Paths of submodules that keep only their inputs and run again in the backward pass: less memory for
-            more time. True is the blocks: elements of ``nn.Sequential`` and ``nn.ModuleList`` that have children, else
-            the model's children that have children, else the model. Compiled, on XLA, or inside a ``torch.func``
-            gradient, they run once: a compiler plans memory itself.
-        donate: Write the new state into the tensors of the old one, which the caller gives up: no second copy of
-            parameters and optimizer state, and addresses that stay, as CUDA graphs want them.
+        loss_scale: A :class:`LossScale`, or a number, or one number per member, for scales that never change. By default
+            float16 gets ``LossScale()`` and everything else has none.
+        stochastic_rounding: Update bfloat16 parameters in float32, optimizer state included, and round the results up or
+            down at random with the member's key, so that updates too small for bfloat16 still count on average.
+        nonfinite: What happens to a member whose loss or gradient is not finite: ``"skip"`` skips this update,
+            ``"freeze"`` makes the member inactive, ``"raise"`` raises an error, which waits for the device at every step.
+            A gradient that overflows because of the loss scale is always skipped.
+        checkpoint: Paths of submodules that keep only their inputs and run again in the backward pass: less memory, more
+            time. True means the blocks of the model: elements of ``nn.Sequential`` and ``nn.ModuleList`` that have
+            children, else the model's children that have children, else the model itself. When compiled, on XLA, or
+            inside a ``torch.func`` gradient they run only once, because a compiler plans memory itself.
+        donate: Write the new state into the tensors of the old one, which you must not use afterwards. This saves the
+            memory of a second state and keeps addresses fixed, as CUDA graphs require.
 
     Returns:
         A :class:`TrainStep`; ``torch.compile(step)`` works.
 
     Raises:
         LossError: if no parameter of the model requires grad.
-        ValueError: if ``checkpoint`` names a submodule that there is not, or another argument is none of its choices.
+        ValueError: if ``checkpoint`` names an unknown submodule or an argument has an invalid value.
 
     Example:
         >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
@@ -117,18 +118,18 @@ class TrainStep:
 
     @torch.no_grad()
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
-        """One step of every active member.
+        """Take one step with every active member.
 
         A member whose loss or gradient is not finite keeps its parameters, buffers and optimizer state, and
-        ``metrics["failure"]`` tells why. Inactive members keep everything.
+        ``metrics["failure"]`` says why. Inactive members keep everything.
 
         Returns:
-            The new state, and the metrics: ``loss``; ``finite``, whether loss and gradient are; ``failure``, a
-            :class:`Failure`; ``loss_scale`` where there is one; and what the loss function reports. Each is ``[M, ...]``.
+            The new state and the metrics, each ``[M, ...]``: ``loss``; ``finite``, whether loss and gradient are finite;
+            ``failure``, a :class:`Failure`; ``loss_scale`` if there is one; and what the loss function reports.
 
         Raises:
-            StateError: if the state is not of this model and optimizer.
-            BatchError: if a leaf has no model axis where ``batch_dims`` says 0.
+            StateError: if the state does not belong to this model and optimizer.
+            BatchError: if a leaf has no model axis where ``batch_dims`` is 0.
             LossError: if a loss is not a floating-point scalar.
             NonFiniteError: with ``nonfinite="raise"``, if a member fails.
         """
@@ -149,14 +150,14 @@ class TrainStep:
         """The state before the first step.
 
         Args:
-            params: Stacked parameters ``[M, ...]``, as :func:`stack_params` makes them; used as they are, never written.
+            params: Stacked parameters ``[M, ...]``, as :func:`stack_params` returns them; used without a copy, never written.
             buffers: Stacked buffers.
             seeds: One integer per member; all of a member's noise comes from its seed.
-            hparams: What ``loss_fn`` gets as its third argument: by name, a number or one number per member.
+            hparams: The third argument of ``loss_fn``: by name, a number or one number per member.
 
         Raises:
-            StateError: if params or buffers are not those of the model.
-            HyperparameterError: if seeds, ``hparams`` or the optimizer's hyperparameters have another length than M.
+            StateError: if params or buffers do not belong to the model.
+            HyperparameterError: if the length of seeds, ``hparams`` or an optimizer's hyperparameter is not M.
         """
         buffers = dict(buffers or {})
         count = num_models((params, buffers))

@@ -18,17 +18,17 @@ from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
 Update = Callable[["Tensor | None"], tuple[Params, Tree]]
-"""``update(keep) -> (params, opt_state)``, those of members that ``keep`` (``bool[M]``, None is all) holds being new."""
+"""``update(keep) -> (params, opt_state)``, new for members where ``keep`` (``bool[M]``, None is all) is True."""
 
 Way = Callable[[GradientTransformation, TrainState, Found], Update]
 
 
 def choose(options: Options, rewrites_params: bool) -> Way:
-    """The way of updating that the options ask for.
+    """The way to update that the options ask for.
 
     Args:
-        options: The step's.
-        rewrites_params: Whether the model changes its parameters by itself, so that they are computed in a copy.
+        options: The step's options.
+        rewrites_params: Whether the model writes its parameters, so that gradients are computed in a copy of them.
     """
     if options.stochastic_rounding:
         return rounded
@@ -36,13 +36,13 @@ def choose(options: Options, rewrites_params: bool) -> Way:
 
 
 def plain(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
-    """To new tensors."""
+    """Update into new tensors."""
     updates, opt_state = optimizer.update(found.grads, state.opt_state, found.params)
     return _renewing(state, apply_updates(found.params, updates), opt_state)
 
 
 def in_place(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
-    """Into the tensors of the state, with less memory and, for large models, in less time."""
+    """Update into the state's own tensors, which saves memory and, for large models, time."""
 
     def update(keep: Tensor | None) -> tuple[Params, Tree]:
         update_(optimizer, found.grads, state.opt_state, found.params, keep)
@@ -52,7 +52,7 @@ def in_place(optimizer: GradientTransformation, state: TrainState, found: Found)
 
 
 def rounded(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
-    """In float32, rounded at random to the parameters' own bfloat16."""
+    """Update in float32 and round at random to the parameters' own bfloat16."""
     wide = amp.widen(found.params)
     updates, opt_state = optimizer.update(amp.widen(found.grads), state.opt_state, wide)
     params = amp.round_stochastically(state.keys, state.step, apply_updates(wide, updates), found.params)
