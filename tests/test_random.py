@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
-from hfta_func import _routing, random
+from hfta_func import random
+from hfta_func.calls import routing as _routing
 from hfta_func.calls.routing import REFUSED, ROUTED, routed
 
 SEEDS = [0, 1, 2, 3, -1, 12345678901234567, 2**63 - 1, -(2**63)]
