@@ -1,0 +1,76 @@
+"""How Sphinx builds the documentation."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+
+import hfta_func
+
+DOCS = Path(__file__).parent
+# Sphinx reads no files outside its folder, so the notebooks are copied into it; they are not executed.
+NOTEBOOKS = DOCS / "notebooks"
+NOTEBOOKS.mkdir(exist_ok=True)
+for _path in (DOCS.parent / "notebooks").glob("*.ipynb"):
+    shutil.copyfile(_path, NOTEBOOKS / _path.name)
+
+project = "hfta_func"
+author = "the authors of hfta_func"
+release = version = hfta_func.__version__
+html_title = f"hfta_func {release}"
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_show_copyright = False
+html_math_renderer = "mathml"
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+nb_execution_mode = "off"
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+add_module_names = False
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 88
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+# PyTorch's docstrings have this section too.
+napoleon_custom_sections = ["Shape"]
+
+
+def _without_module_text(
+    app: Sphinx, what: str, name: str, obj: Any, options: dict[str, bool], lines: list[str]
+) -> None:
+    """The pages introduce the modules themselves."""
+    if what == "module":
+        lines.clear()
+
+
+def _skip_fields(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: dict[str, bool]) -> bool | None:
+    """Fields of a NamedTuple are described among its arguments."""
+    return True if type(obj).__name__ in ("_tuplegetter", "member_descriptor") else None
+
+
+def _math(self: Any, node: nodes.math | nodes.math_block) -> None:
+    """Formulas as MathML, which browsers show without a script."""
+    self.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what is above."""
+    app.connect("autodoc-process-docstring", _without_module_text)
+    app.connect("autodoc-skip-member", _skip_fields)
+    app.add_html_math_renderer("mathml", (_math, None), (_math, None))
