@@ -1,5 +1,7 @@
 """How Sphinx builds the documentation."""
 
+import base64
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,15 @@ from sphinx.application import Sphinx
 import hfta_func
 
 DOCS = Path(__file__).parent
-# Sphinx reads no files outside its folder, so the notebooks are copied into it; they are not executed.
+# Sphinx reads no files outside its folder, so the notebooks are copied into it, and the first picture of each; they are not executed.
 NOTEBOOKS = DOCS / "notebooks"
 NOTEBOOKS.mkdir(exist_ok=True)
 for _path in (DOCS.parent / "notebooks").glob("*.ipynb"):
     shutil.copyfile(_path, NOTEBOOKS / _path.name)
+    _outputs = [output for cell in json.loads(_path.read_text())["cells"] for output in cell.get("outputs", [])]
+    _pictures = [output["data"]["image/png"] for output in _outputs if "image/png" in output.get("data", {})]
+    for _picture in _pictures[:1]:
+        (NOTEBOOKS / f"{_path.stem}.png").write_bytes(base64.b64decode(_picture))
 
 project = "hfta_func"
 author = "the authors of hfta_func"
