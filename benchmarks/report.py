@@ -94,7 +94,7 @@ def _section(key: str, found: dict[str, Any]) -> str:
     if others:
         parts += ["Smaller arrays, against more alternatives:", _table(found, others)]
     parts += ["Eager / compiled, over the number of models:", _growth(found)]
-    return "\n\n".join([*parts, f"![Speed-up over the number of models, {key}](speed-{key}.png)"])
+    return "\n\n".join([*parts, f"[![Speed-up over the number of models, {key}](speed-{key}.png)](speed-{key}.png)"])
 
 
 def _table(found: dict[str, Any], sizes: dict[str, str]) -> str:
@@ -125,7 +125,9 @@ def _growth(found: dict[str, Any]) -> str:
 def _markdown(head: list[str], lines: list[list[str]]) -> str:
     """A table of the columns that have something in them."""
     shown = [i for i in range(len(head)) if any(line[i] for line in lines)]
-    return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in (head, ["---"] * len(head), *lines))
+    # Numbers are aligned to the right, where the documentation keeps them on one line.
+    under = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in (head, under, *lines))
 
 
 def _times(value: float | None) -> str:

@@ -13,7 +13,7 @@ from sphinx.application import Sphinx
 import hfta_func
 
 DOCS = Path(__file__).parent
-# Sphinx reads no files outside its folder, so the notebooks are copied into it, and the first picture of each; they are not executed.
+# Sphinx reads no files outside its folder, so notebooks and a picture of each are copied into it. They are not executed.
 NOTEBOOKS = DOCS / "notebooks"
 NOTEBOOKS.mkdir(exist_ok=True)
 for _path in (DOCS.parent / "notebooks").glob("*.ipynb"):
@@ -45,6 +45,7 @@ copybutton_prompt_is_regexp = True
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_type_aliases = {name: f"hfta_func.{name}" for name in ("PerModel", "Schedule")}
 autodoc_preserve_defaults = True
 add_module_names = False
 python_use_unqualified_type_names = True
@@ -64,6 +65,14 @@ def _without_module_text(
         lines.clear()
 
 
+def _plain_returns(app: Sphinx, what: str, name: str, obj: Any, options: dict[str, bool], lines: list[str]) -> None:
+    """What a function returns is prose here; napoleon would take the words before a colon for a type."""
+    for i in reversed(range(len(lines) - 1)):
+        if lines[i].strip() == "Returns:":
+            indent = len(lines[i + 1]) - len(lines[i + 1].lstrip())
+            lines.insert(i + 1, " " * indent + "\\ ")
+
+
 def _skip_fields(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: dict[str, bool]) -> bool | None:
     """Fields of a NamedTuple are described among its arguments."""
     return True if type(obj).__name__ in ("_tuplegetter", "member_descriptor") else None
@@ -75,8 +84,17 @@ def _math(self: Any, node: nodes.math | nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def _without_blank_ends(app: Sphinx, docname: str, source: list[str]) -> None:
+    """A doctest needs an empty line after its output; the page does not."""
+    if not docname.startswith("notebooks/"):
+        source[0] = source[0].replace("\n\n```\n", "\n```\n")
+
+
 def setup(app: Sphinx) -> None:
     """Connect what is above."""
+    app.connect("source-read", _without_blank_ends)
+    # Before napoleon.
+    app.connect("autodoc-process-docstring", _plain_returns, priority=400)
     app.connect("autodoc-process-docstring", _without_module_text)
     app.connect("autodoc-skip-member", _skip_fields)
     app.add_html_math_renderer("mathml", (_math, None), (_math, None))
