@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ def _without_module_text(
         lines.clear()
 
 
+def _readable(
+    app: Sphinx, what: str, name: str, obj: Any, options: dict[str, bool], signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Types as they are written in the source, which autodoc spells otherwise inside of others."""
+
+    def rewritten(text: str | None) -> str | None:
+        text = text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text)
+        return text and text.replace("Callable[[...], ", "Callable[..., ")
+
+    return rewritten(signature), rewritten(returns)
+
+
 def _plain_returns(app: Sphinx, what: str, name: str, obj: Any, options: dict[str, bool], lines: list[str]) -> None:
     """What a function returns is prose here; napoleon would take the words before a colon for a type."""
     for i in reversed(range(len(lines) - 1)):
@@ -93,6 +106,7 @@ def _without_blank_ends(app: Sphinx, docname: str, source: list[str]) -> None:
 def setup(app: Sphinx) -> None:
     """Connect what is above."""
     app.connect("source-read", _without_blank_ends)
+    app.connect("autodoc-process-signature", _readable)
     # Before napoleon.
     app.connect("autodoc-process-docstring", _plain_returns, priority=400)
     app.connect("autodoc-process-docstring", _without_module_text)
