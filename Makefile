@@ -63,5 +63,5 @@ bench: $(STAMP)
 	$(PYTHON) -m benchmarks sweep --size small --models 8 --rounds 5 --verbose
 
 clean:
-	rm -rf .venv .venv-xla out build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-xla out docs/notebooks build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
