@@ -5,13 +5,14 @@ STAMP := .venv/.installed
 XLA_PYTHON := .venv-xla/bin/python
 XLA_STAMP := .venv-xla/.installed
 
-.PHONY: help setup demo test test-xla lint notebooks bench clean
+.PHONY: help setup demo test test-xla lint docs notebooks bench clean
 
 help:
 	@echo "make demo       train 48 CNNs as one array; table, picture, ratio"
-	@echo "make test       tests, and the examples in docstrings and README"
+	@echo "make test       tests, and the examples in docstrings, README and documentation"
 	@echo "make test-xla   tests on XLA and on the oldest PyTorch supported, in .venv-xla (some GB)"
 	@echo "make lint       ruff and pyright"
+	@echo "make docs       the documentation, in out/docs; warnings are errors"
 	@echo "make notebooks  run the notebooks top to bottom"
 	@echo "make bench      eight models of every workload in every way to train, side by side; takes long"
 	@echo "make clean      remove .venv, .venv-xla and everything that was made"
@@ -51,6 +52,10 @@ lint: $(STAMP)
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m pyright
 
+docs: $(STAMP)
+	$(PYTHON) -m sphinx -W --keep-going -E -q -b html docs out/docs
+	@echo "out/docs/index.html"
+
 notebooks: $(STAMP)
 	$(PYTHON) notebooks/run.py --check
 
@@ -58,5 +63,5 @@ bench: $(STAMP)
 	$(PYTHON) -m benchmarks sweep --size small --models 8 --rounds 5 --verbose
 
 clean:
-	rm -rf .venv .venv-xla out build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-xla out docs/notebooks build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,6 +5,9 @@ import torch
 
 import hfta_func as hfta
 
+# It configures Sphinx and has no examples.
+collect_ignore = ["docs/conf.py"]
+
 
 @pytest.fixture(autouse=True)
 def _names(doctest_namespace):

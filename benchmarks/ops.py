@@ -437,7 +437,8 @@ def _best(one: dict[str, Any]) -> list[float]:
     return one["times"].get("chunks", one["times"]["array"])
 
 
-def _ratio(one: dict[str, Any], base: str) -> float:
+def ratio(one: dict[str, Any], base: str) -> float:
+    """How many times as fast as ``base`` the array is, by the median over rounds."""
     return statistics.median(a / b for a, b in zip(one["times"][base], _best(one), strict=True))
 
 
@@ -447,7 +448,7 @@ def _line(name: str, one: dict[str, Any]) -> list[str]:
     times = {mode: f"{statistics.median(values) * 1e3:.2f}" for mode, values in one["times"].items()}
     chunk = str(one["chunk_size"]) if "chunks" in times else ""
     cells = [times["serial"], times["stock vmap"], times["array"], chunk, times.get("chunks", "")]
-    return [name, *cells, *(f"{_ratio(one, base):.2f}x" for base in ("serial", "stock vmap"))]
+    return [name, *cells, *(f"{ratio(one, base):.2f}x" for base in ("serial", "stock vmap"))]
 
 
 def show(results: dict[str, Any]) -> str:
@@ -462,7 +463,7 @@ def show(results: dict[str, Any]) -> str:
     }
     for title, group in groups.items():
         for base in ("serial", "stock vmap") if group else ():
-            ratios = [_ratio(one, base) for one in group.values()]
+            ratios = [ratio(one, base) for one in group.values()]
             mean, least = statistics.geometric_mean(ratios), min(ratios)
             text += f"\n{base} / array, {title}: geometric mean {mean:.2f}x over {len(ratios)}, least {least:.2f}x"
     return text

@@ -1,10 +1,11 @@
-"""Tables and figures of committed results: the README's section on speed, and one picture for each device and size."""
+"""Tables and figures of committed results: the documentation's page on speed, and one picture for each device and size."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,19 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks._measure import ROOT
-from benchmarks.modes import MODES, SERIAL
+from benchmarks.modes import MODES, PROCESSES, SERIAL
+from benchmarks.ops import ratio as op_ratio
 from benchmarks.sweep import UNLIKE
 from benchmarks.workloads import WORKLOADS
 from hfta_func.plot import COLORS
 
-RESULTS, DOCS, README = ROOT / "benchmarks" / "results", ROOT / "docs", ROOT / "README.md"
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+PAGE = DOCS / "benchmarks.md"
 TIMES = "\N{MULTIPLICATION SIGN}"
-BEGIN, END = "<!-- made by python -m benchmarks report -->", "<!-- end -->"
+BEGIN, END = "<!-- sweeps, made by python -m benchmarks report -->", "<!-- end -->"
+UPDATES = "<!-- updates, made by python -m benchmarks report -->"
+PREDICTIONS = "<!-- predictions, made by python -m benchmarks report -->"
+OPERATORS = "<!-- operators, made by python -m benchmarks report -->"
 ARRAY = [mode for mode in MODES if mode.startswith("array")]
 STOCK = [mode for mode in MODES if mode.startswith("stock")]
 TITLES = {
@@ -55,7 +61,7 @@ def _counts(mode: str, row: dict[str, Any]) -> bool:
 
 
 def tables(results: dict[str, dict[str, Any]]) -> str:
-    """The section: a table for each file of results, by its name."""
+    """The tables of the sweeps, by the names of their files."""
     return "\n\n".join(_section(key, results[key]) for key in TITLES if key in results)
 
 
@@ -64,32 +70,134 @@ COLUMNS = {
     "compiled": ["array compiled"],
     "CUDA graph": ["array CUDA graph"],
     "stock `vmap`": STOCK,
-    "processes": ["processes"],
+    "loop, compiled": ["serial compiled"],
+    "processes": [PROCESSES],
     "HFTA": ["HFTA"],
     "JAX": ["JAX"],
     "dense": ["dense"],
 }
+PEERS = ["serial compiled", PROCESSES, "HFTA", "JAX"]
+"""Modes that are measured at few sizes."""
 
 
 def _section(key: str, found: dict[str, Any]) -> str:
+    largest = {name: max(found[name], key=int) for name in WORKLOADS if name in found}
+    with_peers = {
+        name: max(
+            (m for m in found[name] if any(mode in found[name][m]["rows"] for mode in PEERS)), key=int, default=None
+        )
+        for name in largest
+    }
+    # Where the largest array was measured against all of them, one table says everything.
+    others = {name: m for name, m in with_peers.items() if m is not None and m != largest[name]}
+    parts = [f"### {TITLES[key]}", f"{_machines(found)}; {_rounds(found)}.", _table(found, largest)]
+    if others:
+        parts += ["Smaller arrays, against more alternatives:", _table(found, others)]
+    parts += ["Eager / compiled, over the number of models:", _growth(found)]
+    return "\n\n".join([*parts, f"[![Speed-up over the number of models, {key}](speed-{key}.png)](speed-{key}.png)"])
+
+
+def _table(found: dict[str, Any], sizes: dict[str, str]) -> str:
     head = ["workload", f"M {TIMES} N", *COLUMNS, "memory", "compiling", "SMs", "fit"]
     lines = []
-    for name in WORKLOADS:
-        if name not in found:
-            continue
-        count = max(found[name], key=int)
+    for name, count in sizes.items():
         own = found[name][count]
         rows = own["rows"]
-        cells = [ratio(rows, modes) for modes in COLUMNS.values()]
         lines.append(
             [WORKLOADS[name].title, f"{count} {TIMES} {own['batch_size']}"]
-            + ["" if cell is None else f"{cell:.1f}{TIMES}" if cell >= 1.95 else f"{cell:.2f}{TIMES}" for cell in cells]
+            + [_times(ratio(rows, modes)) for modes in COLUMNS.values()]
             + [_memory(rows), _compiling(rows), _busy(rows), f"{own['largest']}" if own.get("largest") else ""]
         )
+    return _markdown(head, lines)
+
+
+def _growth(found: dict[str, Any]) -> str:
+    counts = sorted({int(count) for sizes in found.values() for count in sizes})
+    lines = []
+    for name in WORKLOADS:
+        if name in found:
+            own = [found[name].get(str(count), {"rows": {}})["rows"] for count in counts]
+            cells = [[_times(ratio(rows, [mode])) for mode in ("array", "array compiled")] for rows in own]
+            lines.append([WORKLOADS[name].title, *(" / ".join(filter(None, pair)) for pair in cells)])
+    return _markdown(["workload", *(f"M = {count}" for count in counts)], lines)
+
+
+def _markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table of the columns that have something in them."""
     shown = [i for i in range(len(head)) if any(line[i] for line in lines)]
-    rows = ["| " + " | ".join(line[i] for i in shown) + " |" for line in (head, ["---"] * len(head), *lines)]
-    figure = f"![Speed-up over the number of models](docs/speed-{key}.png)"
-    return f"**{TITLES[key]}** ({_machines(found)})\n\n" + "\n".join(rows) + f"\n\n{figure}"
+    # Numbers are aligned to the right, where the documentation keeps them on one line.
+    under = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in (head, under, *lines))
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}{TIMES}" if value >= 1.95 else f"{value:.2f}{TIMES}"
+
+
+def updates(found: dict[str, Any]) -> str:
+    """The table of optimizer updates, against one PyTorch optimizer per model."""
+    rows = {name.removeprefix("mlp, "): name for name in found["optim"] if name.startswith("mlp, ")}
+    lines = []
+    for name, mlp in rows.items():
+        both = [found["optim"][title] for title in (mlp, f"resnet18, {name}")]
+        if all(one["agrees"] and one["ratios"]["array"] for one in both):
+            cells = [
+                one["ratios"][mode]["M x torch.optim"] for one in both for mode in ("array, donated", "array, compiled")
+            ]
+            lines.append([name, *map(_times, cells)])
+    return _markdown(
+        ["update", *(f"{m} {mode}" for m in ("32 MLPs,", "4 ResNet-18,") for mode in ("eager", "compiled"))], lines
+    )
+
+
+def operators(found: dict[str, Any]) -> str:
+    """The table of single operators: geometric means by family."""
+    groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    for name, one in found["ops"].items():
+        if one["agrees"]:
+            for key in ((one["family"], "small" in name), ("all", "small" in name)):
+                groups.setdefault(key, []).append(one)
+    lines = []
+    for family in dict.fromkeys(family for family, _ in groups if family != "all"):
+        lines.append([family, *_means(groups, family)])
+    lines.append(["all", *_means(groups, "all")])
+    head = [f"{size}, over {base}" for size in ("small", "published") for base in ("the loop", "stock `vmap`")]
+    return _markdown(["family", *head], lines)
+
+
+def predictions(found: dict[str, dict[str, Any]]) -> str:
+    """The table of what ``plan`` predicts, by size, and how far off its memory is at most."""
+    counts = list(dict.fromkeys(count for size in found.values() for one in size.values() for count in one["rows"]))
+    lines = []
+    for name in WORKLOADS:
+        rows = [size[name]["rows"] if name in size else {} for size in found.values()]
+        cells = [f"{own[count]['off'][0]:+.0%}" if count in own else "" for own in rows for count in counts]
+        if any(cells):
+            lines.append([WORKLOADS[name].title, *cells])
+    worst = max(abs(row["off"][1]) for size in found.values() for one in size.values() for row in one["rows"].values())
+    head = ["workload", *(f"{size}, M = {count}" for size in found for count in counts)]
+    return f"{_markdown(head, lines)}\n\nMemory was predicted to within {worst:.1%}."
+
+
+def _means(groups: dict[tuple[str, bool], list[dict[str, Any]]], family: str) -> list[str]:
+    """The cells of one family."""
+    cells = []
+    for small in (True, False):
+        group = groups.get((family, small), [])
+        for base in ("serial", "stock vmap"):
+            ratios = [op_ratio(one, base) for one in group]
+            cells.append(f"{_times(statistics.geometric_mean(ratios))} ({len(ratios)})" if ratios else "")
+    return cells
+
+
+def _rounds(found: dict[str, Any]) -> str:
+    rounds = [row["rounds"] for counts in found.values() for own in counts.values() for row in own["rows"].values()]
+    low, high = min(rounds), max(rounds)
+    return (
+        f"each ratio is the median of {low} rounds"
+        if low == high
+        else f"each ratio is the median of {low} to {high} rounds"
+    )
 
 
 def _machines(found: dict[str, Any]) -> str:
@@ -165,17 +273,26 @@ def results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
 
 
-def replaced(readme: str, section: str) -> str:
-    """The text with another section in the place of the old one."""
-    return re.sub(f"(?s){re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n\n{section}\n\n{END}", readme)
+def replaced(page: str, section: str, begin: str = BEGIN) -> str:
+    """The page with another section after this mark."""
+    return re.sub(f"(?s){re.escape(begin)}.*?{re.escape(END)}", lambda _: f"{begin}\n\n{section}\n\n{END}", page)
+
+
+def written(page: str, folder: Path = RESULTS) -> str:
+    """The page with all tables of the results in a folder."""
+    page = replaced(page, tables(results(folder)))
+    for begin, make, name in ((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu")):
+        page = replaced(page, make(json.loads((folder / f"{name}.json").read_text())), begin)
+    sizes = {"small": "plan-cpu-small", "published": "plan-cpu-paper"}
+    found = {size: json.loads((folder / f"{name}.json").read_text()) for size, name in sizes.items()}
+    return replaced(page, predictions(found), PREDICTIONS)
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Write the README's section and the pictures."""
+    """Write the tables of the page and the pictures."""
     argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__).parse_args(argv)
-    found = results()
-    README.write_text(replaced(README.read_text(), tables(found)))
-    for key, own in found.items():
+    PAGE.write_text(written(PAGE.read_text()))
+    for key, own in results().items():
         picture(own).savefig(DOCS / f"speed-{key}.png", dpi=110)
         print(f"docs/speed-{key}.png")
     return 0

@@ -304,28 +304,48 @@ def _results(bench):
         "JAX": {"seconds": [1, 2, 3], "ratio": 2.0, "alike": 0, "bytes": None},
     }
     machine = {"cpu": "some CPU", "threads": 2, "torch": "2.13.0+cpu"}
-    rows = {mode: {**row, "machine": machine} for mode, row in rows.items()}
+    rows = {mode: {**row, "machine": machine, "rounds": 5} for mode, row in rows.items()}
     one = {"batch_size": 8, "rows": rows}
-    return {"cpu-small": {"resnet": {"2": one, "16": {**one, "largest": 70}}}}
+    return {"cpu-small": {"resnet": {"2": one, "16": {**one, "rows": {**rows}, "largest": 70}}}}
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_the_report_shows_the_largest_array_and_what_has_a_ratio(bench):
     lines = bench("report").tables(_results(bench)).splitlines()
-    assert lines[0].endswith("(some CPU, 2 cores, PyTorch 2.13.0)")
+    assert lines[0] == "### On a CPU, small versions"
+    assert lines[2] == "some CPU, 2 cores, PyTorch 2.13.0; each ratio is the median of 5 rounds."
     x = bench("report").TIMES
-    head, _, cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:5])
     # A row that was not checked does not count, and a column without a number is left out.
-    assert head == ["workload", f"M {x} N", "array", "compiled", "JAX", "memory", "compiling", "SMs", "fit"]
-    assert cells == ["ResNet-18", f"16 {x} 8", f"3.2{x}", f"0.50{x}", f"2.0{x}", "1.04 / 0.98", "20 s", "50%", "70"]
+    head = ["workload", f"M {x} N", "array", "compiled", "JAX", "memory", "compiling", "SMs", "fit"]
+    assert _cells(lines[4]) == head
+    found = ["ResNet-18", f"16 {x} 8", f"3.2{x}", f"0.50{x}", f"2.0{x}", "1.04 / 0.98", "20 s", "50%", "70"]
+    assert _cells(lines[6]) == found
+    assert _cells(lines[10]) == ["workload", "M = 2", "M = 16"]
+    assert _cells(lines[12]) == ["ResNet-18", *[f"3.2{x} / 0.50{x}"] * 2]
     assert bench("report").picture(_results(bench)["cpu-small"]).axes[0].lines
 
 
-def test_the_readme_shows_the_committed_results(bench):
+def test_the_report_shows_what_was_measured_only_for_smaller_arrays(bench):
+    results = _results(bench)
+    del results["cpu-small"]["resnet"]["16"]["rows"]["JAX"]
+    results["cpu-small"]["resnet"]["2"]["rows"]["JAX"]["rounds"] = 9
+    lines = bench("report").tables(results).splitlines()
+    assert lines[2].endswith("the median of 5 to 9 rounds.")
+    assert "JAX" not in _cells(lines[4]) and "JAX" in _cells(lines[10])
+    assert _cells(lines[12])[:2] == ["ResNet-18", f"2 {bench('report').TIMES} 8"]
+
+
+def test_the_documentation_shows_the_committed_results(bench):
     report = bench("report")
-    readme = report.README.read_text()
-    assert report.BEGIN in readme and report.replaced(readme, report.tables(report.results())) == readme
+    page = report.PAGE.read_text()
+    for mark in (report.BEGIN, report.UPDATES, report.OPERATORS, report.PREDICTIONS):
+        assert mark in page
+    assert report.written(page) == page
     for key in report.results():
-        assert f"docs/speed-{key}.png" in readme and (report.DOCS / f"speed-{key}.png").exists()
+        assert f"speed-{key}.png" in page and (report.DOCS / f"speed-{key}.png").exists()
 
 
 def test_what_is_predicted_is_measured(bench, capsys, tmp_path):

@@ -1,0 +1,114 @@
+"""How Sphinx builds the documentation."""
+
+import base64
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+
+import hfta_func
+
+DOCS = Path(__file__).parent
+# Sphinx reads no files outside its folder, so notebooks and a picture of each are copied into it. They are not executed.
+NOTEBOOKS = DOCS / "notebooks"
+NOTEBOOKS.mkdir(exist_ok=True)
+for _path in (DOCS.parent / "notebooks").glob("*.ipynb"):
+    shutil.copyfile(_path, NOTEBOOKS / _path.name)
+    _outputs = [output for cell in json.loads(_path.read_text())["cells"] for output in cell.get("outputs", [])]
+    _pictures = [output["data"]["image/png"] for output in _outputs if "image/png" in output.get("data", {})]
+    for _picture in _pictures[:1]:
+        (NOTEBOOKS / f"{_path.stem}.png").write_bytes(base64.b64decode(_picture))
+
+project = "hfta_func"
+author = "the authors of hfta_func"
+release = version = hfta_func.__version__
+html_title = f"hfta_func {release}"
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_show_copyright = False
+html_math_renderer = "mathml"
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+nb_execution_mode = "off"
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_type_aliases = {name: f"hfta_func.{name}" for name in ("PerModel", "Schedule")}
+autodoc_preserve_defaults = True
+add_module_names = False
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 88
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+# PyTorch's docstrings have this section too.
+napoleon_custom_sections = ["Shape"]
+
+
+def _without_module_text(
+    app: Sphinx, what: str, name: str, obj: Any, options: dict[str, bool], lines: list[str]
+) -> None:
+    """The pages introduce the modules themselves."""
+    if what == "module":
+        lines.clear()
+
+
+def _readable(
+    app: Sphinx, what: str, name: str, obj: Any, options: dict[str, bool], signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Types as they are written in the source, which autodoc spells otherwise inside of others."""
+
+    def rewritten(text: str | None) -> str | None:
+        text = text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text)
+        return text and text.replace("Callable[[...], ", "Callable[..., ")
+
+    return rewritten(signature), rewritten(returns)
+
+
+def _plain_returns(app: Sphinx, what: str, name: str, obj: Any, options: dict[str, bool], lines: list[str]) -> None:
+    """What a function returns is prose here; napoleon would take the words before a colon for a type."""
+    for i in reversed(range(len(lines) - 1)):
+        if lines[i].strip() == "Returns:":
+            indent = len(lines[i + 1]) - len(lines[i + 1].lstrip())
+            lines.insert(i + 1, " " * indent + "\\ ")
+
+
+def _skip_fields(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: dict[str, bool]) -> bool | None:
+    """Fields of a NamedTuple are described among its arguments."""
+    return True if type(obj).__name__ in ("_tuplegetter", "member_descriptor") else None
+
+
+def _math(self: Any, node: nodes.math | nodes.math_block) -> None:
+    """Formulas as MathML, which browsers show without a script."""
+    self.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    raise nodes.SkipNode
+
+
+def _without_blank_ends(app: Sphinx, docname: str, source: list[str]) -> None:
+    """A doctest needs an empty line after its output; the page does not."""
+    if not docname.startswith("notebooks/"):
+        source[0] = source[0].replace("\n\n```\n", "\n```\n")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what is above."""
+    app.connect("source-read", _without_blank_ends)
+    app.connect("autodoc-process-signature", _readable)
+    # Before napoleon.
+    app.connect("autodoc-process-docstring", _plain_returns, priority=400)
+    app.connect("autodoc-process-docstring", _without_module_text)
+    app.connect("autodoc-skip-member", _skip_fields)
+    app.add_html_math_renderer("mathml", (_math, None), (_math, None))

@@ -1,0 +1,136 @@
+"""The documentation names everything that is public, and says what the files that it speaks of say."""
+
+import csv
+import importlib
+import inspect
+import pathlib
+import re
+import types
+
+import pytest
+
+import hfta_func as hfta
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TOPICS = ("callbacks", "optim", "plot", "random", "rules", "schedules", "testing")
+"""The modules that users reach into; others hold what ``hfta_func`` itself exports."""
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="needs a checkout")
+
+
+def public_names():
+    """Everything that users may use, by its full name."""
+    for name, value in vars(hfta).items():
+        # ``annotations`` and its like come from a future import.
+        if (
+            not name.startswith("_")
+            and not isinstance(value, types.ModuleType)
+            and "__future__" not in repr(type(value))
+        ):
+            yield f"hfta_func.{name}", value
+    for topic in TOPICS:
+        module = importlib.import_module(f"hfta_func.{topic}")
+        for name, value in vars(module).items():
+            home = f"{getattr(value, '__module__', '')}."
+            if not name.startswith("_") and callable(value) and home.startswith(f"{module.__name__}."):
+                yield f"{module.__name__}.{name}", value
+
+
+def described():
+    """Full names of everything that the reference describes."""
+    text = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    yield from re.findall(r"^\.\. (?:auto(?:function|class|exception|data)|py:data):: ([\w.]+)$", text, re.MULTILINE)
+    for name in re.findall(r"^\.\. automodule:: ([\w.]+)\n   :members:", text, re.MULTILINE):
+        module = importlib.import_module(name)
+        members = inspect.getmembers(module, lambda value, name=name: getattr(value, "__module__", "") == name)
+        yield from (f"{name}.{member}" for member, value in members if value.__doc__)
+
+
+def resolve(name):
+    module, member = name.rsplit(".", 1)
+    return getattr(importlib.import_module(module), member)
+
+
+def missing():
+    """Public names of what the reference describes under no name."""
+    found = set(described())
+    # An object with two names is described under one of them.
+    objects = {id(resolve(name)) for name in found}
+    return [name for name, value in public_names() if name not in found and id(value) not in objects]
+
+
+def test_every_public_name_is_in_the_reference():
+    assert not missing()
+
+
+def test_the_reference_describes_public_names_only():
+    for name in described():
+        assert name.rsplit(".", 1)[0] in ("hfta_func", *(f"hfta_func.{topic}" for topic in TOPICS)), name
+        assert resolve(name) is not None
+
+
+def test_what_is_not_described_is_found(monkeypatch):
+    def extra():
+        pass
+
+    extra.__module__ = "hfta_func.random"
+    monkeypatch.setattr(hfta.random, "extra", extra, raising=False)
+    assert missing() == ["hfta_func.random.extra"]
+    monkeypatch.setattr(hfta, "unheard_of", 1, raising=False)
+    assert sorted(missing()) == ["hfta_func.random.extra", "hfta_func.unheard_of"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        if not target.startswith(("http:", "https:", "#")):
+            assert (ROOT / target.split("#")[0]).exists(), target
+
+
+def test_ratios_in_the_readme_were_measured():
+    ratios = re.findall(rf"[\d.]+{TIMES}", (ROOT / "README.md").read_text())
+    assert len(ratios) > 30
+    measured = set(re.findall(rf"[\d.]+{TIMES}", (DOCS / "benchmarks.md").read_text()))
+    assert set(ratios) <= measured
+
+
+def test_rows_in_the_readme_are_those_of_the_tables():
+    """Eager, compiled and stock ``vmap`` of the small versions, then of the published sizes."""
+    rows = {}
+    for line in (DOCS / "benchmarks.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) > 4 and re.fullmatch(rf"16 {TIMES} \d+", cells[1]):
+            rows.setdefault(cells[0].removesuffix(" 64-64-64-10"), []).append(cells[2:5])
+    text = (ROOT / "README.md").read_text().split("\n## Speed", 1)[1].split("\n## ", 1)[0]
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ][2:]
+    assert len(shown) == len(rows) == 7
+    for name, *cells in shown:
+        assert [cell for cell in cells if cell] == [cell for row in rows[name] for cell in row], name
+
+
+def test_the_gallery_shows_all_notebooks_examples_and_pictures():
+    text = (DOCS / "gallery.md").read_text()
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f"notebooks/{path.stem}" in text
+    for path in (ROOT / "examples").glob("*/main.py"):
+        assert f"examples.{path.parent.name}.main" in text
+    for path in (DOCS / "convergence").glob("*.png"):
+        assert f"convergence/{path.name}" in text
+
+
+def test_the_gallery_shows_the_qualities_that_were_reached():
+    lines = [line for line in (DOCS / "gallery.md").read_text().splitlines() if "is better)" in line]
+    with (DOCS / "convergence" / "quality.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(lines) == len(rows)
+    for line, row in zip(lines, rows, strict=True):
+        digits = 3 if row["metric"] in ("accuracy", "iou") else 2
+        numbers = [
+            f"{float(row[f'{how}_{what}']):.{digits}f}" for how in ("array", "solo") for what in ("mean", "min", "max")
+        ]
+        numbers += [f"{float(row['p']):.2f}", *(f"{float(row[f'{how}_seconds']):.0f}" for how in ("array", "solo"))]
+        assert re.findall(r"\d+(?:\.\d+)?", line.split("is better)")[1]) == numbers, row["case"]
