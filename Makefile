@@ -5,11 +5,12 @@ STAMP := .venv/.installed
 XLA_PYTHON := .venv-xla/bin/python
 XLA_STAMP := .venv-xla/.installed
 
-.PHONY: help setup demo test test-xla lint docs notebooks bench clean
+.PHONY: help setup demo test test-all test-xla lint docs notebooks bench clean
 
 help:
 	@echo "make demo       train 48 CNNs as one array; table, picture, ratio"
-	@echo "make test       tests, and the examples in docstrings, README and documentation"
+	@echo "make test       tests, and the examples in docstrings, README and documentation; some minutes"
+	@echo "make test-all   the same, the exhaustive tables, crash and benchmark tests, and make test-xla; takes long"
 	@echo "make test-xla   tests on XLA and on the oldest PyTorch supported, in .venv-xla (some GB)"
 	@echo "make lint       ruff and pyright"
 	@echo "make docs       the documentation, in out/docs; warnings are errors"
@@ -29,7 +30,11 @@ demo: $(STAMP)
 	$(PYTHON) examples/digits.py
 
 test: $(STAMP)
-	$(PYTHON) -m pytest -n auto
+	$(PYTHON) -m pytest -n auto --dist worksteal -m "not exhaustive"
+
+test-all: test
+	$(PYTHON) -m pytest -n auto --dist worksteal -m exhaustive
+	$(MAKE) test-xla
 
 $(XLA_STAMP): pyproject.toml constraints.txt
 	@echo "Setting up .venv-xla with several GB of packages; this takes some minutes"

@@ -37,7 +37,7 @@ def run(tmp_path_factory):
     options = ["--epochs", "2", "--seeds", "2", "--lr", "0.001", "0.01", "--out", str(picture)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     done = subprocess.run(
-        [sys.executable, DEMO, *options], capture_output=True, text=True, timeout=240, env=environment
+        [sys.executable, DEMO, *options], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr

@@ -427,7 +427,7 @@ def test_a_disk_that_is_full_or_read_only(tmp_path, kind):
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no file system can be mounted here: {error}")
     command = [*own, sys.executable, "-W", "error", "-c", FULL_DISK, str(tmp_path), kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -186,7 +186,7 @@ def test_private_names_of_pytorch_stand_in_one_file(file):
 
 
 def in_a_new_process(code):
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -39,7 +39,7 @@ def make(path, *sources):
 
 
 def check(*arguments):
-    return subprocess.run([sys.executable, str(RUN), *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, str(RUN), *map(str, arguments)], capture_output=True, text=True)
 
 
 def test_notebook_is_valid(notebook):
