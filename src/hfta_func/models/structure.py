@@ -183,7 +183,7 @@ def _equal(a: Any, b: Any, own: set[int], seen: dict[tuple[int, int], Any]) -> b
             (f.__defaults__, f.__kwdefaults__, tuple(cell.cell_contents for cell in f.__closure__ or ()))
             for f in (a, b)
         ]
-        return a.__code__ == b.__code__ and same(*held)
+        return a.__code__ == b.__code__ and same(held[0], held[1])
     if type(a).__eq__ is not object.__eq__:
         if getattr(a, "shape", None) != getattr(b, "shape", None):
             return False
