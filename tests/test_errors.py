@@ -162,17 +162,22 @@ DIFFERENT = {
     "closure": (
         changed(activation=closure(0.5)),
         changed(activation=closure(0.25)),
-        ["'activation' (<function ", ".<lambda>>) differs from that of model 0", "share every setting"],
+        ["'activation.__closure__' is (0.25,) but in model 0 it is (0.5,)", "share every setting"],
     ),
     "keyword default": (
         changed(activation=with_default(0.5)),
         changed(activation=with_default(0.25)),
-        ["'activation' (<function ", ".<lambda>>) differs from that of model 0", "share every setting"],
+        ["'activation.__kwdefaults__['by']' is 0.25 but in model 0 it is 0.5", "share every setting"],
     ),
     "partial": (
         changed(activation=functools.partial(F.leaky_relu, negative_slope=0.5)),
         changed(activation=functools.partial(F.leaky_relu, negative_slope=0.25)),
-        ["'activation' is functools.partial(", "share every setting"],
+        ["'activation.keywords['negative_slope']' is 0.25 but in model 0 it is 0.5", "share every setting"],
+    ),
+    "code of a function": (
+        changed(activation=lambda x: x),
+        changed(activation=lambda x: -x),
+        ["'activation.__code__' is the code of <lambda> (", "test_errors.py:", "in model 0 it is the code of <lambda>"],
     ),
     "plain tensor": (
         changed(constant=torch.ones(2)),

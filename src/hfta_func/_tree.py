@@ -160,15 +160,7 @@ def write(old: Tree, new: Tree, keep: Tensor | None = None) -> None:
 
 
 def difference(tree: Tree, other: Tree, name: str, owner: str, other_owner: str) -> str | None:
-    """Describe the first difference between the structures of two trees; None if they have the same structure.
-
-    Args:
-        tree: One tree.
-        other: The other tree.
-        name: What both are called in Python.
-        owner: Who holds ``tree``.
-        other_owner: Who holds ``other``.
-    """
+    """Describe the first difference between the structures of two trees called ``name``; None if they are the same."""
     if optree.tree_structure(tree) == optree.tree_structure(other):
         return None
     mine, theirs = paths(tree, name), paths(other, name)

@@ -40,11 +40,7 @@ def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
         >>> output.shape, new_buffers["num_batches_tracked"], buffers["num_batches_tracked"]
         (torch.Size([3, 8, 2]), tensor([1, 1, 1]), tensor([0, 0, 0]))
     """
-
-    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    return bind(model, forward)
+    return bind(model, lambda model, *args, **kwargs: model(*args, **kwargs))
 
 
 def bind(
@@ -76,10 +72,8 @@ def bind(
 
 
 def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All paths of each parameter or buffer, one for each module that holds it, by the first of them.
-
-    ``functional_call(tie_weights=True)`` lists a module reached by two paths twice, and then fails to restore its tensors.
-    """
+    """All paths of each parameter or buffer, one for each module that holds it, by the first of them."""
+    # ``functional_call(tie_weights=True)`` would list a module with two paths twice, and fail to restore its tensors.
     found: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         for name, tensor in own_tensors(module).items():

@@ -15,32 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hfta_func import _torch
 from hfta_func._errors import StateError
-from hfta_func._torch import (
-    TransformType,
-    current_interpreter,
-    function_modes,
-    interpreters,
-    pytree,
-    reparametrized,
-    restore_vmap,
-    unwrap_leaves,
-    wrap_leaves,
-    writes,
-)
+from hfta_func._torch import pytree
 from hfta_func.calls.routing import routed
 
 
 def rematerialise(model: nn.Module, chosen: bool | Sequence[str]) -> None:
-    """Replace the ``forward`` of submodules, so that their activations are computed again in the backward pass.
-
-    Args:
-        model: The model to change.
-        chosen: Paths of submodules; True means :func:`blocks`.
-
-    Raises:
-        ValueError: if ``chosen`` names an unknown submodule, or a container that is never called.
-    """
+    """Replace the ``forward`` of submodules, by path or True for :func:`blocks`, to run again in the backward pass."""
     if isinstance(chosen, bool):
         paths = blocks(model) if chosen else []
     else:
@@ -89,7 +71,7 @@ def _rematerialised(part: nn.Module, path: str) -> Callable[..., Any]:
         # The compiler plans the memory of a graph, and the backward pass of torch.func.grad cannot run Python.
         if torch.compiler.is_compiling() or not _only_vmap():
             return forward(*args, **kwargs)
-        mode = next(mode for mode in reversed(function_modes()) if isinstance(mode, routed))
+        mode = next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
         site, out_spec = mode.site, None
         params, buffers = dict(part.named_parameters()), dict(part.named_buffers())
         # The first run updates the buffers; later runs start from copies of what the first one found.
@@ -102,16 +84,16 @@ def _rematerialised(part: nn.Module, path: str) -> Callable[..., Any]:
             # Levels are numbered by depth, so tensors of the surrounding levels also fit those of the first run.
             own = buffers if out_spec is None else {name: buffer.clone() for name, buffer in found.items()}
             tensors = {**params, **own}
-            with routed(key, site) as inner, reparametrized(part, tensors, tie_weights=True):
+            with routed(key, site) as inner, _torch.reparametrized(part, tensors, tie_weights=True):
                 output = forward(*args, **kwargs)
             replaced = {name: tensors[name] for name, buffer in own.items() if tensors[name] is not buffer}
             outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site))
             return tuple(outputs)
 
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        versions = [writes(leaf) for leaf in inputs]
+        versions = [_torch.writes(leaf) for leaf in inputs]
         outputs = _outside_vmap(run, tuple(leaves), keyed=mode.key is not None)
-        if versions != [writes(leaf) for leaf in inputs]:
+        if versions != [_torch.writes(leaf) for leaf in inputs]:
             where = f"'{path}'" if path else "the model"
             raise StateError(
                 f"{where} ({type(part).__qualname__}) writes its input in place, so it cannot run again from that input; "
@@ -129,22 +111,22 @@ def _rematerialised(part: nn.Module, path: str) -> Callable[..., Any]:
 
 def _outside_vmap(run: Callable[..., tuple[Any, ...]], leaves: tuple[Any, ...], keyed: bool) -> tuple[Any, ...]:
     """``run(*leaves)``, checkpointed outside all levels of ``vmap``."""
-    if interpreters() is None:
+    if _torch.interpreters() is None:
         if any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves):
             # XLA compiles the whole step and would merge the two runs.
             return run(*leaves)
         # Noise from keys repeats by itself; PyTorch's generator must be set back.
         return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=not keyed)
-    interpreter = current_interpreter()
+    interpreter = _torch.current_interpreter()
     level = interpreter.level()
     # [N, ...] of each member -> [M, N, ...] and its dim, or [N, ...] and None where members share it
-    plain, dims = unwrap_leaves(leaves, level)
-    mapped = restore_vmap(run, dims, interpreter.batch_size(), interpreter.randomness())
+    plain, dims = _torch.unwrap_leaves(leaves, level)
+    mapped = _torch.restore_vmap(run, dims, interpreter.batch_size(), interpreter.randomness())
     with interpreter.lower():
         outputs, out_dims = _outside_vmap(mapped, plain, keyed)
-    return wrap_leaves(outputs, out_dims, level)
+    return _torch.wrap_leaves(outputs, out_dims, level)
 
 
 def _only_vmap() -> bool:
     """Whether every transform around this call is a ``vmap``."""
-    return all(interpreter.key() == TransformType.Vmap for interpreter in interpreters() or ())
+    return all(interpreter.key() == _torch.TransformType.Vmap for interpreter in _torch.interpreters() or ())

@@ -111,11 +111,7 @@ class Shapes(NamedTuple):
 
 
 def shapes(model: nn.Module) -> Shapes:
-    """Shapes and ties of one model.
-
-    Raises:
-        StackError: if a lazy module has not been run yet.
-    """
+    """Shapes and ties of one model, none of whose modules may be lazy."""
     check_materialised(model)
     params = {path: parameter.shape for path, parameter in model.named_parameters()}
     return Shapes(params, {path: buffer.shape for path, buffer in model.named_buffers()}, ties(model))

@@ -103,17 +103,15 @@ def _setting_difference(a: Any, b: Any, path: str, own: set[int], seen: dict[tup
     """Describe the first part in which two settings differ, and the cure; ``b`` is model 0's."""
     # A container may hold itself.
     seen = {**seen, (id(a), id(b)): (a, b)}
-    parts: list[tuple[str, Any, Any]] = []
-    if type(a) is type(b):
-        if isinstance(a, dict) and a.keys() == b.keys():
-            parts = [(f"{path}[{key!r}]", a[key], b[key]) for key in a]
-        elif isinstance(a, list | tuple) and len(a) == len(b) and not _is_short(a):
-            parts = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(a, b, strict=True))]
-        elif _is_plain(a) and vars(a).keys() == vars(b).keys():
-            parts = [(f"{path}.{name}", value, vars(b)[name]) for name, value in vars(a).items()]
-    for part, x, y in parts:
-        if not _equal(x, y, own, dict(seen)):
-            return _setting_difference(x, y, part, own, seen)
+    parts, others = (_parts(a), _parts(b)) if type(a) is type(b) and not isinstance(a, nn.Module) else ({}, {})
+    sequence = isinstance(a, list | tuple)
+    # Short ones, such as kernel sizes, are best shown whole.
+    whole = sequence and len(a) <= 4 and all(isinstance(value, int | float | str) for value in a)
+    if parts and others and not whole and parts.keys() == others.keys():
+        for key, part in parts.items():
+            if not _equal(part, others[key], own, dict(seen)):
+                label = f"{path}[{key!r}]" if sequence or isinstance(a, dict) else f"{path}.{key}"
+                return _setting_difference(part, others[key], label, own, seen)
     shown, other = _show(a), _show(b)
     cure = "models in one array must share every setting"
     if shown != other:
@@ -123,16 +121,6 @@ def _setting_difference(a: Any, b: Any, path: str, own: set[int], seen: dict[tup
     elif isinstance(a, nn.Module):
         cure = "assign the module to an attribute of its own or put it into an nn.ModuleList"
     return f"'{path}' ({shown}) differs from that of model 0; {cure}"
-
-
-def _is_short(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether a list such as a kernel size is best shown as a whole."""
-    return len(values) <= 4 and all(isinstance(value, int | float | str | None) for value in values)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether an object is compared by its attributes."""
-    return hasattr(value, "__dict__") and not isinstance(value, nn.Module) and type(value).__eq__ is object.__eq__
 
 
 def _kind(module: nn.Module) -> Any:
@@ -150,44 +138,47 @@ def _show(value: Any) -> str:
         return f"a {value.dtype} tensor {list(value.shape)} on {value.device}"
     if getattr(value, "shape", ()):
         return f"an array {list(value.shape)} of {getattr(value, 'dtype', 'numbers')}"
+    if isinstance(value, types.CodeType):
+        return f"the code of {value.co_name} ({value.co_filename}:{value.co_firstlineno})"
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _equal(a: Any, b: Any, own: set[int], seen: dict[tuple[int, int], Any]) -> bool:
-    """Equality of settings; objects whose class does not define equality are equal if all their attributes are."""
+    """Equality of settings; what has parts is equal if all its parts are."""
     if a is b or (id(a), id(b)) in seen or (id(a) in own and id(b) in own):
         return True
     # Both are kept alive here, because a later object could otherwise get the same id.
     seen[id(a), id(b)] = (a, b)
     if type(a) is not type(b):
         return False
-    same = functools.partial(_equal, own=own, seen=seen)
     if isinstance(a, Tensor):
         alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
         return alike and (a.is_meta or bool(torch.equal(a, b)))
-    if isinstance(a, nn.Module):
-        return _kind(a) == _kind(b) and same(vars(a), vars(b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, weakref.ref):
-        return same(a(), b())
-    if isinstance(a, functools.partial):
-        return same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-    if isinstance(a, types.MethodType):
-        return a.__func__ is b.__func__ and same(a.__self__, b.__self__)
-    if isinstance(a, types.FunctionType):
-        held = [
-            (f.__defaults__, f.__kwdefaults__, tuple(cell.cell_contents for cell in f.__closure__ or ()))
-            for f in (a, b)
-        ]
-        return a.__code__ == b.__code__ and same(held[0], held[1])
-    if type(a).__eq__ is not object.__eq__:
-        if getattr(a, "shape", None) != getattr(b, "shape", None):
-            return False
-        equal = (a == b) | ((a != a) & (b != b))
-        # Arrays compare element by element.
-        return bool(equal.all() if hasattr(equal, "all") else equal)
-    return hasattr(a, "__dict__") and same(vars(a), vars(b))
+    parts, others = _parts(a), _parts(b)
+    if parts is not None and others is not None:
+        return parts.keys() == others.keys() and all(_equal(parts[key], others[key], own, seen) for key in parts)
+    if getattr(a, "shape", None) != getattr(b, "shape", None):
+        return False
+    equal = (a == b) | ((a != a) & (b != b))
+    # Arrays compare element by element.
+    return bool(equal.all() if hasattr(equal, "all") else equal)
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    """The parts of a setting by name; None if it is compared as a whole."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if isinstance(value, weakref.ref):
+        return {"referent": value()}
+    if isinstance(value, functools.partial):
+        return {name: getattr(value, name) for name in ("func", "args", "keywords")}
+    if isinstance(value, types.MethodType):
+        return {name: getattr(value, name) for name in ("__func__", "__self__")}
+    if isinstance(value, types.FunctionType):
+        held = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
+        return {**held, "__closure__": tuple(cell.cell_contents for cell in value.__closure__ or ())}
+    plain = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
+    return vars(value) if plain else None
