@@ -187,7 +187,7 @@ def test_position_of_another_loader():
     for position, message in (
         (
             {"epoch": 0, "batches": 4},
-            "at batch 4 of epoch 0, but an epoch has 3 batches; go on with the data and batch_size",
+            "at batch 4 of epoch 0, but an epoch has 3 batches; use the same data and batch_size",
         ),
         ({"epoch": -1, "batches": 0}, "at batch 0 of epoch -1"),
         ({"_num_yielded": 3}, r"has \['_num_yielded'\], but an ArrayLoader's has 'epoch' and 'batches'; pass what its"),
@@ -208,9 +208,9 @@ def test_data_that_is_not_a_tensor_yet():
 @pytest.mark.parametrize(
     ("data", "options", "error", "message"),
     [
-        (DATA, {}, hfta.HyperparameterError, r"give seeds=\[...\], one integer per model, or shared=True"),
-        (DATA, {"seeds": 3}, hfta.HyperparameterError, r"give seeds=\[...\], one integer per model, or shared=True"),
-        (DATA, {"seeds": [1, 2], "shared": True}, hfta.HyperparameterError, "give one integer as seeds, or none"),
+        (DATA, {}, hfta.HyperparameterError, r"pass seeds=\[...\], one integer per model, or shared=True"),
+        (DATA, {"seeds": 3}, hfta.HyperparameterError, r"pass seeds=\[...\], one integer per model, or shared=True"),
+        (DATA, {"seeds": [1, 2], "shared": True}, hfta.HyperparameterError, "pass one integer as seeds, or none"),
         (DATA, {"seeds": [1, 2.5]}, hfta.HyperparameterError, r"model 1: seed 2\.5 is not a 64-bit integer"),
         (DATA, {"seeds": SEEDS, "batch_size": 0}, hfta.HyperparameterError, "batch_size is 0; it must be at least 1"),
         ({}, {"seeds": SEEDS}, hfta.BatchError, r"leaves of shapes \[\].*at least one"),

@@ -36,9 +36,7 @@ def run(tmp_path_factory):
     picture = tmp_path_factory.mktemp("demo") / "new" / "digits.png"
     options = ["--epochs", "2", "--seeds", "2", "--lr", "0.001", "0.01", "--out", str(picture)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    done = subprocess.run(
-        [sys.executable, DEMO, *options], capture_output=True, text=True, env=environment
-    )
+    done = subprocess.run([sys.executable, DEMO, *options], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return done.stdout, done.stderr, picture

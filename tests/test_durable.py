@@ -208,7 +208,7 @@ def test_a_link_stays(tmp_path):
         (
             [torch.zeros(2, dtype=torch.complex128)],
             hfta.CheckpointError,
-            "state[0] is torch.complex128, which safetensors",
+            "state[0] is torch.complex128, which safetensors does not support; convert it first",
         ),
     ],
 )
@@ -238,8 +238,8 @@ def test_another_architecture_names_every_path(tmp_path):
     assert bits(like) == before
     first, *lines = str(caught.value).split("\n")
     assert first == (
-        f"{path} holds another array than like, 13 paths differ; load it with the model and the optimizer that it was saved "
-        f"with:"
+        f"{path} does not fit like: 13 paths differ; pass a state of the same model, optimizer and step options as were "
+        f"saved:"
     )
     one, two = "[3] per member in the file, [2] in like", "[3, 3] per member in the file, [2, 2] in like"
     assert lines == [
@@ -285,7 +285,7 @@ class Trap:
 def test_foreign_files(tmp_path, monkeypatch):
     state = trained()
     marker = tmp_path / "executed"
-    other = "is no checkpoint, or its beginning is damaged; load what hfta_func has saved, and give plain PyTorch checkpoints"
+    other = "is not a file of hfta_func.save, or its header is damaged; read a plain state_dict with import_models"
     safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "plain.safetensors")
     safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "described.safetensors", {"checksum": "0" * 64})
     torch.save({"a": Trap(marker)}, tmp_path / "torch.pt")
@@ -387,7 +387,7 @@ def refused(cause):
     try:
         hfta.save(large, path)
     except hfta.CheckpointError as error:
-        end = "what it held before is unchanged. Free space, or save into a directory that exists and is not read-only"
+        end = "its former content is unchanged. Save to an existing, writable directory with free space"
         assert str(error) == f"{path} cannot be written: {cause}; {end}", error
     else:
         raise AssertionError("nothing was refused")
@@ -439,7 +439,9 @@ def test_directories_that_are_not_there(tmp_path):
         ("file/state", "Not a directory"),
         ("folder", "Is a"),
     ):
-        with refused(hfta.CheckpointError, f"{tmp_path / path} cannot be written: {cause}", "a directory that exists"):
+        with refused(
+            hfta.CheckpointError, f"{tmp_path / path} cannot be written: {cause}", "an existing, writable directory"
+        ):
             hfta.save(torch.zeros(2), tmp_path / path)
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
@@ -518,17 +520,17 @@ def test_models_of_another_architecture_are_not_imported(tmp_path):
     torch.save(wide, tmp_path / "wide.pt")
     with refused(
         hfta.StateError,
-        f"checkpoint 1 ({tmp_path / 'wide.pt'}) is not one of this model; give the state_dict of such a model.",
+        f"checkpoint 1 ({tmp_path / 'wide.pt'}) does not fit the model; pass a state_dict of the same architecture.",
         'Missing key(s) in state_dict: "norm.bias"',
         'Unexpected key(s) in state_dict: "more"',
         *(f"size mismatch for {path}:" for path in own if path not in ("norm.bias", "norm.num_batches_tracked")),
     ):
         hfta.import_models(Net(), [own, tmp_path / "wide.pt"])
-    with refused(hfta.StateError, "checkpoint 2 is not one of this model", "Missing key(s)", '"state_dict"'):
+    with refused(hfta.StateError, "checkpoint 2 does not fit the model", "Missing key(s)", '"state_dict"'):
         hfta.import_models(Net(), [own, own, {"state_dict": own}])
     torch.save([1, 2], tmp_path / "list.pt")
     with refused(
-        hfta.StateError, f"checkpoint 0 ({tmp_path / 'list.pt'}) holds a list; give the state_dict of a model"
+        hfta.StateError, f"checkpoint 0 ({tmp_path / 'list.pt'}) holds a list; pass the state_dict of a model"
     ):
         hfta.import_models(Net(), [tmp_path / "list.pt"])
     for single in (own, tmp_path / "wide.pt", "wide.pt"):
@@ -549,7 +551,9 @@ def test_files_that_hold_more_than_tensors_are_not_imported(tmp_path):
     (tmp_path / "empty.pt").touch()
     (tmp_path / "text.safetensors").write_text("M = 3\n" * 99)
     for path in sorted(set(tmp_path.iterdir()) - {tmp_path / "model.pt"}):
-        with refused(hfta.CheckpointError, f"{path} cannot be read as plain tensors (", "nothing in it was run; save"):
+        with refused(
+            hfta.CheckpointError, f"{path} cannot be read as a state_dict (", "no code in it was run); write it"
+        ):
             hfta.import_models(Net(), [path])
     with pytest.raises(FileNotFoundError):
         hfta.import_models(Net(), [tmp_path / "nothing.pt"])

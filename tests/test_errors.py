@@ -106,7 +106,7 @@ DIFFERENT = {
     "number of submodules": (
         Net,
         net_with(lambda net: net.body.append(nn.Tanh())),
-        ["model 0 has no module 'body.4' but model 2 has one", "one factory"],
+        ["model 0 has no module 'body.4' but model 2 has one", "same modules, parameters and buffers"],
     ),
     "shape": (
         lambda: Scale(3),
@@ -121,7 +121,7 @@ DIFFERENT = {
     "missing parameter": (
         Net,
         changed(bias=False),
-        ["model 2 has no 'body.0.bias' but model 0 has one", "same parameters and buffers"],
+        ["model 2 has no 'body.0.bias' but model 0 has one", "same modules, parameters and buffers"],
     ),
     "dtype": (
         Net,
@@ -162,40 +162,60 @@ DIFFERENT = {
     "closure": (
         changed(activation=closure(0.5)),
         changed(activation=closure(0.25)),
-        ["'activation' is <function", "but in model 0 it is <function", "share every setting"],
+        ["'activation.__closure__' is (0.25,) but in model 0 it is (0.5,)", "share every setting"],
     ),
     "keyword default": (
         changed(activation=with_default(0.5)),
         changed(activation=with_default(0.25)),
-        ["'activation' is <function", "but in model 0 it is <function", "share every setting"],
+        ["'activation.__kwdefaults__['by']' is 0.25 but in model 0 it is 0.5", "share every setting"],
     ),
     "partial": (
         changed(activation=functools.partial(F.leaky_relu, negative_slope=0.5)),
         changed(activation=functools.partial(F.leaky_relu, negative_slope=0.25)),
-        ["'activation' is functools.partial(", "share every setting"],
+        ["'activation.keywords['negative_slope']' is 0.25 but in model 0 it is 0.5", "share every setting"],
+    ),
+    "code of a function": (
+        changed(activation=lambda x: x),
+        changed(activation=lambda x: -x),
+        ["'activation.__code__' is the code of <lambda> (", "test_errors.py:", "in model 0 it is the code of <lambda>"],
     ),
     "plain tensor": (
         changed(constant=torch.ones(2)),
         changed(constant=torch.zeros(2)),
-        ["'constant' is a tensor [2] of other values", "belongs in a buffer"],
+        ["'constant' (a torch.float32 tensor [2] on cpu) differs from that of model 0", "a parameter or a buffer"],
+    ),
+    "plain tensor in a container": (
+        changed(constant={"shift": [torch.ones(2), torch.zeros(2)]}),
+        changed(constant={"shift": [torch.ones(2), torch.ones(2)]}),
+        ["'constant['shift'][1]' (a torch.float32 tensor [2] on cpu) differs from", "a parameter or a buffer"],
+    ),
+    "module that is not registered": (
+        changed(constant=[nn.Linear(1, 1)]),
+        changed(constant=[nn.Linear(1, 1)]),
+        ["'constant[0]' (a module Linear) differs from that of model 0", "put it into an nn.ModuleList"],
     ),
     "plain tensor on another device": (
         changed(constant=torch.ones(2)),
         changed(constant=torch.ones(2, device="meta")),
-        ["'constant' is a tensor [2]", "share every setting"],
+        [
+            "is a torch.float32 tensor [2] on meta but in model 0 it is a torch.float32 tensor [2] on cpu",
+            "every setting",
+        ],
     ),
     "NumPy array": (
         changed(constant=np.ones(2)),
         changed(constant=np.zeros(2)),
-        ["'constant' is array([0., 0.]) but in model 0 it is array([1., 1.])", "share every setting"],
+        ["'constant' (an array [2] of float64) differs from that of model 0", "share every setting"],
     ),
     "ties": (
         Net,
         net_with(tie),
-        [
-            "ties [('body.0.bias', 'body.3.bias')] but model 0 ties []",
-            "share the same parameters between the same modules",
-        ],
+        ["model 2 ties 'body.3.bias' to 'body.0.bias' but model 0 does not", "tie the same parameters in all models"],
+    ),
+    "ties of model 0": (
+        net_with(tie),
+        Net,
+        ["model 0 ties 'body.3.bias' to 'body.0.bias' but model 2 does not", "tie the same parameters in all models"],
     ),
     "hooks": (
         Net,
@@ -272,6 +292,23 @@ def test_lazy_module():
     assert nn.parameter.is_lazy(models[1][1].weight)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        hfta.functional,
+        lambda model: hfta.make_train_step(model, square, hfta.sgd()),
+        lambda model: hfta.make_eval_step(model, square),
+        lambda model: hfta.unstack_params(model, *hfta.stack_params([nn.Linear(4, 2)])),
+        lambda model: hfta.export_model(model, hfta.stack_params([nn.Linear(4, 2)]), 0),
+    ],
+)
+def test_lazy_module_of_a_step(call):
+    with refused(
+        hfta.StackError, "'weight' is lazy and has no shape yet", "run the model once on an example input first"
+    ):
+        call(nn.LazyLinear(2))
+
+
 def test_unstacking_with_another_model():
     stacked = hfta.stack_params([nn.Linear(4, 2) for _ in range(3)])
     with refused(hfta.StackError, "'weight' is [2, 4] per member but [3, 4] in the model", spared=stacked):
@@ -280,6 +317,13 @@ def test_unstacking_with_another_model():
         hfta.unstack_params(nn.Linear(4, 2, bias=False), *stacked)
     with refused(hfta.StackError, "'0.weight' is in the model but not in the array; pass the model", spared=stacked):
         hfta.unstack_params(nn.Sequential(nn.Linear(4, 2)), *stacked)
+    tied = Net()
+    tie(tied)
+    stacked = hfta.stack_params([Net()])
+    with refused(
+        hfta.StackError, "'body.3.bias' is in the array but the model ties it to 'body.0.bias'; pass the model"
+    ):
+        hfta.unstack_params(tied, *stacked)
 
 
 @pytest.mark.parametrize(
@@ -322,14 +366,14 @@ def test_joining_what_does_not_fit():
     with refused(hfta.StackError, "nothing to join; pass at least one array"):
         hfta.concat([])
     with refused(
-        hfta.StackError, "array 1", "'weight'", "'0.weight'", "join arrays of one model", spared=(first, named)
+        hfta.StackError, "array 1 has tree.params['0.bias'] but array 0 does not", "same model", spared=(first, named)
     ):
         hfta.concat([first, named])
     with refused(
         hfta.StackError,
         "array 2",
         "['bias'] is torch.float32[3] per member but array 0 has torch.float32[2]",
-        "join arrays of one model and dtype",
+        "join arrays of the same model and dtype",
         spared=(first, wide),
     ):
         hfta.concat([first, first, wide])
@@ -338,10 +382,36 @@ def test_joining_what_does_not_fit():
         hfta.concat([first, double])
 
 
-def test_joining_states_of_different_optimizers():
-    states = [linear_step(optimizer=optimizer)[1] for optimizer in (hfta.sgd(lr=0.1), hfta.adam(lr=0.1))]
-    with refused(hfta.StackError, "array 1", "SGDState", "AdamState", "one model and optimizer", spared=states):
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        (hfta.sgd(), hfta.adam(), "array 1 has tree.opt_state.hyperparams['beta1'] but array 0 does not"),
+        (hfta.adam(), hfta.sgd(), "array 0 has tree.opt_state.hyperparams['beta1'] but array 1 does not"),
+        (
+            hfta.sgd(lr=0.1),
+            hfta.sgd(lr=schedules.step_lr(0.1, 5)),
+            "array 1 has tree.opt_state.hyperparams['lr']['gamma'] but array 0 does not",
+        ),
+        (
+            hfta.sgd(lr=schedules.step_lr(0.1, 5)),
+            hfta.sgd(lr=0.1),
+            "array 0 has tree.opt_state.hyperparams['lr']['gamma'] but array 1 does not",
+        ),
+    ],
+)
+def test_joining_states_of_different_optimizers(first, second, found):
+    states = [linear_step(optimizer=optimizer)[1] for optimizer in (first, second)]
+    cure = "join arrays of the same model, optimizer and step options"
+    with refused(hfta.StackError, f"{found}; {cure}", spared=states):
         hfta.concat(states)
+
+
+def test_joining_containers_of_different_types():
+    one = torch.zeros(2)
+    with refused(hfta.StackError, "tree[0] is a tuple in array 1 but a list in array 0"):
+        hfta.concat([[[one]], [(one,)]])
+    with refused(hfta.StackError, "tree has other empty containers in array 1 than in array 0"):
+        hfta.concat([[one, []], [one, ()]])
 
 
 ONE = {"w": torch.zeros(3, 2)}
@@ -663,26 +733,29 @@ class Noisy(nn.Module):
 
 
 UNROUTED = {
-    "torch.multinomial": lambda x: torch.multinomial(x.T, 1),
-    "torch.Tensor.multinomial": lambda x: x.T.multinomial(1),
-    "torch.poisson": torch.poisson,
-    "torch.binomial": lambda x: torch.binomial(x, x.sigmoid()),
-    "torch.Tensor.cauchy_": lambda x: torch.empty_like(x).cauchy_(),
-    "torch.Tensor.geometric_": lambda x: torch.empty_like(x).geometric_(0.5),
-    "torch.Tensor.log_normal_": lambda x: torch.empty_like(x).log_normal_(),
-    "torch.Tensor.random_": lambda x: torch.empty_like(x).random_(3),
-    "torch._standard_gamma": torch._standard_gamma,
-    "torch._sample_dirichlet": torch._sample_dirichlet,
+    "torch.multinomial": (lambda x: torch.multinomial(x.T, 1), "gumbel_softmax(logits, hard=True).argmax(-1)"),
+    "torch.Tensor.multinomial": (lambda x: x.T.multinomial(1), "gumbel_softmax(logits, hard=True).argmax(-1)"),
+    "torch.poisson": (torch.poisson, "outside the model and pass them in the batch"),
+    "torch.binomial": (lambda x: torch.binomial(x, x.sigmoid()), "sum draws of torch.bernoulli"),
+    "torch.Tensor.cauchy_": (lambda x: torch.empty_like(x).cauchy_(), "torch.rand_like: tan(pi * (u - 0.5))"),
+    "torch.Tensor.geometric_": (lambda x: torch.empty_like(x).geometric_(0.5), "ceil(log1p(-u) / log1p(-p))"),
+    "torch.Tensor.log_normal_": (
+        lambda x: torch.empty_like(x).log_normal_(),
+        "exponential of draws of torch.randn_like",
+    ),
+    "torch.Tensor.random_": (lambda x: torch.empty_like(x).random_(3), "draw with torch.randint"),
+    "torch._standard_gamma": (torch._standard_gamma, "outside the model and pass them in the batch"),
+    "torch._sample_dirichlet": (torch._sample_dirichlet, "outside the model and pass them in the batch"),
 }
 
 
 @pytest.mark.parametrize("name", UNROUTED)
 def test_random_operator_that_is_not_routed(name):
-    step, state = linear_step(model=Noisy(UNROUTED[name]))
+    draw, cure = UNROUTED[name]
+    step, state = linear_step(model=Noisy(draw))
     batch = torch.randn(3, 8, 4)
     before = torch.get_rng_state()
-    fragments = [f"{name} draws from PyTorch's global generator", "torch.rand", "routed to the member's key"]
-    with refused(hfta.RandomnessError, *fragments, spared=(state, batch)):
+    with refused(hfta.RandomnessError, f"{name} draws from PyTorch's global generator", cure, spared=(state, batch)):
         step(state, batch)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -823,7 +896,7 @@ def test_other_errors_of_the_model_stay_what_they_are():
 def test_state_of_another_model():
     step, state = linear_step()
     batch = torch.randn(3, 8, 4)
-    cure = "pass the model that the array was stacked from"
+    cure = "the state and the step must be of the same model"
     _, wide = linear_step(model=nn.Linear(4, 3))
     with refused(hfta.StateError, "'weight' is [3, 4] per member but [2, 4] in the model", cure, spared=(wide, batch)):
         step(wide, batch)
@@ -855,14 +928,14 @@ def test_evaluating_the_state_of_another_model():
 def test_state_of_another_optimizer():
     step, _ = linear_step()
     batch = torch.randn(3, 8, 4)
-    for optimizer, *held in (
-        (hfta.adam(lr=0.1), "state.opt_state is a AdamState in the state but a SGDState"),
-        (hfta.sgd(lr=0.1, momentum=0.9), "state.opt_state.hyperparams has 'momentum' in the state", "has none"),
-        (hfta.sgd(lr=schedules.step_lr(0.1, 5)), "state.opt_state.hyperparams['lr'] is a dict", "but a tensor"),
-        (hfta.chain(hfta.optim.clip_grad_norm(1.0), hfta.sgd(lr=0.1)), "state.opt_state is a tuple", "SGDState"),
+    for optimizer, held in (
+        (hfta.adam(lr=0.1), ".hyperparams['beta1']"),
+        (hfta.sgd(lr=0.1, momentum=0.9), ".hyperparams['momentum']"),
+        (hfta.sgd(lr=schedules.step_lr(0.1, 5)), ".hyperparams['lr']['gamma']"),
+        (hfta.chain(hfta.optim.clip_grad_norm(1.0), hfta.sgd(lr=0.1)), "[0].step"),
     ):
         _, other = linear_step(optimizer=optimizer)
-        fragments = ["belongs to another optimizer", *held, "step.init"]
+        fragments = ["belongs to another optimizer", f"the state has state.opt_state{held} but", "step.init"]
         with refused(hfta.StateError, *fragments, spared=(other, batch)):
             step(other, batch)
 

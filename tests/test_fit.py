@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import sys
 import threading
 
 import optree
@@ -92,6 +93,14 @@ def test_frame_with_a_column_of_another_length(setting):
     _, history = hfta.fit(step, state, loader, epochs=1, progress=False)
     with pytest.raises(ValueError, match="column lr has 2 values but the array has 3 models"):
         history.frame(lr=[0.1, 0.2])
+
+
+def test_frame_without_pandas(setting, monkeypatch):
+    step, state, loader = setting
+    _, history = hfta.fit(step, state, loader, epochs=0, progress=False)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"frames need pandas, .* pip install 'hfta_func\[plot\]'$"):
+        history.frame()
 
 
 def test_frame_before_the_first_epoch(setting):
@@ -208,14 +217,14 @@ def test_loaders_without_a_length(setting):
 def test_loader_without_batches(setting, make):
     step, state, _ = setting
     with pytest.raises(
-        ValueError, match="the loader gave no batch; pass an iterable that can be gone through once per"
+        ValueError, match="the loader has no batch; pass an iterable that yields its batches in every epoch"
     ):
         hfta.fit(step, state, make(), epochs=1, progress=False)
 
 
 def test_loader_that_can_be_gone_through_only_once(setting):
     step, state, loader = setting
-    with pytest.raises(ValueError, match="the loader gave no batch"):
+    with pytest.raises(ValueError, match="the loader has no batch"):
         hfta.fit(step, state, loader.batches(0), epochs=2, progress=False)
 
 
@@ -472,7 +481,7 @@ def test_loaders_whose_position_cannot_be_kept(setting, tmp_path):
     step, state, loader = setting
     shuffled = Shuffled(list(loader.batches(0)), 1)
     shuffled.state_dict = lambda: {"generator": shuffled.order}
-    with pytest.raises(TypeError, match="a Generator cannot be kept in a file; use what JSON holds, or tensors"):
+    with pytest.raises(TypeError, match="a Generator cannot be saved; use numbers, strings, lists, dicts or tensors"):
         hfta.fit(step, state, shuffled, epochs=1, resume=tmp_path / "run.safetensors", progress=False)
     assert os.listdir(tmp_path) == []
 
@@ -510,11 +519,11 @@ def test_files_that_hold_no_such_run(setting, tmp_path):
     path.unlink()
     hfta.fit(step, state, loader, **options)
     other = hfta.make_train_step(torch.nn.Linear(4, 2), loss_fn, hfta.sgd(lr=0.1, momentum=0.9))
-    with pytest.raises(hfta.StateError, match=r"another array than like, 3 paths differ(.|\n)*momentum"):
+    with pytest.raises(hfta.StateError, match=r"does not fit like: 3 paths differ(.|\n)*momentum"):
         hfta.fit(other, other.init(state.params, seeds=SEEDS), loader, **options)
     another = state._replace(keys=hfta.random.keys([5, 3, 9]))
     with pytest.raises(
-        hfta.StateError, match=r"a run with seeds \[5, 3, 8\] but the state has \[5, 3, 9\]; give every run a file"
+        hfta.StateError, match=r"a run with seeds \[5, 3, 8\] but the state has \[5, 3, 9\]; use a file of its own"
     ):
         hfta.fit(step, another, loader, **options)
     path.write_bytes(path.read_bytes()[:-1])
@@ -526,6 +535,6 @@ def test_files_that_hold_no_such_run(setting, tmp_path):
 def test_save_every_needs_a_file_and_a_number(setting, resume, save_every):
     step, state, loader = setting
     with pytest.raises(
-        ValueError, match=f"save_every is {save_every} and resume is {resume}; give at least 1, and a file"
+        ValueError, match=f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file"
     ):
         hfta.fit(step, state, loader, epochs=1, resume=resume, save_every=save_every)

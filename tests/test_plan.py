@@ -121,7 +121,7 @@ def test_shared_batches() -> None:
 @pytest.mark.parametrize("sizes", [[4], [2, 2], [0, 1], [4, 2]])
 def test_sizes_that_make_no_line(sizes: list[int]) -> None:
     step, state, batch = _array()
-    with pytest.raises(ValueError, match="give at least two numbers of models, ascending from 1 or more"):
+    with pytest.raises(ValueError, match="pass at least two numbers of models, ascending from 1 or more"):
         hfta.plan(step, state, batch, sizes=sizes)
 
 
@@ -159,7 +159,7 @@ def test_a_size_that_will_not_fit_is_not_run_on_a_cpu() -> None:
 @pytest.mark.parametrize("sizes", [[1, 2], [4, 8]])
 def test_no_plan_where_the_smallest_size_runs_out_of_memory(sizes: list[int]) -> None:
     _, state, batch = _array()
-    with pytest.raises(MemoryError, match=f"with M = {sizes[0]}, the smallest of sizes; give smaller sizes or batches"):
+    with pytest.raises(MemoryError, match=f"with M = {sizes[0]}, the smallest of sizes; pass smaller sizes or batches"):
         hfta.plan(_failing(0, RuntimeError("CUDA error: out of memory")), state, batch, sizes=sizes)
 
 
@@ -338,9 +338,7 @@ def test_a_process_that_runs_out_of_memory_goes_on() -> None:
         _, metrics = step(state, batch)
         print(most, bool(metrics["finite"]))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     most, finite = done.stdout.split()
     # A model holds 4 MB, a step its gradient, update and new parameters.
     assert 5 <= int(most) <= 100 and finite == "True"

@@ -108,5 +108,5 @@ def test_errors_name_the_cure(monkeypatch):
     with pytest.raises(ValueError, match=r"level is 90; it is the fraction"):
         bands(frame, "accuracy", level=90)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"matplotlib.*pip install hfta_func\[plot\]"):
+    with pytest.raises(ImportError, match=r"matplotlib.*pip install 'hfta_func\[plot\]'"):
         bands(frame, "accuracy")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
 from hfta_func import random
-from hfta_func.calls import routing as _routing
+from hfta_func.calls import routing
 from hfta_func.calls.routing import REFUSED, ROUTED, routed
 
 SEEDS = [0, 1, 2, 3, -1, 12345678901234567, 2**63 - 1, -(2**63)]
@@ -824,7 +824,7 @@ def test_call_sites_go_on_after_a_gradient_inside_the_loss(compiled, monkeypatch
 
     def losses(sites):
         # Streams are made inside the inner gradient and used outside of it, unless each site makes its own.
-        monkeypatch.setattr(_routing, "_SITES", sites)
+        monkeypatch.setattr(routing, "_SITES", sites)
         step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.1))
         run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
         state = step.init(*hfta.init_params(factory, seeds=range(3)), seeds=range(3))

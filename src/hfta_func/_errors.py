@@ -1,12 +1,8 @@
-"""Errors that name the member, the path and the cure.
-
-Each class also derives from the built-in error that a reader would expect, so
-that ordinary ``except ValueError`` code keeps working.
-"""
+"""Error classes; each also derives from a built-in error, so that ``except ValueError`` and the like keep working."""
 
 
 class HFTAError(Exception):
-    """Base class of every error that this package raises on purpose."""
+    """Base class of this package's own errors."""
 
 
 class StackError(HFTAError, ValueError):
@@ -30,16 +26,16 @@ class StateError(HFTAError, ValueError):
 
 
 class NonFiniteError(HFTAError, FloatingPointError):
-    """A member whose loss or gradient is NaN or infinite, where that is not to be tolerated."""
+    """A member whose loss or gradient is NaN or infinite, under ``nonfinite="raise"``."""
 
 
 class CheckpointError(HFTAError, OSError):
-    """A file that is not a whole checkpoint, or could not be written."""
+    """A file that is not a complete checkpoint, or cannot be written."""
 
 
 class RandomnessError(HFTAError, RuntimeError):
-    """A random operator that is not drawn from the member's own key."""
+    """A random call that cannot draw from the member's own key."""
 
 
 class TraceError(HFTAError, RuntimeError):
-    """Model code that needs the value of a tensor while the members run as one."""
+    """Model code that reads the value of a tensor while all members run together."""

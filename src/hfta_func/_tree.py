@@ -1,7 +1,4 @@
-"""Trees of stacked tensors: count, select, join and mask members.
-
-Public: :func:`num_models`, :func:`take`, :func:`concat`. Axis 0 of every leaf is the model axis.
-"""
+"""Count, select, join and mask the members of stacked trees; axis 0 of every leaf is the model axis."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ T = TypeVar("T")
 
 
 def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Any:
-    """``func`` of every leaf, or of the corresponding leaves of several trees."""
-    # Older compilers cannot look into optree's compiled code.
+    """Apply ``func`` to every leaf, or to the corresponding leaves of several trees."""
+    # The compiler cannot trace optree's C++.
     if torch.compiler.is_compiling():
         return pytree.tree_map(func, tree, *rest)
     return optree.tree_map(func, tree, *rest)
@@ -29,11 +26,11 @@ def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Any:
 
 def leaves(tree: Tree) -> list[Tensor]:
     """The tensors of a tree, in order."""
-    return optree.tree_leaves(tree)
+    return pytree.tree_leaves(tree) if torch.compiler.is_compiling() else optree.tree_leaves(tree)
 
 
 def paths(tree: Tree, name: str) -> list[str]:
-    """How the leaves of a tree called ``name`` are reached in Python, in the same order."""
+    """The Python expression for each leaf of a tree called ``name``, in the order of :func:`leaves`."""
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
 
 
@@ -41,7 +38,7 @@ def num_models(tree: Tree) -> int:
     """Number of members M of a stacked tree.
 
     Raises:
-        StackError: if the tree has no leaves or its leaves disagree about M.
+        StackError: if the tree has no leaves or two leaves have different M.
 
     Example:
         >>> num_models({"weight": torch.zeros(4, 10, 2), "bias": torch.zeros(4, 10)})
@@ -67,10 +64,10 @@ def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:
 
     Args:
         tree: A tree whose leaves are ``[M, ...]``.
-        index: One member, a slice, a list of members, or a boolean mask ``[M]``. One member stays an array of one.
+        index: One member (the result is an array of one), a slice, a list of members, or a boolean mask ``[M]``.
 
     Returns:
-        The same tree with leaves ``[len(index), ...]`` in storage of their own.
+        A tree of the same structure with new leaves ``[len(index), ...]``.
 
     Raises:
         StackError: if no member is selected or an index is out of range.
@@ -95,10 +92,10 @@ def _indices(index: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:
         chosen = chosen.nonzero().flatten()
     if chosen.dim() > 1 or (chosen.numel() and chosen.dtype.is_floating_point):
         raise StackError(
-            f"index is {chosen.dtype}{list(chosen.shape)}; pass one integer, a list of them, a slice or a mask"
+            f"index is {chosen.dtype}{list(chosen.shape)}; pass an integer, a list of integers, a slice or a mask"
         )
     if chosen.numel() == 0:
-        raise StackError("no member selected; an array keeps at least one member")
+        raise StackError("no member selected; an array needs at least one member")
     chosen = chosen.to(torch.int64)
     outside = chosen[(chosen < -count) | (chosen >= count)]
     if outside.numel():
@@ -110,10 +107,10 @@ def concat(trees: Sequence[T]) -> T:
     """Join arrays of the same model into one, in the order given.
 
     Args:
-        trees: Stacked trees or states of one structure.
+        trees: Stacked trees or states of the same structure.
 
     Raises:
-        StackError: if the list is empty or two trees differ in structure, shape or dtype.
+        StackError: if the list is empty or two trees differ in structure, shape or dtype; it names the leaf.
 
     Example:
         >>> concat([{"bias": torch.zeros(1, 2)}, {"bias": torch.ones(1, 2)}])
@@ -125,70 +122,57 @@ def concat(trees: Sequence[T]) -> T:
         num_models(tree)
         found = difference(tree, trees[0], "tree", f"array {position}", "array 0")
         if found is not None:
-            raise StackError(f"{found}; join arrays of one model and optimizer")
+            raise StackError(f"{found}; join arrays of the same model, optimizer and step options")
     joined = []
     for path, *column in zip(paths(trees[0], "tree"), *map(leaves, trees), strict=True):
         for position, leaf in enumerate(column):
             if leaf.shape[1:] != column[0].shape[1:] or leaf.dtype != column[0].dtype:
                 raise StackError(
                     f"array {position}: {path} is {leaf.dtype}{list(leaf.shape[1:])} per member but array 0 has "
-                    f"{column[0].dtype}{list(column[0].shape[1:])}; join arrays of one model and dtype"
+                    f"{column[0].dtype}{list(column[0].shape[1:])}; join arrays of the same model and dtype"
                 )
         joined.append(torch.cat(column))
     return optree.tree_unflatten(optree.tree_structure(trees[0]), joined)  # pyright: ignore
 
 
 def per_model(value: Tensor, leaf: Tensor) -> Tensor:
-    """Shape a vector ``[M]`` so that it broadcasts over a leaf ``[M, ...]``, in the leaf's dtype."""
-    return value.to(leaf.dtype).reshape(-1, *(1,) * (leaf.dim() - 1))
+    """Reshape a vector ``[M]`` to broadcast over a leaf ``[M, ...]``, in the leaf's dtype."""
+    return _broadcastable(value.to(leaf.dtype), leaf)
+
+
+def _broadcastable(vector: Tensor, leaf: Tensor) -> Tensor:
+    return vector.reshape(-1, *(1,) * (leaf.dim() - 1))
 
 
 def where(mask: Tensor, new: T, old: T) -> T:
     """Take ``new`` for members where ``mask`` (``[M]``, bool) holds and ``old`` elsewhere, leaf by leaf."""
-
-    def choose(a: Tensor, b: Tensor) -> Tensor:
-        return torch.where(mask.reshape(-1, *(1,) * (a.dim() - 1)), a, b)
-
-    return tree_map(choose, new, old)
+    return tree_map(lambda a, b: torch.where(_broadcastable(mask, a), a, b), new, old)
 
 
 def write(old: Tree, new: Tree, keep: Tensor | None = None) -> None:
-    """Copy every leaf of ``new`` into that of ``old``, for members where ``keep`` holds; None copies all."""
+    """Copy every leaf of ``new`` into ``old`` for members where ``keep`` holds; None copies all members."""
 
     def copy(a: Tensor, b: Tensor) -> None:
         if a is not b:
-            a.copy_(b if keep is None else torch.where(keep.reshape(-1, *(1,) * (a.dim() - 1)), b, a))
+            a.copy_(b if keep is None else torch.where(_broadcastable(keep, a), b, a))
 
     tree_map(copy, old, new)
 
 
 def difference(tree: Tree, other: Tree, name: str, owner: str, other_owner: str) -> str | None:
-    """Where the structures of two trees first differ, in one sentence; None if they do not.
-
-    Args:
-        tree: One tree.
-        other: Another one.
-        name: How both are reached in Python.
-        owner: Who has the first one.
-        other_owner: Who has the other one.
-    """
-    mine, theirs = optree.tree_structure(tree), optree.tree_structure(other)
-    if mine == theirs:
+    """Describe the first difference between the structures of two trees called ``name``; None if they are the same."""
+    if optree.tree_structure(tree) == optree.tree_structure(other):
         return None
-    if mine.type is not theirs.type:
-        kinds = ["tensor" if spec.type is None else spec.type.__qualname__ for spec in (mine, theirs)]
-        return f"{name} is a {kinds[0]} in {owner} but a {kinds[1]} in {other_owner}"
-    children, _, keys, _ = optree.tree_flatten_one_level(tree)
-    other_children, _, other_keys, _ = optree.tree_flatten_one_level(other)
-    if keys != other_keys:
-        extra, missing = (
-            ", ".join(repr(key) for key in a if key not in b) or "none"
-            for a, b in ((keys, other_keys), (other_keys, keys))
-        )
-        return f"{name} has {extra} in {owner} where {other_owner} has {missing}"
-    fields = getattr(mine.type, "_fields", None)
-    for position, (key, a, b) in enumerate(zip(keys, children, other_children, strict=True)):
-        path = f"{name}.{fields[position]}" if fields else f"{name}[{key!r}]"
-        if (found := difference(a, b, path, owner, other_owner)) is not None:
-            return found
-    return None
+    mine, theirs = paths(tree, name), paths(other, name)
+    for here, there, found, missing in ((mine, theirs, owner, other_owner), (theirs, mine, other_owner, owner)):
+        for path in here:
+            # A leaf that the other tree divides further is reported by one of its parts, in the other pass.
+            if path not in there and not any(part.startswith((f"{path}[", f"{path}.")) for part in there):
+                return f"{found} has {path} but {missing} does not"
+    # The leaves have the same paths, so two of their containers have different types.
+    for mine, theirs in zip(optree.tree_accessors(tree), optree.tree_accessors(other), strict=True):
+        for depth, (here, there) in enumerate(zip(mine, theirs, strict=True)):
+            if here.type is not there.type:
+                types = f"a {here.type.__qualname__} in {owner} but a {there.type.__qualname__} in {other_owner}"
+                return f"{mine[:depth].codify(name)} is {types}"
+    return f"{name} has other empty containers in {owner} than in {other_owner}"

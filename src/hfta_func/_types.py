@@ -1,4 +1,4 @@
-"""Names for the shapes that data takes throughout the package."""
+"""Types used throughout the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 Tree: TypeAlias = Any
-"""A nest of tuples, lists, dicts and NamedTuples with tensors as leaves."""
+"""Nested tuples, lists, dicts and NamedTuples with tensors as leaves."""
 
 Params: TypeAlias = dict[str, Tensor]
 """Stacked parameters or buffers by their path in the module; axis 0 is the model axis."""
@@ -21,9 +21,9 @@ class Schedule:
 
     Args:
         knobs: The schedule's own hyperparameters, each a number, one number per model, or another schedule.
-            The first one is what ``with_hyperparams`` replaces when it is given a plain number.
-        value: ``value(count, **knobs) -> Tensor[M]`` where ``count`` is the number of updates each member has made,
-            plain knobs arrive as ``Tensor[M]`` and nested schedules as functions of ``count``.
+            ``with_hyperparams`` replaces the first one when it is given a plain number.
+        value: ``value(count, **knobs) -> Tensor[M]``. ``count`` is the number of updates each member has made; plain
+            knobs arrive as ``Tensor[M]``, nested schedules as functions of ``count``.
     """
 
     knobs: Mapping[str, PerModel]
@@ -34,4 +34,4 @@ PerModel: TypeAlias = "float | Sequence[float] | Tensor | Schedule"
 """One value for all members, one value per member, or a schedule."""
 
 HYPERPARAMS = ("hyperparams", "hparams")
-"""The fields of a state that hold hyperparameters: those of an optimizer or loss scale, and those of the loss function."""
+"""State fields that hold hyperparameters: of an optimizer or loss scale, and of the loss function."""

@@ -1,9 +1,4 @@
-"""What :func:`fit` can do after every epoch.
-
-Public: :func:`early_stopping`, :func:`keep_checkpoints`, :func:`keep_best`, :func:`tensorboard`.
-
-A callback takes the state and the history and keeps nothing to itself, so that it goes on where a resumed run does.
-"""
+"""Callbacks for :func:`fit`; they hold no state of their own, so that a resumed run continues them."""
 
 from __future__ import annotations
 
@@ -23,16 +18,16 @@ Mode = Literal["min", "max"]
 
 
 def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "min") -> Callback:
-    """Make members inactive that have stopped getting better, each by itself.
+    """Make each member inactive once it has stopped improving.
 
     Args:
-        metric: Name in the history, one number per member.
-        patience: Epochs in a row without a better value after which a member stops.
-        min_delta: A value is better if it betters the best one so far by more than this; NaN never is.
-        mode: Whether less is better or more.
+        metric: Name of a metric in the history, one number per member.
+        patience: Number of consecutive epochs without improvement after which a member stops.
+        min_delta: Least improvement over the best value so far that counts; NaN is no improvement.
+        mode: Whether lower or higher values are better.
 
     Raises:
-        ValueError: if patience is less than 1, or mode is neither ``"min"`` nor ``"max"``.
+        ValueError: if ``patience`` is less than 1, or ``mode`` is neither ``"min"`` nor ``"max"``.
 
     Example:
         >>> history = History(torch.tensor([7, 8]))
@@ -62,9 +57,9 @@ def keep_checkpoints(directory: PathLike, keep: int = 3, every: int = 1) -> Call
     """Save the state as ``epoch-000012.safetensors`` and remove all but the latest such files.
 
     Args:
-        directory: Where; it is made if it is not there.
-        keep: How many files stay. Those of later epochs, from another run, are left alone.
-        every: Epochs from one to the next.
+        directory: Folder of the files; it is created if it does not exist.
+        keep: Number of files to keep. Files of later epochs, from another run, stay.
+        every: Number of epochs between files.
 
     Raises:
         ValueError: if ``keep`` or ``every`` is less than 1.
@@ -91,18 +86,18 @@ def keep_checkpoints(directory: PathLike, keep: int = 3, every: int = 1) -> Call
 
 
 def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
-    """Keep a file with every member as it was after its own best epoch.
+    """Keep a file with the state of each member after its own best epoch.
 
-    ``load(path, like=state)`` reads it, and ``read_metadata(path)["metadata"]`` has ``epoch`` and ``value`` of each member.
-    A NaN never is best: of a member that has had no number yet, the file has the first epoch.
+    ``load(path, like=state)`` reads it, and ``read_metadata(path)["metadata"]`` has each member's ``epoch`` and ``value``.
+    NaN is never best; a member that has only had NaN is kept as of its first epoch.
 
     Args:
-        path: The file; the first epoch of a run writes it anew.
-        metric: Name in the history, one number per member.
-        mode: Whether less is better or more.
+        path: The file; the first epoch of a run replaces it.
+        metric: Name of a metric in the history, one number per member.
+        mode: Whether lower or higher values are better.
 
     Raises:
-        ValueError: if mode is neither ``"min"`` nor ``"max"``.
+        ValueError: if ``mode`` is neither ``"min"`` nor ``"max"``.
 
     Example:
         >>> import os, tempfile
@@ -121,23 +116,20 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
                 return
             state = where(better.to(state.active.device), state, load(path, like=state))
             value, epoch = torch.where(better, value, best), torch.where(better, epoch, torch.tensor(held["epoch"]))
-        save(
-            state,
-            path,
-            metadata={"metric": metric, "mode": mode, "epoch": epoch.tolist(), "value": value.tolist()},
-        )
+        found = {"metric": metric, "mode": mode, "epoch": epoch.tolist(), "value": value.tolist()}
+        save(state, path, metadata=found)
 
     return keep
 
 
 def tensorboard(writer: Any) -> Callback:
-    """Write every metric that is one number per member to TensorBoard, as ``loss/0``, ``loss/1``, ....
+    """Write every metric with one number per member to TensorBoard, as ``loss/0``, ``loss/1``, ....
 
     Args:
         writer: A ``torch.utils.tensorboard.SummaryWriter``, or the directory for one.
 
     Raises:
-        ImportError: if TensorBoard is not installed; ``pip install hfta_func[tensorboard]``.
+        ImportError: if TensorBoard is not installed.
 
     Example:
         >>> import tempfile
@@ -148,7 +140,7 @@ def tensorboard(writer: Any) -> Callback:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                "TensorBoard is not installed; pip install hfta_func[tensorboard], or pass a SummaryWriter"
+                "TensorBoard is not installed; pip install 'hfta_func[tensorboard]', or pass a SummaryWriter"
             ) from error
         writer = SummaryWriter(os.fspath(writer))
 

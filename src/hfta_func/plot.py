@@ -1,7 +1,4 @@
-"""Pictures of many members at once.
-
-Public: :func:`bands`. Needs ``pip install hfta_func[plot]``.
-"""
+"""Plots of many members at once; they need ``pip install 'hfta_func[plot]'``."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-# Okabe and Ito, "Color universal design", 2008: told apart with every kind of colour vision.
+# Okabe and Ito, "Color universal design", 2008: distinct with every kind of colour vision.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
@@ -26,22 +23,22 @@ def bands(
 ) -> Axes:
     """Draw a metric over epochs: a line for the mean over members, a band for the central ``level`` of them.
 
-    Values that are not finite are left out, and the legend says how many members have one.
+    Values that are not finite are left out; the legend counts the members that have one.
 
     Args:
         frame: One row per member and epoch, as :meth:`History.frame` makes it.
         metric: Column to draw.
-        by: Column whose values get a line and a band each; None draws one for all members.
+        by: Column to group by, with a line and a band per group; None makes one group of all members.
         x: Column along the horizontal axis.
         level: Fraction of members in the band, between the quantiles ``(1 - level) / 2`` and ``(1 + level) / 2``.
-        ax: Where to draw; a new figure without.
+        ax: Axes to draw on; by default those of a new figure.
 
     Returns:
-        The axes, for further labels; ``ax.figure.savefig(path)`` saves the picture.
+        The axes; ``ax.figure.savefig(path)`` saves the picture.
 
     Raises:
         ImportError: if matplotlib or pandas is not installed.
-        ValueError: if the frame lacks one of the columns or ``level`` is not between 0 and 1.
+        ValueError: if the frame lacks a column, or ``level`` is not above 0 and at most 1.
 
     Example:
         >>> import pandas
@@ -56,7 +53,7 @@ def bands(
         from matplotlib import pyplot
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError(f"pictures need {error.name}, which is not installed; pip install hfta_func[plot]") from error
+        raise ImportError(f"plots need {error.name}, which is not installed; pip install 'hfta_func[plot]'") from error
     missing = [name for name in ("member", metric, x, by) if name is not None and name not in frame.columns]
     if missing:
         raise ValueError(f"the frame has no column '{missing[0]}'; it has {', '.join(map(str, frame.columns))}")
@@ -68,13 +65,13 @@ def bands(
         finite = group[metric].abs() < float("inf")
         label = str(name)
         if not finite.all():
-            # A curve of the survivors alone looks better than the array was.
+            # The mean of the remaining members alone would look better than the array was.
             label += f" ({group[~finite]['member'].nunique()} not finite)"
         at = group[finite].groupby(x)[metric]
         low, mean, high = at.quantile((1 - level) / 2), at.mean(), at.quantile((1 + level) / 2)
         color, style = COLORS[number % len(COLORS)], ("-", "--", ":")[number // len(COLORS) % 3]
         axes.fill_between(mean.index, low, high, color=color, alpha=0.18, linewidth=0)
-        # A line through one point would not be seen.
+        # A line through one point is invisible.
         marker = "o" if len(mean) == 1 else None
         axes.plot(mean.index, mean, color=color, linestyle=style, marker=marker, linewidth=1.8, label=label)
     axes.set(xlabel=x, ylabel=metric)

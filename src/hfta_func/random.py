@@ -1,11 +1,8 @@
 """Keys and counter-based noise.
 
-Public: :func:`keys`, :func:`fold_in`, :func:`uniform`, :func:`normal`, :func:`bernoulli`, :func:`randint`,
-:func:`permutation`, :func:`bits`. A model's own random calls draw from a key inside :class:`hfta_func.routed`.
-
-A key is one ``int64``; a tensor of keys ``[...]`` draws ``[..., *shape]``, so one key per member gives one
-independent stream per member, and a member draws the same numbers alone as in an array of any size. All draws are
-integer arithmetic up to one exact conversion, so they are bit-identical on every device, eager or compiled.
+A key is one ``int64``; keys ``[...]`` draw ``[..., *shape]``, so one key per member gives independent streams, and a
+member draws the same numbers alone as in an array of any size. All draws are integer arithmetic followed by one exact
+conversion, so they are bit-identical on every device, eager or compiled.
 
 References:
     Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (counter-based generators).
@@ -24,17 +21,21 @@ from torch import Tensor
 from hfta_func._errors import HyperparameterError
 from hfta_func._torch import constant_to_compiler, num_dispatch_modes, outside_transforms
 
-# Constants of SplitMix64, as signed 64-bit integers because torch's uint64 lacks most operators.
+# SplitMix64's constants as signed integers, because torch's uint64 lacks most operators.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-"""Significand bits: the finest uniform grid on [0, 1) whose points the dtype holds exactly."""
+"""Significand bits; a dtype represents multiples of ``2**-digits`` in [0, 1) exactly."""
 
 
 def keys(seeds: Sequence[int] | Tensor, *, device: torch.device | str | None = None) -> Tensor:
-    """Keys from seeds: ``int64[M]``, one per member. Equal seeds give equal noise.
+    """Make keys ``int64[M]`` from seeds, one per member; equal seeds give equal noise.
+
+    Args:
+        seeds: One 64-bit integer per member.
+        device: Where the keys go.
 
     Raises:
         HyperparameterError: if a seed is not an integer that fits in 64 signed bits.
@@ -53,38 +54,38 @@ def keys(seeds: Sequence[int] | Tensor, *, device: torch.device | str | None = N
     return torch.tensor(list(seeds), dtype=torch.int64, device=device)
 
 
+# Not `>>`, which XLA computes as a division that rounds towards zero.
+_signed_shift = torch.bitwise_right_shift
+
+
 def _shift(z: Tensor, by: int) -> Tensor:
     """Logical right shift of int64."""
     return _signed_shift(z, by) & ((1 << (64 - by)) - 1)
 
 
-# Not spelled `>>`, which XLA computes as a division and so rounds towards zero.
-_signed_shift = torch.bitwise_right_shift
-
-
 def _mix(z: Tensor) -> Tensor:
-    """The finaliser of SplitMix64: a bijection of 64-bit words in which every input bit reaches every output bit."""
+    """The finaliser of SplitMix64: a bijection of 64-bit words in which every input bit affects every output bit."""
     z = (z ^ _shift(z, 30)) * _MIX1
     z = (z ^ _shift(z, 27)) * _MIX2
     return z ^ _shift(z, 31)
 
 
 def _hash(z: Tensor) -> Tensor:
-    """The mixer for keys, of which there are few.
-
-    Inductor writes out an expression again wherever it is read, and the mixer reads its argument twice in each round, so
-    that a chain of mixers would grow eightfold with every link.
-    """
+    """The mixer for keys, stored because a chain of mixers written out would grow eightfold with every link."""
     return _stored(_mix(z))
 
 
 def _stored(z: Tensor) -> Tensor:
-    """A strided view, which makes inductor store the value instead of writing out its expression where it is read."""
+    """A strided view, which makes inductor store the value instead of repeating its expression wherever it is read."""
     return z.as_strided(z.shape, z.stride()) if torch.compiler.is_compiling() else z
 
 
 def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
-    """A new key from a key and an integer (a step, a call site, an epoch); distinct pairs give independent streams.
+    """A new key from a key and an integer; distinct pairs give independent streams.
+
+    Args:
+        key: Keys ``[...]``.
+        data: For example a step, a call site or an epoch; a tensor broadcasts against the keys.
 
     Example:
         >>> bool(fold_in(keys([1]), 2) == fold_in(keys([2]), 1))
@@ -93,32 +94,36 @@ def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
     if isinstance(data, int):
         spread = (data * _MIX2 + 2**63) % 2**64 - 2**63
     else:
-        # Stored, because inductor makes a range times a number an index expression, which has to fit into 64 bits.
+        # Stored, because inductor turns a range times a number into an index expression, which must not overflow.
         spread = _stored(data) * _MIX2
     return _hash(_hash(key + _GOLDEN) ^ spread)
 
 
 class Stream(NamedTuple):
-    """What the words of keys ``[...]`` are counted from: each draw takes this in the place of the keys."""
+    """Where keys ``[...]`` start counting and by which step; every draw takes it in place of keys."""
 
     start: Tensor
     stride: Tensor
 
 
 def stream(key: Tensor) -> Stream:
-    """Start and odd stride, which are both hashes of the key: with one stride for all, the streams of two keys would be
-    shifted copies of one sequence.
-    """
+    """Start and odd stride of each key, both hashes of it: with one stride for all, streams would be shifted copies."""
     start = _hash(key + _GOLDEN)
-    # A stride that is data also keeps inductor from folding index and stride into an index expression, which its
-    # C++ backend computes wrongly once they overflow.
+    # A stride that is data keeps inductor from folding it into an index expression, which its C++ backend computes
+    # wrongly on overflow.
     return Stream(start, _hash(start + _GOLDEN) | 1)
 
 
 def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
-    """``int64[..., *shape]`` of uniformly distributed bits for keys ``[...]``.
+    """Uniform bits ``int64[..., *shape]`` for keys ``[...]``: word ``i`` is the mixer of ``start + i * stride``.
 
-    Word ``i`` is the mixer applied to ``start + i * stride`` of the key's stream.
+    Args:
+        key: Keys ``[...]``.
+        shape: What one key draws.
+
+    Example:
+        >>> bits(keys([1, 2]), (3,)).shape
+        torch.Size([2, 3])
     """
     start, stride = stream(key) if isinstance(key, Tensor) else key
     expand = (*start.shape, *(1,) * len(shape))
@@ -127,10 +132,12 @@ def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
 
 
 def uniform(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform on [0, 1), every multiple of the dtype's grid (2^-24 for float32) equally likely.
+    """Uniform draws ``[..., *shape]`` on [0, 1), on a grid of 2^-24 for float32.
 
-    Shape:
-        key ``[...]`` -> ``[..., *shape]``.
+    Args:
+        key: Keys ``[...]``.
+        shape: What one key draws.
+        dtype: Floating-point dtype; every multiple of its grid is equally likely.
 
     Example:
         >>> alone, array = uniform(keys([3]), (2,)), uniform(keys([1, 2, 3]), (2,))
@@ -148,8 +155,13 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
         key: Keys ``[...]``.
         p: A number, or a tensor that broadcasts against ``[..., *shape]``.
         shape: What one key draws.
+
+    Example:
+        >>> bernoulli(keys([1, 2]), 1.0, (2,))
+        tensor([[True, True],
+                [True, True]])
     """
-    # Signed words against a signed threshold: -2^52 stands for 0 and 2^52 for 1, which no word reaches.
+    # The 53 highest bits as a signed word: -2^52 stands for 0 and 2^52 for 1, which no word reaches.
     draws = _signed_shift(bits(key, shape), 11)
     if isinstance(p, Tensor):
         return draws < (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52)
@@ -157,30 +169,60 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
 
 
 def randint(key: Tensor | Stream, low: int, high: int, shape: Sequence[int]) -> Tensor:
-    """Integers in ``[low, high)``: ``int64[..., *shape]``; the bias is below ``(high - low) / 2^63``."""
+    """Integers ``int64[..., *shape]`` in ``[low, high)``, with a bias below ``(high - low) / 2^63``.
+
+    Args:
+        key: Keys ``[...]``.
+        low: The smallest integer.
+        high: One more than the largest.
+        shape: What one key draws.
+
+    Example:
+        >>> randint(keys([1, 2]), 7, 8, (2,))
+        tensor([[7, 7],
+                [7, 7]])
+    """
     return _shift(bits(key, shape), 1) % (high - low) + low
 
 
 def permutation(key: Tensor | Stream, n: int) -> Tensor:
-    """A random order of ``0 .. n - 1`` per key: ``int64[..., n]``."""
+    """A random order ``int64[..., n]`` of ``0`` to ``n - 1`` per key.
+
+    Args:
+        key: Keys ``[...]``.
+        n: Number of elements.
+
+    Example:
+        >>> permutation(keys([1, 2]), 4).sort().values
+        tensor([[0, 1, 2, 3],
+                [0, 1, 2, 3]])
+    """
     return bits(key, (n,)).argsort(dim=-1, stable=True)
 
 
 def normal(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal draws ``[..., *shape]``: the normal quantiles of 24-bit uniforms, so none exceeds 5.42 in magnitude.
+    """Standard normal draws ``[..., *shape]``: quantiles of 24-bit uniforms, at most 5.42 in magnitude.
 
-    The inverse of the normal distribution function is interpolated linearly in 6400 segments, 256 to each power of two
-    of the tail probability (error below 1e-6), in fixed-point integers: unlike logarithm and cosine, these give the
-    same bits on every device.
+    The quantile function is interpolated linearly in 6400 segments, 256 for each power of two of the tail probability
+    (error below 1e-6), in fixed-point integers: unlike logarithm and cosine, these give the same bits on every device.
+
+    Args:
+        key: Keys ``[...]``.
+        shape: What one key draws.
+        dtype: Floating-point dtype of the result.
+
+    Example:
+        >>> normal(keys([1, 2]), (3,)).shape
+        torch.Size([2, 3])
     """
     draws = _signed_shift(bits(key, shape), 40)
-    # An odd number in (0, 2^24), in units of 2^-25 the tail probability. Being odd, it lies far enough from a power of two
-    # for the logarithm to find the octave whatever its last digit.
+    # The tail probability in units of 2^-25: an odd number, so far enough from a power of two that a rounding error of
+    # the logarithm cannot change the octave.
     tail = ((1 << 24) - 1) - ((draws ^ _signed_shift(draws, 63)) << 1)
     octave = torch.floor(torch.log2(tail.to(torch.float64))).to(torch.int64)
     place = (tail << (23 - octave)) & ((1 << 23) - 1)
     segment, within = (octave << _STEPS) + _signed_shift(place, _WITHIN), place & ((1 << _WITHIN) - 1)
-    # index_select, because under vmap an index without axes counts as a look at its value.
+    # index_select, because under vmap indexing with a tensor without axes reads its value.
     start, slope = (
         table.index_select(0, segment.flatten()).reshape(segment.shape) for table in _normal_tables(draws.device)
     )
@@ -189,8 +231,8 @@ def normal(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = t
     return (signed.to(torch.float64) * 2.0 ** -(_FRACTION + _WITHIN)).to(dtype)
 
 
-_STEPS = 8  # 2^8 segments to an octave
-_WITHIN = 23 - _STEPS  # bits of the place within an octave that are left for the place within a segment
+_STEPS = 8  # 2^8 segments per octave
+_WITHIN = 23 - _STEPS  # bits of a position within a segment
 _FRACTION = 26  # fractional bits of the tabulated quantiles
 
 
@@ -199,12 +241,12 @@ def _quantiles() -> tuple[Tensor, Tensor]:
     step = torch.arange(1 << _STEPS, device="cpu").repeat(25)
     edges = torch.ldexp(1 + step.double() * 2.0**-_STEPS, octave - 25)
     quantiles = (-torch.special.ndtri(edges) * 2.0**_FRACTION).round().to(torch.int64)
-    # The last octave is reached only up to p = 1/2, where the quantile is zero.
+    # The last octave is used only up to p = 1/2, where the quantile is zero.
     return quantiles[:-1], quantiles.diff()
 
 
 _NORMAL = {torch.device("cpu"): _quantiles()}
-"""Start and slope of every segment, on each device that has drawn."""
+"""Start and slope of every segment, by device."""
 
 
 def _normal_tables(device: torch.device) -> tuple[Tensor, ...]:
@@ -212,13 +254,13 @@ def _normal_tables(device: torch.device) -> tuple[Tensor, ...]:
     return _NORMAL.get(device) or tuple(table.to(device) for table in _NORMAL[torch.device("cpu")])
 
 
-# The compiler calls it while it traces, so that graphs take what is on the device already.
+# The compiler calls it while it traces, so that graphs use the tables on the device.
 @constant_to_compiler
 def _keep_normal_tables(device: torch.device) -> bool:
-    """Copy the tables to a device once: a copy at every draw has the host wait, and no CUDA graph can be captured."""
-    # Under a dispatch mode tensors may be fakes, or belong to a trace.
+    """Copy the tables to a device once: a copy at every draw would block the host and prevent CUDA graphs."""
+    # Under a dispatch mode tensors may be fake or belong to a trace.
     if device not in _NORMAL and not num_dispatch_modes():
-        # Inside a transform the copies would be wrapped for it.
+        # Inside a transform the copies would become its tensors.
         with outside_transforms(), torch.inference_mode(False):
             start, slope = _NORMAL[torch.device("cpu")]
             _NORMAL[device] = start.to(device), slope.to(device)

@@ -1,7 +1,4 @@
-"""Checks for users that a member of an array is the run that it would be by itself.
-
-Public: :func:`assert_matches_solo`.
-"""
+"""A check that the members of an array train as they would alone."""
 
 from __future__ import annotations
 
@@ -28,22 +25,22 @@ def assert_matches_solo(
     rtol: float = 1e-10,
     run: Run | None = None,
 ) -> TrainState:
-    """Train the array, train members by themselves from the same state on the same batches, and compare all of the state.
+    """Train an array, and its members alone from the same state on the same batches, and compare the final states.
 
     Args:
-        step: The step, not compiled; members run through it as arrays of one.
-        state: Where both start; it is not written, also if the step is donated its state.
-        batches: What the array sees; a member by itself sees its own part.
-        members: Which members to repeat; all by default.
+        step: The step, not compiled; it also trains each member as an array of one.
+        state: The initial state; it is not written, even if the step was made with ``donate=True``.
+        batches: The array's batches, of which a member alone gets its own part.
+        members: The members to compare; all by default.
         rtol: Largest difference allowed, relative to the largest magnitude in each leaf. 1e-10 suits float64; float32
-            runs need about 1e-3 after some tens of steps, since rounding differs between kernels and training amplifies it.
-        run: What trains the array, for example ``torch.compile(step)``; ``step`` by default.
+            needs about 1e-3 after tens of steps, because kernels round differently and training amplifies it.
+        run: Trains the array, for example ``torch.compile(step)``; ``step`` by default.
 
     Returns:
         The state of the array after all batches.
 
     Raises:
-        AssertionError: naming the member, the leaf and the difference.
+        AssertionError: if a leaf differs by more; it names the member, the leaf and the difference.
 
     Example:
         >>> models = [torch.nn.Linear(4, 1).double() for _ in range(3)]
@@ -71,7 +68,7 @@ def assert_matches_solo(
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference, relative to the largest magnitude."""
-    # Devices that compile what they compute would compile this for every shape.
+    # XLA would compile this for every shape.
     a, b = a.cpu(), b.cpu()
     if a.numel() == 0 or torch.equal(a, b):
         return 0.0

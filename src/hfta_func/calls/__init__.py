@@ -1,1 +1,1 @@
-"""What the random and composite calls of a model become while an array runs it."""
+"""Replacements for calls of a model that vmap cannot run as they are, above all random ones."""

@@ -1,4 +1,4 @@
-"""The module that holds the model while an array runs, and by it the path of the module whose code is running."""
+"""The module around the model of an array, and the path of the submodule whose code is running."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hfta_func._torch import dotted_path
 
 
 class Body(nn.Module):
-    """A function of a model, as a module with one child: ``model``."""
+    """A function of a model, as a module whose only child is ``model``."""
 
     def __init__(self, model: nn.Module, func: Callable[..., Any]):
         super().__init__()
@@ -30,8 +30,7 @@ def module_path() -> str:
     """The path of the module whose code is running, inside the model of the array."""
     stack = get_current_meta().get("nn_module_stack")
     if stack:
-        # A compiler runs the operators of a graph, and the graph remembers whose they were: expressions in Python, from
-        # the outermost module to the innermost.
+        # A compiler runs a graph, which holds the modules of each operator as Python expressions, outermost first.
         paths = [dotted_path(path) for path, _ in stack.values()]
         names = [getattr(kind, "__name__", str(kind)) for _, kind in stack.values()]
         outer = next((path for path, name in zip(paths, names, strict=True) if name.endswith(Body.__name__)), paths[0])
@@ -54,7 +53,7 @@ def path_in(body: nn.Module, module: nn.Module) -> str:
 
 
 def place(error: BaseException) -> str:
-    """The innermost line outside PyTorch and this package, and the path of the module whose code it is."""
+    """The innermost line of an error outside PyTorch and this package, and the path of the module that it belongs to."""
     found, trace, root = "this function", error.__traceback__, None
     while trace is not None:
         frame = trace.tb_frame

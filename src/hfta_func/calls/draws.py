@@ -1,6 +1,6 @@
-"""What operators that draw do instead, with noise from the key of the member that calls them.
+"""Replacements for random operators, with noise from the key of the calling member.
 
-A handler is ``handler(keys, func, *args, **kwargs)`` with the arguments of the function that it stands for.
+A handler is ``handler(keys, func, *args, **kwargs)`` with the arguments of the function ``func`` that it replaces.
 """
 
 from __future__ import annotations
@@ -17,40 +17,30 @@ from hfta_func import random
 from hfta_func._errors import RandomnessError
 
 
-class Keys(Protocol):
-    """Where each call site gets a key of its own."""
-
-    def next_key(self) -> random.Stream:
-        """What the next call site draws from."""
-        ...
+class _Keys(Protocol):
+    def next_key(self) -> random.Stream: ...
 
 
-def _dropout(keys: Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(keys: _Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
     return _scale(keys, input, input.shape, p, training, inplace)
 
 
 def _drop(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tensor]:
-    def dropout(keys: Keys, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-        return _scale(keys, input, shape(input), p, train, inplace)
-
-    return dropout
+    return lambda keys, func, input, p, train: _scale(keys, input, shape(input), p, train, inplace)
 
 
-def _native_dropout(keys: Keys, func: Any, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+def _native_dropout(keys: _Keys, func: Any, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     if not train or p == 0:
         return input, torch.ones_like(input, dtype=torch.bool)
     keep = random.bernoulli(keys.next_key(), 1 - p, input.shape)
     return input * keep * _inverse(1 - p), keep
 
 
-def _scale(keys: Keys, input: Tensor, shape: Any, p: Any, training: bool, inplace: bool) -> Tensor:
+def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inplace: bool) -> Tensor:
     """Inverted dropout: keep with probability ``1 - p`` and divide by it (Srivastava et al., JMLR 2014)."""
-    if not isinstance(p, Tensor):
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-        if p == 0.0:
-            return input
-    if not training:
+    if not isinstance(p, Tensor) and not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not training or (not isinstance(p, Tensor) and p == 0.0):
         return input
     keep = random.bernoulli(keys.next_key(), 1 - p, shape)
     dropped = input * keep * _inverse(1 - p)
@@ -58,7 +48,7 @@ def _scale(keys: Keys, input: Tensor, shape: Any, p: Any, training: bool, inplac
 
 
 def _inverse(keep: Any) -> Any:
-    """``1 / keep``; where nothing is kept, the factor does not matter as long as it is finite."""
+    """``1 / keep``, or 0 where nothing is kept."""
     if isinstance(keep, Tensor):
         return torch.where(keep > 0, 1 / keep, torch.zeros_like(keep))
     return 1 / keep if keep else 0.0
@@ -69,10 +59,10 @@ def _channelwise(input: Tensor) -> list[int]:
 
 
 def _alpha(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tensor]:
-    """Dropout that keeps mean and variance of SELU activations (Klambauer et al., NeurIPS 2017, appendix)."""
+    """Dropout that preserves mean and variance of SELU activations (Klambauer et al., NeurIPS 2017, appendix)."""
     saturation = 1.7580993408473766
 
-    def alpha_dropout(keys: Keys, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+    def alpha_dropout(keys: _Keys, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
         if not train or p == 0:
             return input
         keep = random.bernoulli(keys.next_key(), 1 - p, shape(input)).to(input.dtype)
@@ -84,7 +74,7 @@ def _alpha(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tenso
 
 
 def _attention(
-    keys: Keys,
+    keys: _Keys,
     func: Any,
     query: Tensor,
     key: Tensor,
@@ -109,13 +99,13 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     weights = scores.softmax(-1)
     if attn_mask is not None:
-        # As in torch, a query that may see nothing gets zeros.
+        # As in torch, a query whose keys are all masked gets zeros.
         weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
     return _scale(keys, weights, weights.shape, dropout_p, True, False) @ value
 
 
 def _rrelu(
-    keys: Keys,
+    keys: _Keys,
     func: Any,
     input: Tensor,
     lower: float = 1 / 8,
@@ -131,40 +121,34 @@ def _rrelu(
     return torch.where(input < 0, input * slope, input)
 
 
-def _rrelu_(keys: Keys, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _rrelu_(keys: _Keys, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return input.copy_(_rrelu(keys, func, input, *args, **kwargs))
 
 
 def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def like(keys: Keys, func: Any, input: Tensor, *bounds: int, dtype: Any = None, **options: Any) -> Tensor:
-        return draw(
-            keys, func, *bounds, input.shape, dtype=dtype or input.dtype, device=input.device, **_plain(options)
-        )
+    def like(keys: _Keys, func: Any, input: Tensor, *bounds: int, dtype: Any = None, **options: Any) -> Tensor:
+        # These options do not change the values.
+        for name in ("layout", "device", "pin_memory", "memory_format", "requires_grad"):
+            options.pop(name, None)
+        return draw(keys, func, *bounds, input.shape, dtype=dtype or input.dtype, device=input.device, **options)
 
     return like
-
-
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """Factory options that change nothing about the values."""
-    ignored = ("layout", "device", "pin_memory", "memory_format", "requires_grad")
-    return {name: value for name, value in options.items() if name not in ignored}
 
 
 def _factory(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A handler for ``torch.<name>(*size, dtype=, device=)``."""
 
     def factory(
-        keys: Keys, func: Any, *size: Any, dtype: Any = None, device: Any = None, generator: Any = None, **rest: Any
+        keys: _Keys, func: Any, *size: Any, dtype: Any = None, device: Any = None, generator: Any = None, **rest: Any
     ) -> Tensor:
         _no_generator(func, generator)
         shape = rest.get("size", size[0] if size and not isinstance(size[0], int) else size)
-        values = draw(keys.next_key(), tuple(shape), dtype=dtype or torch.get_default_dtype())
-        return values if device is None else values.to(device)
+        return draw(keys.next_key(), tuple(shape), dtype=dtype or torch.get_default_dtype()).to(device)
 
     return factory
 
 
-def _randint(keys: Keys, func: Any, *args: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
+def _randint(keys: _Keys, func: Any, *args: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
     _no_generator(func, rest.get("generator"))
     size = rest.get("size")
     if size is None:
@@ -173,22 +157,21 @@ def _randint(keys: Keys, func: Any, *args: Any, dtype: Any = None, device: Any =
         low, high = args[0] if args else rest.get("low", 0), rest["high"]
     else:
         low, high = (0, *args)[-2:]
-    values = random.randint(keys.next_key(), low, high, tuple(size)).to(dtype or torch.int64)
-    return values if device is None else values.to(device)
+    return random.randint(keys.next_key(), low, high, tuple(size)).to(device, dtype or torch.int64)
 
 
-def _randperm(keys: Keys, func: Any, n: int, *, generator: Any = None, dtype: Any = None, **rest: Any) -> Tensor:
+def _randperm(keys: _Keys, func: Any, n: int, *, generator: Any = None, dtype: Any = None, **rest: Any) -> Tensor:
     _no_generator(func, generator)
     return random.permutation(keys.next_key(), n).to(dtype or torch.int64)
 
 
-def _bernoulli(keys: Keys, func: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
+def _bernoulli(keys: _Keys, func: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
     _no_generator(func, generator)
-    return random.bernoulli(keys.next_key(), input if p is None else p, input.shape).to(input.dtype)
+    return _bernoulli_draw(keys.next_key(), input, input if p is None else p)
 
 
 def _normal(
-    keys: Keys, func: Any, mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None, **rest: Any
+    keys: _Keys, func: Any, mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None, **rest: Any
 ) -> Tensor:
     _no_generator(func, generator)
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
@@ -200,7 +183,7 @@ def _normal(
 def _fill(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A handler for the in-place ``Tensor.<name>_(...)``."""
 
-    def fill(keys: Keys, func: Any, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+    def fill(keys: _Keys, func: Any, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
         _no_generator(func, generator)
         return input.copy_(draw(keys.next_key(), input, *args, **kwargs))
 
@@ -221,14 +204,14 @@ def _bernoulli_draw(key: random.Stream, input: Tensor, p: Any = 0.5) -> Tensor:
 
 
 def _exponential_draw(key: random.Stream, input: Tensor, lambd: float = 1.0) -> Tensor:
-    # The uniform is shifted by half its grid so that its logarithm is finite.
+    # Shifted by half a grid step, so that the logarithm is finite.
     uniform = random.uniform(key, input.shape).double() + 2.0**-25
     return (-uniform.log() / lambd).to(input.dtype)
 
 
-def _recurrent(keys: Keys, func: Any, *args: Any) -> Any:
-    """One layer after the other where there is dropout between them."""
-    # Only packed sequences have their sizes before the states and parameters.
+def _recurrent(keys: _Keys, func: Any, *args: Any) -> Any:
+    """Runs the layers one by one if there is dropout between them."""
+    # Packed sequences come with their batch sizes, before the states and parameters.
     x, *sizes = args[: 2 if isinstance(args[3], (list, tuple)) else 1]
     hx, params, has_biases, num_layers, dropout, train, bidirectional, *rest = args[1 + len(sizes) :]
     if not (train and dropout and num_layers > 1):
@@ -243,28 +226,30 @@ def _recurrent(keys: Keys, func: Any, *args: Any) -> Any:
         options = has_biases, 1, 0.0, train, bidirectional, *rest
         x, *last = func(x, *sizes, first[0] if states is not hx else first, weights, *options)
         finals.append(last)
-    # Not torch.cat, whose batching rule fixes the sizes of a graph that is compiled for any.
+    # Not torch.cat, whose batching rule would fix the sizes of a graph with dynamic shapes.
     return x, *(torch.stack(column).flatten(0, 1) for column in zip(*finals, strict=True))
 
 
-def refused(keys: Keys, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The handler of :data:`REFUSED`: raises a RandomnessError."""
-    raise RandomnessError(
-        f"{_NAMES.get(func, func)} draws from PyTorch's global generator, so a member's noise would depend on the other "
-        f"members; draw with torch.rand, torch.randn, torch.bernoulli or dropout, which are routed to the member's key"
-    )
+def _refused(cure: str) -> Callable[..., Any]:
+    def refused(keys: _Keys, func: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RandomnessError(
+            f"{_NAMES.get(func, func)} draws from PyTorch's global generator, so a member's noise would depend on the "
+            f"other members; {cure}"
+        )
+
+    return refused
 
 
 def _no_generator(func: Any, generator: Any) -> None:
     if generator is not None:
         raise RandomnessError(
-            f"{_NAMES.get(func, func)} got a generator, which all members would share; leave it out: the call draws from "
-            f"the member's own key"
+            f"{_NAMES.get(func, func)} got a generator, which all members would share; leave it out, and the call draws "
+            f"from the member's own key"
         )
 
 
 def spellings(name: str) -> Iterator[tuple[Any, str]]:
-    """The callables that one operator name stands for, with the name a user knows them by."""
+    """The functions with one operator's name, each with its full name."""
     for owner, prefix in ((torch, "torch"), (F, "torch.nn.functional"), (torch.Tensor, "torch.Tensor")):
         if hasattr(owner, name):
             yield getattr(owner, name), f"{prefix}.{name}"
@@ -301,12 +286,22 @@ ROUTED: dict[str, Callable[..., Any]] = {
     "rnn_tanh": _recurrent,
     "rnn_relu": _recurrent,
 }
-"""Operators whose noise comes from the member's key."""
+"""Handlers of operators that draw from the member's key."""
 
-REFUSED = (
-    "binomial", "cauchy_", "geometric_", "log_normal_", "multinomial", "poisson", "random_",
-    "rrelu_with_noise", "_sample_dirichlet", "_standard_gamma",
-)  # fmt: skip
-"""Operators that draw, and that no entry of :data:`ROUTED` replaces."""
+_OUTSIDE = "draw the values outside the model and pass them in the batch"
+
+REFUSED: dict[str, Callable[..., Any]] = {
+    "binomial": _refused("sum draws of torch.bernoulli"),
+    "cauchy_": _refused("transform draws of torch.rand_like: tan(pi * (u - 0.5))"),
+    "geometric_": _refused("transform draws of torch.rand_like: ceil(log1p(-u) / log1p(-p))"),
+    "log_normal_": _refused("take the exponential of draws of torch.randn_like"),
+    "multinomial": _refused("draw classes with torch.nn.functional.gumbel_softmax(logits, hard=True).argmax(-1)"),
+    "poisson": _refused(_OUTSIDE),
+    "random_": _refused("draw with torch.randint"),
+    "rrelu_with_noise": _refused("call torch.nn.functional.rrelu"),
+    "_sample_dirichlet": _refused(_OUTSIDE),
+    "_standard_gamma": _refused(_OUTSIDE),
+}
+"""Handlers of operators that cannot draw from a key: each raises a RandomnessError with its cure."""
 
 _NAMES = {func: spelled for name in (*ROUTED, *REFUSED) for func, spelled in spellings(name)}

@@ -1,7 +1,6 @@
-"""Functions of ``torch.nn.functional`` that vmap needs in other words.
+"""Functions of ``torch.nn.functional`` that do not work under vmap, rewritten with the same mathematics.
 
-Public: :class:`lowered`. They look at the values of their tensors, or ask tensors what only the stacked ones can answer;
-:data:`LOWERED` holds the same mathematics without that.
+PyTorch's versions read the values of their tensors, or properties that tensors do not have under vmap.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class lowered(TorchFunctionMode):
-    """Inside, the functions of :data:`LOWERED` are replaced. :class:`hfta_func.routed` does the same."""
+    """Replaces the functions in :data:`LOWERED` inside the ``with`` block, as :class:`hfta_func.routed` does too."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer one call of a torch function."""
+        """Replace one call of a torch function."""
         return LOWERED.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -34,7 +33,7 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """Without the refusal of negative variances, which would look at values: like all below ``eps`` they become ``eps``."""
+    """Clamps negative variances to ``eps``, as it does all below ``eps``; refusing them would read their values."""
     if isinstance(var, Tensor):
         if var.shape == input.shape[:-1]:
             var = var.unsqueeze(-1)
@@ -47,7 +46,7 @@ def _gaussian_nll_loss(
         var = torch.full_like(input, var)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
-    # The gradient passes as if nothing had been clamped.
+    # The gradient ignores the clamp.
     var = torch.where(var < eps, eps + (var - var.detach()), var)
     loss = 0.5 * (var.log() + (input - target) ** 2 / var)
     if full:
@@ -56,12 +55,12 @@ def _gaussian_nll_loss(
 
 
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
-    """Never in chunks, whose operator asks its arguments whether they require a gradient; under vmap these don't know."""
+    """Never in chunks: that operator reads ``requires_grad`` of its arguments, which is unknown under vmap."""
     return F.linear_cross_entropy(*args, **kwargs)
 
 
 def _binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> Tensor:
-    """In float32 under autocast, which never sees the operator: vmap takes it apart before."""
+    """Casts to float32 under autocast, which never sees the operator, because vmap decomposes it first."""
     return F.binary_cross_entropy_with_logits(
         *map(_float32, args), **{name: _float32(value) for name, value in kwargs.items()}
     )
@@ -77,7 +76,7 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
 }
-"""What takes the place of which function."""
+"""Replacement by function."""
 
 if hasattr(F, "linear_cross_entropy"):
     LOWERED[F.linear_cross_entropy] = _linear_cross_entropy

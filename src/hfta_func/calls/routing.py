@@ -1,8 +1,8 @@
-"""Routes the random calls of a model to the key of the member that makes them.
+"""Routes the random calls of a model to its member's key.
 
-Public: :class:`routed`. Each random call of a forward pass is a call site, numbered in program order; its noise comes
-from the key folded with that number. Python code of ``torch.nn.functional`` that draws somewhere inside is run again
-with the mode in force; a random operator that has no entry in the table raises.
+Each random call of a forward pass is a call site, numbered in program order; its noise comes from the key folded with
+that number. Functions whose Python body draws are entered with the mode in force; a random operator without a handler
+raises an error.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from torch.overrides import TorchFunctionMode
 
 from hfta_func import random
 from hfta_func._torch import constant_to_compiler, tell_compiler_of_overrides
-from hfta_func.calls.draws import REFUSED, ROUTED, refused, spellings
+from hfta_func.calls.draws import REFUSED, ROUTED, spellings
 from hfta_func.calls.rewrites import LOWERED
 
-_SITES = 16  # call sites whose streams are computed together, which costs no more than one
+_SITES = 16  # call sites whose streams are computed together, at the cost of one
 
 
 class routed(TorchFunctionMode):
     """Draw every random number inside the ``with`` block from ``key``.
 
     Args:
-        key: One key, ``int64[]``; under ``vmap`` each member's own. None leaves the drawing to PyTorch's generator, and
-            only keeps attention on its operator-by-operator path, as any mode does.
-        site: How many call sites of a surrounding block come before this one.
+        key: One key, ``int64[]``; under ``vmap`` the member's own. With None, random calls draw from PyTorch's generator.
+        site: Number of call sites before this block, for a block inside another one.
 
     Raises:
-        RandomnessError: when a random operator is called that is not routed; it names the operator.
+        RandomnessError: from a random operator that cannot draw from a key; it names the operator.
 
     Example:
         >>> x, keys = torch.ones(3, 4), random.keys([5, 6, 5])
@@ -54,7 +53,7 @@ class routed(TorchFunctionMode):
         self._blocks: dict[int, random.Stream] = {}
 
     def next_key(self) -> random.Stream:
-        """What the next call site draws from."""
+        """The stream of the next call site."""
         assert self.key is not None
         self.site += 1
         block, place = divmod(self.site, _SITES)
@@ -67,10 +66,10 @@ class routed(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer one call of a torch function."""
+        """Replace one call of a torch function."""
         kwargs = kwargs or {}
         if func is torch.Tensor.unflatten:
-            # torch.compile cannot enter its Python body while a mode is in force, and compares functions one by one.
+            # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
         func = LOWERED.get(func, func)
         if self.key is None:
@@ -78,21 +77,14 @@ class routed(TorchFunctionMode):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, *args, **kwargs)
-        if func in _COMPOSITES:
+        if func in _ENTERED:
             with self:
-                return _COMPOSITES[func](*args, **kwargs)
+                return _ENTERED[func](*args, **kwargs)
         return func(*args, **kwargs)
 
 
-# Functions of the Python layer that draw inside; alpha_dropout and rrelu also stand in ROUTED, under torch's own name.
-_PYTHON = (
-    "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax",
-    "multi_head_attention_forward", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
-)  # fmt: skip
-
-
 def _entered(func: types.FunctionType) -> types.FunctionType:
-    """The same function, without its check for modes: its body runs and the mode sees what it calls."""
+    """The same function without its check for modes: its body runs, and the mode sees the calls in it."""
     names = dict(func.__globals__)
     for check in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         names[check] = lambda *args: False
@@ -101,14 +93,27 @@ def _entered(func: types.FunctionType) -> types.FunctionType:
     return copy
 
 
-_COMPOSITES = {getattr(F, name): _entered(getattr(F, name)) for name in _PYTHON}
-# These two are chosen between two functions by an argument; the plain one is what torch calls with a mode in force.
-for _name in ("fractional_max_pool2d", "fractional_max_pool3d"):
-    _COMPOSITES[getattr(F, _name)] = _entered(getattr(F, f"_{_name}"))
+_DRAWING = (
+    "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax",
+    "multi_head_attention_forward", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
+)  # fmt: skip
+
+_ENTERED = {
+    **{getattr(F, name): _entered(getattr(F, name)) for name in _DRAWING},
+    # An argument picks one of two functions; this is the one that torch calls with a mode in force.
+    **{
+        getattr(F, name): _entered(getattr(F, f"_{name}"))
+        for name in ("fractional_max_pool2d", "fractional_max_pool3d")
+    },
+}
+"""Functions of ``torch.nn.functional`` whose Python body draws."""
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    **{func: refused for name in REFUSED for func, _ in spellings(name)},
-    **{func: handler for name, handler in ROUTED.items() for func, _ in spellings(name) if func not in _COMPOSITES},
+    func: handler
+    for name, handler in (REFUSED | ROUTED).items()
+    for func, _ in spellings(name)
+    # alpha_dropout and rrelu are also in ROUTED, for torch's own spelling of them.
+    if func not in _ENTERED
 }
 
 

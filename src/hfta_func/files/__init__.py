@@ -1,1 +1,1 @@
-"""States in files, and single models out of an array and into one."""
+"""States in files, and plain PyTorch models out of an array and into one."""

@@ -1,7 +1,4 @@
-"""Durable state: arrays in files, and single models out of an array and into one.
-
-Public: :func:`save`, :func:`load`, :func:`read_metadata`, :func:`export_model`, :func:`import_models`.
-"""
+"""Arrays in files, and plain PyTorch models out of an array and into one."""
 
 from __future__ import annotations
 
@@ -29,17 +26,16 @@ T = TypeVar("T")
 
 
 def save(state: Tree, path: PathLike, *, metadata: Mapping[str, Any] | None = None) -> None:
-    """Write a state, or any stacked tree, to a file that is either complete or as it was before.
+    """Write a state, or any stacked tree, to a file; if this fails, the file keeps its former content.
 
     Args:
-        state: A tree whose leaves are ``[M, ...]``; it is read, not changed.
-        path: Usually ends in ``.safetensors``. One process at a time may write it.
-        metadata: What :func:`read_metadata` gives back under this name; anything that JSON holds.
+        state: A tree whose leaves are ``[M, ...]``.
+        path: Usually ends in ``.safetensors``. Only one process at a time may write it.
+        metadata: JSON data that :func:`read_metadata` returns under ``"metadata"``.
 
     Raises:
         StackError: if a leaf is not a stacked tensor.
-        CheckpointError: if the disk is full, the directory is missing or read-only, or a leaf has a dtype that safetensors
-            has not. The file that was there before is unchanged.
+        CheckpointError: if the file cannot be written, or safetensors does not support the dtype of a leaf.
         TypeError: if JSON cannot hold the metadata.
 
     Example:
@@ -59,21 +55,21 @@ def save(state: Tree, path: PathLike, *, metadata: Mapping[str, Any] | None = No
 
 
 def load(path: PathLike, like: T, *, members: int | slice | Sequence[int] | Tensor | None = None) -> T:
-    """Read what :func:`save` has written.
+    """Read a file of :func:`save`.
 
     Args:
-        path: The file. It is read and checked to the end before anything is returned.
-        like: A tree of the same structure, for example ``step.init(...)``; it gives devices and floating-point dtypes and
-            is not changed. The number of models is the file's.
-        members: Which members to load, as in :func:`take`; all by default.
+        path: The file; all of it is checked before anything is returned.
+        like: A tree of the same structure, for example ``step.init(...)``, of any number of models. The result has its
+            devices and floating-point dtypes.
+        members: The members to load, as in :func:`take`; all by default.
 
     Returns:
-        A tree like ``like``, in storage of its own.
+        A new tree of the structure of ``like``.
 
     Raises:
-        CheckpointError: if the file is truncated, changed, no checkpoint, or of a later format.
-        StateError: if it is a checkpoint of another model or optimizer; names every path that differs.
-        StackError: if it has no such member.
+        CheckpointError: if the file is damaged, not a checkpoint, or of a later format.
+        StateError: if it holds another model or optimizer; it names every path that differs.
+        StackError: if a member does not exist.
 
     Example:
         >>> import os, tempfile
@@ -86,14 +82,17 @@ def load(path: PathLike, like: T, *, members: int | slice | Sequence[int] | Tens
 
 
 def read_metadata(path: PathLike) -> dict[str, Any]:
-    """What a checkpoint says about itself. Only the file's header is read, so its data are not checked.
+    """Read the header of a checkpoint, without checking its data.
+
+    Args:
+        path: The file.
 
     Returns:
-        ``format_version``, ``package_version``, ``num_models``, ``shapes`` of one member by path, ``hyperparameters`` by
-        path and ``seeds``, one per member each, and the ``metadata`` given to :func:`save`.
+        ``format_version``, ``package_version``, ``num_models``; ``shapes`` of one member by path; ``hyperparameters`` by
+        path and ``seeds``, with one value per member; and the ``metadata`` given to :func:`save`.
 
     Raises:
-        CheckpointError: if the header is truncated, no checkpoint's, or of a later format.
+        CheckpointError: if the header is damaged, not a checkpoint's, or of a later format.
 
     Example:
         >>> import os, tempfile
@@ -107,15 +106,15 @@ def read_metadata(path: PathLike) -> dict[str, Any]:
 
 
 def export_model(model: nn.Module, state: TrainState | Stacked, index: int) -> nn.Module:
-    """One member as an ordinary module with storage of its own; plain PyTorch loads its ``state_dict``.
+    """One member as an ordinary module with storage of its own.
 
     Args:
-        model: Any module of the architecture; it gives code, settings, ties and ``requires_grad``, and is not changed.
-        state: A training state, or what :func:`stack_params` returns.
+        model: Any module of the architecture, for code, settings, ties and ``requires_grad``; it is not changed.
+        state: A training state, or the result of :func:`stack_params`.
         index: The member.
 
     Raises:
-        StackError: if there is no such member, or the state is not one of ``model``.
+        StackError: if the member does not exist, or the state belongs to another model.
 
     Example:
         >>> layers = [torch.nn.Linear(2, 1) for _ in range(3)]
@@ -130,12 +129,12 @@ def import_models(model: nn.Module, checkpoints: Iterable[Mapping[str, Any] | Pa
     """Stack plain PyTorch checkpoints of one architecture.
 
     Args:
-        model: Any module of the architecture; it gives code, settings, dtypes and device, and is not changed.
-        checkpoints: One per member: a ``state_dict``, the path of one in safetensors (``.safetensors``), or the path of
-            one written by ``torch.save``, which is read with ``weights_only=True``.
+        model: Any module of the architecture, for code, settings, dtypes and device; it is not changed.
+        checkpoints: One ``state_dict`` per member, or its path: ``.safetensors``, or any other name for a file of
+            ``torch.save``, which is read with ``weights_only=True``.
 
     Raises:
-        StateError: if a checkpoint is not one of ``model``; names the checkpoint and every path that differs.
+        StateError: if a checkpoint does not fit ``model``; it names the checkpoint and every path that differs.
         CheckpointError: if a file cannot be read as tensors.
         StackError: if there is no checkpoint.
 
@@ -151,7 +150,7 @@ def import_models(model: nn.Module, checkpoints: Iterable[Mapping[str, Any] | Pa
 
 
 def write(path: PathLike, state: Tree, metadata: Mapping[str, Any]) -> None:
-    """Write a state; ``metadata`` may hold tensors besides what JSON holds."""
+    """:func:`save` whose ``metadata`` may also hold tensors."""
     tensors = _named(state)
     about = {
         "num_models": num_models(state),
@@ -167,7 +166,7 @@ def write(path: PathLike, state: Tree, metadata: Mapping[str, Any]) -> None:
 
 
 def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
-    """The state that :func:`write` has written, as :func:`load` gives it, and its metadata."""
+    """:func:`load`, and the metadata."""
     about, held = storage.read(path)
     expected = _named(like)
     differences = []
@@ -175,17 +174,15 @@ def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
         if name not in held or name not in expected:
             differences.append(f"{name} is only in {'like' if name in expected else 'the file'}")
             continue
-        there, here = held[name], expected[name]
-        if there.shape[1:] != here.shape[1:]:
-            differences.append(
-                f"{name} is {list(there.shape[1:])} per member in the file, {list(here.shape[1:])} in like"
-            )
-        elif there.dtype != here.dtype and not (there.is_floating_point() and here.is_floating_point()):
-            differences.append(f"{name} is {there.dtype} in the file, {here.dtype} in like")
+        (there, *shape), (here, *other) = ((leaf.dtype, *leaf.shape[1:]) for leaf in (held[name], expected[name]))
+        if shape != other:
+            differences.append(f"{name} is {shape} per member in the file, {other} in like")
+        elif there != here and not (there.is_floating_point and here.is_floating_point):
+            differences.append(f"{name} is {there} in the file, {here} in like")
     if differences:
         raise StateError(
-            f"{path} holds another array than like, {len(differences)} paths differ; load it with the model and the "
-            f"optimizer that it was saved with:\n  " + "\n  ".join(differences)
+            f"{path} does not fit like: {len(differences)} paths differ; pass a state of the same model, optimizer and step "
+            f"options as were saved:\n  " + "\n  ".join(differences)
         )
     chosen = [held[name].clone() if members is None else take(held[name], members) for name in expected]
     moved = [tensor.to(leaf.device, leaf.dtype) for tensor, leaf in zip(chosen, expected.values(), strict=True)]
@@ -207,12 +204,14 @@ def _imported(model: nn.Module, number: int, checkpoint: Mapping[str, Any] | Pat
     if not isinstance(checkpoint, Mapping):
         name, state_dict = f"{name} ({os.fspath(checkpoint)})", _plain(checkpoint)
     if not isinstance(state_dict, Mapping):
-        raise StateError(f"{name} holds a {type(state_dict).__qualname__}; give the state_dict of a model")
+        raise StateError(f"{name} holds a {type(state_dict).__qualname__}; pass the state_dict of a model")
     copied = copy.deepcopy(model)
     try:
         copied.load_state_dict(state_dict)
     except RuntimeError as error:
-        raise StateError(f"{name} is not one of this model; give the state_dict of such a model. {error}") from None
+        raise StateError(
+            f"{name} does not fit the model; pass a state_dict of the same architecture. {error}"
+        ) from None
     return copied
 
 
@@ -223,9 +222,9 @@ def _plain(path: PathLike) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
-    # Both readers raise errors of many classes for files that are not theirs.
+    # Both readers raise many classes of errors for files in another format.
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be read as plain tensors ({type(error).__name__}), and nothing in it was run; save "
-            f"model.state_dict() with torch.save, or with safetensors as .safetensors"
+            f"{path} cannot be read as a state_dict ({type(error).__name__}; no code in it was run); write it with "
+            f"torch.save(model.state_dict(), path), or as .safetensors with safetensors"
         ) from error

@@ -1,8 +1,7 @@
-"""Files of tensors that are either whole or as they were before, and that tell when they are damaged.
+"""Files of tensors that are written atomically and notice damage.
 
-A file is in the safetensors format, so other tools read its tensors too. It begins with a SHA-256 of all the rest of it; its
-metadata are JSON. It is written under the same name with ``.tmp`` behind it, forced to the disk and renamed, so that a
-process may be killed at any moment; the next write uses the same temporary name, so nothing piles up.
+A file is in the safetensors format, so other tools can read its tensors; it begins with a SHA-256 of the rest, and its
+metadata is JSON. It is written to ``<name>.tmp``, synchronised and renamed, so a process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hfta_func._errors import CheckpointError
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 _FORMAT = 1
-# Files of every version begin like this, after the eight bytes of the header's length.
+# How files of every version begin, after the eight bytes of the header's length.
 _BEGINNING = b'{"__metadata__":{"checksum":"'
 _CHECKSUM = slice(8 + len(_BEGINNING), 8 + len(_BEGINNING) + 64)
 _DTYPES = {
@@ -39,14 +38,16 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write tensors by name, and metadata, which may hold tensors besides what JSON holds."""
-    # The file that a link leads to is replaced, not the link.
+    """Write tensors by name, and metadata: JSON data that may also hold tensors."""
+    # A link stays, and the file that it points to is replaced.
     path = os.path.realpath(path)
     inner: dict[str, Tensor] = {}
 
     def place(value: Any) -> dict[str, str]:
         if not isinstance(value, Tensor):
-            raise TypeError(f"a {type(value).__qualname__} cannot be kept in a file; use what JSON holds, or tensors")
+            raise TypeError(
+                f"a {type(value).__qualname__} cannot be saved; use numbers, strings, lists, dicts or tensors"
+            )
         inner[name := f"metadata[{len(inner)}]"] = value
         return {"__tensor__": name}
 
@@ -57,7 +58,7 @@ def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
     entries, end = {}, 0
     for name, tensor in ordered.items():
         if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors has not; convert it before saving")
+            raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors does not support; convert it first")
         start, end = end, end + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     entries = {"__metadata__": {"checksum": "0" * 64, "hfta_func": text}, **entries}
@@ -68,7 +69,7 @@ def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
     with _replacing(path) as file:
         file.write(header)
         for tensor in ordered.values():
-            # One at a time in plain memory, wherever and however it lies.
+            # One tensor at a time is copied, to contiguous memory of the host.
             plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
             data = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
             file.write(data)
@@ -78,7 +79,7 @@ def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
 
 
 def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Metadata and tensors of a whole file; the tensors by name are views of the file, to be copied."""
+    """Metadata and tensors of a file, checked; the tensors are views of the file, to be copied."""
     with open(path, "rb") as file:
         length = _header_length(file, path)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -102,19 +103,18 @@ def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def read_header(path: PathLike) -> dict[str, Any]:
-    """The metadata alone, unchecked."""
+    """The metadata, unchecked."""
     with open(path, "rb") as file:
         text, _ = _parse(file.read(_header_length(file, path)), path)
     return json.loads(text)
 
 
 def _header_length(file: BinaryIO, path: PathLike) -> int:
-    """Bytes in the header, at whose start the file is afterwards."""
+    """Bytes in the header; the file's position is then at its start."""
     start = file.read(_CHECKSUM.start)
     if start[8:] != _BEGINNING:
         raise CheckpointError(
-            f"{path} is no checkpoint, or its beginning is damaged; load what hfta_func has saved, and give plain PyTorch "
-            f"checkpoints to import_models"
+            f"{path} is not a file of hfta_func.save, or its header is damaged; read a plain state_dict with import_models"
         )
     length = int.from_bytes(start[:8], "little")
     if length > os.fstat(file.fileno()).st_size - 8:
@@ -124,7 +124,7 @@ def _header_length(file: BinaryIO, path: PathLike) -> int:
 
 
 def _parse(header: bytes, path: PathLike) -> tuple[str, dict[str, Any]]:
-    """Metadata as JSON; dtype, shape and place of every tensor."""
+    """Metadata as JSON; dtype, shape and offsets of every tensor."""
     try:
         entries = json.loads(header)
         text = entries.pop("__metadata__")["hfta_func"]
@@ -140,7 +140,7 @@ def _parse(header: bytes, path: PathLike) -> tuple[str, dict[str, Any]]:
 
 
 def _damaged(path: PathLike) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: cut short, or changed after it was saved; load another copy of it")
+    return CheckpointError(f"{path} is damaged: truncated, or changed after it was saved; load another copy of it")
 
 
 def _package_version() -> str:
@@ -149,7 +149,7 @@ def _package_version() -> str:
 
 @contextlib.contextmanager
 def _replacing(path: str) -> Iterator[BinaryIO]:
-    """A file that takes the place of another when the block has ended well, and leaves no trace otherwise."""
+    """A file that replaces another one if the block succeeds, and is removed otherwise."""
     temporary = f"{path}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -162,12 +162,12 @@ def _replacing(path: str) -> Iterator[BinaryIO]:
             os.unlink(temporary)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"{path} cannot be written: {error.strerror}; what it held before is unchanged. Free space, or save into a "
-                f"directory that exists and is not read-only"
+                f"{path} cannot be written: {error.strerror}; its former content is unchanged. Save to an existing, "
+                f"writable directory with free space"
             ) from error
         raise
     if os.name == "posix":
-        # A rename is on the disk when its directory is.
+        # A rename is durable once its directory is synchronised.
         directory = os.open(os.path.dirname(path), os.O_RDONLY)
         try:
             os.fsync(directory)

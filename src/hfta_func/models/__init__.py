@@ -1,1 +1,1 @@
-"""Ordinary modules to stacked trees of tensors and back, and to pure functions of them."""
+"""Conversions between ordinary modules, stacked trees of tensors, and pure functions of these."""

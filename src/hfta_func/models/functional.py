@@ -1,7 +1,4 @@
-"""A module as a pure function of its parameters, buffers and key.
-
-Public: :func:`functional`. :func:`bind` is what it and the training step are made of.
-"""
+"""A module as a pure function of its parameters, buffers and key."""
 
 from __future__ import annotations
 
@@ -17,22 +14,24 @@ from hfta_func._torch import BatchNorm, forget_flat_weights, own_tensors
 from hfta_func._types import Params
 from hfta_func.calls.body import Body
 from hfta_func.calls.routing import routed
-from hfta_func.models.remat import checkpoint_segments
+from hfta_func.models.remat import rematerialise
+from hfta_func.models.structure import check_materialised
 
 
 def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
     """The model's forward pass as a pure function.
 
     Args:
-        model: A module; its code, settings and train mode are copied, its parameters are not kept.
+        model: A module, for code, settings and train mode; it is copied, without its parameters' storage.
 
     Returns:
         ``apply(params, buffers, *args, key=None, **kwargs) -> (output, new_buffers)`` for ONE member's parameters.
-        Nothing passed in is written: running statistics come back in ``new_buffers``. With a ``key`` every random
-        call of the model draws from it; without one, the model draws from PyTorch's generator as it always does.
+        It does not write its arguments: running statistics come back in ``new_buffers``. All random calls of the model
+        draw from ``key``; without a key they draw from PyTorch's generator.
 
     Raises:
-        RandomnessError: from ``apply`` with a key, at a random operator that is not routed.
+        StackError: if a lazy module has not been run yet.
+        RandomnessError: from ``apply`` with a key, if the model calls a random operator that cannot draw from a key.
 
     Example:
         >>> params, buffers = stack_params([torch.nn.BatchNorm1d(2) for _ in range(3)])
@@ -41,11 +40,7 @@ def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
         >>> output.shape, new_buffers["num_batches_tracked"], buffers["num_batches_tracked"]
         (torch.Size([3, 8, 2]), tensor([1, 1, 1]), tensor([0, 0, 0]))
     """
-
-    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    return bind(model, forward)
+    return bind(model, lambda model, *args, **kwargs: model(*args, **kwargs))
 
 
 def bind(
@@ -56,17 +51,17 @@ def bind(
 ) -> Callable[..., tuple[Any, Params]]:
     """``func(model, *args, **kwargs)`` as a pure function ``(params, buffers, *args, key=None, **kwargs)``.
 
-    ``func`` sees an ordinary module that holds the given tensors, so it may call it any number of times, use its
-    submodules and methods, and read its parameters. The submodules that ``checkpoint`` names run again in the backward
-    pass, see :func:`make_train_step`. ``training`` puts the model in train or eval mode; None leaves it as it is.
+    ``func`` gets an ordinary module that holds the given tensors, to call, take apart or read as it likes. ``checkpoint``
+    names submodules to rematerialise in the backward pass, see :func:`make_train_step`. ``training`` sets train or eval
+    mode; None keeps the model's own.
     """
     inner = skeleton(model)
     body = Body(inner if training is None else inner.train(training), func)
-    checkpoint_segments(body.model, checkpoint)
+    rematerialise(body.model, checkpoint)
     holders = _holders(body.model)
 
     def apply(params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
-        # Modules write running statistics in place, so they get copies; the call leaves the new ones in `tensors`.
+        # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
         given = {**params, **{path: tensor.clone() for path, tensor in buffers.items()}}
         tensors = {f"model.{name}": tensor for path, tensor in given.items() for name in holders.get(path, (path,))}
         with routed(key):
@@ -77,10 +72,8 @@ def bind(
 
 
 def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All places of a tied parameter or buffer, one for each module that holds it, by the first of them.
-
-    PyTorch would also count every path to one and the same module, and then not put back what that module held.
-    """
+    """All paths of each parameter or buffer, one for each module that holds it, by the first of them."""
+    # ``functional_call(tie_weights=True)`` would list a module with two paths twice, and fail to restore its tensors.
     found: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         for name, tensor in own_tensors(module).items():
@@ -91,6 +84,7 @@ def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def skeleton(model: nn.Module) -> nn.Module:
     """A copy of the model whose parameters and buffers have shapes but no storage."""
+    check_materialised(model)
     memo: dict[int, Any] = {}
     for own in model.parameters():
         memo[id(own)] = nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=own.requires_grad)
@@ -110,15 +104,15 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 def _cumulative_average(module: BatchNorm, input: Tensor) -> Tensor:
-    """Forward of a batch normalisation whose running statistics are the average over all batches, ``momentum=None``.
+    """The forward of batch normalisation with ``momentum=None``, which averages its statistics over all batches.
 
-    PyTorch reads the number of batches as a Python number, but members may have seen different numbers. With a momentum of
-    1 its forward leaves the statistics of the batch behind, and the average is made of tensors.
+    PyTorch reads the number of batches as one Python number, but members may have seen different numbers. With a momentum
+    of 1 its forward leaves the batch's statistics in the buffers, and the average is computed from tensors.
     """
     count, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
     if not module.training or not module.track_running_stats or count is None or mean is None or var is None:
         return type(module).forward(module, input)
-    # The backward pass wants to find what the forward pass was given as it was.
+    # The backward pass needs the forward pass's inputs unchanged.
     module.running_mean, module.running_var = mean.clone(), var.clone()
     output = type(module).forward(module, input)
     mean += (module.running_mean - mean) / count
@@ -128,9 +122,9 @@ def _cumulative_average(module: BatchNorm, input: Tensor) -> Tensor:
 
 
 def _without_looking_at_masks(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a stack of transformer layers that is told whether its mask is causal.
+    """The forward of a transformer stack without the hint that its mask is causal, unless the caller gives it.
 
-    If it is not told, PyTorch reads the mask's values to find out, as a hint for speed only: no hint is given.
+    PyTorch would read the mask's values for this hint, which only affects speed.
     """
     name, position = ("is_causal", 3) if isinstance(module, nn.TransformerEncoder) else ("tgt_is_causal", 6)
     if len(args) <= position:

@@ -1,15 +1,17 @@
-"""Compares models beyond their parameters: classes, modes, ties, and settings that a stacked tensor cannot hold.
+"""Compares models beyond the values of their parameters: classes, modes, ties, and settings outside the tensors.
 
-A stacked array runs the *first* model's code for every member, so whatever that code reads besides parameters and
-buffers must be equal in all of them.
+An array runs the *first* model's code for every member, so whatever that code reads besides parameters and buffers must
+be equal in all models.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import types
 import weakref
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,34 +21,52 @@ from torch.nn.utils import parametrize
 from hfta_func._errors import StackError
 from hfta_func._torch import MODULE_ATTRIBUTES, own_tensors
 
-# Tensors and children are compared on their own; hooks are code.
+T = TypeVar("T")
+
+# Tensors and children are compared separately; hooks are code, of which only the number is compared.
 _HOOKS = tuple(name for name in sorted(MODULE_ATTRIBUTES) if name.endswith("_hooks"))
 
 
 def check_same_structure(model: nn.Module, first: nn.Module, member: int) -> None:
     """Raise a StackError that names the first difference between ``model`` (the given member) and member 0."""
-    mine, theirs = dict(model.named_modules()), dict(first.named_modules())
-    for path in [*theirs, *(path for path in mine if path not in theirs)]:
-        if path not in mine or path not in theirs:
-            missing, holder = (member, 0) if path not in mine else (0, member)
+    for path, mine, theirs in pairs(dict(model.named_modules()), dict(first.named_modules()), member, "module "):
+        _check_module(mine, theirs, path, member)
+    mine, theirs = ties(model), ties(first)
+    for path in {**theirs, **mine}:
+        if mine.get(path) != theirs.get(path):
+            holder, other, target = (member, 0, mine[path]) if path in mine else (0, member, theirs[path])
             raise StackError(
-                f"model {missing} has no module '{path}' but model {holder} has one; build all models with one factory"
+                f"model {holder} ties '{path}' to '{target}' but model {other} does not; tie the same parameters in all "
+                f"models"
             )
-        _check_module(mine[path], theirs[path], path, member)
-    if _ties(model) != _ties(first):
-        raise StackError(
-            f"model {member} ties {_ties(model)} but model 0 ties {_ties(first)}; models in one array must share "
-            f"the same parameters between the same modules"
-        )
 
 
-def check_materialised(model: nn.Module, member: int) -> None:
+def check_materialised(model: nn.Module, owner: str = "") -> None:
     """Raise a StackError if a lazy module of the model has not seen its first input."""
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise StackError(
-                f"model {member}: '{path}' is lazy and has no shape yet; run the model once on an example input first"
+                f"{owner}'{path}' is lazy and has no shape yet; run the model once on an example input first"
             )
+
+
+def pairs(mine: Mapping[str, T], theirs: Mapping[str, T], member: int, kind: str = "") -> Iterator[tuple[str, T, T]]:
+    """What a model and model 0 have under each path; a StackError names a path that only one of them has."""
+    for path in {**theirs, **mine}:
+        if path not in mine or path not in theirs:
+            missing, holder = (member, 0) if path not in mine else (0, member)
+            raise StackError(
+                f"model {missing} has no {kind}'{path}' but model {holder} has one; models in one array must have the same "
+                f"modules, parameters and buffers"
+            )
+        yield path, mine[path], theirs[path]
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """The first path of every parameter or buffer with several paths, by each of the others."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {path: found for path, tensor in named if (found := first.setdefault(id(tensor), path)) != path}
 
 
 def _check_module(mine: nn.Module, theirs: nn.Module, path: str, member: int) -> None:
@@ -63,84 +83,102 @@ def _check_module(mine: nn.Module, theirs: nn.Module, path: str, member: int) ->
             f"on all of them"
         )
     for name in _HOOKS:
-        if len(getattr(mine, name, ())) != len(getattr(theirs, name, ())):
+        count, other = len(getattr(mine, name, ())), len(getattr(theirs, name, ()))
+        if count != other:
             raise StackError(
-                f"model {member}: {where} has {len(getattr(mine, name))} {name.strip('_')} but model 0 has "
-                f"{len(getattr(theirs, name))}; register the same hooks on all models or on none"
+                f"model {member}: {where} has {count} {name.strip('_')} but model 0 has {other}; register the same hooks "
+                f"on all models or on none"
             )
     own = {id(tensor) for module in (mine, theirs) for tensor in own_tensors(module).values()}
     for name in sorted({*vars(mine), *vars(theirs)} - MODULE_ATTRIBUTES):
-        missing = object()
-        a, b = vars(mine).get(name, missing), vars(theirs).get(name, missing)
-        if a is missing or b is missing or not _equal(a, b, own, {}):
-            shown = [("unset" if value is missing else _show(value)) for value in (a, b)]
-            raise StackError(
-                f"model {member}: '{f'{path}.{name}' if path else name}' is {shown[0]} but in model 0 it is {shown[1]}; "
-                f"models in one array must share every setting (a tensor that differs belongs in a buffer, and a "
-                f"module in an attribute of its own or in nn.ModuleList)"
-            )
+        a, b = vars(mine).get(name, _UNSET), vars(theirs).get(name, _UNSET)
+        if not _equal(a, b, own, {}):
+            raise StackError(f"model {member}: {_setting_difference(a, b, f'{path}.{name}'.lstrip('.'), own, {})}")
+
+
+_UNSET = object()
+
+
+def _setting_difference(a: Any, b: Any, path: str, own: set[int], seen: dict[tuple[int, int], Any]) -> str:
+    """Describe the first part in which two settings differ, and the cure; ``b`` is model 0's."""
+    # A container may hold itself.
+    seen = {**seen, (id(a), id(b)): (a, b)}
+    parts, others = (_parts(a), _parts(b)) if type(a) is type(b) and not isinstance(a, nn.Module) else ({}, {})
+    sequence = isinstance(a, list | tuple)
+    # Short ones, such as kernel sizes, are best shown whole.
+    whole = sequence and len(a) <= 4 and all(isinstance(value, int | float | str) for value in a)
+    if parts and others and not whole and parts.keys() == others.keys():
+        for key, part in parts.items():
+            if not _equal(part, others[key], own, dict(seen)):
+                label = f"{path}[{key!r}]" if sequence or isinstance(a, dict) else f"{path}.{key}"
+                return _setting_difference(part, others[key], label, own, seen)
+    shown, other = _show(a), _show(b)
+    cure = "models in one array must share every setting"
+    if shown != other:
+        return f"'{path}' is {shown} but in model 0 it is {other}; {cure}"
+    if isinstance(a, Tensor):
+        cure = "a tensor that differs between models must be a parameter or a buffer"
+    elif isinstance(a, nn.Module):
+        cure = "assign the module to an attribute of its own or put it into an nn.ModuleList"
+    return f"'{path}' ({shown}) differs from that of model 0; {cure}"
 
 
 def _kind(module: nn.Module) -> Any:
-    # Parametrized modules get a class of their own per instance; what counts is the class they were made from.
+    # Each parametrized module has a class of its own, derived from the class to compare.
     return type(module).__bases__ if parametrize.is_parametrized(module) else type(module)
 
 
-def _ties(model: nn.Module) -> list[tuple[str, ...]]:
-    paths: dict[int, list[str]] = {}
-    for path, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        paths.setdefault(id(tensor), []).append(path)
-    return [tuple(group) for group in paths.values() if len(group) > 1]
-
-
 def _show(value: Any) -> str:
+    """A setting in a few words, without the values of arrays and without addresses."""
+    if value is _UNSET:
+        return "unset"
+    if isinstance(value, nn.Module):
+        return f"a module {type(value).__qualname__}"
     if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)} of other values"
-    text = repr(value)
+        return f"a {value.dtype} tensor {list(value.shape)} on {value.device}"
+    if getattr(value, "shape", ()):
+        return f"an array {list(value.shape)} of {getattr(value, 'dtype', 'numbers')}"
+    if isinstance(value, types.CodeType):
+        return f"the code of {value.co_name} ({value.co_filename}:{value.co_firstlineno})"
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _equal(a: Any, b: Any, own: set[int], seen: dict[tuple[int, int], Any]) -> bool:
-    """Equality of settings; objects without an equality of their own are equal if all their attributes are."""
+    """Equality of settings; what has parts is equal if all its parts are."""
     if a is b or (id(a), id(b)) in seen or (id(a) in own and id(b) in own):
         return True
-    # Kept alive here, because a later object could otherwise get the same id.
+    # Both are kept alive here, because a later object could otherwise get the same id.
     seen[id(a), id(b)] = (a, b)
     if type(a) is not type(b):
         return False
-    same = functools.partial(_equal, own=own, seen=seen)
     if isinstance(a, Tensor):
-        return (
-            a.shape == b.shape
-            and a.dtype == b.dtype
-            and a.device == b.device
-            and (a.is_meta or bool(torch.equal(a, b)))
-        )
-    if isinstance(a, nn.Module):
-        return _kind(a) == _kind(b) and same(vars(a), vars(b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, weakref.ref):
-        return same(a(), b())
-    if isinstance(a, functools.partial):
-        return same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-    if isinstance(a, types.MethodType):
-        return a.__func__ is b.__func__ and same(a.__self__, b.__self__)
-    if isinstance(a, types.FunctionType):
-        closures = tuple(tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (a, b))
-        return a.__code__ == b.__code__ and same(
-            (a.__defaults__, a.__kwdefaults__, closures[0]), (b.__defaults__, b.__kwdefaults__, closures[1])
-        )
-    if type(a).__eq__ is not object.__eq__:
-        return getattr(a, "shape", None) == getattr(b, "shape", None) and bool(_all((a == b) | ((a != a) & (b != b))))
-    return hasattr(a, "__dict__") and same(vars(a), vars(b))
+        alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        return alike and (a.is_meta or bool(torch.equal(a, b)))
+    parts, others = _parts(a), _parts(b)
+    if parts is not None and others is not None:
+        return parts.keys() == others.keys() and all(_equal(parts[key], others[key], own, seen) for key in parts)
+    if getattr(a, "shape", None) != getattr(b, "shape", None):
+        return False
+    equal = (a == b) | ((a != a) & (b != b))
+    # Arrays compare element by element.
+    return bool(equal.all() if hasattr(equal, "all") else equal)
 
 
-def _all(result: Any) -> Any:
-    """Arrays compare element by element."""
-    return result.all() if hasattr(result, "all") else result
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    """The parts of a setting by name; None if it is compared as a whole."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if isinstance(value, weakref.ref):
+        return {"referent": value()}
+    if isinstance(value, functools.partial):
+        return {name: getattr(value, name) for name in ("func", "args", "keywords")}
+    if isinstance(value, types.MethodType):
+        return {name: getattr(value, name) for name in ("__func__", "__self__")}
+    if isinstance(value, types.FunctionType):
+        held = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
+        return {**held, "__closure__": tuple(cell.cell_contents for cell in value.__closure__ or ())}
+    plain = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
+    return vars(value) if plain else None

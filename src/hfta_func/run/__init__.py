@@ -1,1 +1,1 @@
-"""Many steps: data, the loop, its record, and how many models to train at once."""
+"""Training runs: data, the loop, its history, and the number of models to train at once."""

@@ -1,7 +1,4 @@
-"""Batches for an array, in every member's own order.
-
-Public: :class:`ArrayLoader`.
-"""
+"""Batches for an array, in each member's own order."""
 
 from __future__ import annotations
 
@@ -18,32 +15,31 @@ from hfta_func._types import Tree
 from hfta_func.calls.routing import routed
 from hfta_func.rules.vmap import vmap
 
-# Keeps the loader's noise apart from the training step's, which folds in step numbers.
+# Negative, to differ from the step numbers that a training step folds in.
 _ORDER, _TRANSFORM = -(2**61), -(2**61) - 1
 
 
 class ArrayLoader:
     """Iterates over tensors in batches ``[M, N, ...]``, shuffled for each member by its own seed.
 
-    Every member sees every row once per epoch. The order of member ``i`` depends on ``seeds[i]`` and the epoch alone, so
-    it is the order that member would see in training by itself. Each iteration over the loader is the next epoch;
-    ``state_dict`` and ``load_state_dict`` go on in the middle of one, as torchdata's ``StatefulDataLoader`` does.
+    Every member sees every row once per epoch, in an order that depends only on its seed and the epoch. Each iteration
+    over the loader is the next epoch; ``state_dict`` and ``load_state_dict`` resume within one, as torchdata's
+    ``StatefulDataLoader`` does.
 
     Args:
         data: A tree of tensors with one row per sample: ``(inputs, targets)``, a dict, ....
-        batch_size: N, rows per member in one batch.
-        seeds: One integer per member. Give either this or ``shared``.
-        shared: One batch ``[N, ...]`` for all members, for steps made with ``batch_dims=None``; the order comes from
-            ``seeds`` if it is a single integer, and from 0 without.
-        shuffle: False keeps the rows in order.
-        drop_last: Leave out a last batch smaller than ``batch_size``; compiled steps then see one shape only.
-        device: Where the batches go; the data is moved there once.
-        transform: ``transform(batch) -> batch`` of ONE member's batch ``[N, ...]``, for augmentation. Its random calls
+        batch_size: N, rows per member and batch.
+        seeds: One integer per member; with ``shared``, at most one integer, 0 by default.
+        shared: Make one batch ``[N, ...]`` for all members, for steps with ``batch_dims=None``.
+        shuffle: Whether to shuffle the rows.
+        drop_last: Skip a last batch smaller than ``batch_size``, so that compiled steps see only one shape.
+        device: Where the data is moved, once.
+        transform: ``transform(batch) -> batch`` for ONE member's batch ``[N, ...]``, such as augmentation. Its random calls
             draw from the member's seed.
 
     Raises:
-        HyperparameterError: if neither or both of ``seeds`` and ``shared`` are given, or batch_size is not positive.
-        BatchError: if there is no data or leaves disagree about the number of rows.
+        HyperparameterError: if ``seeds`` does not fit ``shared``, or ``batch_size`` is not positive.
+        BatchError: if there is no data, or two leaves have different numbers of rows.
 
     Example:
         >>> loader = ArrayLoader((torch.arange(6), torch.arange(6)), batch_size=4, seeds=[0, 1, 2])
@@ -66,11 +62,11 @@ class ArrayLoader:
         if shared:
             if not (seeds is None or isinstance(seeds, int)):
                 raise HyperparameterError(
-                    "shared=True makes one batch for all members; give one integer as seeds, or none"
+                    "shared=True makes one batch for all members; pass one integer as seeds, or none"
                 )
             seeds = seeds or 0
         elif seeds is None or isinstance(seeds, int):
-            raise HyperparameterError("give seeds=[...], one integer per model, or shared=True for one batch for all")
+            raise HyperparameterError("pass seeds=[...], one integer per model, or shared=True for one batch for all")
         if batch_size < 1:
             raise HyperparameterError(f"batch_size is {batch_size}; it must be at least 1")
         self.data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
@@ -92,7 +88,7 @@ class ArrayLoader:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that the next iteration gives, or the rest of."""
+        """The epoch of the next iteration."""
         return self._next[0]
 
     def __len__(self) -> int:
@@ -111,7 +107,7 @@ class ArrayLoader:
         self._position = (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """The position of the latest iteration: its epoch, and how many of the epoch's batches have been given.
+        """The position of the latest iteration: its epoch and number of batches.
 
         Example:
             >>> loader = ArrayLoader(torch.arange(6), batch_size=2, seeds=[0, 1])
@@ -124,10 +120,10 @@ class ArrayLoader:
         return {"epoch": epoch, "batches": batches}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Have the next iteration go on at a position from :meth:`state_dict`.
+        """Start the next iteration at a position from :meth:`state_dict`.
 
         Raises:
-            StateError: if the position is not one of this loader.
+            StateError: if the position does not fit this loader.
         """
         if set(state_dict) != {"epoch", "batches"}:
             raise StateError(
@@ -137,13 +133,13 @@ class ArrayLoader:
         epoch, batches = state_dict["epoch"], state_dict["batches"]
         if epoch < 0 or not 0 <= batches <= len(self):
             raise StateError(
-                f"the loader's state is at batch {batches} of epoch {epoch}, but an epoch has {len(self)} batches; go on "
-                f"with the data and batch_size that it was saved with"
+                f"the loader's state is at batch {batches} of epoch {epoch}, but an epoch has {len(self)} batches; use the "
+                f"same data and batch_size as before"
             )
         self._position = self._next = (epoch, batches)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of one epoch from number ``start`` on; a pure function of seeds and epoch."""
+        """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
         if self.shuffle:
             order = random.permutation(random.fold_in(random.fold_in(self.keys, _ORDER), epoch), self.rows)
         else:

@@ -1,7 +1,4 @@
-"""The training loop.
-
-Public: :func:`fit`, :class:`Result`.
-"""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from tqdm.auto import tqdm
 
 from hfta_func._errors import CheckpointError, StateError
@@ -43,31 +39,31 @@ def fit(
     resume: PathLike | None = None,
     save_every: int | None = None,
 ) -> Result:
-    """Train an array for some epochs, or until no member is active.
+    """Train an array for a number of epochs, or until no member is active.
 
-    Ctrl-C ends it after the current step, and ``history.interrupted`` tells; a second Ctrl-C interrupts at once.
+    Ctrl-C ends training after the current step and sets ``history.interrupted``; a second Ctrl-C interrupts at once.
 
     Args:
         step: A training step, compiled or not.
-        state: Where to start; it is not written, unless the step was made with ``donate=True``.
-        loader: An iterable of batches, gone through once per epoch, such as an :class:`ArrayLoader`.
-        epochs: How often.
-        evaluate: ``evaluate(state) -> metrics`` after each epoch, for example ``lambda state: eval_step(state, test)``.
-        callbacks: Each is called after every epoch with ``(state, history)``, where ``len(history)`` is the epoch and
-            ``history.epochs[-1]`` its metrics; a callback that returns a state replaces the current one.
-        progress: Show a bar with the mean and standard deviation of each metric over members.
-        resume: A file that holds the run: state, history, and position in the current epoch. It is written after every
-            epoch and when Ctrl-C ends the run. If it is there already, training goes on from it, to the same bits as
-            without a break; ``state`` then gives structure and device only. A loader with ``state_dict`` and
-            ``load_state_dict`` goes on by these, another is gone through again without the batches already seen.
-            :func:`load` reads the state in it.
-        save_every: Write the file after so many steps of an epoch, too.
+        state: The initial state; it is not written unless the step was made with ``donate=True``.
+        loader: An iterable over the batches of one epoch, such as an :class:`ArrayLoader`.
+        epochs: Number of epochs.
+        evaluate: ``evaluate(state) -> metrics``, called after each epoch: ``lambda state: eval_step(state, test)``.
+        callbacks: Called after each epoch with ``(state, history)``, where ``len(history)`` is the epoch and
+            ``history.epochs[-1]`` its metrics. A state that a callback returns replaces the current one.
+        progress: Show a progress bar with mean and standard deviation of each metric over the members.
+        resume: A file for state, history and position, written after each epoch and on Ctrl-C; :func:`load` reads its
+            state. If it exists, training continues from it with the same bits as without interruption, and ``state`` only
+            gives structure and device. A loader continues by its ``state_dict`` and ``load_state_dict``, or, without
+            these, by skipping the batches already seen.
+        save_every: Also write the file after every ``save_every`` steps of an epoch.
 
     Returns:
-        The last state, and the history: means of the step's metrics over the epoch, and the metrics of ``evaluate``.
+        The last state, and the history: the step's metrics, averaged over each epoch, and the metrics of ``evaluate``.
 
     Raises:
-        CheckpointError: if ``resume`` is a damaged file or not one of a run.
+        ValueError: if the loader has no batch, or ``save_every`` is given without ``resume`` or is less than 1.
+        CheckpointError: if ``resume`` is damaged or does not hold a run.
         StateError: if ``resume`` holds a run of another model, optimizer or seeds.
 
     Example:
@@ -82,82 +78,88 @@ def fit(
         torch.Size([2, 3])
     """
     if save_every is not None and (resume is None or save_every < 1):
-        raise ValueError(f"save_every is {save_every} and resume is {resume}; give at least 1, and a file to save to")
-    history, running, batches = History(state.keys), Running(), loader
+        raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
+    history, running = History(state.keys), Running()
+    # What it has besides iteration is optional.
+    source: Any = loader
+    batches = loader
     if resume is not None and os.path.exists(resume):
         state, batches = _resume(resume, state, history, running, loader)
 
-    def keep() -> None:
+    def save() -> None:
         if resume is not None:
-            _keep(resume, state, history, running, loader)
+            position = source.state_dict() if _has_position(source) else None
+            run = {"history": history.state_dict(), "running": running.state_dict(), "loader": position}
+            checkpoint.write(resume, state, {"run": run})
 
-    done = len(history), running.batches
-    with _ctrl_c() as pressed, _bar(epochs, done, loader, progress) as bar:
+    length = len(source) if hasattr(source, "__len__") else 0
+    bar = tqdm(
+        total=epochs * length or None,
+        initial=len(history) * length + running.batches,
+        disable=not progress,
+        unit="step",
+        dynamic_ncols=True,
+    )
+    with _ctrl_c() as pressed, bar:
         while len(history) < epochs and not pressed() and bool(state.active.any()):
             bar.set_description(f"epoch {len(history) + 1}/{epochs}")
             for batch in batches:
-                # A copy, because a step that was given the state may write it.
+                # A copy, because a step with donate=True writes the state.
                 active = state.active.clone()
                 state, metrics = step(state, batch)
                 running.add(metrics, active, state.step)
-                _execute(state.keys.device)
+                if state.keys.device.type == "xla":
+                    # XLA only records operations; without this, an epoch would become one program.
+                    importlib.import_module("torch_xla").sync()
                 bar.update()
                 if pressed():
                     break
                 if save_every is not None and running.batches % save_every == 0:
-                    keep()
+                    save()
             else:
                 if running.batches == 0:
-                    raise ValueError(
-                        "the loader gave no batch; pass an iterable that can be gone through once per epoch"
-                    )
+                    raise ValueError("the loader has no batch; pass an iterable that yields its batches in every epoch")
                 metrics = running.close(history, evaluate(state) if evaluate is not None else {})
                 running, batches = Running(), loader
-                bar.set_postfix_str(_spread(metrics))
+                bar.set_postfix_str(_summary(metrics))
                 for callback in callbacks:
                     state = callback(state, history) or state
-            keep()
+            save()
         history.interrupted = pressed()
     return Result(state, history)
-
-
-def _keep(path: PathLike, state: TrainState, history: History, running: Running, loader: Any) -> None:
-    position = loader.state_dict() if _tells_position(loader) else None
-    run = {"history": history.state_dict(), "running": running.state_dict(), "loader": position}
-    checkpoint.write(path, state, {"run": run})
 
 
 def _resume(
     path: PathLike, like: TrainState, history: History, running: Running, loader: Any
 ) -> tuple[TrainState, Iterable[Any]]:
-    """The state that the file holds, and the batches that are left of its epoch; the records are filled in place."""
+    """Read the state, and fill the history and the running means; also returns the batches left in the epoch."""
     state, metadata = checkpoint.read(path, like)
     if "run" not in metadata:
         raise CheckpointError(
-            f"{path} holds a state but no run; start from it with fit(step, load(path, like=state), ...) and give resume "
-            f"another path"
+            f"{path} holds a state but no run; start from it with fit(step, load(path, like=state), ...) and pass another "
+            f"path as resume"
         )
     if state.keys.tolist() != like.keys.tolist():
         raise StateError(
-            f"{path} holds a run with seeds {state.keys.tolist()} but the state has {like.keys.tolist()}; give every run a "
-            f"file of its own, or remove this one to start anew"
+            f"{path} holds a run with seeds {state.keys.tolist()} but the state has {like.keys.tolist()}; use a file of its "
+            f"own for every run, or remove this one to start again"
         )
     run = metadata["run"]
     history.load_state_dict(run["history"])
     running.load_state_dict(run["running"], like.keys.device)
-    if run["loader"] is not None and _tells_position(loader):
+    if run["loader"] is not None and _has_position(loader):
         loader.load_state_dict(run["loader"])
         return state, loader
     return state, itertools.islice(loader, running.batches, None)
 
 
-def _tells_position(loader: Any) -> bool:
+def _has_position(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 @contextlib.contextmanager
 def _ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, where it would interrupt; pressed again, it does."""
+    """Tells whether Ctrl-C was pressed, instead of interrupting; pressed again, it interrupts."""
     pressed = threading.Event()
 
     def note(*_: Any) -> None:
@@ -175,29 +177,13 @@ def _ctrl_c() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _execute(device: torch.device) -> None:
-    """Have a device that only records operations run them, or the steps of an epoch would become one long program."""
-    if device.type == "xla":
-        importlib.import_module("torch_xla").sync()
-
-
-def _bar(epochs: int, done: tuple[int, int], loader: Any, progress: bool) -> tqdm[Any]:
-    """A bar over all steps, of which some epochs and some batches of the next one are done."""
-    length = len(loader) if hasattr(loader, "__len__") else 0
-    initial = done[0] * length + done[1]
-    return tqdm(total=epochs * length or None, initial=initial, disable=not progress, unit="step", dynamic_ncols=True)
-
-
-def _spread(metrics: Metrics) -> str:
-    """Mean and standard deviation over members."""
-
-    def shown() -> Iterator[str]:
-        for name, value in metrics.items():
-            if name == "finite":
-                stopped = int((value < 1).sum())
-                if stopped:
-                    yield f"{stopped} not finite"
-            elif value.dim() == 1:
-                yield f"{name} {value.mean():.4f} ± {value.std(correction=0):.4f}"
-
-    return ", ".join(shown())
+def _summary(metrics: Metrics) -> str:
+    """Mean and standard deviation over the members, and the number of members that failed."""
+    shown = []
+    for name, value in metrics.items():
+        if name == "finite":
+            failed = int((value < 1).sum())
+            shown += [f"{failed} not finite"] if failed else []
+        elif value.dim() == 1:
+            shown.append(f"{name} {value.mean():.4f} ± {value.std(correction=0):.4f}")
+    return ", ".join(shown)

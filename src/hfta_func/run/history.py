@@ -1,7 +1,4 @@
-"""What a run records of its members.
-
-Public: :class:`History`, :class:`FailedStep`.
-"""
+"""The metrics and failures of a run."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ class FailedStep(NamedTuple):
     """A member's first failure in an epoch.
 
     Args:
-        member: Its number.
-        seed: Its seed.
-        epoch: Counted from 1.
-        step: Batches the member had seen before; with the seed it gives the noise of the step.
-        cause: The name of the :class:`Failure`: ``"loss"``, ``"gradient"`` or ``"overflow"``.
+        member: The member's number.
+        seed: The member's seed.
+        epoch: The epoch, counted from 1.
+        step: Number of batches the member had seen before; seed and step determine the noise of the step.
+        cause: Name of the :class:`Failure`: ``"loss"``, ``"gradient"`` or ``"overflow"``.
     """
 
     member: int
@@ -40,14 +37,14 @@ class FailedStep(NamedTuple):
 
 
 class History:
-    """Metrics of every member after every epoch, and failures.
+    """Metrics of all members in every epoch, and failures.
 
     Args:
         seeds: The members' seeds ``[M]``.
 
     Attributes:
-        epochs: The metrics of each epoch by name, on the CPU.
-        failures: Every member's first :class:`FailedStep` in each epoch, in order of epoch and member.
+        epochs: Metrics of each epoch by name, on the CPU.
+        failures: The first :class:`FailedStep` of each member in each epoch, ordered by epoch and member.
         interrupted: Whether Ctrl-C ended the last :func:`fit`.
     """
 
@@ -74,14 +71,20 @@ class History:
             columns: Further columns by name, one value per member, such as ``lr=[...]``.
 
         Returns:
-            Columns ``member``, ``seed``, those given, ``epoch``, and one per metric that is one number per member.
-        """
-        import pandas
+            Columns ``member``, ``seed``, the given ones, ``epoch``, and one per metric with one number per member.
 
+        Raises:
+            ImportError: if pandas is not installed.
+            ValueError: if a column does not have one value per member.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                f"frames need {error.name}, which is not installed; pip install 'hfta_func[plot]'"
+            ) from error
         count = len(self.seeds)
-        given = {
-            name: values.tolist() if isinstance(values, Tensor) else list(values) for name, values in columns.items()
-        }
+        given = {name: v.tolist() if isinstance(v, Tensor) else list(v) for name, v in columns.items()}
         for name, values in given.items():
             if len(values) != count:
                 raise ValueError(f"column {name} has {len(values)} values but the array has {count} models")
@@ -95,22 +98,15 @@ class History:
         return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data and few tensors: epochs in a row that have the same metrics are stacked."""
-
-        def kind(metrics: Metrics) -> list[Any]:
-            return [(name, value.dtype, value.shape) for name, value in metrics.items()]
-
-        blocks = [list(block) for _, block in itertools.groupby(self.epochs, kind)]
-        return {
-            "epochs": [
-                [len(block), {name: torch.stack([metrics[name] for metrics in block]) for name in block[0]}]
-                for block in blocks
-            ],
-            "failures": self.failures,
-        }
+        """Plain data and few tensors: consecutive epochs with the same metrics are stacked."""
+        epochs = []
+        for _, block in itertools.groupby(self.epochs, lambda found: [(k, v.dtype, v.shape) for k, v in found.items()]):
+            block = list(block)
+            epochs.append([len(block), {name: torch.stack([metrics[name] for metrics in block]) for name in block[0]}])
+        return {"epochs": epochs, "failures": self.failures}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the place of the history that gave ``state_dict``."""
+        """Restore the epochs and failures of :meth:`state_dict`."""
         self.epochs = [
             {name: values[number] for name, values in block.items()}
             for length, block in state_dict["epochs"]
@@ -120,11 +116,11 @@ class History:
 
 
 Callback = Callable[[TrainState, History], "TrainState | None"]
-"""What :func:`fit` calls after every epoch; a state that it returns replaces the current one."""
+"""A function that :func:`fit` calls after each epoch; a state that it returns replaces the current one."""
 
 
 class Running:
-    """Sums of the step's metrics over the epoch in progress, on the array's device, which nothing here waits for."""
+    """Sums of the step's metrics over the current epoch, on the array's device, without waiting for it."""
 
     def __init__(self):
         self.batches = 0
@@ -132,13 +128,7 @@ class Running:
         self.failed: Metrics = {}
 
     def add(self, metrics: Metrics, active: Tensor, step: Tensor) -> None:
-        """Count one batch.
-
-        Args:
-            metrics: What the step reported.
-            active: Members that took part, ``bool[M]``.
-            step: Batches that each member has seen now, ``int64[M]``.
-        """
+        """Add the metrics of one batch, of which ``active`` members took part and have now seen ``step`` batches."""
         self.batches += 1
         for name, value in metrics.items():
             if name == "failure":
@@ -152,17 +142,15 @@ class Running:
                 self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def close(self, history: History, further: Metrics) -> Metrics:
-        """Record the means and ``further`` metrics as the history's next epoch, which is returned."""
+        """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""
         means = {name: value / self.batches for name, value in self.sums.items()}
         metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
         history.epochs.append(metrics)
         if self.failed:
-            table = zip(
-                history.seeds.tolist(), self.failed["step"].tolist(), self.failed["cause"].tolist(), strict=True
-            )
+            columns = (history.seeds, self.failed["step"], self.failed["cause"])
             history.failures += [
                 FailedStep(member, seed, len(history), step, Failure(cause).name.lower())
-                for member, (seed, step, cause) in enumerate(table)
+                for member, (seed, step, cause) in enumerate(zip(*map(Tensor.tolist, columns), strict=True))
                 if cause
             ]
         return metrics
@@ -172,7 +160,7 @@ class Running:
         return {"batches": self.batches, "sums": self.sums, "failed": self.failed}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        """Take the place of the sums that gave ``state_dict``."""
+        """Restore the sums of :meth:`state_dict`."""
         self.batches = state_dict["batches"]
         self.sums, self.failed = (
             {name: value.to(device) for name, value in state_dict[part].items()} for part in ("sums", "failed")

@@ -1,4 +1,4 @@
-"""How many models fit, and how many pay."""
+"""How many models fit on a device, and how many to run together."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ T = TypeVar("T")
 Run = Callable[[TrainState, Tree], tuple[TrainState, Any]]
 
 _WARMUP, _STEPS = 2, 3
-# All sizes take turns, so that a disturbance does not fall on one of them alone: at most and at least so many, and as many
-# steps in a turn, at least those above, as make some seconds in all.
+# Sizes take turns, so that a disturbance does not hit only one of them: the most and fewest rounds, and the seconds that
+# all rounds together should take.
 _MOST, _LEAST, _SECONDS = 8, 2, 2.0
-# A larger chunk, which needs more memory, has to be faster by more than this.
+# A larger chunk, which needs more memory, must be faster by this fraction.
 _WORTH = 0.02
 
 
 class Plan(NamedTuple):
-    """What a step takes for arrays of M models; printed, a table.
+    """Time and memory of a step for arrays of M models; printing it shows a table.
 
     Args:
-        sizes: The numbers of models that were measured: those asked for that fit.
-        seconds: Time of a step of each; in the place of one above that of more models, which was disturbed, theirs.
-        peaks: Bytes that each step takes at most, beside the state and the batch.
+        sizes: The numbers of models that were measured: the requested ones that fit.
+        seconds: Time of a step for each size; a time above that of a larger size was disturbed and is replaced by it.
+        peaks: Peak bytes of a step for each size, besides the state and the batch.
         held: Bytes of one model's state.
-        free: Bytes there are for states and steps.
-        limit: Most models asked for.
-        num_models: The largest number that fits, ``limit`` at most; 0 if not even one does.
-        chunk_size: How many of them to run together, for ``make_train_step``; None is all. 1 where no more than one fits.
+        free: Bytes available for states and steps.
+        limit: The largest number of models considered.
+        num_models: The largest number that fits, at most ``limit``; 0 if none fits.
+        chunk_size: The recommended ``chunk_size`` of ``make_train_step``; None runs all models together.
     """
 
     sizes: tuple[int, ...]
@@ -51,11 +51,11 @@ class Plan(NamedTuple):
     chunk_size: int | None
 
     def time(self, num_models: int) -> float:
-        """Seconds of a step of M models at once: measured, or on a line through the two nearest measurements."""
+        """Seconds of a step of M models: measured, or interpolated linearly from the two nearest measurements."""
         return _line(self.sizes, self.seconds, num_models)
 
     def memory(self, num_models: int) -> float:
-        """Bytes of M models' state and the most that a step takes beside it."""
+        """Bytes of M models' state plus the peak of a step."""
         return num_models * self.held + _line(self.sizes, self.peaks, num_models)
 
     def __str__(self) -> str:
@@ -79,25 +79,25 @@ def plan(
     sizes: Sequence[int] = (1, 2, 4, 8),
     free: int | None = None,
 ) -> Plan:
-    """Measure a step at few M, predict its time and memory at others, and recommend M and chunk size.
+    """Measure a step at a few M, predict its time and memory at others, and recommend M and a chunk size.
 
     Args:
-        step: A training step without chunks, compiled or not; compiled, every size is compiled once.
+        step: A training step without chunks, compiled or not; a compiled step compiles once per size.
         state: A state of any number of models, whose members are repeated as needed; it is not written.
-        batch: A batch for it.
-        limit: Most models that would be trained.
-        sizes: What to measure, ascending; two at least. Sizes that run out of memory are left out, and on a CPU, where the
-            system would end the process, those that will by what smaller ones took.
-        free: Bytes there are; by default what the device has free now.
+        batch: A batch for this state.
+        limit: The largest number of models to consider.
+        sizes: At least two numbers of models to measure, ascending. Those that run out of memory are left out; on a CPU,
+            where the system would kill the process, those predicted to run out are not tried.
+        free: Bytes available; by default those free on the device now.
 
     Returns:
-        What was found; where only one size fits, predictions are in proportion to it. The device's memory is left as it was.
+        The measurements and the recommendation; if only one size fits, predictions are proportional to it.
 
     Raises:
         ValueError: if there are fewer than two sizes, or they are not ascending and positive.
-        StateError: if the tensors are on a device whose memory cannot be read.
+        StateError: if the free memory of the device cannot be read.
         MemoryError: if the smallest size does not fit.
-        Exception: whatever a step raises besides running out of memory.
+        Exception: any other error of the step.
 
     Example:
         >>> factory = lambda: torch.nn.Linear(4, 1)
@@ -109,7 +109,7 @@ def plan(
     """
     sizes = tuple(sizes)
     if len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
-        raise ValueError(f"sizes are {list(sizes)}; give at least two numbers of models, ascending from 1 or more")
+        raise ValueError(f"sizes are {list(sizes)}; pass at least two numbers of models, ascending from 1 or more")
     device = state.keys.device
     free = free_bytes(device) if free is None else free
     held = sum(leaf.nbytes for leaf in leaves(state)) // num_models(state)
@@ -124,7 +124,7 @@ def plan(
     for turn in range(_MOST):
         if turn >= _LEAST and sum(map(sum, times.values())) > _SECONDS:
             break
-        # Each array is gone before the next one is made.
+        # Each array is freed before the next one is made.
         for size in sizes:
             if size >= failed:
                 break
@@ -139,10 +139,10 @@ def plan(
     fits = tuple(size for size in peaks if size < failed)
     if not fits:
         raise MemoryError(
-            f"a step ran out of memory with M = {sizes[0]}, the smallest of sizes; give smaller sizes or batches, or make "
+            f"a step ran out of memory with M = {sizes[0]}, the smallest of sizes; pass smaller sizes or batches, or make "
             f"the step with checkpoint=True"
         )
-    # Fewer models take no longer. Disturbed times would bend lines downwards, to times below zero.
+    # Fewer models never take longer; a disturbed time would make extrapolated times negative.
     seconds = [*itertools.accumulate((statistics.median(times[size]) for size in reversed(fits)), min)]
     found = Plan(fits, tuple(reversed(seconds)), tuple(peaks[size] for size in fits), held, free, limit, 0, None)
     fitting = [count for count in range(1, min(limit + 1, failed)) if found.memory(count) <= free]
@@ -154,23 +154,24 @@ def plan(
 
 
 def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, free: int | None = None) -> int:
-    """The largest number of models whose step runs without running out of memory, found by doubling and bisection.
+    """Find the largest number of models whose step does not run out of memory, by doubling and bisection.
 
-    On a GPU steps are run until one fails. On a CPU, where the system would end the process, a size is run only if it will
-    fit by what smaller ones took.
+    On a GPU steps run until one fails. On a CPU, where the system would kill the process, a size is tried only if the
+    measurements of smaller ones predict that it fits.
 
     Args:
         step: A training step.
         state: A state of any number of models, whose members are repeated as needed; it is not written.
-        batch: A batch for it.
-        limit: Where to stop.
-        free: Bytes that states and steps may take; by default what the device has free now.
+        batch: A batch for this state.
+        limit: The largest number to try.
+        free: Bytes available for states and steps; by default those free on the device now.
 
     Returns:
-        At most ``limit``; 0 if not even one model fits. The device's memory is left as it was.
+        At most ``limit``; 0 if not even one model fits.
 
     Raises:
-        Exception: whatever a step raises besides running out of memory.
+        StateError: if the free memory of the device cannot be read.
+        Exception: any error of a step except running out of memory.
     """
     device = state.keys.device
     free = free_bytes(device) if free is None else free
@@ -202,7 +203,7 @@ def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, 
 
 
 class _Array:
-    """An array of some size, made of a given array's members, that is trained on one batch."""
+    """An array of ``size`` members, taken repeatedly from a given array, that trains on one batch."""
 
     def __init__(self, step: Run, state: TrainState, batch: Tree, size: int):
         count, dims = num_models(state), getattr(step, "batch_dims", 0)
@@ -215,7 +216,7 @@ class _Array:
 
 
 def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callable[[_Array], T]) -> T | None:
-    """What ``work`` makes of an array of some size, or None if the device ran out of memory; then the array is gone."""
+    """``work`` of an array of ``size`` members, which is then freed; None if the device ran out of memory."""
     array = None
     try:
         array = _Array(step, state, batch, size)
@@ -223,7 +224,7 @@ def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callabl
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        # The traceback holds on to tensors.
+        # The traceback keeps tensors alive.
         error.__traceback__ = None
         return None
     finally:
@@ -232,7 +233,7 @@ def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callabl
 
 
 def _times(work: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
-    """Seconds of each run of about so many in all, after runs that are not counted."""
+    """Seconds of each call, for about ``seconds`` in all, after some calls that are not counted."""
     times = []
     begin = start = now(device)
     while len(times) < _WARMUP + _STEPS or start - begin < seconds:
@@ -244,7 +245,7 @@ def _times(work: Callable[[], object], device: torch.device, seconds: float) -> 
 
 
 def _line(sizes: Sequence[int], values: Sequence[float], at: int) -> float:
-    """On the line through the two measurements around ``at``, or through the last two; in proportion to a single one."""
+    """Linear inter- or extrapolation from the two measurements nearest to ``at``; proportional to a single one."""
     if len(sizes) == 1:
         return values[0] * at / sizes[0]
     place = next((i for i, size in enumerate(sizes[1:-1]) if at <= size), len(sizes) - 2)
