@@ -7,10 +7,9 @@ depends on a metric instead and is a callback.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,21 +27,12 @@ restrict(total_iters=Range.POSITIVE, total_steps=Range.POSITIVE, steps=Range.POS
 restrict(div_factor=Range.POSITIVE, final_div_factor=Range.POSITIVE)
 
 
-class History(Protocol):
-    """Metrics by name, each ``[epochs, M]``: the history of a run, or a dict."""
-
-    def __getitem__(self, name: str, /) -> Tensor: ...
-
-
 def values(schedule: Schedule, counts: Sequence[int]) -> Tensor:
-    """The values of a schedule, to look at or to plot.
+    """The values ``float64[M]`` of a schedule, for example to plot them.
 
     Args:
         schedule: Any schedule.
-        counts: Number of updates that each member has made. A schedule of plain numbers takes any number of members.
-
-    Returns:
-        One value per count, in float64.
+        counts: Updates made by each member. A schedule of plain numbers fits any number of members.
 
     Example:
         >>> values(linear([1.0, 2.0], total_iters=4, start_factor=0.5), [0, 2])
@@ -97,12 +87,13 @@ def multistep(value: PerModel, milestones: Sequence[PerModel], gamma: PerModel =
         >>> values(multistep(1.0, milestones=[10, 15], gamma=0.5), [9, 10, 15])
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
-
-    def at(count: Tensor, value: Tensor, gamma: Tensor, **milestones: Tensor) -> Tensor:
-        return value * gamma ** sum((count >= milestone).to(torch.float64) for milestone in milestones.values())
-
     places = {f"milestone{i}": milestone for i, milestone in enumerate(milestones, 1)}
-    return Schedule({"value": value, "gamma": gamma, **places}, at)
+    return Schedule(
+        {"value": value, "gamma": gamma, **places},
+        lambda count, value, gamma, **places: (
+            value * gamma ** sum((count >= place).double() for place in places.values())
+        ),
+    )
 
 
 def exponential(value: PerModel, gamma: PerModel) -> Schedule:
@@ -134,12 +125,12 @@ def linear(
         >>> values(linear(1.0, total_iters=10, start_factor=1.0, end_factor=0.0), [0, 5, 20])
         tensor([1.0000, 0.5000, 0.0000], dtype=torch.float64)
     """
-
-    def at(count: Tensor, value: Tensor, total_iters: Tensor, start_factor: Tensor, end_factor: Tensor) -> Tensor:
-        return value * (start_factor + (end_factor - start_factor) * (count / total_iters).clamp(max=1.0))
-
-    knobs = {"value": value, "total_iters": total_iters, "start_factor": start_factor, "end_factor": end_factor}
-    return Schedule(knobs, at)
+    return Schedule(
+        {"value": value, "total_iters": total_iters, "start_factor": start_factor, "end_factor": end_factor},
+        lambda count, value, total_iters, start_factor, end_factor: (
+            value * _line(start_factor, end_factor, _share(count, total_iters))
+        ),
+    )
 
 
 def polynomial(value: PerModel, total_iters: PerModel, power: PerModel = 1.0) -> Schedule:
@@ -158,7 +149,7 @@ def polynomial(value: PerModel, total_iters: PerModel, power: PerModel = 1.0) ->
     """
     return Schedule(
         {"value": value, "total_iters": total_iters, "power": power},
-        lambda count, value, total_iters, power: value * (1 - (count / total_iters).clamp(max=1.0)) ** power,
+        lambda count, value, total_iters, power: value * (1 - _share(count, total_iters)) ** power,
     )
 
 
@@ -216,10 +207,6 @@ def cosine_restarts(value: PerModel, T_0: PerModel, T_mult: PerModel = 1, eta_mi
     return Schedule({"value": value, "T_0": T_0, "T_mult": T_mult, "eta_min": eta_min}, at)
 
 
-def _half_cosine(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
-    return end + (start - end) * (1 + torch.cos(math.pi * share)) / 2
-
-
 def one_cycle(
     max_lr: PerModel,
     total_steps: PerModel,
@@ -253,33 +240,21 @@ def one_cycle(
     """
     check_choice("anneal_strategy", anneal_strategy, ("cos", "linear"))
 
-    def curve(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
-        share = share.clamp(0.0, 1.0)
-        if anneal_strategy == "cos":
-            return end + (start - end) / 2 * (1 + torch.cos(math.pi * share))
-        return start + (end - start) * share
+    knobs = {"max_lr": max_lr, "total_steps": total_steps, "pct_start": pct_start}
+    knobs |= {"div_factor": div_factor, "final_div_factor": final_div_factor}
+    curve = _half_cosine if anneal_strategy == "cos" else _line
 
-    def at(
-        count: Tensor,
-        max_lr: Tensor,
-        total_steps: Tensor,
-        pct_start: Tensor,
-        div_factor: Tensor,
-        final_div_factor: Tensor,
-    ) -> Tensor:
-        first = max_lr / div_factor
-        last, top, end = first / final_div_factor, pct_start * total_steps - 1, total_steps - 1
-        rise = curve(first, max_lr, count / top)
+    def at(count: Tensor, **k: Tensor) -> Tensor:
+        first = k["max_lr"] / k["div_factor"]
+        last, top, end = first / k["final_div_factor"], k["pct_start"] * k["total_steps"] - 1, k["total_steps"] - 1
+        back = 2 * top if three_phase else end
+        rise = curve(first, k["max_lr"], _share(count, top))
+        fall = curve(k["max_lr"], first if three_phase else last, _share(count - top, back - top))
         if three_phase:
-            back = 2 * top
-            fall = curve(max_lr, first, (count - top) / (back - top))
-            fall = torch.where(count <= back, fall, curve(first, last, (count - back) / (end - back)))
-        else:
-            fall = curve(max_lr, last, (count - top) / (end - top))
+            fall = torch.where(count <= back, fall, curve(first, last, _share(count - back, end - back)))
         return torch.where(count <= top, rise, fall)
 
-    knobs = {"max_lr": max_lr, "total_steps": total_steps, "pct_start": pct_start}
-    return Schedule({**knobs, "div_factor": div_factor, "final_div_factor": final_div_factor}, at)
+    return Schedule(knobs, at)
 
 
 def warmup(after: PerModel, steps: PerModel, start_factor: PerModel = 1 / 3) -> Schedule:
@@ -296,13 +271,13 @@ def warmup(after: PerModel, steps: PerModel, start_factor: PerModel = 1 / 3) -> 
         >>> values(warmup(step_lr(1.0, step_size=10), steps=4, start_factor=0.0), [1, 4, 14])
         tensor([0.2500, 1.0000, 0.1000], dtype=torch.float64)
     """
-
-    def at(count: Tensor, after: Callable[[Tensor], Tensor], steps: Tensor, start_factor: Tensor) -> Tensor:
-        rise = start_factor + (1 - start_factor) * (count / steps).clamp(max=1.0)
-        return rise * after((count - steps).clamp(min=0))
-
-    inner = after if isinstance(after, Schedule) else constant(after)
-    return Schedule({"after": inner, "steps": steps, "start_factor": start_factor}, at)
+    after = after if isinstance(after, Schedule) else constant(after)
+    return Schedule(
+        {"after": after, "steps": steps, "start_factor": start_factor},
+        lambda count, after, steps, start_factor: (
+            _line(start_factor, 1, _share(count, steps)) * after((count - steps).clamp(min=0))
+        ),
+    )
 
 
 def chain(first: Schedule, *others: Schedule) -> Schedule:
@@ -316,11 +291,10 @@ def chain(first: Schedule, *others: Schedule) -> Schedule:
         >>> values(schedules.chain(exponential(1.0, gamma=0.5), step_lr(1.0, step_size=2)), [1, 2])
         tensor([0.5000, 0.0250], dtype=torch.float64)
     """
-
-    def at(count: Tensor, **factors: Callable[[Tensor], Tensor]) -> Tensor:
-        return functools.reduce(torch.mul, [factor(count) for factor in factors.values()])
-
-    return Schedule({"first": first, **{f"factor{i}": other for i, other in enumerate(others, 1)}}, at)
+    return Schedule(
+        {"first": first, **{f"factor{i}": other for i, other in enumerate(others, 1)}},
+        lambda count, **factors: math.prod(factor(count) for factor in factors.values()),
+    )
 
 
 def plateau(
@@ -334,29 +308,29 @@ def plateau(
     cooldown: Numbers = 0,
     min_lr: Numbers = 0.0,
     eps: Numbers = 1e-8,
-) -> Callable[[S, History], S]:
-    """Reduce a hyperparameter of each member whose metric stops improving, as ``ReduceLROnPlateau`` of PyTorch does.
+) -> Callable[[S, Any], S]:
+    """Reduce a hyperparameter where the metric stops improving, as ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does.
 
-    A callback for ``fit(callbacks=[...])`` that keeps no state: it works out from all epochs so far which members are due
-    now. In a loop of your own, call it once per epoch with a dict of metrics ``[epochs, M]``.
+    The result is a callback for ``fit(callbacks=[...])``. It keeps no state: it determines from all epochs so far which
+    members are due now. In a hand-written loop, call it once per epoch with a dict of metrics ``[epochs, M]``.
 
     Args:
         metric: Name in the history, one number per member.
-        hyperparameter: What to reduce; of a schedule its initial value.
+        hyperparameter: Name of what to reduce; in a schedule, its initial value.
         mode: Whether lower or higher is better.
-        factor: What to multiply the hyperparameter by, below 1. This and the next numbers may be one per member.
-        patience: Epochs in a row without improvement that are tolerated.
-        threshold: Minimum improvement.
-        threshold_mode: Whether the threshold is a fraction of the best value or absolute.
-        cooldown: Epochs after a reduction that do not count as without improvement.
+        factor: Factor of each reduction, below 1. This and the other numbers may be one per member.
+        patience: Epochs without improvement before the one that causes a reduction.
+        threshold: Smallest change that counts as an improvement.
+        threshold_mode: Whether the threshold is relative to the best value.
+        cooldown: Epochs after a reduction in which the lack of improvement does not count.
         min_lr: Lower bound of the hyperparameter.
-        eps: Smaller reductions are skipped.
+        eps: Reductions up to this are not made.
 
     Returns:
         ``callback(state, history) -> state``, for training and optimizer states.
 
     Raises:
-        HyperparameterError: if a number is out of range or a mode is unknown; by the callback, if the metric is not one
+        HyperparameterError: if a number is out of range or a mode unknown, or (by the callback) if the metric is not one
             number per member or the state has no such hyperparameter.
 
     Example:
@@ -372,25 +346,23 @@ def plateau(
     check_choice("threshold_mode", threshold_mode, ("rel", "abs"))
     numbers = {"factor": factor, "patience": patience, "threshold": threshold, "cooldown": cooldown}
     numbers |= {"min_lr": min_lr, "eps": eps}
-    ranges = {"factor": Range.DECAY, "threshold": Range.FINITE, "min_lr": Range.FINITE}
     for name, number in numbers.items():
-        check(name, number, ranges.get(name, Range.NONNEGATIVE))
+        check(name, number, Range.DECAY if name == "factor" else Range.FINITE)
     sign = 1 if mode == "min" else -1
 
-    def is_due(metrics: Tensor, k: dict[str, Any]) -> Tensor:
+    def is_due(metrics: Tensor, k: dict[str, Tensor]) -> Tensor:
         best, bad = torch.full_like(k["eps"], math.inf), torch.zeros_like(k["eps"])
         resting, due = bad, bad > 0
         for value in sign * metrics:
-            margin = best * (1 - sign * k["threshold"]) if threshold_mode == "rel" else best - k["threshold"]
-            better = value < margin
+            limit = best * (1 - sign * k["threshold"]) if threshold_mode == "rel" else best - k["threshold"]
+            better = value < limit
             best = torch.where(better, value, best)
             bad = torch.where(better | (resting > 0), 0.0, bad + 1)
             due = bad > k["patience"]
-            bad = torch.where(due, 0.0, bad)
-            resting = torch.where(due, k["cooldown"], (resting - 1).clamp(min=0.0))
+            bad, resting = bad * ~due, torch.where(due, k["cooldown"], (resting - 1).clamp(min=0))
         return due
 
-    def callback(state: S, history: History) -> S:
+    def callback(state: S, history: Any) -> S:
         metrics = history[metric].detach().double()
 
         def reduced(held: Tensor) -> Tensor:
@@ -406,3 +378,15 @@ def plateau(
         return with_hyperparams(state, **{hyperparameter: reduced})
 
     return callback
+
+
+def _share(count: Tensor, total: Tensor) -> Tensor:
+    return (count / total).clamp(0.0, 1.0)
+
+
+def _line(start: Tensor, end: Tensor | float, share: Tensor) -> Tensor:
+    return start + (end - start) * share
+
+
+def _half_cosine(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
+    return end + (start - end) * (1 + torch.cos(math.pi * share)) / 2

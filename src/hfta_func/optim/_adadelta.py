@@ -43,10 +43,8 @@ def adadelta(
         maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = adadelta(lr=[1.0, 10.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = adadelta(lr=[1.0, 10.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.0032, -0.0316])
 
     References:

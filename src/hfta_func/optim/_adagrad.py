@@ -45,10 +45,8 @@ def adagrad(
         maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = adagrad(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = adagrad(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:

@@ -47,10 +47,8 @@ def adam(
         decoupled_weight_decay: Subtract ``lr * weight_decay * p`` instead, as :func:`adamw` does.
 
     Example:
-        >>> optimizer = adam(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = adam(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:
@@ -70,15 +68,9 @@ def adam(
         largest = most[0].copy_(torch.maximum(most[0], square)) if most else square
         return mean / largest.sqrt().add_(k["eps"])
 
-    return leafwise(
-        AdamState,
-        knobs.without_zeros("weight_decay"),
-        rule,
-        prepare,
-        unused=() if amsgrad else ("max_exp_avg_sq",),
-        decoupled=decoupled_weight_decay,
-        maximize=maximize,
-    )
+    knobs, unused = knobs.without_zeros("weight_decay"), () if amsgrad else ("max_exp_avg_sq",)
+    decoupled = decoupled_weight_decay
+    return leafwise(AdamState, knobs, rule, prepare, unused=unused, decoupled=decoupled, maximize=maximize)
 
 
 def adamw(
@@ -101,10 +93,8 @@ def adamw(
         maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = adamw(lr=0.1, weight_decay=[0.0, 1.0])
-        >>> params = {"w": torch.ones(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = adamw(lr=0.1, weight_decay=[0.0, 1.0]), {"w": torch.ones(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -0.2000])
 
     References:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,22 +21,15 @@ from hfta_func._tree import num_models, write
 from hfta_func._types import Params, PerModel, Schedule, Tree
 
 
-class Update(Protocol):
-    """``update(grads, opt_state, params) -> (updates, opt_state)``."""
+Update = Callable[[Params, Tree, Params], tuple[Params, Tree]]
+"""``update(grads, opt_state, params) -> (updates, opt_state)``."""
 
-    def __call__(self, grads: Params, opt_state: Tree, params: Params, /) -> tuple[Params, Tree]: ...
+UpdateInPlace = Callable[[Params, Tree, Params, "Tensor | None", bool], Params]
+"""``update_(grads, opt_state, params, keep, apply) -> updates``, which overwrites its arguments.
 
-
-class UpdateInPlace(Protocol):
-    """``update_(grads, opt_state, params, keep, apply) -> updates``, which overwrites its arguments.
-
-    The new state goes into ``opt_state``. The updates go into ``grads`` or, with ``apply``, are added to ``params``.
-    Members where ``keep`` (``bool[M]``) is False retain their state and parameters; None updates all members.
-    """
-
-    def __call__(
-        self, grads: Params, opt_state: Tree, params: Params, keep: Tensor | None, apply: bool, /
-    ) -> Params: ...
+The new state goes into ``opt_state``. The updates go into ``grads`` or, with ``apply``, are added to ``params``. Members
+where ``keep`` (``bool[M]``) is False retain their state and parameters; None updates all members.
+"""
 
 
 class GradientTransformation(NamedTuple):
@@ -90,7 +83,7 @@ def update_(
 def in_place(transformation: GradientTransformation) -> UpdateInPlace:
     """The in-place form of a transformation; under a compiler or a transform it copies what ``update`` returns."""
 
-    def copied(grads: Params, opt_state: Tree, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+    def copied(grads: Params, opt_state: Tree, params: Params, keep: Tensor | None, apply: bool) -> Params:
         updates, new = transformation.update(grads, opt_state, params)
         write(opt_state, new, keep)
         if apply:

@@ -125,7 +125,7 @@ def leafwise(
                 after[name][path] = slot
         return updates, held._replace(**new, **after)
 
-    def update_(grads: Params, held: Any, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+    def update_(grads: Params, held: Any, params: Params, keep: Tensor | None, apply: bool) -> Params:
         numbers, new = begin(held)
         kept = None if keep is None or not can_look(keep) else keep.tolist()
         for path, grad in grads.items():

@@ -58,10 +58,8 @@ def muon(
             ``adjust_lr_fn`` is unknown.
 
     Example:
-        >>> optimizer = muon(lr=[0.1, 1.0], ns_dtype=torch.float32)
-        >>> params = {"w": torch.zeros(2, 1, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = muon(lr=[0.1, 1.0], ns_dtype=torch.float32), {"w": torch.zeros(2, 1, 1)}, {"w": torch.ones(2, 1, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.0696, -0.6964])
 
     References:

@@ -49,10 +49,8 @@ def nadam(
         maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = nadam(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = nadam(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1056, -1.0565])
 
     References:
@@ -76,12 +74,5 @@ def nadam(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return (grad * k["of grad"]).add_(mean * k["of mean"]).div_(square.sqrt().add_(k["eps"]))
 
-    return leafwise(
-        NAdamState,
-        knobs.without_zeros("weight_decay"),
-        rule,
-        prepare,
-        carried=("mu_product",),
-        decoupled=decoupled_weight_decay,
-        maximize=maximize,
-    )
+    knobs, decoupled = knobs.without_zeros("weight_decay"), decoupled_weight_decay
+    return leafwise(NAdamState, knobs, rule, prepare, carried=("mu_product",), decoupled=decoupled, maximize=maximize)

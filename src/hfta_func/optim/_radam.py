@@ -45,10 +45,8 @@ def radam(
         maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = radam(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = radam(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:
@@ -72,11 +70,5 @@ def radam(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return mean / square.sqrt().add_(k["eps"]).mul_(k["rectified"]).add_(k["plain"])
 
-    return leafwise(
-        RAdamState,
-        knobs.without_zeros("weight_decay"),
-        rule,
-        prepare,
-        decoupled=decoupled_weight_decay,
-        maximize=maximize,
-    )
+    knobs, decoupled = knobs.without_zeros("weight_decay"), decoupled_weight_decay
+    return leafwise(RAdamState, knobs, rule, prepare, decoupled=decoupled, maximize=maximize)

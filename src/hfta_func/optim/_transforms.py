@@ -39,7 +39,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             states.append(held)
         return grads, tuple(states)
 
-    def update_(grads: Params, state: Any, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+    def update_(grads: Params, state: Any, params: Params, keep: Tensor | None, apply: bool) -> Params:
         last = len(transformations) - 1
         for number, (transformation, held) in enumerate(zip(transformations, state, strict=True)):
             grads = in_place(transformation)(grads, held, params, keep, apply and number == last)

@@ -12,15 +12,7 @@ from hfta_func._errors import HyperparameterError
 from hfta_func._torch import can_look
 from hfta_func._tree import per_model, where
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import (
-    GradientTransformation,
-    Knobs,
-    Range,
-    apply_updates,
-    in_place,
-    restrict,
-    zero_count,
-)
+from hfta_func.optim._base import GradientTransformation, Knobs, Range, apply_updates, in_place, restrict, zero_count
 
 restrict(every=Range.AT_LEAST_ONE, decay=Range.DECAY)
 
@@ -184,7 +176,7 @@ def partition(
         updates = {path: updates[path] if path in updates else torch.zeros_like(grad) for path, grad in grads.items()}
         return updates, PartitionState(states)
 
-    def update_(grads: Params, state: PartitionState, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+    def update_(grads: Params, state: PartitionState, params: Params, keep: Tensor | None, apply: bool) -> Params:
         updates = {}
         for name, (own, values) in parts(params, grads, params):
             updates.update(in_place(groups[name])(own, state.groups[name], values, keep, apply))
