@@ -47,7 +47,7 @@ test-xla: $(XLA_STAMP)
 	$(XLA_PYTHON) -m pytest -n auto tests/test_xla.py
 	$(XLA_PYTHON) -m pytest -n auto $(foreach name,checkpoint contract data fit layers random rules stack,tests/test_$(name).py)
 
-# Of the wheel in an environment of its own; `make wheel TORCH=2.9.0` tests it with the oldest PyTorch supported (some GB).
+# `make wheel TORCH=2.9.0` tests the wheel with the oldest PyTorch supported, whose packages are some GB.
 wheel: $(STAMP)
 	$(PYTHON) .ci/wheel.py $(if $(TORCH),--torch $(TORCH))
 

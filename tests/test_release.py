@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import hfta_func as hfta
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -57,3 +59,35 @@ def test_a_benchmark_of_a_missing_package_names_the_cure(mode, package, cure, wi
         modes.MODES[mode](None)
     assert str(missing.value).startswith(f"{package}") and " is not installed; pip install " in str(missing.value)
     assert cure in str(missing.value)
+
+
+def text(path):
+    return (ROOT / path).read_text()
+
+
+def test_the_version_is_written_once():
+    assert text("src/hfta_func/__init__.py").count(f'"{hfta.__version__}"') == 1
+    for path in ("pyproject.toml", "CITATION.cff", "Makefile", "README.md"):
+        assert hfta.__version__ not in text(path), path
+
+
+def test_pytorch_is_capped_behind_the_version_that_is_tested():
+    major, minor = re.search(r"(?m)^torch==(\d+)\.(\d+)", text("constraints.txt")).groups()
+    assert f'"torch>=2.9,<{major}.{int(minor) + 1}"' in text("pyproject.toml")
+
+
+def test_hosted_ci_runs_the_stages_of_ci_run():
+    (stages,) = re.findall(r"^for stage in (.*); do$", text(".ci/run"), re.M)
+    workflow = text(".github/workflows/ci.yml")
+    (matrix,) = re.findall(r"target: \[(.*)\]", workflow)
+    hosted = {*matrix.split(", "), *re.findall(r"run: make ([\w-]+)", workflow)}
+    assert set(stages.split()) == hosted
+    for stage in hosted:
+        assert re.search(rf"^{stage}:", text("Makefile"), re.M), stage
+
+
+def test_every_version_of_python_that_ci_tests_is_declared():
+    (versions,) = re.findall(r"python: \[(.*)\]", text(".github/workflows/ci.yml"))
+    declared = re.findall(r"Python :: (3\.\d+)", text("pyproject.toml"))
+    assert re.findall(r"[\d.]+", versions) == declared
+    assert f'requires-python = ">={declared[0]}"' in text("pyproject.toml")
