@@ -18,7 +18,8 @@ class MLP(nn.Module):
     """A model of one member."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
+        # PyTorch 2.9 does not annotate it.
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.hidden = nn.Linear(8, width)
         self.head = nn.Linear(width, 1)
 
