@@ -5,13 +5,14 @@ STAMP := .venv/.installed
 XLA_PYTHON := .venv-xla/bin/python
 XLA_STAMP := .venv-xla/.installed
 
-.PHONY: help setup demo test test-all test-xla lint docs notebooks bench clean
+.PHONY: help setup demo test test-all test-xla wheel lint docs notebooks bench clean
 
 help:
 	@echo "make demo       train 48 CNNs as one array; table, picture, ratio"
 	@echo "make test       tests, and the examples in docstrings, README and documentation; some minutes"
 	@echo "make test-all   the same, the exhaustive tables, crash and benchmark tests, and make test-xla; takes long"
 	@echo "make test-xla   tests on XLA and on the oldest PyTorch supported, in .venv-xla (some GB)"
+	@echo "make wheel      build wheel and sdist, and test the wheel in a fresh environment"
 	@echo "make lint       ruff and pyright"
 	@echo "make docs       the documentation, in out/docs; warnings are errors"
 	@echo "make notebooks  run the notebooks top to bottom"
@@ -51,6 +52,10 @@ test-xla: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disa
 test-xla: $(XLA_STAMP)
 	$(XLA_PYTHON) -m pytest -n auto tests/test_xla.py
 	$(XLA_PYTHON) -m pytest -n auto $(foreach name,checkpoint contract data fit layers random rules stack,tests/test_$(name).py)
+
+# `make wheel TORCH=2.9.0` tests the wheel with the oldest PyTorch supported, whose packages are some GB.
+wheel: $(STAMP)
+	$(PYTHON) .ci/wheel.py $(if $(TORCH),--torch $(TORCH))
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from examples.common import array
+from examples.common import fused
 from examples.common.task import Batch, autocast
 from examples.resnet.model import ResNet18
 from examples.transformer.model import TransformerLM
@@ -107,7 +107,7 @@ def run(job: TaskJob) -> Run:
         raise RuntimeError("not written for this workload")
     model = task.factory()
     call = forward(model)
-    params, _ = array.initial(task.factory, flags.seeds, job.device)
+    params, _ = fused.initial(task.factory, flags.seeds, job.device)
     model = fuse(model, params).to(job.device)
     make = {"adam": optim.Adam, "adadelta": optim.Adadelta}[task.optimizer]
     optimizer = make(model.parameters(), lr=flags.lr, B=len(flags.lr))

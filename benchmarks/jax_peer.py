@@ -1,6 +1,6 @@
 """The MLP, ResNet-18 and the Transformer as JAX trains many of them: ``jit(vmap(update))`` with Optax, from the same weights.
 
-Needs ``pip install hfta_func[peers]``.
+Needs ``pip install 'hfta_func[peers]'``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy
 import optax
 import torch
-from examples.common import array
+from examples.common import fused
 from examples.resnet.model import ResNet18
 from examples.transformer.model import TransformerLM
 from jax import lax
@@ -128,7 +128,7 @@ def run(job: TaskJob) -> Run:
     call, make = forward(task.factory()), {"adam": optax.adam, "adadelta": optax.adadelta}[task.optimizer]
     params, buffers = (
         {name: jnp.asarray(leaf.numpy(force=True)) for name, leaf in tree.items()}
-        for tree in array.initial(task.factory, flags.seeds, job.device)
+        for tree in fused.initial(task.factory, flags.seeds, job.device)
     )
     lr, keys = jnp.asarray(flags.lr, dtype=float), jax.vmap(jax.random.key)(jnp.asarray(flags.seeds))
 

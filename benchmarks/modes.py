@@ -95,12 +95,19 @@ def _graphed(run: Callable[..., Any], state: Any, batch: Any) -> Callable[..., A
 
 def jax(job: Job) -> Run:
     """The same in JAX, for the workloads that are written there too."""
-    return importlib.import_module("benchmarks.jax_peer").run(job)
+    return _peer("jax_peer", "pip install 'hfta_func[peers]'").run(job)
 
 
 def hfta(job: Job) -> Run:
     """The same with the operators and optimizers of the original HFTA, for the workloads that are written with them."""
-    return importlib.import_module("benchmarks.hfta_peer").run(job)
+    return _peer("hfta_peer", "pip install git+https://github.com/UofT-EcoSystem/hfta").run(job)
+
+
+def _peer(module: str, cure: str) -> Any:
+    try:
+        return importlib.import_module(f"benchmarks.{module}")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error.name} is not installed; {cure}", name=error.name) from None
 
 
 MODES: dict[str, Callable[[Job], Run]] = {

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import torch
-from examples.common import array, solo
+from examples.common import fused, solo
 from examples.common.data.images import to_float
 from examples.common.flags import AdamFlags, Flags
 from examples.common.losses import accuracy, cross_entropy
 from examples.common.task import Batch, Task, autocast, find_device
-from examples.dcgan import array as gan
+from examples.dcgan import fused as gan
 from examples.dcgan import main as dcgan
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
@@ -85,7 +85,7 @@ class TaskJob:
     def __init__(self, task: Task, flags: Flags, quiet: bool):
         self.flags, self.device = flags, find_device(flags.device)
         self.task = task._replace(factory=lambda: silent(task.factory())) if quiet else task
-        self.batches = batches(array.make_loader(task.train, task.training_batch, flags, self.device))
+        self.batches = batches(fused.make_loader(task.train, task.training_batch, flags, self.device))
 
     def solo(self, member: int, compiled: bool) -> Run:
         """One member in plain PyTorch."""
@@ -107,14 +107,14 @@ class TaskJob:
 
     def array(self) -> tuple[Callable[..., Any], Any]:
         """Step and state of all members."""
-        step, state, _ = array.prepare(self.task, self.flags, self.device)
+        step, state, _ = fused.prepare(self.task, self.flags, self.device)
         return step, state
 
     def stock(self, compiled: bool) -> Run:
         """All members under ``torch.func.vmap``."""
         task, model = self.task, self.task.factory().to(self.device)
-        params, buffers = array.initial(task.factory, self.flags.seeds, self.device)
-        optimizer = array.OPTIMIZERS[task.optimizer](self.flags.per_model(), 1000)
+        params, buffers = fused.initial(task.factory, self.flags.seeds, self.device)
+        optimizer = fused.OPTIMIZERS[task.optimizer](self.flags.per_model(), 1000)
         carried = params, buffers, optimizer.init(params)
 
         def loss_fn(params: Any, buffers: Any, batch: Batch) -> tuple[Tensor, Any]:
@@ -139,7 +139,7 @@ class GANJob:
     def __init__(self, flags: dcgan.Flags, quiet: bool):
         self.flags, self.device, self.quiet = flags, find_device(flags.device), quiet
         self.generator, self.discriminator, self.noise, images, _ = dcgan.setting(flags)
-        self.batches = batches(array.make_loader((images,), lambda batch: (to_float(batch[0]),), flags, self.device))
+        self.batches = batches(fused.make_loader((images,), lambda batch: (to_float(batch[0]),), flags, self.device))
 
     def solo(self, member: int, compiled: bool) -> Run:
         """One member in plain PyTorch."""

@@ -1,1 +1,1 @@
-"""Examples to run: ``python examples/digits.py``, ``python -m examples.resnet.main --help``."""
+"""Examples to run: ``python examples/digits.py``, ``python examples/resnet/main.py --help``."""

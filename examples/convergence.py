@@ -1,7 +1,7 @@
 """Evidence that an array trains as well as its members do by themselves: every example, both ways, on its embedded data.
 
-    python -m examples.convergence
-    python -m examples.convergence resnet bert-next --docs out/pictures
+    python examples/convergence.py
+    python examples/convergence.py resnet bert-next --docs out/pictures
 
 A member begins with the weights of its solo run but sees other batches and other noise, so the two do not end alike. What
 is compared are the members together: both ways must reach the stated quality, and their means may differ by no more than
@@ -18,16 +18,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import matplotlib
-import numpy
-import pandas
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
-from PIL import Image
-from scipy import stats
+try:
+    import matplotlib
+    import numpy
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+    from PIL import Image
+    from scipy import stats
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[examples]'") from None
+
+if not __package__:
+    # Python looks for modules beside a file that is run by its path; `examples` is one folder up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 SEEDS = tuple(range(8))
 """One member each."""

@@ -15,17 +15,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
-import pandas
 import torch
-from matplotlib.ticker import PercentFormatter
-from scipy import stats
-from sklearn import datasets
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-import hfta_func as hfta
-from hfta_func.plot import bands
+try:
+    import numpy
+    import pandas
+    from matplotlib.ticker import PercentFormatter
+    from scipy import stats
+    from sklearn import datasets
+    from sklearn.model_selection import train_test_split
+
+    import hfta_func as hfta
+    from hfta_func.plot import bands
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[examples]'") from None
 
 Batch = tuple[Tensor, Tensor]
 

@@ -16,12 +16,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import nbformat
-from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-from nbformat import NotebookNode
+try:
+    import nbformat
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+    from nbformat import NotebookNode
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[notebooks]'") from None
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 

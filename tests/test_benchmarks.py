@@ -285,7 +285,7 @@ def test_a_process_that_fails_says_why(bench):
     worker, workloads = bench("worker"), bench("workloads")
     one = worker.Worker("JAX", workloads.Spec("dcgan", "small", 2, 4), 1)
     try:
-        with pytest.raises(RuntimeError, match=r"not written for this workload|No module named 'jax'"):
+        with pytest.raises(RuntimeError, match=r"not written for this workload|jax is not installed; pip install"):
             one.ask("start")
         one._process.kill()
         with pytest.raises(RuntimeError, match="ended with status -9"):

@@ -560,7 +560,7 @@ def test_lsun_with_a_damaged_image_or_none(tmp_path):
 
 def test_lsun_without_its_reader_or_its_folder(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lmdb", None)
-    with pytest.raises(BadInput, match="pip install lmdb"):
+    with pytest.raises(BadInput, match=r"LSUN's files need lmdb, .*; pip install 'hfta_func\[examples\]'"):
         images.load("lsun", tmp_path, 16)
     monkeypatch.setitem(sys.modules, "lmdb", object())
     with pytest.raises(BadInput, match=r"no .*bedroom_train_lmdb/data\.mdb; unzip bedroom_train_lmdb\.zip of https"):

@@ -307,7 +307,9 @@ def test_foreign_files(tmp_path, monkeypatch):
     monkeypatch.setattr(hfta.files.storage, "_FORMAT", 2)
     hfta.save(state, tmp_path / "future")
     monkeypatch.undo()
-    message = "has format version 2, but hfta_func 0.1.0 reads versions up to 1; install a later hfta_func"
+    message = (
+        f"has format version 2, but hfta_func {hfta.__version__} reads versions up to 1; install a later hfta_func"
+    )
     for read in (lambda path: hfta.load(path, like=state), hfta.read_metadata):
         with refused(hfta.CheckpointError, f"{tmp_path / 'future'} {message}"):
             read(tmp_path / "future")

@@ -7,7 +7,9 @@ import importlib
 import itertools
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 from typing import ClassVar
 from unittest.mock import ANY
 
@@ -15,10 +17,11 @@ import optree
 import pytest
 import torch
 from examples.bert.model import BERT
-from examples.common import array, solo
+from examples.common import fused, solo
+from examples.common.data import images
 from examples.common.errors import BadInput, is_out_of_memory
 from examples.common.flags import AdamFlags, Flags, parse
-from examples.dcgan import array as gan
+from examples.dcgan import fused as gan
 from examples.dcgan.frechet import frechet, moments
 from examples.dcgan.model import Discriminator, Generator, on_fake, on_real
 from examples.mobilenet.model import MobileNet
@@ -139,7 +142,7 @@ def test_member_i_is_the_solo_run_i(name):
     main = importlib.import_module(f"examples.{name.split()[0]}.main")
     (own,) = parse(main.Flags, [*RUNS[name], *SMALL, *SEEDS, "--hfta"], None)
     task = main.task(own.flags)
-    step, state, loader = array.prepare(task, own.flags, torch.device("cpu"))
+    step, state, loader = fused.prepare(task, own.flags, torch.device("cpu"))
     assert len(loader) == 3
     torch.manual_seed(4)
     for path, parameter in task.factory().named_parameters():
@@ -210,7 +213,7 @@ def test_both_ways_have_the_same_optimizer(name):
         "--lr 0.1 0.2 --beta1 0.9 0.5 --beta2 0.99 0.9 --weight-decay 0 0.1 --gamma 0.5 0.3 --step-size 1 2 --seeds 0 1"
     )
     (own,) = parse(AdamFlags, argv.split(), None)
-    optimizer = array.OPTIMIZERS[name](own.flags.per_model(), 3)
+    optimizer = fused.OPTIMIZERS[name](own.flags.per_model(), 3)
     params, grads = ({"w": torch.randn(2, 4, dtype=torch.float64)} for _ in range(2))
     moved, state = params, optimizer.init(params)
     for _ in range(4 * 3):
@@ -364,12 +367,12 @@ def test_testing_after_every_epoch_does_not_change_training(name, way, call):
     assert final[-1] == tested[-1]
 
 
-@pytest.mark.parametrize("way", ["array", "solo"])
+@pytest.mark.parametrize("way", ["fused", "solo"])
 def test_the_last_test_is_not_run_twice(way, call, monkeypatch):
     module, count = importlib.import_module(f"examples.common.{way}"), itertools.count()
     evaluate = module.evaluate
     monkeypatch.setattr(module, "evaluate", lambda *args: [next(count), evaluate(*args)][1])
-    argv = [*only(0, RUNS["resnet"]), *(["--hfta"] if way == "array" else []), "--epochs", "2"]
+    argv = [*only(0, RUNS["resnet"]), *(["--hfta"] if way == "fused" else []), "--epochs", "2"]
     assert call("resnet", *argv)[0] == 0 and next(count) == 1
     assert call("resnet", *argv, "--eval")[0] == 0 and next(count) == 2 + 2
 
@@ -407,8 +410,10 @@ def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] in ("examples", "hfta_func")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "hfta_func", None)
-    # Curves are drawn by the package's plot, once training is over.
-    monkeypatch.setattr(importlib.import_module("examples.common.run"), "_draw", lambda rows, path: path)
+    # Curves are drawn by the package's plot, once training is over; without it, nothing is trained.
+    run = importlib.import_module("examples.common.run")
+    monkeypatch.setattr(run, "_check", lambda flags: None)
+    monkeypatch.setattr(run, "_draw", lambda rows, path: path)
     for name in RUNS:
         assert call(name, *only(0, RUNS[name]))[0] == 0
     refuses(call, "import of hfta_func halted", "resnet", "--hfta")
@@ -428,6 +433,63 @@ def test_frechet_distance():
     _, covariance = moments(images)
     mean = moments(images)[0]
     assert frechet((mean, covariance), (mean, covariance / 4)).item() == pytest.approx(0.25 * covariance.trace().item())
+
+
+# Run by path
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = sorted([*EXAMPLES.glob("*/main.py"), EXAMPLES / "digits.py", EXAMPLES / "convergence.py"])
+
+RUN_EACH = """
+import pathlib, runpy, sys
+path, failed = list(sys.path), []
+for script in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "examples"]:
+        del sys.modules[name]
+    # As Python itself runs a file.
+    sys.path[:], sys.argv = [str(pathlib.Path(script).parent), *path[1:]], [script, "--help"]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        failed += [script] if end.code else []
+sys.exit(" ".join(failed) or 0)
+"""
+
+
+def elsewhere(folder, *argv):
+    """Run Python in another folder than that of the examples, and return what it printed."""
+    # As many threads as in this process: sums of another order are rounded otherwise.
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_runs_by_its_path(tmp_path):
+    assert len(SCRIPTS) == 8
+    assert elsewhere(tmp_path, "-c", RUN_EACH, *SCRIPTS).count("usage: ") == 8
+
+
+def test_an_example_run_by_its_path_is_the_one_run_as_a_module(tmp_path, call):
+    argv = ["--version", "v2", *SMALL, "--lr", "0.01", "0.003", "--hfta", "--out", tmp_path]
+    lines = elsewhere(tmp_path, EXAMPLES / "mobilenet" / "main.py", *argv).splitlines()
+    status, expected, _, _ = call("mobilenet", "--version", "v2", "--lr", "0.01", "0.003", "--hfta")
+    assert status == 0
+    # All but the seconds of the epoch.
+    assert [line for line in lines if "took" not in line] == [line for line in expected if "took" not in line]
+
+
+def test_no_module_has_the_name_of_one_of_pythons_own():
+    # A file that is run by its path finds the modules beside it before those of Python.
+    modules = {path.stem for path in EXAMPLES.rglob("*.py")} | {path.parent.name for path in EXAMPLES.rglob("*.py")}
+    assert "mobilenet" in modules and "losses" in modules
+    assert not modules & sys.stdlib_module_names
 
 
 # Ctrl-C
@@ -613,13 +675,25 @@ def test_a_folder_that_cannot_be_written(call, tmp_path, monkeypatch):
     refuses(call, "resnet-solo-0.run cannot be written: File cannot", "resnet", "--save", str(tmp_path))
 
 
-@pytest.mark.parametrize("package", ["pandas", "matplotlib"])
+@pytest.mark.parametrize("package", ["hfta_func", "pandas", "matplotlib"])
 def test_what_the_picture_needs_is_missed_before_training(package, call, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     status, lines, err, _ = call("resnet")
     assert (status, lines) == (2, [])
     assert err == [
         f"resnet: error: the picture needs {package}, which is not installed; pip install 'hfta_func[examples]'"
+    ]
+
+
+def test_what_the_digits_need_is_missed_before_training(call, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    images.load.cache_clear()
+    status, lines, err, _ = call("resnet")
+    assert status == 2 and not any(line.startswith("Epoch") for line in lines)
+    assert err == [
+        "resnet: error: the handwritten digits need sklearn, which is not installed; pip install 'hfta_func[examples]'"
     ]
 
 
@@ -647,7 +721,7 @@ def test_seeds_that_are_too_large_for_an_array():
     main = importlib.import_module("examples.resnet.main")
     (own,) = parse(main.Flags, SMALL, None)
     with pytest.raises(BadInput, match="seed 18446744073709551616 is not a 64-bit integer"):
-        array.prepare(main.task(own.flags), dataclasses.replace(own.flags, seeds=(2**64,)), torch.device("cpu"))
+        fused.prepare(main.task(own.flags), dataclasses.replace(own.flags, seeds=(2**64,)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("way", [["--hfta"], []])

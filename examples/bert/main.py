@@ -1,7 +1,7 @@
 """BERT-Medium, with Adadelta.
 
-    python -m examples.bert.main --objective masked --lr 0.3 1 3 --hfta --size small
-    python -m examples.bert.main --objective next --dataset wikitext2 --data ~/data --lr 1 3 --hfta --device cuda --amp
+    python examples/bert/main.py --objective masked --lr 0.3 1 3 --hfta --size small
+    python examples/bert/main.py --objective next --dataset wikitext2 --data ~/data --lr 1 3 --hfta --device cuda --amp
 
 It learns tokens that are masked, or the next token; what it reads is as in the Transformer's example.
 """
@@ -11,10 +11,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
+
+if not __package__:
+    # Python looks for modules beside a file that is run by its path; `examples` is two folders up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.bert.model import BERT, MEDIUM, SMALL
 from examples.common.data import text

@@ -27,6 +27,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return importlib.import_module("hfta_func").is_out_of_memory(error)
 
 
+def optional(module: str, use: str) -> Any:
+    """Import a module that only some examples use.
+
+    Args:
+        module: For example ``"sklearn.datasets"``.
+        use: What it is for, in the plural, as the message names it.
+
+    Raises:
+        BadInput: if it, or something that it imports, is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        raise BadInput(f"{use} need {package}, which is not installed; pip install 'hfta_func[examples]'") from None
+
+
 def first_line(error: BaseException) -> str:
     """What a message begins with, or else the name of the error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -29,7 +29,7 @@ def run_task(
         # Without --hfta nothing of the package is imported.
         return lambda flags, keep: importlib.import_module(f"examples.common.{way}").train(make(flags), flags, keep)
 
-    return run(name, argv, flags, train("array"), train("solo"), about)
+    return run(name, argv, flags, train("fused"), train("solo"), about)
 
 
 def run(name: str, argv: Sequence[str] | None, flags: type[Flags], array: Train, solo: Train, about: str | None) -> int:
@@ -57,7 +57,7 @@ def _check(shared: Flags) -> None:
     find_device(shared.device)
     if shared.resume and shared.save is None:
         raise BadInput("--resume needs --save DIR, the folder that holds the run")
-    for package in ("matplotlib", "pandas"):
+    for package in ("hfta_func", "matplotlib", "pandas"):
         if importlib.util.find_spec(package) is None:
             raise BadInput(f"the picture needs {package}, which is not installed; pip install 'hfta_func[examples]'")
 

@@ -1,7 +1,7 @@
 """DCGAN: a generator and a discriminator against each other, with Adam for each.
 
-    python -m examples.dcgan.main --lr 0.0001 0.0002 0.0004 --hfta
-    python -m examples.dcgan.main --dataset cifar10 --data ~/data --beta1 0.5 0.9 --hfta --device cuda --amp
+    python examples/dcgan/main.py --lr 0.0001 0.0002 0.0004 --hfta
+    python examples/dcgan/main.py --dataset cifar10 --data ~/data --beta1 0.5 0.9 --hfta --device cuda --amp
 
 The quality is a Fréchet distance between real and generated images; lower is better.
 """
@@ -18,6 +18,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+if not __package__:
+    # Python looks for modules beside a file that is run by its path; `examples` is two folders up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.common import solo
 from examples.common.data import images
@@ -51,7 +55,7 @@ def setting(flags: Flags) -> tuple[Factory, Factory, int, Tensor, Moments]:
 
 def train_array(flags: Flags, keep: Path | None) -> Outcome:
     """All members as one program."""
-    return importlib.import_module("examples.dcgan.array").train(*setting(flags), flags, keep)
+    return importlib.import_module("examples.dcgan.fused").train(*setting(flags), flags, keep)
 
 
 class Pair:

@@ -1,7 +1,7 @@
 """MobileNet V2, V3-small or V3-large on images, with Adam: every member its own optimizer and decay.
 
-    python -m examples.mobilenet.main --version v3s --lr 0.01 0.003 --beta1 0.9 0.8 --hfta
-    python -m examples.mobilenet.main --version v2 v2 v3l v3l --lr 0.01 0.003 0.01 0.003 --hfta --dataset cifar10
+    python examples/mobilenet/main.py --version v3s --lr 0.01 0.003 --beta1 0.9 0.8 --hfta
+    python examples/mobilenet/main.py --version v2 v2 v3l v3l --lr 0.01 0.003 0.01 0.003 --hfta --dataset cifar10
 
 Versions cannot be fused with each other: the second line trains two arrays.
 """
@@ -11,7 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
+
+if not __package__:
+    # Python looks for modules beside a file that is run by its path; `examples` is two folders up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.common.data import augment, images
 from examples.common.flags import AdamFlags, Flag

@@ -1,8 +1,8 @@
 """PointNet on clouds of points, with Adam: the class of a cloud, or the part that each point belongs to.
 
-    python -m examples.pointnet.main --task cls --lr 0.001 0.003 0.01 --hfta
-    python -m examples.pointnet.main --task seg --feature-transform --seeds 0 1 2 3 --hfta
-    python -m examples.pointnet.main --task seg --dataset shapenet --category Chair --data ~/data --hfta
+    python examples/pointnet/main.py --task cls --lr 0.001 0.003 0.01 --hfta
+    python examples/pointnet/main.py --task seg --feature-transform --seeds 0 1 2 3 --hfta
+    python examples/pointnet/main.py --task seg --dataset shapenet --category Chair --data ~/data --hfta
 
 Clouds are turned around the vertical axis and jittered while training, each member's by its own noise.
 """
@@ -12,10 +12,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
+
+if not __package__:
+    # Python looks for modules beside a file that is run by its path; `examples` is two folders up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.common.data import augment, shapes
 from examples.common.errors import BadInput

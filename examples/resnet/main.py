@@ -1,7 +1,7 @@
 """ResNet-18 on small images, with Adadelta: many learning rates and seeds at once.
 
-    python -m examples.resnet.main --lr 0.03 0.1 0.3 --hfta
-    python -m examples.resnet.main --dataset cifar10 --data ~/data --lr 0.1 --seeds 0 1 2 3 --hfta --device cuda --amp
+    python examples/resnet/main.py --lr 0.03 0.1 0.3 --hfta
+    python examples/resnet/main.py --dataset cifar10 --data ~/data --lr 0.1 --seeds 0 1 2 3 --hfta --device cuda --amp
 
 Several values of a flag make that many members; without --hfta they are trained one after another in plain PyTorch.
 """
@@ -11,7 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
+
+if not __package__:
+    # Python looks for modules beside a file that is run by its path; `examples` is two folders up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.common.data import augment, images
 from examples.common.flags import Flag

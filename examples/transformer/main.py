@@ -1,7 +1,7 @@
 """A Transformer language model, with Adadelta.
 
-    python -m examples.transformer.main --lr 0.3 1 3 --hfta
-    python -m examples.transformer.main --dataset wikitext2 --data ~/data --lr 1 3 --gamma 0.5 0.25 --hfta --device cuda
+    python examples/transformer/main.py --lr 0.3 1 3 --hfta
+    python examples/transformer/main.py --dataset wikitext2 --data ~/data --lr 1 3 --gamma 0.5 0.25 --hfta --device cuda
 
 It learns the next character of Python's own manual, or the next word of WikiText-2.
 """
@@ -11,9 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from torch import nn
+
+if not __package__:
+    # Python looks for modules beside a file that is run by its path; `examples` is two folders up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.common.data import text
 from examples.common.flags import AdadeltaFlags, Flag

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gzip
-import importlib
 import io
 import struct
 import sys
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.common.data.files import Source, mapped, obtain, reading
-from examples.common.errors import BadInput
+from examples.common.errors import BadInput, optional
 
 Labelled = tuple[Tensor, Tensor]
 
@@ -67,7 +66,7 @@ def to_float(images: Tensor) -> Tensor:
 
 def digits(folder: Path, size: int, limit: int | None) -> Images:
     """scikit-learn's handwritten digits, 8x8; every fourth one is for testing."""
-    images, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
+    images, labels = optional("sklearn.datasets", "the handwritten digits").load_digits(return_X_y=True)
     images = torch.from_numpy((images * (255 / 16)).astype("uint8")).view(-1, 1, 8, 8)
     labels, test = torch.from_numpy(labels), torch.arange(len(labels)) % 4 == 3
     return Images((images[~test], labels[~test]), (images[test], labels[test]), 10)
@@ -138,10 +137,7 @@ def imagenet(folder: Path, size: int, limit: int | None) -> Images:
 
 def lsun(folder: Path, size: int, limit: int | None) -> Images:
     """LSUN's bedrooms from their LMDB folders; images without classes."""
-    try:
-        lmdb = importlib.import_module("lmdb")
-    except ImportError:
-        raise BadInput("LSUN is kept in LMDB, which Python reads with lmdb; pip install lmdb") from None
+    lmdb = optional("lmdb", "LSUN's files")
 
     def part(name: str) -> Labelled:
         path = folder / f"bedroom_{name}_lmdb"
@@ -187,8 +183,7 @@ def _version(path: Path) -> tuple[int, int]:
 
 def _decode(files: Iterable[tuple[Path, Any]], out: numpy.ndarray) -> None:
     """Write square centres of compressed images to ``uint8[N, 3, size, size]``; a file has a name and what Pillow opens."""
-    image = importlib.import_module("PIL.Image")
-    operations = importlib.import_module("PIL.ImageOps")
+    image, operations = (optional(f"PIL.{name}", "compressed images") for name in ("Image", "ImageOps"))
 
     def one(row: numpy.ndarray, file: tuple[Path, Any]) -> None:
         path, content = file

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from examples.common.array import adam, fit, initial, make_loader
 from examples.common.data.images import to_float
 from examples.common.errors import BadInput
 from examples.common.flags import Flags
+from examples.common.fused import adam, fit, initial, make_loader
 from examples.common.task import Batch, Metrics, Outcome, autocast, find_device
 from examples.dcgan.frechet import SAMPLES, Moments, frechet, moments
 from examples.dcgan.model import on_fake, on_real

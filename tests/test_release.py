@@ -1,0 +1,93 @@
+"""What is released: its metadata, and what it says where a package is missing."""
+
+import importlib
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import hfta_func as hfta
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Make a package look as if it was not installed."""
+
+    def without(package):
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, package, None)
+
+    return without
+
+
+@pytest.mark.parametrize(
+    ("script", "package", "extra"),
+    [
+        *(("examples/digits.py", package, "examples") for package in ("hfta_func", "numpy", "pandas", "scipy")),
+        *(("examples/convergence.py", package, "examples") for package in ("matplotlib", "pandas")),
+        ("notebooks/run.py", "nbformat", "notebooks"),
+        ("benchmarks/report.py", "matplotlib", "plot"),
+    ],
+)
+def test_a_script_ends_with_one_line_where_a_package_is_missing(script, package, extra, without, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    without(package)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / script))
+    assert re.fullmatch(rf"{package}[.\w]* is not installed; pip install 'hfta_func\[{extra}\]'", str(end.value))
+
+
+def test_data_of_the_examples_need_numpy(without, monkeypatch):
+    module = importlib.import_module("examples.common.data")
+    without("numpy")
+    with pytest.raises(SystemExit, match=r"the examples need numpy, .*; pip install 'hfta_func\[examples\]'"):
+        importlib.reload(module)
+
+
+@pytest.mark.parametrize(("mode", "package", "cure"), [("JAX", "jax", "hfta_func[peers]"), ("HFTA", "hfta", "git+")])
+def test_a_benchmark_of_a_missing_package_names_the_cure(mode, package, cure, without, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    modes = importlib.import_module("benchmarks.modes")
+    monkeypatch.delitem(sys.modules, f"benchmarks.{package}_peer", raising=False)
+    without(package)
+    with pytest.raises(ModuleNotFoundError) as missing:
+        modes.MODES[mode](None)
+    assert str(missing.value).startswith(f"{package}") and " is not installed; pip install " in str(missing.value)
+    assert cure in str(missing.value)
+
+
+def text(path):
+    return (ROOT / path).read_text()
+
+
+def test_the_version_is_written_once():
+    assert text("src/hfta_func/__init__.py").count(f'"{hfta.__version__}"') == 1
+    for path in ("pyproject.toml", "CITATION.cff", "Makefile", "README.md"):
+        assert hfta.__version__ not in text(path), path
+
+
+def test_pytorch_is_capped_behind_the_version_that_is_tested():
+    major, minor = re.search(r"(?m)^torch==(\d+)\.(\d+)", text("constraints.txt")).groups()
+    assert f'"torch>=2.9,<{major}.{int(minor) + 1}"' in text("pyproject.toml")
+
+
+def test_hosted_ci_runs_the_stages_of_ci_run():
+    (stages,) = re.findall(r"^for stage in (.*); do$", text(".ci/run"), re.M)
+    workflow = text(".github/workflows/ci.yml")
+    (matrix,) = re.findall(r"target: \[(.*)\]", workflow)
+    hosted = {*matrix.split(", "), *re.findall(r"run: make ([\w-]+)", workflow)}
+    assert set(stages.split()) == hosted
+    for stage in hosted:
+        assert re.search(rf"^{stage}:", text("Makefile"), re.M), stage
+
+
+def test_every_version_of_python_that_ci_tests_is_declared():
+    (versions,) = re.findall(r"python: \[(.*)\]", text(".github/workflows/ci.yml"))
+    declared = re.findall(r"Python :: (3\.\d+)", text("pyproject.toml"))
+    assert re.findall(r"[\d.]+", versions) == declared
+    assert f'requires-python = ">={declared[0]}"' in text("pyproject.toml")
