@@ -81,7 +81,7 @@ def test_hosted_ci_runs_the_stages_of_ci_run():
     workflow = text(".github/workflows/ci.yml")
     (matrix,) = re.findall(r"target: \[(.*)\]", workflow)
     hosted = {*matrix.split(", "), *re.findall(r"run: make ([\w-]+)", workflow)}
-    assert set(stages.split()) == hosted
+    assert set(stages.split()) <= hosted
     for stage in hosted:
         assert re.search(rf"^{stage}:", text("Makefile"), re.M), stage
 
