@@ -1,5 +1,6 @@
 """Keys and noise: the bits themselves, their statistics, and the random calls of a model that are routed to them."""
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
-from hfta_func import _routing, random
+from hfta_func import random
+from hfta_func.calls import routing
 from hfta_func.calls.routing import REFUSED, ROUTED, routed
 
 SEEDS = [0, 1, 2, 3, -1, 12345678901234567, 2**63 - 1, -(2**63)]
@@ -48,15 +50,21 @@ def test_splitmix64_itself():
     assert [mix(1234567 + i * GOLDEN) for i in range(1, 5)] == expected
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (257,), (3, 4, 5)])
+@pytest.mark.parametrize("shape", [(), (1,), (257,), (3, 4, 5), (2, 1, 3, 2)])
 def test_bits_are_those_of_the_reference(shape):
     drawn = random.bits(random.keys(SEEDS), shape)
     assert drawn.shape == (len(SEEDS), *shape)
-    assert (
-        drawn.flatten(1).tolist()
-        if shape
-        else drawn.unsqueeze(1).tolist() == [reference_bits(seed, math.prod(shape)) for seed in SEEDS]
-    )
+    for member, seed in zip(drawn, SEEDS, strict=True):
+        words = iter(reference_bits(seed, math.prod(shape)))
+        # The last axis runs fastest.
+        for place in itertools.product(*map(range, shape)):
+            assert member[place].item() == next(words)
+
+
+def test_bits_of_keys_with_several_axes_are_those_of_each():
+    drawn = random.bits(random.keys(SEEDS).reshape(2, 2, 2), (3, 2))
+    assert drawn.shape == (2, 2, 2, 3, 2)
+    assert drawn.reshape(len(SEEDS), 6).tolist() == [reference_bits(seed, 6) for seed in SEEDS]
 
 
 @pytest.mark.parametrize("data", [0, 1, 2, -1, 10**6, 2**62, -(2**61)])
@@ -823,7 +831,7 @@ def test_call_sites_go_on_after_a_gradient_inside_the_loss(compiled, monkeypatch
 
     def losses(sites):
         # Streams are made inside the inner gradient and used outside of it, unless each site makes its own.
-        monkeypatch.setattr(_routing, "_SITES", sites)
+        monkeypatch.setattr(routing, "_SITES", sites)
         step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.1))
         run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
         state = step.init(*hfta.init_params(factory, seeds=range(3)), seeds=range(3))
