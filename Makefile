@@ -5,12 +5,13 @@ STAMP := .venv/.installed
 XLA_PYTHON := .venv-xla/bin/python
 XLA_STAMP := .venv-xla/.installed
 
-.PHONY: help setup demo test test-xla lint notebooks bench clean
+.PHONY: help setup demo test test-xla mutants lint notebooks bench clean
 
 help:
 	@echo "make demo       train 48 CNNs as one array; table, picture, ratio"
 	@echo "make test       tests, and the examples in docstrings and README"
 	@echo "make test-xla   tests on XLA and on the oldest PyTorch supported, in .venv-xla (some GB)"
+	@echo "make mutants    change the source in SAMPLE=200 small ways, and name the changes that no test notices"
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  run the notebooks top to bottom"
 	@echo "make bench      eight models of every workload in every way to train, side by side; takes long"
@@ -45,6 +46,11 @@ test-xla: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disa
 test-xla: $(XLA_STAMP)
 	$(XLA_PYTHON) -m pytest -n auto tests/test_xla.py
 	$(XLA_PYTHON) -m pytest -n auto $(foreach name,checkpoint contract data fit layers random rules stack,tests/test_$(name).py)
+
+SAMPLE ?= 200
+
+mutants: $(STAMP)
+	$(PYTHON) tests/mutants.py --sample $(SAMPLE)
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check

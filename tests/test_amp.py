@@ -191,9 +191,9 @@ def test_states_with_and_without_a_scale_do_not_mix() -> None:
     _, plain, state = _array()
     _, scaled, other = _array(loss_scale=4.0)
     (batch,) = _batches(1)
-    with pytest.raises(hfta.StateError, match=r"the state has no loss scale but this step uses one"):
+    with pytest.raises(hfta.StateError, match="no loss scale"):
         scaled(state, batch)
-    with pytest.raises(hfta.StateError, match=r"the state has a loss scale but this step uses none"):
+    with pytest.raises(hfta.StateError, match="a loss scale"):
         plain(other, batch)
 
 
@@ -220,7 +220,8 @@ def test_rounding_is_right_on_average() -> None:
     keys = hfta.random.keys(range(M))
     values = torch.tensor([1.0, 1.0 + 2**-9, -1.0 - 2**-8, 3.14159, 1e-30, 0.0, float("inf"), float("nan")])
     wide = {"w": values.repeat(20000).expand(M, -1).contiguous()}
-    rounded = round_stochastically(keys, wide, {"w": wide["w"].bfloat16()})["w"]
+    steps = torch.zeros(M, dtype=torch.int64)
+    rounded = round_stochastically(keys, steps, wide, {"w": wide["w"].bfloat16()})["w"]
     draws = rounded.float().reshape(M, 20000, 8)
     exact = values.bfloat16().float() == values
     assert torch.equal(draws[..., exact], values[exact].expand(M, 20000, -1))
@@ -275,12 +276,9 @@ def test_rounded_members_are_arrays_of_one() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"autocast": torch.float32}, "autocast is torch.float32; it must be torch.bfloat16, torch.float16, or None"),
-        (
-            {"stochastic_rounding": True},
-            "stochastic_rounding is for parameters in bfloat16, of which the model has none",
-        ),
-        ({"nonfinite": "ignore"}, "nonfinite is 'ignore'; it must be 'skip', 'freeze' or 'raise'"),
+        ({"autocast": torch.float32}, r"autocast is torch\.float32"),
+        ({"stochastic_rounding": True}, "stochastic_rounding .* bfloat16 parameters"),
+        ({"nonfinite": "ignore"}, "nonfinite is 'ignore'; .* 'skip', 'freeze' or 'raise'"),
     ],
 )
 def test_options_that_are_none(options: dict[str, Any], message: str) -> None:

@@ -25,6 +25,10 @@ def _factory() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2)).double()
 
 
+def _line() -> nn.Module:
+    return nn.Linear(4, 2).double()
+
+
 def _loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
@@ -60,7 +64,7 @@ def _noisy(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("size", [None, 1, 2, "auto"])
 def test_noise_is_that_of_seed_and_step(size: Any) -> None:
     # A model that draws nothing itself, so that the loss function's are the first call sites.
-    _, step, state = _array(lambda: nn.Linear(4, 2).double(), _noisy, chunk_size=size)
+    _, step, state = _array(_line, _noisy, chunk_size=size)
     state = state._replace(step=torch.tensor([0, 3, 2**40]))
     masks = []
     for _ in range(3):
@@ -96,7 +100,7 @@ def test_auto_keeps_the_fastest(fast: int, monkeypatch: pytest.MonkeyPatch) -> N
         clock.call()
         return _loss(model, x)
 
-    models, step, state = _array(loss=counted, count=5, chunk_size="auto")
+    models, step, state = _array(_line, counted, count=5, chunk_size="auto")
     plain = hfta.make_train_step(models[0], _loss, hfta.sgd(lr=0.1, momentum=0.9))
     x, held = _x(5), optree.tree_map(torch.clone, state)
     expected = plain(state, x)
@@ -118,7 +122,7 @@ def test_auto_measures_each_number_of_members(monkeypatch: pytest.MonkeyPatch) -
         clock.call()
         return _loss(model, x)
 
-    _, step, state = _array(loss=counted, count=5, chunk_size="auto", batch_dims=None)
+    _, step, state = _array(_line, counted, count=5, chunk_size="auto", batch_dims=None)
     x = _x()[0]
     step(state, x)
     clock.check_measured_once(then=1)
@@ -130,12 +134,12 @@ def test_auto_measures_each_number_of_members(monkeypatch: pytest.MonkeyPatch) -
 
 def test_auto_measures_nothing_inside_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hfta_func.step.chunks.now", None)
-    _, step, state = _array(chunk_size="auto")
+    _, step, state = _array(_line, chunk_size="auto")
     x = _x()
     nested = hfta.vmap(lambda state, x: step(state, x)[1]["loss"])(
         optree.tree_map(lambda leaf: torch.stack([leaf, leaf]), state), torch.stack([x, x + 1])
     )
-    _, plain, _ = _array()
+    _, plain, _ = _array(_line)
     expected = torch.stack([plain(state, x)[1]["loss"], plain(state, x + 1)[1]["loss"]])
     torch.testing.assert_close(nested, expected, rtol=1e-10, atol=1e-12)
 
