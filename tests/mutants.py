@@ -21,7 +21,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -196,12 +196,12 @@ def _run(file: str, source: str | None, tests: list[str], deselected: list[str],
     if source is not None:
         sys.meta_path.insert(0, _Replaced(file, source))
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", "--show-capture=no", "--no-header"]
-    options += [
-        f"--rootdir={ROOT}",
-        *([] if source is not None and "::" in tests[0] else ["-k", f"not ({SLOW})"]),
-        *(f"--deselect={name}" for name in deselected),
-    ]
-    return int(pytest.main([*options, *(["-x"] if source is not None else []), *tests]))
+    options += [f"--rootdir={ROOT}", *(f"--deselect={name}" for name in deselected)]
+    if "::" not in tests[0]:
+        options += ["-k", f"not ({SLOW})"]
+    if source is not None:
+        options += ["-x"]
+    return int(pytest.main([*options, *tests]))
 
 
 def _forked(
@@ -243,9 +243,11 @@ def _worker(tasks: Any, results: Any) -> None:
         results.put((key, *_forked(*task)))
 
 
-def _all(
-    jobs: int, work: list[tuple[Any, str, str | None, list[str], list[str], float]]
-) -> Iterator[tuple[Any, int, float, str]]:
+Task = tuple[Any, str, "str | None", list[str], list[str], float]
+"""A name, and the arguments of :func:`_forked`."""
+
+
+def _all(jobs: int, work: Sequence[Task]) -> Iterator[tuple[Any, int, float, str]]:
     context = multiprocessing.get_context("spawn")
     tasks, results = context.Queue(), context.Queue()
     workers = [context.Process(target=_worker, args=(tasks, results), daemon=True) for _ in range(jobs)]
@@ -261,15 +263,40 @@ def _failed(log: str) -> list[str]:
     return [line.removeprefix("FAILED ").partition(" - ")[0] for line in log.splitlines() if line.startswith("FAILED ")]
 
 
+def plant(jobs: int, names: list[str]) -> int:
+    """Plant bugs one at a time, and count those that their test does not notice."""
+    from planted import PLANTED
+
+    work: list[Task] = []
+    for bug in PLANTED:
+        if names and not any(name in bug.what for name in names):
+            continue
+        source = (SOURCE / bug.file).read_text()
+        if source.count(bug.old) != 1:
+            raise SystemExit(f"{bug.what}: {bug.old!r} stands {source.count(bug.old)} times in {bug.file}, not once")
+        test = str(ROOT / "tests" / bug.test)
+        work.append(((bug.what, bug.test), bug.file, source.replace(bug.old, bug.new), [test], [], 300.0))
+    missed = 0
+    for (what, test), status, seconds, log in _all(jobs, work):
+        missed += not _failed(log)
+        found = "noticed" if _failed(log) else f"MISSED (status {status})"
+        print(f"{found} in {seconds:.1f} s: {what} | {test}", flush=True)
+    print(f"{len(work)} bugs planted, {missed} missed")
+    return missed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", default="200", help="mutants to draw, or all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="files whose path begins so")
+    parser.add_argument("--planted", action="store_true", help="plant the bugs of planted.py instead")
     parser.add_argument("--names", nargs="*", default=[], help="mutants whose name holds one of these")
     chosen = parser.parse_args()
     (ROOT / "out").mkdir(exist_ok=True)
+    if chosen.planted:
+        raise SystemExit(plant(chosen.jobs, chosen.names))
     files = [
         str(path.relative_to(SOURCE))
         for folder in FOLDERS
@@ -287,9 +314,8 @@ def main() -> None:
     limits: dict[str, float] = {}
     red: dict[tuple[str, ...], list[str]] = {}
     groups = {tuple(tests_of(file)): file for file in needed}
-    for tests, status, seconds, log in _all(
-        chosen.jobs, [(tests, file, None, list(tests), [], 600.0) for tests, file in groups.items()]
-    ):
+    baselines: list[Task] = [(tests, file, None, list(tests), [], 600.0) for tests, file in groups.items()]
+    for tests, status, seconds, log in _all(chosen.jobs, baselines):
         red[tests] = _failed(log)
         if status not in (0, 1) or (status == 1) != bool(red[tests]):
             raise SystemExit(f"the tests of {groups[tests]} cannot be run:\n{log}")

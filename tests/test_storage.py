@@ -1,5 +1,6 @@
 """What reaches the disk, and in what order, when a file is written."""
 
+import itertools
 import json
 import os
 import stat
@@ -78,7 +79,7 @@ def test_tensors_lie_aligned_one_after_another(tmp_path):
     del entries["__metadata__"]
     places = sorted(entry["data_offsets"] for entry in entries.values())
     assert places[0][0] == 0 and places[-1][1] == len(data) - 8 - length
-    assert all(one[1] == other[0] for one, other in zip(places, places[1:], strict=False))
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(places))
     plain = safetensors.torch.load_file(path)
     for name, tensor in TREE.items():
         key = f"state['{name}']"
