@@ -30,7 +30,7 @@ FOLDERS = ("step", "optim", "random.py", "files")
 
 # The tests of a file, the likeliest to notice first; these words leave out those that take long.
 _STEP = ["test_step.py", "test_failures.py", "test_amp.py", "test_stack.py", "test_errors.py"]
-_OPTIM = ["test_updates.py", "test_optim.py", "test_schedules.py", "test_errors.py"]
+_OPTIM = ["test_knobs.py", "test_updates.py", "test_optim.py", "test_schedules.py", "test_errors.py"]
 TESTS = {
     "step": _STEP,
     "optim": _OPTIM,
@@ -45,7 +45,7 @@ TESTS = {
     "step/failures.py": ["test_step.py", "test_failures.py"],
     "step/loss.py": ["test_errors.py", "test_step.py"],
     "step/check.py": ["test_errors.py", "test_amp.py"],
-    "optim/_muon.py": ["test_updates.py", "test_optim.py"],
+    "optim/_muon.py": ["test_knobs.py", "test_optim.py"],
 }
 SLOW = (
     "compile or inductor or True or aot_eager or disk_that_is_full or broken_off or every_bit or distribution or killed "

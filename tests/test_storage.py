@@ -118,3 +118,16 @@ def test_a_header_longer_than_the_file_is_refused(tmp_path):
         for read in (hfta.read_metadata, lambda path: hfta.load(path, like={"a": torch.zeros(1, 1)})):
             with pytest.raises(hfta.CheckpointError, match="damaged"):
                 read(path)
+
+
+def test_metadata_may_hold_tensors(tmp_path):
+    path = tmp_path / "state"
+    about = {"sums": [torch.randn(2, 3, dtype=torch.float64), {"step": torch.tensor([4, -5])}], "epoch": 3}
+    storage.write(path, {"a": TREE["half"]}, {"metadata": about})
+    found, tensors = storage.read(path)
+    assert tensors.keys() == {"a"} and torch.equal(tensors["a"], TREE["half"])
+    assert found["metadata"]["epoch"] == 3
+    assert torch.equal(found["metadata"]["sums"][0], about["sums"][0])
+    assert torch.equal(found["metadata"]["sums"][1]["step"], about["sums"][1]["step"])
+    with pytest.raises(TypeError, match="a set cannot be kept in a file"):
+        storage.write(path, {}, {"metadata": {1, 2}})
