@@ -102,9 +102,13 @@ def changes(node: ast.AST, function: ast.FunctionDef | None) -> Iterator[tuple[s
             yield f"if {value}", "test", ast.Constant(value)
     if isinstance(node, ast.Call):
         for place, keyword in enumerate(node.keywords):
-            if keyword.arg is not None:
+            # Lengths are equal by construction; where they are not, strict= only raises earlier.
+            if keyword.arg not in (None, "strict"):
                 yield f"keyword {keyword.arg} dropped", "keywords", node.keywords[:place] + node.keywords[place + 1 :]
-        if len(node.args) > 1 and not any(isinstance(arg, ast.Starred) for arg in node.args[-2:]):
+        shown = {ast.unparse(arg) for arg in node.args[-2:]}
+        # Axes that are transposed have no order.
+        symmetric = isinstance(node.func, ast.Attribute) and node.func.attr == "transpose"
+        if len(shown) > 1 and not symmetric and not any(isinstance(arg, ast.Starred) for arg in node.args[-2:]):
             yield "last arguments swapped", "args", [*node.args[:-2], node.args[-1], node.args[-2]]
     if isinstance(node, ast.Expr) and not isinstance(node.value, (ast.Constant, ast.Yield)):
         yield "statement dropped", "", ast.Pass()
