@@ -61,11 +61,13 @@ class Mutant(NamedTuple):
     number: int
     line: int
     what: str
+    text: str
     source: str
 
     @property
     def name(self) -> str:
-        return f"{self.file}:{self.line}: {self.what}"
+        """What stays when lines move: file, change, and the line itself."""
+        return f"{self.file} | {self.what} | {self.text}"
 
 
 _COMPARE = {
@@ -145,7 +147,8 @@ def _walk(node: ast.AST, function: ast.FunctionDef | None = None) -> Iterator[tu
 
 def mutants(file: str) -> list[Mutant]:
     """All mutants of a file of the package."""
-    tree = ast.parse((SOURCE / file).read_text())
+    text = (SOURCE / file).read_text()
+    tree, lines = ast.parse(text), text.splitlines()
     found: list[Mutant] = []
     for parent, field, place, node, function in list(_walk(tree)):
         for what, changed, value in changes(node, function):
@@ -156,7 +159,8 @@ def mutants(file: str) -> list[Mutant]:
                 setattr(parent, field, [*old[:place], ast.copy_location(value, node), *old[place + 1 :]])
             else:
                 setattr(parent, field, value)
-            found.append(Mutant(file, len(found), node.lineno, what, ast.unparse(ast.fix_missing_locations(tree))))
+            line, source = node.lineno, ast.unparse(ast.fix_missing_locations(tree))
+            found.append(Mutant(file, len(found), line, what, lines[line - 1].strip().replace("|", "¦"), source))
             setattr(*((node, changed, old) if changed else (parent, field, old)))
     return found
 
@@ -190,7 +194,7 @@ def tests_of(file: str) -> list[str]:
     return [str(ROOT / "tests" / name) for name in names if (ROOT / "tests" / name).exists()]
 
 
-def _run(file: str, source: str | None, tests: list[str], deselected: list[str], log: str) -> int:
+def _run(file: str, source: str | None, tests: list[str], options: list[str], log: str) -> int:
     """In a process of its own: the exit status of the tests, with a module's source replaced; without one, all run."""
     import pytest
 
@@ -199,17 +203,12 @@ def _run(file: str, source: str | None, tests: list[str], deselected: list[str],
             os.dup2(output.fileno(), stream)
     if source is not None:
         sys.meta_path.insert(0, _Replaced(file, source))
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", "--show-capture=no", "--no-header"]
-    options += [f"--rootdir={ROOT}", *(f"--deselect={name}" for name in deselected)]
-    if "::" not in tests[0]:
-        options += ["-k", f"not ({SLOW})"]
-    if source is not None:
-        options += ["-x"]
-    return int(pytest.main([*options, *tests]))
+    common = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", "--show-capture=no", "--no-header"]
+    return int(pytest.main([*common, f"--rootdir={ROOT}", *options, *(["-x"] if source is not None else []), *tests]))
 
 
 def _forked(
-    file: str, source: str | None, tests: list[str], deselected: list[str], limit: float
+    file: str, source: str | None, tests: list[str], options: list[str], limit: float
 ) -> tuple[int, float, str]:
     """Exit status (-1 is out of time), seconds, and the last lines of what the tests printed."""
     log, start = str(ROOT / "out" / f"mutant-{os.getpid()}.log"), time.monotonic()
@@ -218,7 +217,7 @@ def _forked(
         status = 70
         try:
             os.setsid()
-            status = _run(file, source, tests, deselected, log)
+            status = _run(file, source, tests, options, log)
         finally:
             os._exit(status)
     while True:
@@ -295,6 +294,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="files whose path begins so")
+    parser.add_argument("--thorough", action="store_true", help="run the slow tests of survivors, too")
+    parser.add_argument("--again", action="store_true", help="run the survivors of the last report only")
     parser.add_argument("--planted", action="store_true", help="plant the bugs of planted.py instead")
     parser.add_argument("--names", nargs="*", default=[], help="mutants whose name holds one of these")
     chosen = parser.parse_args()
@@ -308,52 +309,65 @@ def main() -> None:
         if str(path.relative_to(SOURCE)).startswith(chosen.only)
     ]
     every = [mutant for file in files for mutant in mutants(file)]
-    if chosen.names:
+    if chosen.again:
+        before = {line.rpartition(" | ")[0] for line in (ROOT / "out" / "mutants.txt").read_text().splitlines()}
+        sample = [mutant for mutant in every if mutant.name in before]
+    elif chosen.names:
         sample = [mutant for mutant in every if any(name in mutant.name for name in chosen.names)]
     else:
         size = len(every) if chosen.sample == "all" else min(int(chosen.sample), len(every))
         sample = sorted(random.Random(chosen.seed).sample(every, size))
     print(f"{len(sample)} of {len(every)} mutants in {len(files)} files")
-    needed = sorted({mutant.file for mutant in sample})
-    limits: dict[str, float] = {}
+    known = explained()
+    outcomes = dict.fromkeys((mutant.name for mutant in sample), "killed")
+    left = [mutant for mutant in sample if mutant.name not in known]
+    outcomes.update({mutant.name: "explained" for mutant in sample if mutant.name in known})
+    for words in [f"not ({SLOW})", *([""] if chosen.thorough else [])]:
+        left = run_tests(left, words, chosen.jobs)
+    outcomes.update({mutant.name: "survived" for mutant in left})
+    counts = collections.Counter(outcomes[mutant.name] for mutant in sample)
+    shown = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    report = [f"{len(sample)} of {len(every)} mutants, seed {chosen.seed}: {shown}", ""]
+    report += sorted({f"{mutant.name} | line {mutant.line}" for mutant in left})
+    (ROOT / "out" / "mutants.txt").write_text("\n".join(report) + "\n")
+    print("\n".join(report))
+    raise SystemExit(counts["survived"] > 0.05 * len(sample))
+
+
+def run_tests(sample: list[Mutant], words: str, jobs: int) -> list[Mutant]:
+    """The mutants that the chosen tests do not notice; out of time is noticed."""
+    chosen = ["-k", words] if words else []
+    limits: dict[tuple[str, ...], float] = {}
     red: dict[tuple[str, ...], list[str]] = {}
-    groups = {tuple(tests_of(file)): file for file in needed}
-    baselines: list[Task] = [(tests, file, None, list(tests), [], 600.0) for tests, file in groups.items()]
-    for tests, status, seconds, log in _all(chosen.jobs, baselines):
+    groups = {tuple(tests_of(mutant.file)): mutant.file for mutant in sample}
+    baselines: list[Task] = [(tests, file, None, list(tests), chosen, 1800.0) for tests, file in groups.items()]
+    for tests, status, seconds, log in _all(jobs, baselines):
         red[tests] = _failed(log)
         if status not in (0, 1) or (status == 1) != bool(red[tests]):
             raise SystemExit(f"the tests of {groups[tests]} cannot be run:\n{log}")
-        limits.update({file: 20 + 8 * seconds for file in needed if tuple(tests_of(file)) == tests})
+        limits[tests] = 20 + 8 * seconds
         print(f"{seconds:.1f} s: {' '.join(pathlib.Path(test).name for test in tests)}", flush=True)
         if red[tests]:
             print("left out, because they fail without any change:", *red[tests], sep="\n  ", flush=True)
-    known = explained()
-    outcomes: dict[str, list[str]] = collections.defaultdict(list)
-    work = [
-        (mutant.name, mutant.file, mutant.source, list(tests), red[tests], limits[mutant.file])
-        for mutant in sample
-        for tests in [tuple(tests_of(mutant.file))]
-    ]
-    for count, (name, status, seconds, log) in enumerate(_all(chosen.jobs, work), start=1):
-        kind = "survived" if status == 0 else "timed out" if status == -1 else "killed"
-        if kind == "survived" and any(entry in name for entry in known):
-            kind = "explained"
-        outcomes[kind].append(name)
+    work: list[Task] = []
+    for number, mutant in enumerate(sample):
+        tests = tuple(tests_of(mutant.file))
+        options = [*chosen, *(f"--deselect={name}" for name in red[tests])]
+        work.append((number, mutant.file, mutant.source, list(tests), options, limits[tests]))
+    survived = []
+    for count, (number, status, seconds, log) in enumerate(_all(jobs, work), start=1):
+        kind = "SURVIVED" if status == 0 else "out of time" if status == -1 else "killed"
+        if status == 0:
+            survived.append(sample[number])
         why = next(iter(_failed(log)), f"status {status}") if kind == "killed" else ""
-        print(f"[{count}/{len(work)}] {kind} in {seconds:.1f} s: {name} {why}", flush=True)
-    survived, total = sorted(outcomes["survived"]), len(sample)
-    lines = [f"{len(names)} {kind}" for kind, names in sorted(outcomes.items())]
-    report = [f"{total} of {len(every)} mutants, seed {chosen.seed}: {', '.join(lines)}", "", *survived]
-    (ROOT / "out" / "mutants.txt").write_text("\n".join(report) + "\n")
-    print("\n".join(report))
-    raise SystemExit(len(survived) > 0.05 * total)
+        print(f"[{count}/{len(work)}] {kind} in {seconds:.1f} s: {sample[number].name} {why}", flush=True)
+    return survived
 
 
-def explained() -> list[str]:
-    """Names of survivors that compute the same as the source, from the table in ``mutants.md``."""
-    path = ROOT / "tests" / "mutants.md"
-    rows = [line.split("|")[1].strip() for line in path.read_text().splitlines() if line.startswith("| `")]
-    return [row.strip("`") for row in rows]
+def explained() -> set[str]:
+    """Names of mutants that compute the same as the source, from the table in ``mutants.md``."""
+    rows = [line.split(" | ") for line in (ROOT / "tests" / "mutants.md").read_text().splitlines()]
+    return {" | ".join(cell.strip("|` ") for cell in row[:3]) for row in rows if row[0].startswith("| `")}
 
 
 if __name__ == "__main__":

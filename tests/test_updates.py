@@ -178,3 +178,26 @@ def test_averages_follow_a_schedule_of_their_own() -> None:
         average = params["w"] if average is None else weight * average + (1 - weight) * params["w"]
         torch.testing.assert_close(state[-1].average["w"], average, rtol=1e-12, atol=1e-12)
         assert state[-1].step.tolist() == [number + 1] * M
+
+
+@pytest.mark.parametrize("keep", [None, [True, False, True]])
+def test_groups_within_a_chain_in_place(keep: list[bool] | None) -> None:
+    groups = {"a": hfta.adam(lr=[0.1, 0.2, 0.3]), "b": hfta.sgd(lr=0.1, momentum=0.9)}
+    label = {"matrix": "a", "vector": "b", "scalar": None}
+    optimizer = hfta.chain(hfta.clip_grad_value(0.5), hfta.partition(label, groups), hfta.ema(0.5))
+    params = _params()
+    state = optimizer.init(params)
+    mine = optree.tree_map(torch.clone, (params, state))
+    mask = None if keep is None else torch.tensor(keep)
+    for grads in _grads(params):
+        updates, after = optimizer.update(grads, state, params)
+        new = hfta.apply_updates(params, updates), after
+        if mask is not None:
+            new = optree.tree_map(
+                lambda a, b: torch.where(mask.reshape(-1, *(1,) * (a.dim() - 1)), a, b), new, (params, state)
+            )
+        assert torch.equal(new[0]["scalar"], params["scalar"]) and not torch.equal(new[0]["matrix"], params["matrix"])
+        params, state = new
+        update_(optimizer, grads, mine[1], mine[0], mask)
+        for a, b in zip(optree.tree_leaves(mine), optree.tree_leaves(new), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
