@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 XLA_PYTHON := .venv-xla/bin/python
 XLA_STAMP := .venv-xla/.installed
 
-.PHONY: help setup demo test test-all test-xla wheel lint docs notebooks bench clean
+.PHONY: help setup demo test test-all test-xla wheel mutants lint docs notebooks bench clean
 
 help:
 	@echo "make demo       train 48 CNNs as one array; table, picture, ratio"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-all   the same, the exhaustive tables, crash and benchmark tests, and make test-xla; takes long"
 	@echo "make test-xla   tests on XLA and on the oldest PyTorch supported, in .venv-xla (some GB)"
 	@echo "make wheel      build wheel and sdist, and test the wheel in a fresh environment"
+	@echo "make mutants    change the source in SAMPLE=200 small ways, and name the changes that no test notices"
 	@echo "make lint       ruff and pyright"
 	@echo "make docs       the documentation, in out/docs; warnings are errors"
 	@echo "make notebooks  run the notebooks top to bottom"
@@ -56,6 +57,11 @@ test-xla: $(XLA_STAMP)
 # `make wheel TORCH=2.9.0` tests the wheel with the oldest PyTorch supported, whose packages are some GB.
 wheel: $(STAMP)
 	$(PYTHON) .ci/wheel.py $(if $(TORCH),--torch $(TORCH))
+
+SAMPLE ?= 200
+
+mutants: $(STAMP)
+	$(PYTHON) tests/mutants.py --sample $(SAMPLE)
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check

@@ -32,13 +32,26 @@ def _array(
 
 
 def _largest_difference(a: Any, b: Any) -> float:
-    """Over all leaves, relative to the largest magnitude of the leaf."""
+    """Over all leaves, relative to the largest magnitude of the leaf; NaN if there is one anywhere."""
     pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
-    return max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in pairs if y.is_floating_point())
+    found = [(x - y).abs().max() / y.abs().max().clamp(min=1e-30) for x, y in pairs if y.is_floating_point()]
+    # Python's own max skips a NaN that is not the first.
+    return float(torch.stack([difference.double() for difference in found]).max())
 
 
 def _identical(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_no_comparison_overlooks_nan(place: int) -> None:
+    tree = {name: torch.randn(2, 3) for name in ("a", "b", "c")}
+    spoilt = {name: leaf.clone() for name, leaf in tree.items()}
+    spoilt["abc"[place]][1, 2] = float("nan")
+    assert _largest_difference(tree, tree) <= 1e-10
+    for one, other in ((tree, spoilt), (spoilt, tree), (spoilt, spoilt)):
+        assert not _largest_difference(one, other) <= 1e-10
+        assert not _identical(one, other)
 
 
 @pytest.fixture

@@ -228,3 +228,28 @@ def test_bad_input(data, options, error, message):
     with pytest.raises(error, match=message) as caught:
         hfta.ArrayLoader(data, **{"batch_size": 4, **options})
     assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_transform_draws_anew_for_every_member_batch_and_epoch(shuffle):
+    loader = hfta.ArrayLoader(
+        DATA, 2, seeds=SEEDS, shuffle=shuffle, transform=lambda batch: {"noise": torch.randn(4), "row": batch["row"]}
+    )
+    noise = [tuple(member) for _ in range(3) for batch in loader for member in batch["noise"].tolist()]
+    assert len(noise) == len(set(noise)) == 3 * 5 * len(SEEDS)
+    # Nor is it the noise of training or evaluation, at any step of the epoch.
+    for data in [*range(15), *(~step for step in range(15))]:
+        for key in hfta.random.fold_in(hfta.random.keys(SEEDS), data):
+            with hfta.routed(key):
+                assert tuple(torch.randn(4).tolist()) not in noise
+
+
+def test_a_shared_loader_gives_the_epochs_in_turn():
+    loader = hfta.ArrayLoader(DATA, 4, shared=True, seeds=3, transform=jitter)
+    for epoch in range(3):
+        assert same(loader, loader.batches(epoch))
+
+
+def test_data_on_a_device_named():
+    loader = hfta.ArrayLoader(DATA, 4, seeds=SEEDS, device="meta", shuffle=False)
+    assert loader.keys.device.type == "meta" and loader.data["x"].device.type == "meta"

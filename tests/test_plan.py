@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import pathlib
 import subprocess
 import sys
@@ -342,3 +343,37 @@ def test_a_process_that_runs_out_of_memory_goes_on() -> None:
     most, finite = done.stdout.split()
     # A model holds 4 MB, a step its gradient, update and new parameters.
     assert 5 <= int(most) <= 100 and finite == "True"
+
+
+def test_the_peak_is_the_most_at_one_time() -> None:
+    """Sums of sizes that are told apart: whatever is left out or counted twice shows."""
+    unit = 1 << 20
+    kept = [torch.empty(5 * unit, dtype=torch.uint8)]
+
+    def work() -> None:
+        first = torch.empty(unit, dtype=torch.uint8)
+        second = torch.empty(unit, dtype=torch.float32)
+        del first
+        third = torch.empty(2 * unit, dtype=torch.uint8)
+        # Four and two at one time; then less.
+        del second, third
+        kept.append(torch.empty(3 * unit, dtype=torch.uint8))
+
+    assert peak_bytes(work, torch.device("cpu")) == 6 * unit
+    # What is there already does not count, nor does what is freed of it.
+    assert peak_bytes(lambda: None, torch.device("cpu")) == 0
+    assert peak_bytes(kept.clear, torch.device("cpu")) <= 0
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_measuring_leaves_the_garbage_collector_as_it_was(enabled: bool) -> None:
+    before = gc.isenabled()
+    during = []
+    try:
+        (gc.enable if enabled else gc.disable)()
+        peak_bytes(lambda: during.append(gc.isenabled()), torch.device("cpu"))
+        with pytest.raises(ZeroDivisionError):
+            peak_bytes(lambda: 1 / 0, torch.device("cpu"))
+        assert gc.isenabled() == enabled and during == [False]
+    finally:
+        (gc.enable if before else gc.disable)()

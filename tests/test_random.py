@@ -1,5 +1,6 @@
 """Keys and noise: the bits themselves, their statistics, and the random calls of a model that are routed to them."""
 
+import itertools
 import math
 
 import pytest
@@ -49,15 +50,21 @@ def test_splitmix64_itself():
     assert [mix(1234567 + i * GOLDEN) for i in range(1, 5)] == expected
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (257,), (3, 4, 5)])
+@pytest.mark.parametrize("shape", [(), (1,), (257,), (3, 4, 5), (2, 1, 3, 2)])
 def test_bits_are_those_of_the_reference(shape):
     drawn = random.bits(random.keys(SEEDS), shape)
     assert drawn.shape == (len(SEEDS), *shape)
-    assert (
-        drawn.flatten(1).tolist()
-        if shape
-        else drawn.unsqueeze(1).tolist() == [reference_bits(seed, math.prod(shape)) for seed in SEEDS]
-    )
+    for member, seed in zip(drawn, SEEDS, strict=True):
+        words = iter(reference_bits(seed, math.prod(shape)))
+        # The last axis runs fastest.
+        for place in itertools.product(*map(range, shape)):
+            assert member[place].item() == next(words)
+
+
+def test_bits_of_keys_with_several_axes_are_those_of_each():
+    drawn = random.bits(random.keys(SEEDS).reshape(2, 2, 2), (3, 2))
+    assert drawn.shape == (2, 2, 2, 3, 2)
+    assert drawn.reshape(len(SEEDS), 6).tolist() == [reference_bits(seed, 6) for seed in SEEDS]
 
 
 @pytest.mark.parametrize("data", [0, 1, 2, -1, 10**6, 2**62, -(2**61)])

@@ -1,0 +1,51 @@
+"""A clock that counts calls instead of time, for tests of what is chosen by measurement."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hfta_func.step import chunks
+
+
+class CallClock:
+    """Replaces the clock of ``chunk_size="auto"``.
+
+    A run of ``count`` members in groups of ``size`` makes ``ceil(count / size)`` calls, and that number tells how long it
+    takes: least for groups of ``fast`` members. In the first round, which warms up, the fastest is the slowest, and in
+    the second one it is disturbed.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, count: int, fast: int):
+        self.sizes = [size for size in (1, 2, 4, 8) if size < count] + [count]
+        self._calls_of = {-(-count // size): size for size in self.sizes}
+        assert len(self._calls_of) == len(self.sizes), "groups of some sizes make as many calls as those of others"
+        self._fast = fast
+        self._time = 0.0
+        self._calls = 0
+        self.runs: list[int] = []
+        """Sizes of the groups of every run that was timed."""
+        patch.setattr(chunks, "now", self._now)
+
+    def call(self) -> None:
+        """What the timed function calls once for each group."""
+        self._calls += 1
+
+    def _now(self, device: torch.device) -> float:
+        assert device.type == "cpu"
+        # The clock is read before and after each run.
+        if self._calls:
+            size = self._calls_of[self._calls]
+            turn = self.runs.count(size)
+            self.runs.append(size)
+            slow = 10.0 + size
+            self._time += {0: 100.0, 1: 50.0}.get(turn, 1.0) if size == self._fast else (0.5 if turn == 0 else slow)
+            self._calls = 0
+        return self._time
+
+    def check_measured_once(self, then: int) -> None:
+        """Whether each size was timed in turn, and groups of the fastest size were run ``then`` times after that."""
+        rounds, rest = divmod(len(self.runs), len(self.sizes))
+        assert rest == 0 and rounds >= 3 and self.runs == self.sizes * rounds
+        assert self._calls == then * next(calls for calls, size in self._calls_of.items() if size == self._fast)
+        self.runs, self._calls = [], 0

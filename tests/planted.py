@@ -1,0 +1,371 @@
+"""Bugs that tests once did not notice, as changes of the source, each with the test that fails for it.
+
+``python tests/mutants.py --planted`` plants each in turn; ``old`` must stand exactly once in the file.
+"""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Planted(NamedTuple):
+    """One bug."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+PLANTED = [
+    Planted(
+        "evaluation does not switch to eval mode",
+        *("step/evaluate.py", "bind(model, metric_fn, training=False)", "bind(model, metric_fn)"),
+        "test_evaluate.py::test_it_runs_in_eval_mode",
+    ),
+    Planted(
+        "evaluation with the noise of training",
+        *("step/evaluate.py", "random.fold_in(state.keys, ~state.step)", "random.fold_in(state.keys, state.step)"),
+        "test_evaluate.py::test_noise_is_that_of_seed_and_inverted_step",
+    ),
+    Planted(
+        "evaluation with the same noise at every step",
+        *("step/evaluate.py", "random.fold_in(state.keys, ~state.step)", "state.keys"),
+        "test_evaluate.py::test_noise_is_that_of_seed_and_inverted_step",
+    ),
+    Planted(
+        "evaluation without a state draws from other seeds",
+        *("step/evaluate.py", "torch.zeros(count, dtype", "torch.ones(count, dtype"),
+        "test_evaluate.py::test_without_a_training_state_all_draw_from_seed_0",
+    ),
+    Planted(
+        "evaluation ignores chunk_size",
+        *("step/evaluate.py", "Chunks(options.chunk_size, options", "Chunks(None, options"),
+        "test_evaluate.py::test_it_runs_in_eval_mode",
+    ),
+    Planted(
+        "groups leave out the last members",
+        *("step/chunks.py", "range(0, count, size)", "range(0, count - size + 1, size)"),
+        "test_evaluate.py::test_noise_is_that_of_seed_and_inverted_step",
+    ),
+    Planted(
+        "groups take the whole batch of the first members",
+        *(
+            "step/chunks.py",
+            "slice_batch(self.batch_dims, batch, start, stop)",
+            "slice_batch(self.batch_dims, batch, 0, stop - start)",
+        ),
+        "test_evaluate.py::test_members_get_their_own_part_of_the_batch",
+    ),
+    Planted(
+        "one dropout mask at every step",
+        *("step/gradients.py", "random.fold_in(state.keys, state.step)", "random.fold_in(state.keys, 0)"),
+        "test_step.py::test_noise_is_that_of_seed_and_step",
+    ),
+    Planted(
+        "auto picks the slowest in training",
+        *("step/chunks.py", "return min(sizes, key=best", "return max(sizes, key=best"),
+        "test_step.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto picks the slowest in evaluation",
+        *("step/chunks.py", "return min(sizes, key=best", "return max(sizes, key=best"),
+        "test_evaluate.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto raises",
+        *(
+            "step/chunks.py",
+            "grouped = functools.partial(self._grouped, run, members, batch, count)",
+            "grouped = functools.partial(self._grouped, run, members, batch)",
+        ),
+        "test_step.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto counts the run that warms up",
+        *("step/chunks.py", "            if turn:\n", "            if True:\n"),
+        "test_step.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto takes the last time instead of the best",
+        *("step/chunks.py", "min(best[size], elapsed)", "elapsed if best[size] == float('inf') else best[size]"),
+        "test_step.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto measures at every call",
+        *("step/chunks.py", "if key not in self.sizes:", "if True:"),
+        "test_step.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto measures once for all numbers of members",
+        *("step/chunks.py", "key = (count, device, *", "key = (device, *"),
+        "test_step.py::test_auto_measures_each_number_of_members",
+    ),
+    Planted(
+        "loss scales of inactive members change",
+        *("step/amp.py", "torch.where(active, scale, state.scale)", "scale"),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "growth of inactive members is counted",
+        *("step/amp.py", "torch.where(active, streak, state.growth_tracker)", "streak"),
+        "test_step.py::test_scales_of_members_that_do_not_take_part_stay",
+    ),
+    Planted(
+        "the transform draws the same noise in every batch",
+        *("run/data.py", "random.fold_in(noise, number)", "noise"),
+        "test_data.py::test_transform_draws_anew_for_every_member_batch_and_epoch",
+    ),
+    Planted(
+        "the transform draws the same noise in every epoch",
+        *(
+            "run/data.py",
+            "random.fold_in(random.fold_in(self.keys, _TRANSFORM), epoch)",
+            "random.fold_in(self.keys, _TRANSFORM)",
+        ),
+        "test_data.py::test_transform_draws_anew_for_every_member_batch_and_epoch",
+    ),
+    Planted(
+        "the transform draws the same noise for every member",
+        *(
+            "run/data.py",
+            "random.fold_in(random.fold_in(self.keys, _TRANSFORM), epoch)",
+            "random.fold_in(random.fold_in(self.keys * 0, _TRANSFORM), epoch)",
+        ),
+        "test_data.py::test_transform_draws_anew_for_every_member_batch_and_epoch",
+    ),
+    Planted(
+        "words of several axes are numbered by columns",
+        *(
+            "random.py",
+            "device=start.device).reshape(shape)",
+            "device=start.device).reshape([*shape][::-1]).permute([*range(len(shape))][::-1])",
+        ),
+        "test_random.py::test_bits_are_those_of_the_reference",
+    ),
+    Planted(
+        "the finite check sums in float32",
+        *(
+            "step/failures.py",
+            "leaf.sum([*range(1, leaf.dim())], dtype=torch.float64)",
+            "leaf.sum([*range(1, leaf.dim())])",
+        ),
+        "test_step.py::test_a_gradient_whose_sum_overflows_is_finite",
+    ),
+    Planted(
+        "the finite check looks at the first entry alone",
+        *(
+            "step/failures.py",
+            "torch.stack([leaf.sum() for leaf in leaves])",
+            "torch.stack([leaf.flatten()[0] for leaf in leaves])",
+        ),
+        "test_step.py::test_one_entry_that_is_not_finite_is_found",
+    ),
+    Planted(
+        "one rounding noise for all leaves",
+        *("step/amp.py", "random.fold_in(keys, site)", "random.fold_in(keys, 0)"),
+        "test_step.py::test_every_leaf_and_step_is_rounded_by_noise_of_its_own",
+    ),
+    Planted(
+        "one rounding noise at every step",
+        *("step/amp.py", "random.fold_in(random.fold_in(keys, step), _ROUNDING)", "random.fold_in(keys, _ROUNDING)"),
+        "test_step.py::test_every_leaf_and_step_is_rounded_by_noise_of_its_own",
+    ),
+    Planted(
+        "a loss scale reaches infinity",
+        *("step/amp.py", "        scale = torch.where(scale.isfinite(), scale, state.scale)\n", ""),
+        "test_step.py::test_a_scale_never_becomes_infinite",
+    ),
+    Planted(
+        "files are not forced to the disk",
+        *("files/storage.py", "            os.fsync(file.fileno())\n", ""),
+        "test_storage.py::test_files_are_on_the_disk_before_they_take_the_place_of_others",
+    ),
+    Planted(
+        "directories are not forced to the disk",
+        *("files/storage.py", "os.fsync(directory)", "pass"),
+        "test_storage.py::test_files_are_on_the_disk_before_they_take_the_place_of_others",
+    ),
+    Planted(
+        "files are forced to the disk before they are written out",
+        *("files/storage.py", "            file.flush()\n", ""),
+        "test_storage.py::test_files_are_on_the_disk_before_they_take_the_place_of_others",
+    ),
+    Planted(
+        "the peak of memory is halved",
+        *(
+            "run/memory.py",
+            "return max(itertools.accumulate(event.nbytes() for event in events), default=0)",
+            "return max(itertools.accumulate(event.nbytes() for event in events), default=0) // 2",
+        ),
+        "test_plan.py::test_the_peak_is_the_most_at_one_time",
+    ),
+    Planted(
+        "running statistics become NaN",
+        *(
+            "models/functional.py",
+            'return output, {path: tensors[f"model.{path}"] for path in buffers}',
+            "return output, {path: tensors[f\"model.{path}\"] * (float('nan') if path.endswith('var') else 1) for path in buffers}",
+        ),
+        "test_contract.py::test_members_are_the_runs_of_torch[sgd-cnn]",
+    ),
+    Planted(
+        "frozen parameters are updated",
+        *("step/train.py", "if param.requires_grad)", ")"),
+        "test_step.py::test_frozen_parameters_are_not_updated",
+    ),
+    Planted(
+        "buffers of members that stand still change",
+        *(
+            "step/commit.py",
+            "found.buffers if keep is None else where(keep, found.buffers, state.buffers)",
+            "found.buffers",
+        ),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "steps of inactive members are counted",
+        *("step/commit.py", "state.step + state.active", "state.step + 1"),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "optimizer states of members that stand still change",
+        *("step/update.py", "where(keep, (params, opt_state), old)", "(where(keep, params, old[0]), opt_state)"),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "updating in place forgets who stands still",
+        *("step/update.py", "found.params, keep)", "found.params, None)"),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "an overflow freezes the member",
+        *("step/judge.py", " | (failure == int(Failure.OVERFLOW))", ""),
+        "test_step.py::test_an_overflow_under_a_scale_freezes_nobody",
+    ),
+    Planted(
+        "an inactive member that fails raises",
+        *("step/judge.py", "refuse(torch.where(active, failure, 0), state.step)", "refuse(failure, state.step)"),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "a step writes the caller's batch",
+        *("step/gradients.py", "leaf.clone() if isinstance(leaf, Tensor) else leaf, batch", "leaf, batch"),
+        "test_step.py::test_donating_writes_the_state_alone",
+    ),
+    Planted(
+        "a step writes the caller's keys",
+        *("step/commit.py", "keys=state.keys", "keys=state.keys + 1"),
+        "test_step.py::test_donating_writes_the_state_alone",
+    ),
+    Planted(
+        "gradients stay scaled",
+        *("step/amp.py", "grad * per_model(inverse, grad)", "grad"),
+        "test_step.py::test_gradients_are_those_of_the_loss_whatever_the_scale",
+    ),
+    Planted(
+        "evaluation without autocast",
+        *(
+            "step/evaluate.py",
+            "autocasting(members[0].device, self.options.autocast)",
+            "autocasting(members[0].device, None)",
+        ),
+        "test_evaluate.py::test_autocast_in_groups",
+    ),
+    Planted(
+        "evaluation accepts float64 for autocast",
+        *(
+            "step/evaluate.py",
+            "Options(batch_dims, chunk_size, autocast)",
+            "Options(batch_dims, chunk_size, None if autocast == torch.float64 else autocast)",
+        ),
+        "test_evaluate.py::test_training_and_evaluation_take_the_same_options",
+    ),
+    Planted(
+        "evaluation does not look at its batch",
+        *("step/evaluate.py", "        check_batch(self.options.batch_dims, batch, count)\n", ""),
+        "test_evaluate.py::test_training_and_evaluation_take_the_same_batches",
+    ),
+    Planted(
+        "take sorts",
+        *("_tree.py", "return chosen.remainder(count)", "return chosen.remainder(count).sort().values"),
+        "test_stack.py::test_take",
+    ),
+    Planted(
+        "concat turns the order around",
+        *("_tree.py", "joined.append(torch.cat(column))", "joined.append(torch.cat(column[::-1]))"),
+        "test_stack.py::test_concat_restores_what_take_split",
+    ),
+    Planted(
+        "patience is one epoch longer",
+        *("callbacks.py", "(waited < patience)", "(waited <= patience)"),
+        "test_callbacks.py::test_early_stopping",
+    ),
+    Planted(
+        "keep_best keeps every member when one gets better",
+        *(
+            "callbacks.py",
+            "state = where(better.to(state.active.device), state, load(path, like=state))",
+            "load(path, like=state)",
+        ),
+        "test_callbacks.py::test_keep_best",
+    ),
+    Planted(
+        "means over an epoch count one batch too many",
+        *("run/history.py", "value / self.batches for", "value / (self.batches + 1) for"),
+        "test_fit.py::test_state_and_history",
+    ),
+    Planted(
+        "the mean over an epoch is its last batch",
+        *("run/history.py", "self.sums[name] + value if name in self.sums else value", "value"),
+        "test_fit.py::test_state_and_history",
+    ),
+    Planted(
+        "a resumed run repeats a batch",
+        *(
+            "run/fit.py",
+            "itertools.islice(loader, running.batches, None)",
+            "itertools.islice(loader, max(0, running.batches - 1), None)",
+        ),
+        "test_fit.py::test_loaders_that_do_not_tell_their_position_skip_batches",
+    ),
+    Planted(
+        "a resumed run skips a batch",
+        *(
+            "run/data.py",
+            "self._position = self._next = (epoch, batches)",
+            "self._position = self._next = (epoch, min(batches + 1, len(self)))",
+        ),
+        "test_fit.py::test_ctrl_c_ends_the_run_after_the_step_and_it_resumes",
+    ),
+    Planted(
+        "init_params moves the global generator",
+        *("models/stack.py", "with torch.random.fork_rng():", "if True:"),
+        "test_stack.py::test_new_models_from_seeds",
+    ),
+    Planted(
+        "ties are lost when modules come back",
+        *(
+            "models/stack.py",
+            "return copy.deepcopy(model, memo)",
+            "return copy.deepcopy(model).load_state_dict({**params, **buffers}, strict=False) and model",
+        ),
+        "test_stack.py::test_ties_stay_ties",
+    ),
+    Planted(
+        "tied parameters are trained apart",
+        *("models/functional.py", "for name in holders.get(path, (path,))}", "for name in (path,)}"),
+        "test_stack.py::test_tied_and_frozen_parameters_train_as_in_a_loop",
+    ),
+    Planted(
+        "parts that run again draw other noise",
+        *(
+            "models/remat.py",
+            "with routed(key, site) as inner",
+            "with routed(key, site if out_spec is None else site + 1) as inner",
+        ),
+        "test_checkpoint.py::test_the_bits_are_those_of_a_step_without",
+    ),
+]

@@ -1,0 +1,71 @@
+"""Settings of the C library's allocator, by a C library that only records them."""
+
+import pytest
+import torch
+
+import hfta_func as hfta
+from hfta_func.step import allocator
+
+
+class Library:
+    def __init__(self, refused=()):
+        self.settings, self.refused = {}, refused
+
+    def mallopt(self, name, value):
+        self.settings[name] = value
+        return int(name not in self.refused)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    found = Library()
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: found)
+    monkeypatch.setattr(allocator.sys, "platform", "linux")
+    monkeypatch.setattr(allocator.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(allocator, "_decided", False)
+    return found
+
+
+# From malloc.h.
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
+
+
+def test_large_blocks_are_kept(library):
+    assert hfta.keep_memory() is True
+    assert library.settings == {TRIM_THRESHOLD: -1, MMAP_THRESHOLD: 2**30, MMAP_MAX: 0}
+
+
+def test_the_defaults_come_back(library):
+    assert hfta.keep_memory(False) is False
+    assert library.settings == {TRIM_THRESHOLD: 2**17, MMAP_THRESHOLD: 2**17, MMAP_MAX: 2**16}
+
+
+@pytest.mark.parametrize("refused", [TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX])
+def test_a_setting_that_is_refused(library, refused):
+    library.refused = (refused,)
+    assert hfta.keep_memory() is False
+    assert len(library.settings) == 3
+
+
+@pytest.mark.parametrize(
+    ("platform", "libc"), [("darwin", ("", "")), ("linux", ("musl", "1.2")), ("win32", ("glibc", "2.36"))]
+)
+def test_other_systems_are_left_alone(library, monkeypatch, platform, libc):
+    monkeypatch.setattr(allocator.sys, "platform", platform)
+    monkeypatch.setattr(allocator.platform, "libc_ver", lambda: libc)
+    assert hfta.keep_memory() is False
+    assert library.settings == {}
+
+
+@pytest.mark.parametrize("opted_out", [False, True])
+def test_the_first_state_sets_it_up_unless_told_otherwise(library, opted_out):
+    if opted_out:
+        hfta.keep_memory(False)
+    library.settings.clear()
+    step = hfta.make_train_step(torch.nn.Linear(2, 1), lambda model, x: model(x).mean(), hfta.sgd(lr=0.1))
+    assert library.settings == {}
+    step.init(*hfta.stack_params([torch.nn.Linear(2, 1)]), seeds=[0])
+    assert bool(library.settings) is not opted_out
+    library.settings.clear()
+    step.init(*hfta.stack_params([torch.nn.Linear(2, 1)]), seeds=[0])
+    assert library.settings == {}

@@ -1,0 +1,249 @@
+"""Evaluation: eval mode, each member's own noise, groups of members, and the same options as training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from clocks import CallClock
+from hfta_func import random
+
+M = 5
+SEEDS = [11, 7, 1002, -3, 7]
+SIZES = [None, 1, 2, 3, 4, 5, 9]
+
+
+class Noisy(nn.Module):
+    """Batch normalisation and dropout, which compute something else in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def outputs(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+@pytest.fixture(scope="module")
+def members() -> list[nn.Module]:
+    torch.manual_seed(1)
+    models = [Noisy().double() for _ in range(M)]
+    for model in models:
+        # Statistics that differ from those of any batch.
+        model(3 * torch.randn(20, 4, dtype=torch.float64) + 1)
+    return models
+
+
+@pytest.fixture(scope="module")
+def state(members: list[nn.Module]) -> hfta.TrainState:
+    step = hfta.make_train_step(members[0], lambda model, x: model(x).mean(), hfta.sgd(lr=0.1))
+    first = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    return first._replace(step=torch.tensor([0, 3, 3, 1, 2**40]), active=torch.tensor([True, False, True, True, False]))
+
+
+@pytest.fixture(scope="module")
+def inputs() -> Tensor:
+    torch.manual_seed(2)
+    return torch.randn(7, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_runs_in_eval_mode(members: Any, state: hfta.TrainState, inputs: Tensor, size: int | None) -> None:
+    modes = []
+
+    def watched(model: nn.Module, x: Tensor) -> Tensor:
+        modes.append({module.training for module in model.modules()})
+        return model(x)
+
+    assert members[0].training
+    evaluate = hfta.make_eval_step(members[0], watched, chunk_size=size)
+    held = optree.tree_map(torch.clone, state)
+    found = evaluate(state, inputs)["watched"]
+    # One call for each group of members.
+    assert modes == [{False}] * -(-M // (size or M))
+    expected = torch.stack([hfta.export_model(members[0], state, i).eval()(inputs) for i in range(M)])
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+    assert members[0].training and not found.requires_grad
+    assert all(map(torch.equal, optree.tree_leaves(state), optree.tree_leaves(held)))
+
+
+def test_a_model_in_eval_mode_stays_so(members: Any, state: hfta.TrainState, inputs: Tensor) -> None:
+    model = Noisy().double().eval()
+    found = hfta.make_eval_step(model, outputs)(state, inputs)["outputs"]
+    assert torch.equal(found, hfta.make_eval_step(members[0], outputs)(state, inputs)["outputs"])
+    assert not model.training
+
+
+def drawn(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return {"uniform": torch.rand(3), "mask": F.dropout(torch.ones(8), 0.5), "normal": torch.randn(2, 2)}
+
+
+def expected_draws(keys: Tensor) -> dict[str, Tensor]:
+    """What members with these keys draw, one after another."""
+    found = []
+    for key in keys:
+        with hfta.routed(key):
+            found.append(drawn(nn.Identity(), torch.empty(0)))
+    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_noise_is_that_of_seed_and_inverted_step(
+    members: Any, state: hfta.TrainState, inputs: Tensor, size: int | None
+) -> None:
+    found = hfta.make_eval_step(members[0], drawn, chunk_size=size)(state, inputs)
+    expected = expected_draws(random.fold_in(state.keys, ~state.step))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value)
+    # Equal seeds at different steps, and equal steps of different seeds.
+    assert len({tuple(row) for row in found["uniform"].tolist()}) == M
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_without_a_training_state_all_draw_from_seed_0(
+    members: Any, state: hfta.TrainState, inputs: Tensor, size: int | None
+) -> None:
+    stacked = hfta.Stacked(state.params, state.buffers)
+    found = hfta.make_eval_step(members[0], drawn, chunk_size=size)(stacked, inputs)
+    for name, value in expected_draws(torch.zeros(M, dtype=torch.int64)).items():
+        assert torch.equal(found[name], value)
+
+
+@pytest.mark.parametrize("size", [*SIZES, "auto"])
+def test_members_get_their_own_part_of_the_batch(members: Any, state: hfta.TrainState, size: Any) -> None:
+    batch = {"x": torch.arange(M * 2.0).reshape(M, 2), "shared": torch.tensor([100.0, 200.0])}
+
+    def total(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return batch["x"] + batch["shared"]
+
+    evaluate = hfta.make_eval_step(members[0], total, batch_dims={"x": 0, "shared": None}, chunk_size=size)
+    assert torch.equal(evaluate(state, batch)["total"], batch["x"] + batch["shared"])
+
+
+@pytest.mark.parametrize("fast", [1, 2, 4, 5])
+def test_auto_keeps_the_fastest(
+    members: Any, state: hfta.TrainState, inputs: Tensor, fast: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = CallClock(monkeypatch, M, fast)
+
+    def counted(model: nn.Module, x: Tensor) -> Tensor:
+        clock.call()
+        return model(x) + torch.rand(())
+
+    evaluate = hfta.make_eval_step(members[0], counted, chunk_size="auto")
+    plain = hfta.make_eval_step(members[0], lambda model, x: {"counted": model(x) + torch.rand(())})(state, inputs)
+    for _ in range(2):
+        torch.testing.assert_close(evaluate(state, inputs), plain, rtol=1e-12, atol=1e-12)
+    clock.check_measured_once(then=2)
+    # Another shape is measured by itself.
+    evaluate(state, inputs[:3])
+    clock.check_measured_once(then=1)
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, "auto"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_in_groups(size: Any, dtype: torch.dtype) -> None:
+    models = [nn.Linear(4, 3) for _ in range(3)]
+    x = torch.randn(7, 4)
+    found = hfta.make_eval_step(models[0], outputs, autocast=dtype, chunk_size=size)(hfta.stack_params(models), x)
+    with torch.autocast("cpu", dtype=dtype), torch.no_grad():
+        expected = torch.stack([model(x) for model in models])
+    assert found["outputs"].dtype == expected.dtype == dtype
+    torch.testing.assert_close(found["outputs"], expected, rtol=1e-2, atol=1e-2)
+
+
+def test_one_at_a_time_a_metric_may_look_at_values(members: Any, state: hfta.TrainState, inputs: Tensor) -> None:
+    def looks(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        return y if y.sum().item() > 0 else -y
+
+    found = hfta.make_eval_step(members[0], looks, chunk_size=1)(state, inputs)["looks"]
+    plain = hfta.make_eval_step(members[0], outputs)(state, inputs)["outputs"]
+    torch.testing.assert_close(found, plain * plain.sum((1, 2), keepdim=True).sign(), rtol=1e-12, atol=1e-12)
+    assert plain.sum((1, 2)).sign().unique().numel() == 2
+    with pytest.raises(hfta.TraceError):
+        hfta.make_eval_step(members[0], looks, chunk_size=2)(state, inputs)
+
+
+def outcome(call: Callable[[], Any]) -> tuple[type, str] | None:
+    """None, or the class and the words of the error."""
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "accepted"),
+    [
+        *(("chunk_size", value, True) for value in (None, 1, 2, 100, "auto")),
+        *(("chunk_size", value, False) for value in (0, -1, 1.0, 2.5, "fast", "", [1])),
+        *(("autocast", value, True) for value in (None, torch.bfloat16, torch.float16)),
+        *(("autocast", value, False) for value in (torch.float32, torch.float64, torch.int8, "bfloat16", True)),
+    ],
+)
+def test_training_and_evaluation_take_the_same_options(option: str, value: Any, accepted: bool) -> None:
+    models = [nn.Linear(4, 1) for _ in range(2)]
+    x = torch.randn(2, 3, 4)
+
+    def mean(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).mean()
+
+    def train() -> None:
+        step = hfta.make_train_step(models[0], mean, hfta.sgd(lr=0.1), **{option: value})
+        step(step.init(*hfta.stack_params(models), seeds=[0, 1]), x)
+
+    def evaluate() -> None:
+        hfta.make_eval_step(models[0], mean, batch_dims=0, **{option: value})(hfta.stack_params(models), x)
+
+    trained = outcome(train)
+    assert trained == outcome(evaluate)
+    assert (trained is None) == accepted
+    if trained is not None:
+        assert trained[0] is ValueError and option in trained[1] and repr(value) in trained[1]
+
+
+PARTS = {"x": torch.randn(2, 3, 4), "y": torch.randn(2, 3)}
+BATCH_DIMS: list[tuple[Any, Any, bool]] = [
+    (0, PARTS, True),
+    (None, PARTS, True),
+    ({"x": 0, "y": None}, PARTS, True),
+    ({"x": 0, "y": 0}, PARTS, True),
+    ({"x": 0}, PARTS, False),
+    (0, {**PARTS, "y": torch.randn(3, 3)}, False),
+    (0, {**PARTS, "y": torch.tensor(1.0)}, False),
+    (0, {**PARTS, "y": 1.0}, False),
+    ({"x": 0, "y": (0, None)}, {**PARTS, "y": (torch.zeros(2), torch.zeros(5))}, True),
+    ({"x": 0, "y": (0, 0)}, {**PARTS, "y": (torch.zeros(2), torch.zeros(5))}, False),
+    ({"x": 0, "y": (0,)}, {**PARTS, "y": (torch.zeros(2), torch.zeros(2))}, False),
+]
+
+
+@pytest.mark.parametrize("size", [None, 1, "auto"])
+@pytest.mark.parametrize("case", range(len(BATCH_DIMS)))
+def test_training_and_evaluation_take_the_same_batches(case: int, size: Any) -> None:
+    dims, batch, accepted = BATCH_DIMS[case]
+    models = [nn.Linear(4, 1) for _ in range(2)]
+
+    def mean(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"]).mean()
+
+    step = hfta.make_train_step(models[0], mean, hfta.sgd(lr=0.1), batch_dims=dims, chunk_size=size)
+    evaluate = hfta.make_eval_step(models[0], mean, batch_dims=dims, chunk_size=size)
+    state = step.init(*hfta.stack_params(models), seeds=[0, 1])
+    trained = outcome(lambda: step(state, batch))
+    assert trained == outcome(lambda: evaluate(state, batch))
+    assert trained is None if accepted else trained is not None and trained[0] is hfta.BatchError

@@ -1,0 +1,358 @@
+"""One training step: noise, members that stand still, finite checks, loss scales, rounding, and what is written."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from clocks import CallClock
+from hfta_func import random
+from hfta_func.step.chunks import fastest, now
+
+M = 3
+SEEDS = [11, 7, 1002]
+CPU = torch.device("cpu")
+
+
+def _factory() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2)).double()
+
+
+def _line() -> nn.Module:
+    return nn.Linear(4, 2).double()
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _array(
+    factory: Any = _factory, loss: Any = _loss, optimizer: Any = None, count: int = M, **options: Any
+) -> tuple[list[nn.Module], hfta.TrainStep, hfta.TrainState]:
+    models = [factory() for _ in range(count)]
+    step = hfta.make_train_step(models[0], loss, optimizer or hfta.sgd(lr=0.1, momentum=0.9), **options)
+    return models, step, step.init(*hfta.stack_params(models), seeds=[*SEEDS, *range(count)][:count])
+
+
+def _x(count: int = M) -> Tensor:
+    return torch.randn(count, 5, 4, dtype=torch.float64)
+
+
+def _identical(a: Any, b: Any) -> bool:
+    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+
+
+# --- Noise.
+
+
+def _draws() -> dict[str, Tensor]:
+    return {"mask": F.dropout(torch.ones(24), 0.5), "normal": torch.randn(2)}
+
+
+def _noisy(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return _loss(model, x), _draws()
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, "auto"])
+def test_noise_is_that_of_seed_and_step(size: Any) -> None:
+    # A model that draws nothing itself, so that the loss function's are the first call sites.
+    _, step, state = _array(_line, _noisy, chunk_size=size)
+    state = state._replace(step=torch.tensor([0, 3, 2**40]))
+    masks = []
+    for _ in range(3):
+        keys = random.fold_in(state.keys, state.step)
+        state, metrics = step(state, _x())
+        for i in range(M):
+            with hfta.routed(keys[i]):
+                expected = _draws()
+            for name, value in expected.items():
+                assert torch.equal(metrics[name][i], value)
+        masks += metrics["mask"].tolist()
+    # Every member draws another mask at every step.
+    assert len(set(map(tuple, masks))) == 3 * M
+
+
+def test_a_member_draws_the_same_noise_wherever_it_is() -> None:
+    _, step, state = _array(loss=_noisy)
+    x = _x()
+    _, metrics = step(state, x)
+    for order in ([2], [1, 0], [2, 2, 1]):
+        _, other = step(hfta.take(state, order), x[order])
+        assert torch.equal(other["mask"], metrics["mask"][order])
+
+
+# --- Groups of members.
+
+
+@pytest.mark.parametrize("fast", [1, 2, 4, 5])
+def test_auto_keeps_the_fastest(fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = CallClock(monkeypatch, 5, fast)
+
+    def counted(model: nn.Module, x: Tensor) -> Tensor:
+        clock.call()
+        return _loss(model, x)
+
+    models, step, state = _array(_line, counted, count=5, chunk_size="auto")
+    plain = hfta.make_train_step(models[0], _loss, hfta.sgd(lr=0.1, momentum=0.9))
+    x, held = _x(5), optree.tree_map(torch.clone, state)
+    expected = plain(state, x)
+    for _ in range(2):
+        after = step(state, x)
+        for a, b in zip(optree.tree_leaves(after), optree.tree_leaves(expected), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    # Measuring runs the members many times and counts as no step.
+    assert _identical(state, held)
+    clock.check_measured_once(then=2)
+    step(state, x[:, :3])
+    clock.check_measured_once(then=1)
+
+
+def test_auto_measures_each_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = CallClock(monkeypatch, 5, 2)
+
+    def counted(model: nn.Module, x: Tensor) -> Tensor:
+        clock.call()
+        return _loss(model, x)
+
+    _, step, state = _array(_line, counted, count=5, chunk_size="auto", batch_dims=None)
+    x = _x()[0]
+    step(state, x)
+    clock.check_measured_once(then=1)
+    fewer = CallClock(monkeypatch, 3, 3)
+    clock.call = fewer.call  # type: ignore[method-assign]
+    step(hfta.take(state, [0, 1, 2]), x)
+    fewer.check_measured_once(then=1)
+
+
+def test_auto_measures_nothing_inside_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfta_func.step.chunks.now", None)
+    _, step, state = _array(_line, chunk_size="auto")
+    x = _x()
+    nested = hfta.vmap(lambda state, x: step(state, x)[1]["loss"])(
+        optree.tree_map(lambda leaf: torch.stack([leaf, leaf]), state), torch.stack([x, x + 1])
+    )
+    _, plain, _ = _array(_line)
+    expected = torch.stack([plain(state, x)[1]["loss"], plain(state, x + 1)[1]["loss"]])
+    torch.testing.assert_close(nested, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (9, [1, 2, 4, 8, 9])]
+)
+def test_sizes_that_are_tried(count: int, sizes: list[int]) -> None:
+    runs: list[int] = []
+    assert fastest(runs.append, count, CPU) in sizes
+    assert runs == sizes * (len(runs) // len(sizes)) and len(runs) > len(sizes)
+
+
+def test_the_clock_goes_on() -> None:
+    times = [now(CPU) for _ in range(3)]
+    assert times == sorted(times)
+
+
+# --- Members that stand still.
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("nonfinite", ["skip", "freeze", "raise"])
+@pytest.mark.parametrize("failing", [False, True])
+def test_inactive_members_keep_everything(failing: bool, nonfinite: Any, donate: bool) -> None:
+    scale = hfta.LossScale(init_scale=[4.0, 8.0, 16.0], growth_interval=1)
+    _, step, state = _array(loss_scale=scale, nonfinite=nonfinite, donate=donate)
+    state = state._replace(active=torch.tensor([True, False, True]), step=torch.tensor([1, 2, 3]))
+    before = optree.tree_map(torch.clone, state)
+    x = _x()
+    if failing:
+        x[1] = float("nan")
+    for _ in range(2):
+        state, _ = step(state, x)
+    assert _identical(hfta.take(state, [1]), hfta.take(before, [1]))
+    assert state.step.tolist() == [3, 2, 5] and state.active.tolist() == [True, False, True]
+    assert state.loss_scale.scale.tolist() == [16.0, 8.0, 64.0]
+    for member in (0, 2):
+        for part in ("params", "buffers", "opt_state"):
+            mine, old = (hfta.take(getattr(one, part), [member]) for one in (state, before))
+            assert not _identical(mine, old)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("optimizer", [hfta.adamw(lr=0.1, weight_decay=0.5), hfta.sgd(lr=0.1, weight_decay=0.5)])
+def test_frozen_parameters_are_not_updated(optimizer: Any, donate: bool) -> None:
+    def factory() -> nn.Module:
+        model = _factory()
+        model[0].weight.requires_grad_(False)  # type: ignore[index]
+        model[3].bias.requires_grad_(False)  # type: ignore[index]
+        return model
+
+    _, step, state = _array(factory, optimizer=optimizer, donate=donate)
+    before = optree.tree_map(torch.clone, state.params)
+    for _ in range(3):
+        state, _ = step(state, _x())
+    changed = {path for path, param in state.params.items() if not torch.equal(param, before[path])}
+    assert changed == before.keys() - {"0.weight", "3.bias"}
+
+
+def test_donating_writes_the_state_alone() -> None:
+    def scaled(model: nn.Module, x: Tensor, hparams: dict[str, Tensor]) -> Tensor:
+        x.mul_(2.0)
+        return model(x).square().mean() * hparams["weight"]
+
+    models, step, _ = _array(loss=scaled, donate=True)
+    state = step.init(*hfta.stack_params(models), seeds=SEEDS, hparams={"weight": [1.0, 2.0, 3.0]})
+    x = _x()
+    held = optree.tree_map(torch.clone, (x, state.keys, state.hparams, state.active))
+    given, params = state, dict(state.params)
+    for _ in range(2):
+        state, _ = step(state, x)
+    assert _identical((x, state.keys, state.hparams, state.active), held)
+    assert state is given and all(state.params[path] is param for path, param in params.items())
+    assert state.step.tolist() == [2, 2, 2]
+
+
+# --- Finite or not.
+
+
+def _slopes(model: Any, slopes: Tensor) -> Tensor:
+    """A loss whose gradient is the batch."""
+    return (model.weight * slopes).sum()
+
+
+def _vector(dtype: torch.dtype = torch.float32, value: float = 1e-3) -> Any:
+    def factory() -> nn.Module:
+        layer = nn.Linear(8, 1, bias=False, dtype=dtype)
+        nn.init.constant_(layer.weight, value)
+        return layer
+
+    return factory
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_a_gradient_whose_sum_overflows_is_finite(size: int | None) -> None:
+    _, step, state = _array(_vector(), _slopes, hfta.sgd(lr=1e-38), chunk_size=size)
+    slopes = torch.full((M, 1, 8), 1.0)
+    slopes[1] = 3e38
+    assert slopes[1].sum().isinf()
+    after, metrics = step(state, slopes)
+    assert metrics["finite"].tolist() == [True] * M and metrics["failure"].tolist() == [hfta.Failure.NONE] * M
+    torch.testing.assert_close(after.params["weight"][1], state.params["weight"][1] - 3.0)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 7])
+def test_one_entry_that_is_not_finite_is_found(value: float, place: int) -> None:
+    class Passed(torch.autograd.Function):
+        """Adds its second argument to the gradient."""
+
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(weight: Tensor, slope: Tensor) -> Tensor:
+            return weight.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(inputs[1])
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return grad + ctx.saved_tensors[0], None
+
+    def loss(model: Any, slope: Tensor) -> Tensor:
+        return Passed.apply(model.weight, slope).sum()
+
+    _, step, state = _array(_vector(), loss, hfta.sgd(lr=0.1))
+    slopes = torch.zeros(M, 1, 8)
+    slopes[1, 0, place] = value
+    after, metrics = step(state, slopes)
+    assert metrics["loss"].isfinite().all()
+    assert metrics["failure"].tolist() == [hfta.Failure.NONE, hfta.Failure.GRADIENT, hfta.Failure.NONE]
+    assert metrics["finite"].tolist() == [True, False, True]
+    assert _identical(hfta.take(after.params, [1]), hfta.take(state.params, [1]))
+    assert not _identical(hfta.take(after.params, [0]), hfta.take(state.params, [0]))
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "freeze", "raise"])
+def test_an_overflow_under_a_scale_freezes_nobody(nonfinite: Any) -> None:
+    scale = hfta.LossScale(init_scale=[1.0, 3e38, 2.0], growth_interval=100)
+    _, step, state = _array(_vector(), _slopes, hfta.sgd(lr=0.1), loss_scale=scale, nonfinite=nonfinite)
+    after, metrics = step(state, torch.full((M, 1, 8), 10.0))
+    assert metrics["failure"].tolist() == [hfta.Failure.NONE, hfta.Failure.OVERFLOW, hfta.Failure.NONE]
+    assert after.active.tolist() == [True] * M
+    assert torch.equal(after.params["weight"][1], state.params["weight"][1])
+    assert after.loss_scale.scale[1] == state.loss_scale.scale[1] / 2
+    assert metrics["loss_scale"].tolist() == state.loss_scale.scale.tolist()
+
+
+# --- Loss scales.
+
+
+@pytest.mark.parametrize("start", [2.0**127, 3e38])
+def test_a_scale_never_becomes_infinite(start: float) -> None:
+    scale = hfta.LossScale(init_scale=[start, 1.0], growth_factor=[2.0, 4.0], growth_interval=1)
+    state = scale.init(2, CPU)
+    first = state.scale[0].item()
+    for _ in range(3):
+        state = scale.update(state, overflow=torch.tensor([False, False]), active=torch.tensor([True, True]))
+    assert state.scale.tolist() == [first, 64.0]
+    # It can still go down.
+    state = scale.update(state, overflow=torch.tensor([True, False]), active=torch.tensor([True, True]))
+    assert state.scale.tolist() == [first / 2, 256.0]
+
+
+def test_scales_of_members_that_do_not_take_part_stay() -> None:
+    scale = hfta.LossScale(init_scale=8.0, growth_interval=2)
+    state = scale.init(4, CPU)
+    overflow, active = torch.tensor([False, True, False, True]), torch.tensor([True, True, False, False])
+    scales, streaks = [], []
+    for _ in range(3):
+        state = scale.update(state, overflow, active)
+        scales.append(state.scale.tolist())
+        streaks.append(state.growth_tracker.tolist())
+    assert scales == [[8.0, 4.0, 8.0, 8.0], [16.0, 2.0, 8.0, 8.0], [16.0, 1.0, 8.0, 8.0]]
+    assert streaks == [[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def test_gradients_are_those_of_the_loss_whatever_the_scale() -> None:
+    scale = hfta.LossScale(init_scale=[1.0, 3.0, 1024.0])
+    _, step, state = _array(_vector(torch.float64), _slopes, hfta.sgd(lr=1.0), loss_scale=scale)
+    slopes = torch.randn(M, 1, 8, dtype=torch.float64)
+    after, metrics = step(state, slopes)
+    torch.testing.assert_close(after.params["weight"], state.params["weight"] - slopes, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(metrics["loss"], (state.params["weight"] * slopes).sum((1, 2)), rtol=1e-14, atol=0)
+
+
+# --- Parameters in bfloat16.
+
+
+def test_every_leaf_and_step_is_rounded_by_noise_of_its_own() -> None:
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2))
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return (model.a + model.b).float().sum()
+
+    _, step, first = _array(Twins, loss, hfta.sgd(lr=2.0**-9), stochastic_rounding=True)
+    first = first._replace(keys=random.keys([5, 6, 5]))
+    draws = []
+    for number in range(2):
+        state, _ = step(first._replace(step=torch.full((M,), number)), torch.zeros(M, 1))
+        assert {param.dtype for param in state.params.values()} == {torch.bfloat16}
+        draws.append(state)
+        # Both neighbours occur.
+        assert state.params["a"].float().unique().tolist() == [1 - 2.0**-8, 1.0]
+        # Equal seeds round alike, whatever else is in the array.
+        assert torch.equal(state.params["a"][0], state.params["a"][2])
+        alone, _ = step(hfta.take(first, [1])._replace(step=torch.full((1,), number)), torch.zeros(1, 1))
+        assert _identical(alone.params, hfta.take(state.params, [1]))
+    rounded = [state.params[path][member] for state in draws for path in ("a", "b") for member in (0, 1)]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(rounded, 2))
