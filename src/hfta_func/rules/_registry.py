@@ -40,6 +40,10 @@ class Call(NamedTuple):
     named_dims: dict[str, int | None]
     lowering: str
 
+    def first_dims(self, count: int) -> Dims:
+        """The first ``count`` of ``dims``; PyTorch leaves out trailing arguments that have their default value."""
+        return (*self.dims, *(None,) * count)[:count]
+
 
 Rule = Callable[..., Result]
 """``rule(call, *args, **kwargs) -> (outputs, dims)``, on plain tensors; ``dims`` has one entry per output."""
