@@ -32,7 +32,7 @@ from hfta_func._torch import (
 )
 from hfta_func.rules import _choice
 from hfta_func.rules._lowering import TABLE, Case, member_shape
-from hfta_func.rules._registry import BATCHED, COMPOSITES, FRONT, MODE, RULES, Call, Result, Rule, fingerprint
+from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, RULES, Call, Result, Rule, fingerprint
 
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
@@ -66,7 +66,7 @@ def install() -> None:
                 warnings.simplefilter("ignore")
                 for op, entry in RULES.items():
                     library.impl(op, _kernel(op, *entry), entry.key, with_keyset=True, allow_override=True)
-                for op in COMPOSITES:
+                for op in DECOMPOSED:
                     library.impl(op, _operator(op).decompose, BATCHED, allow_override=True)
         except BaseException:
             destroy(library)

@@ -61,7 +61,7 @@ class Entry(NamedTuple):
 RULES: dict[str, Entry] = {}
 """Rules by operator name, ``"convolution"`` or ``"name.overload"``."""
 
-COMPOSITES: list[str] = []
+DECOMPOSED: list[str] = []
 """Operators that are taken apart into others."""
 
 
@@ -90,9 +90,9 @@ def register(
     return add
 
 
-def register_composite(*ops: str) -> None:
+def register_decomposed(*ops: str) -> None:
     """Have operators taken apart under ``vmap`` as PyTorch takes them apart without it."""
-    COMPOSITES.extend(ops)
+    DECOMPOSED.extend(ops)
 
 
 @functools.cache
