@@ -63,7 +63,7 @@ def attention(
 def _check_randomness() -> None:
     if current_interpreter().randomness() != RandomnessType.Different:
         raise RandomnessError(
-            "scaled_dot_product_attention with dropout draws from PyTorch's global generator for all members at once; call it "
+            "scaled_dot_product_attention with dropout draws from PyTorch's global generator for all members; call it "
             "inside a step or functional(model)(..., key=), where it draws from the member's key, or give vmap "
             "randomness='different'"
         )
@@ -74,9 +74,7 @@ def _folded(op: str, count: int) -> None:
     operator = getattr(torch.ops.aten, op).default
 
     @register(op, "attention")
-    def attention_cpu(
-        call: Call, *args: Any, attn_mask: Tensor | None = None, scale: float | None = None
-    ) -> Result:
+    def attention_cpu(call: Call, *args: Any, attn_mask: Tensor | None = None, scale: float | None = None) -> Result:
         """The CPU kernel that a gradient inside ``vmap`` calls: members join the batch."""
         # [M,N,...] -> [MN,...] -> [M,N,...]
         num_models = call.num_models

@@ -70,9 +70,7 @@ def native_layer_norm_backward(
     """Gradient of layer normalisation: of all members' rows at once, of the vectors as sums over each member's rows."""
     # [M,N,D], [M,N,1] -> [M,N,D]; [M,N,D] -> [M,D]
     grad_dim, x_dim, _, mean_dim, rstd_dim, weight_dim, *_ = call.dims
-    grad, x, mean, rstd = each(
-        expand, (grad, x, mean, rstd), (grad_dim, x_dim, mean_dim, rstd_dim), call.num_models
-    )
+    grad, x, mean, rstd = each(expand, (grad, x, mean, rstd), (grad_dim, x_dim, mean_dim, rstd_dim), call.num_models)
     grad_x = grad_weight = grad_bias = None
     if mask[0]:
         scaled = affine(grad, *each(align, (weight,), (weight_dim,), x.dim() - 1))
@@ -216,8 +214,7 @@ def weight_norm(call: Call, v: Tensor, g: Tensor, dim: int = 0) -> Result:
     # [M,O,I], [M,O,1] -> [MO,I], [MO,1] -> [M,O,I]
     axis = dim % (v.dim() - 1)
     rows = (
-        fold(x.movedim(axis + 1, 1), 0, 0, num_models).contiguous()
-        for x in each(expand, (v, g), call.dims, num_models)
+        fold(x.movedim(axis + 1, 1), 0, 0, num_models).contiguous() for x in each(expand, (v, g), call.dims, num_models)
     )
     outputs = torch.ops.aten._weight_norm_interface.default(*rows, 0)
     return tuple(split(x, 0, num_models).movedim(1, axis + 1) for x in outputs), (0, 0)

@@ -26,5 +26,7 @@ def as_strided_(call: Call, x: Tensor, size: list[int], stride: list[int], offse
     if len(own) != len(size) or any(
         a[0] != b[0] or (a[0] > 1 and a[1] != b[1]) for a, b in zip(own, asked, strict=True)
     ):
-        raise TraceError("as_strided_ reads memory outside of one member's tensor; use view, transpose or expand instead")
+        raise TraceError(
+            "as_strided_ reads memory outside of one member's tensor; use view, transpose or expand instead"
+        )
     return x, dim
