@@ -182,9 +182,12 @@ def test_the_latest_override_that_matches_decides() -> None:
 @pytest.mark.parametrize(
     ("lowerings", "message"),
     [
-        ({"convolve": "loop"}, "no operator or family is called 'convolve'; families are .*'conv'"),
-        ({"conv": "fast"}, "'conv' has no lowering 'fast'; it has .*'grouped'.*'loop'.*'matmul'"),
-        ({}, "override needs a lowering, for example conv='loop'"),
+        (
+            {"convolve": "loop"},
+            "no operator or family is called 'convolve'; name an operator, 'all', or one of the families .*'conv'",
+        ),
+        ({"conv": "fast"}, "'conv' has no lowering 'fast'; choose one of .*'grouped'.*'loop'.*'matmul'"),
+        ({}, "override needs at least one lowering; pass for example conv='loop'"),
     ],
 )
 def test_overrides_that_make_no_sense(lowerings: dict[str, str], message: str) -> None:
