@@ -1,8 +1,8 @@
 """Recurrent layers through time: one batched matrix product per step, forward and backward.
 
-Everything that does not depend on the state is computed for all steps at once; inputs are already multiplied by their weights.
-In the backward pass, so is everything that does not depend on the gradient of the state, so that each step multiplies that
-gradient by known numbers and by one matrix; the gradient of the weights is a single product over all steps.
+Whatever does not depend on the state is computed for all steps at once; inputs are already multiplied by their weights. In
+the backward pass, so is whatever does not depend on the gradient of the state, so that each step multiplies that gradient by
+known numbers and by one matrix; the gradient of the weights is a single product over all steps.
 
 Dimension letters: B independent layers (members, times two where there are two directions), T time, N batch, H features of
 the state, P of the projected state.
