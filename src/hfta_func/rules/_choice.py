@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from hfta_func._torch import num_dispatch_modes, original
@@ -34,9 +33,7 @@ class Override:
     def __enter__(self) -> Override:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
@@ -83,9 +80,8 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
             raise ValueError(f"'{name}' has no lowering '{lowering}'; choose one of {sorted(known)}")
     if not lowerings:
         raise ValueError("override needs at least one lowering; pass for example conv='loop'")
-    if modules is not None:
-        modules = (modules,) if isinstance(modules, str) else tuple(modules)
-    added = Override(lowerings, modules)
+    modules = [modules] if isinstance(modules, str) else modules
+    added = Override(lowerings, None if modules is None else tuple(modules))
     _set((*_overrides, added))
     return added
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ from hfta_func._torch import (
     unwrap_batched,
 )
 from hfta_func.rules import _choice
-from hfta_func.rules._lowering import TABLE, make_case
-from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, RULES, Call, Result, Rule, fingerprint
+from hfta_func.rules._lowering import TABLE, make_case, one_by_one
+from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, RULES, Call, Rule, fingerprint
 
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
@@ -191,7 +191,7 @@ def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None,
                 values, axes = (*plain, *kwargs.values()), (*dims, *named_dims.values())
                 lowering = _choice.lowering(make_case(op, num_models, values, axes))
             if lowering == "loop":
-                outputs, out_dims = _loop(operator, num_models, plain, dims, kwargs, named_dims)
+                outputs, out_dims = one_by_one(operator, num_models, plain, dims, kwargs, named_dims)
             else:
                 outputs, out_dims = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **kwargs)
         if isinstance(outputs, tuple):
@@ -201,46 +201,18 @@ def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None,
     return kernel
 
 
-def _loop(operator: Any, num_models: int, args: list[Any], dims: list[Any], kwargs: Any, named_dims: Any) -> Result:
-    """The lowering that every operator has: one member after another."""
-    # One unbind, because the gradients of M separate selections would be M arrays.
-    parts = [_unbind(x, dim, num_models) for x, dim in zip(args, dims, strict=True)]
-    named = {name: _unbind(x, named_dims[name], num_models) for name, x in kwargs.items()}
-    outputs = [
-        operator(*(part[i] for part in parts), **{name: part[i] for name, part in named.items()})
-        for i in range(num_models)
-    ]
-    if isinstance(outputs[0], Tensor):
-        return torch.stack(outputs), 0
-    columns = list(zip(*outputs, strict=True))
-    stacks = tuple(torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns)
-    return stacks, tuple(0 if isinstance(stack, Tensor) else None for stack in stacks)
-
-
-def _unbind(value: Any, dim: Any, num_models: int) -> Any:
-    """One value per member."""
-    if isinstance(dim, tuple):
-        return list(zip(*(_unbind(x, d, num_models) for x, d in zip(value, dim, strict=True)), strict=True))
-    return [value] * num_models if dim is None else value.unbind(dim)
-
-
 def _unwrap(values: Iterable[Any], level: int) -> tuple[list[Any], list[Any]]:
     plain, dims = [], []
     for value in values:
         dim = None
         if isinstance(value, Tensor):
             value, dim = unwrap_batched(value, level)
-        # Most lists hold only numbers.
-        elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int) and _has_tensors(value):
+        elif isinstance(value, (list, tuple)) and value and any(isinstance(x, Tensor) for x in value):
             value, inner = _unwrap(value, level)
             dim = tuple(inner)
         plain.append(value)
         dims.append(dim)
     return plain, dims
-
-
-def _has_tensors(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, Tensor) for value in values)
 
 
 def _are_shared(dims: Iterable[Any]) -> bool:

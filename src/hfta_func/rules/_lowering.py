@@ -76,18 +76,6 @@ def _always(case: Case) -> bool:
     return True
 
 
-def _input_is_shared(case: Case) -> bool:
-    return case.shared[0]
-
-
-def _filters_are_shared(case: Case) -> bool:
-    return case.shared[1]
-
-
-def _on_xla(case: Case) -> bool:
-    return case.device == "xla"
-
-
 def _on_cpu(condition: Callable[..., bool]) -> Callable[[Case], bool]:
     """A condition on the convolution of one member on a CPU: its input, filters and geometry, the last six options."""
 
@@ -113,10 +101,6 @@ def _is_few_pixels_of_large_filters(x: Sequence[int], weight: Sequence[int], opt
     stride, *_, transposed, _, _ = options
     out = math.prod(-(-size // step) for size, step in zip(x[2:], stride, strict=True))
     return x[0] * out <= 2**5 and math.prod(weight) >= 2**18 and not transposed
-
-
-def _has_large_filters(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    return math.prod(weight) >= 2**20
 
 
 def _has_few_channels_on_large_images(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
@@ -145,15 +129,15 @@ _POINTWISE = Row(
 )
 _ONE_PIXEL = Row(_on_cpu(_is_one_pixel), "matmul", "one pixel per image: a linear layer")
 _ONE_PIXEL_OF_A_BATCH = _ONE_PIXEL._replace(
-    when=lambda case: _ONE_PIXEL.when(case) and (case.shapes[0] or ())[0] >= 8,
+    when=_on_cpu(lambda x, weight, options: x[0] >= 8 and _is_one_pixel(x, weight, options))
 )
-_LARGE = Row(_on_cpu(_has_large_filters), "loop", "4 MB of filters per member: in a loop they stay in the cache")
+_LARGE = Row(
+    _on_cpu(lambda x, weight, options: math.prod(weight) >= 2**20),
+    "loop",
+    "4 MB of filters per member: in a loop they stay in the cache",
+)
 _FEW = Row(_on_cpu(_has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
 _FEW_IN = Row(_on_cpu(_has_few_channels_in), "channels_last", "few input channels: pixels are contiguous")
-
-
-def _has_tangents(case: Case) -> bool:
-    return case.tangents
 
 
 def _is_fused_lstm_beyond_cache(case: Case) -> bool:
@@ -165,10 +149,6 @@ def _is_fused_lstm_beyond_cache(case: Case) -> bool:
     return case.num_models * math.prod(recurrent) * 4 > 2**18
 
 
-def _is_number(case: Case) -> bool:
-    return case.shapes[0] == ()
-
-
 def _is_large(case: Case) -> bool:
     # A compiler fuses scale and shift by itself, and takes long to compile a loop over members.
     return not case.compiling and case.device == "cpu" and case.num_models * math.prod(case.shapes[0] or ()) >= 2**19
@@ -177,13 +157,15 @@ def _is_large(case: Case) -> bool:
 _BATCHED = Row(_always, "batched", "one batched product a time step")
 
 _LOOP_ON_XLA = Row(
-    _on_xla, "loop", "XLA computes groups as one dense convolution, in which NaN times zero crosses members"
+    lambda case: case.device == "xla",
+    "loop",
+    "XLA computes groups as one dense convolution, in which NaN times zero crosses members",
 )
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "convolution": (
-        Row(_filters_are_shared, "folded", "shared filters: members join the batch"),
-        Row(_input_is_shared, "wide", "one shared input: all members' filters in one convolution"),
+        Row(lambda case: case.shared[1], "folded", "shared filters: members join the batch"),
+        Row(lambda case: case.shared[0], "wide", "one shared input: all members' filters in one convolution"),
         _LOOP_ON_XLA,
         _ONE_PIXEL_OF_A_BATCH,
         _LARGE,
@@ -218,7 +200,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     **dict.fromkeys(
         ("multi_margin_loss", "multilabel_margin_loss", "multilabel_margin_loss_forward"),
         (
-            Row(_is_number, "loop", "a number, which has no rows to fold"),
+            Row(lambda case: case.shapes[0] == (), "loop", "a number, which has no rows to fold"),
             Row(_always, "folded", "members join the rows"),
         ),
     ),
@@ -227,7 +209,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(_always, "folded", "all members' rows at once, then scale and shift"),
     ),
     "lstm.input": (
-        Row(_has_tangents, "batched", "forward mode: PyTorch's fused kernel has no derivative"),
+        Row(lambda case: case.tangents, "batched", "forward mode: PyTorch's fused kernel has no derivative"),
         Row(_is_fused_lstm_beyond_cache, "loop", "a fused kernel per member, whose weights stay in the cache"),
         _BATCHED,
     ),
@@ -279,3 +261,28 @@ def member_shape(x: Any, dim: int | None) -> tuple[int, ...] | None:
         return None
     shape = tuple(x.shape)
     return shape if dim is None else shape[:dim] + shape[dim + 1 :]
+
+
+def one_by_one(
+    operator: Callable[..., Any], num_models: int, args: Iterable[Any], dims: Any, kwargs: Any, named_dims: Any
+) -> tuple[Any, Any]:
+    """The lowering that every operator has: one member after another."""
+    # One unbind, because the gradients of M separate selections would be M arrays.
+    parts = [_unbind(x, dim, num_models) for x, dim in zip(args, dims, strict=True)]
+    named = {name: _unbind(x, named_dims[name], num_models) for name, x in kwargs.items()}
+    outputs = [
+        operator(*(part[i] for part in parts), **{name: part[i] for name, part in named.items()})
+        for i in range(num_models)
+    ]
+    if isinstance(outputs[0], Tensor):
+        return torch.stack(outputs), 0
+    columns = list(zip(*outputs, strict=True))
+    stacks = tuple(torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns)
+    return stacks, tuple(0 if isinstance(stack, Tensor) else None for stack in stacks)
+
+
+def _unbind(value: Any, dim: Any, num_models: int) -> Any:
+    """One value per member."""
+    if isinstance(dim, tuple):
+        return list(zip(*(_unbind(x, d, num_models) for x, d in zip(value, dim, strict=True)), strict=True))
+    return [value] * num_models if dim is None else value.unbind(dim)

@@ -76,8 +76,7 @@ def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, like: Tensor |
     columns = columns.reshape(num_models, geometry.groups, batch, math.prod(small), -1).permute(0, 2, 1, 4, 3)
     columns = columns.reshape(num_models * batch, -1, math.prod(small))
     window = (_two(kernel, 1), _two(geometry.dilation, 1), _two(geometry.padding, 0), _two(geometry.stride, 1))
-    image = F.fold(columns, _two(space, 1), *window)
-    return image.reshape(num_models, batch, -1, *space)
+    return F.fold(columns, _two(space, 1), *window).reshape(num_models, batch, -1, *space)
 
 
 def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:

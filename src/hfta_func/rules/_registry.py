@@ -67,11 +67,7 @@ DECOMPOSED: list[str] = []
 
 
 def register(
-    op: str,
-    family: str,
-    key: str = BATCHED,
-    otherwise: Callable[..., Any] | None = None,
-    chooses: bool = False,
+    op: str, family: str, key: str = BATCHED, otherwise: Callable[..., Any] | None = None, chooses: bool = False
 ) -> Callable[[Rule], Rule]:
     """Add a rule for ``aten::<op>`` to the table; it takes effect at the next :func:`install`.
 

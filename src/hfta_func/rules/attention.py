@@ -32,9 +32,13 @@ def attention(
 ) -> Result:
     """Members join the batch, which kernels run in parallel."""
     dims, options = call.first_dims(4), {"scale": scale, "enable_gqa": enable_gqa}
-    if dropout_p > 0:
-        _check_randomness()
-    elif all(dim is None for dim in dims):
+    if dropout_p > 0 and current_interpreter().randomness() != RandomnessType.Different:
+        raise RandomnessError(
+            "scaled_dot_product_attention with dropout draws from PyTorch's global generator for all members; call it "
+            "inside a step or functional(model)(..., key=), where it draws from the member's key, or give vmap "
+            "randomness='different'"
+        )
+    if dropout_p == 0 and all(dim is None for dim in dims):
         operator = torch.ops.aten.scaled_dot_product_attention.default
         return operator(query, key, value, attn_mask, 0.0, is_causal, **options), None
     # [M,*B,H,L,D]; the model axis of a shared tensor has size 1 until all are expanded.
@@ -58,15 +62,6 @@ def attention(
         output = operator(*folded, mask, dropout_p, is_causal, **options)
     output = output.unflatten(0, common[: rank - 2])
     return output.squeeze(1) if ranks[0] == 2 and rank == 3 else output, 0
-
-
-def _check_randomness() -> None:
-    if current_interpreter().randomness() != RandomnessType.Different:
-        raise RandomnessError(
-            "scaled_dot_product_attention with dropout draws from PyTorch's global generator for all members; call it "
-            "inside a step or functional(model)(..., key=), where it draws from the member's key, or give vmap "
-            "randomness='different'"
-        )
 
 
 def _folded(op: str, count: int) -> None:

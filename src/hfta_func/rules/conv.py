@@ -269,10 +269,7 @@ def _gradients(
         return torch.stack(of_x) if for_x else None, torch.stack(of_weight) if for_weight else None
     folded = _fold_members(lowering, grad, weight, x)
     dx, dweight, _ = _convolution_backward(folded[0], folded[2], folded[1], None, *_grouped(geometry, x), mask)
-    return (
-        _unfold_members(dx, x) if for_x else None,
-        dweight.unflatten(0, weight.shape[:2]) if for_weight else None,
-    )
+    return (_unfold_members(dx, x) if for_x else None, dweight.unflatten(0, weight.shape[:2]) if for_weight else None)
 
 
 def _fold_members(lowering: str, image: Tensor, weight: Tensor, *images: Tensor) -> tuple[Tensor, ...]:

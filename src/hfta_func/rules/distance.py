@@ -20,7 +20,7 @@ def cdist(call: Call, first: Tensor, second: Tensor, p: float = 2.0, compute_mod
     # Shared tensors are repeated here, as PyTorch's kernel would do, because XLA's kernel does not broadcast.
     both = each(expand, (first, second), call.dims, call.num_models)
     rank = max(x.dim() for x in both) - 1
-    return torch.ops.aten.cdist.default(*(align(x, 0, rank) for x in both), p, compute_mode), 0
+    return torch.ops.aten.cdist.default(*each(align, both, (0, 0), rank), p, compute_mode), 0
 
 
 @register("pdist", "distance")

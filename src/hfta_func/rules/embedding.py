@@ -13,6 +13,7 @@ from torch import Tensor
 from hfta_func._errors import TraceError
 from hfta_func._torch import is_wrapped, num_dispatch_modes
 from hfta_func.rules._layout import each, expand, fold, front, split
+from hfta_func.rules._lowering import one_by_one
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register
 
@@ -78,7 +79,8 @@ def embedding_bag(
     if scale_grad_by_freq:
         # The CPU kernel counts frequencies in the order of all indices, so it needs the indices of each member alone.
         options = scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
-        return _one_by_one(_embedding_bag, num_models, (weight, indices, offsets, *options), call.first_dims(9))
+        args = weight, indices, offsets, *options
+        return one_by_one(_embedding_bag, num_models, args, call.first_dims(9), {}, {})
     indices, offsets = each(expand, (indices, offsets), call.dims[1:], num_models)
     if include_last_offset:
         # The last bag ends where the indices end.
@@ -115,7 +117,7 @@ def _native(op: str) -> None:
     @register(op, "embedding")
     def rule(call: Call, *args: Any) -> Result:
         """One member after another."""
-        return _one_by_one(operator, call.num_models, args, call.dims)
+        return one_by_one(operator, call.num_models, args, call.dims, {}, {})
 
 
 for _op in (
@@ -125,30 +127,17 @@ for _op in (
     _native(_op)
 
 
-def _one_by_one(operator: Any, num_models: int, args: tuple[Any, ...], dims: Any) -> Result:
-    parts = ([x] * num_models if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True))
-    outputs = [operator(*part) for part in zip(*parts, strict=True)]
-    if isinstance(outputs[0], Tensor):
-        return torch.stack(outputs), 0
-    return tuple(torch.stack(column) for column in zip(*outputs, strict=True)), (0,) * len(outputs[0])
-
-
 def _rows(indices: Tensor, size: int) -> Tensor:
     """Rows of the folded table for indices ``[M,N]`` into tables of one size."""
     starts = torch.arange(0, len(indices) * size, size, dtype=indices.dtype, device=indices.device)
     rows = indices + starts.reshape(-1, *(1,) * (indices.dim() - 1))
-    # An index outside its member's table must not become a row of another member. Reading values is faster if allowed.
-    if _can_look(indices):
+    # An index outside its member's table must not become a row of another member. Reading values is faster, but a tracing
+    # compiler and outer transforms do not allow it.
+    if indices.device.type == "cpu" and indices.numel() > 0 and not (num_dispatch_modes() or is_wrapped(indices)):
         least, most = indices.aminmax()
         if int(least) >= 0 and int(most) < size:
             return rows
     return torch.where((indices >= 0) & (indices < size), rows, -1)
-
-
-def _can_look(indices: Tensor) -> bool:
-    """Whether values can be read: on a CPU, without a tracing compiler or an outer transform."""
-    traced = num_dispatch_modes() or is_wrapped(indices)
-    return indices.device.type == "cpu" and not traced and indices.numel() > 0
 
 
 def _refuse_sparse(sparse: bool) -> None:

@@ -78,13 +78,7 @@ def nll_loss(
 
 
 def _nll(
-    operator: Any,
-    call: Call,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
+    operator: Any, call: Call, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> Result:
     """The losses, and the total weight of each member's targets if they are reduced."""
     rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)

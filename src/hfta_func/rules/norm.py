@@ -33,11 +33,10 @@ def layer_norm(
 ) -> Result:
     """Layer normalisation of all members' rows at once, then weight and bias per member."""
     x_dim, _, *dims = call.first_dims(4)
-    has_own = weight is not None and bias is not None and None not in (x_dim, *dims)
-    if has_own and weight.dtype == x.dtype:
+    if weight is not None and bias is not None and None not in (x_dim, *dims) and weight.dtype == x.dtype:
         # [M,N,D], [M,D] -> [M,N,D], [M,1,D]
-        weight, bias = each(align, (weight, bias), dims, x.dim() - 1)
-        return torch.addcmul(bias, torch.layer_norm(front(x, x_dim), shape, None, None, eps), weight), 0
+        scale, shift = each(align, (weight, bias), dims, x.dim() - 1)
+        return torch.addcmul(shift, torch.layer_norm(front(x, x_dim), shape, None, None, eps), scale), 0
     outputs, out_dims = native_layer_norm(call._replace(dims=(x_dim, None, *dims, None)), x, shape, weight, bias, eps)
     return outputs[0], out_dims[0]
 
@@ -57,18 +56,11 @@ def native_layer_norm(
 
 @register("native_layer_norm_backward", "norm")
 def native_layer_norm_backward(
-    call: Call,
-    grad: Tensor,
-    x: Tensor,
-    shape: list[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: list[bool],
+    call: Call, grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, *args: Any
 ) -> Result:
     """Gradient of layer normalisation: of all members' rows at once, of the vectors as sums over each member's rows."""
     # [M,N,D], [M,N,1] -> [M,N,D]; [M,N,D] -> [M,D]
+    weight, bias, mask = args
     grad_dim, x_dim, _, mean_dim, rstd_dim, weight_dim, *_ = call.dims
     grad, x, mean, rstd = each(expand, (grad, x, mean, rstd), (grad_dim, x_dim, mean_dim, rstd_dim), call.num_models)
     grad_x = grad_weight = grad_bias = None
@@ -125,12 +117,7 @@ def fused_rms_norm_backward(
 
 @register("group_norm", "norm")
 def group_norm(
-    call: Call,
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *options: Any,
+    call: Call, x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *options: Any
 ) -> Result:
     """Group normalisation with M times the channels and groups."""
     num_models, (x_dim, _, *dims) = call.num_models, call.first_dims(4)
@@ -182,21 +169,11 @@ def _group_samples(
 
 @register("native_group_norm_backward", "norm")
 def native_group_norm_backward(
-    call: Call,
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    n: int,
-    c: int,
-    s: int,
-    groups: int,
-    mask: list[bool],
+    call: Call, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *args: Any
 ) -> Result:
     """Gradient of group normalisation with M times the channels and groups."""
     # [M,N,C,S], [M,N,G], [M,C] -> [N,MC,S], [N,MG], [MC] -> [N,M,C,S], [M,C]
-    num_models = call.num_models
+    num_models, (n, c, s, groups, mask) = call.num_models, args
     tensors = (x.contiguous() for x in each(fold, (grad, x, mean, rstd), call.dims, 1, num_models))
     (weight,) = each(fold, (weight,), call.dims[4:], 0, num_models)
     sizes = n, c * num_models, s, groups * num_models

@@ -96,8 +96,8 @@ def _normalise(
     if x_dim is None:
         # [N,C,S] -> [N,C,S]; [N,C,S], [M,C] -> [M,1,C,1] -> [M,N,C,S]
         if not training:
-            weight, bias, *aligned = each(align, (*vectors, *stats), call.dims[1:], rank, rank - 2)
-            return (_frozen(x, weight, bias, *aligned, eps), x.new_empty(0), x.new_empty(0)), (0, None, None)
+            aligned = each(align, (*vectors, *stats), call.dims[1:], rank, rank - 2)
+            return (_frozen(x, eps, *aligned), x.new_empty(0), x.new_empty(0)), (0, None, None)
         inner, outer = parted(vectors, dims, x, (x.shape[1],))
         y, *saved = _normalise_once(kernel, x, inner, stats, stat_dims, momentum, options)
         y = affine(y, *each(align, outer, dims, rank, rank - 2))
@@ -106,7 +106,7 @@ def _normalise(
     folded_stats = each(fold, stats, stat_dims, 0, num_models)
     # On XLA an in-place update of a view does not reach its base.
     if cloned := training and x.device.type == "xla":
-        folded_stats = [stat if stat is None else stat.clone() for stat in folded_stats]
+        folded_stats: list[Any] = [stat if stat is None else stat.clone() for stat in folded_stats]
     folded_vectors = each(fold, vectors, dims, 0, num_models)
     y, *saved = kernel(fold(x, x_dim, 1, num_models), *folded_vectors, *folded_stats, *options)
     if training:
@@ -132,7 +132,7 @@ def _normalise_once(
     return outputs
 
 
-def _frozen(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+def _frozen(x: Tensor, eps: float, weight: Any, bias: Any, mean: Any, var: Any) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` of an ``x`` that all members share, as one scale and shift."""
     # Running statistics have no gradient; those in half precision are computed with in single precision.
     mean, var = (stat.detach().to(torch.promote_types(stat.dtype, torch.float32)) for stat in (mean, var))

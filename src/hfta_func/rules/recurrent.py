@@ -48,13 +48,13 @@ def _register(kind: str) -> None:
 
     def padded(call: Call, x: Tensor, hx: Any, params: list[Tensor], *options: Any) -> Result:
         """One product for the inputs of all steps, then one batched product a step."""
-        return _sequences(kind, call, x, None, hx, params, options[:-1], options[-1])
+        return _sequences(kind, call, x, None, hx, params, *options)
 
     def packed(call: Call, x: Tensor, batch_sizes: Tensor, hx: Any, params: list[Tensor], *options: Any) -> Result:
         """The same on padded sequences; the state of a sequence stays the same after its end."""
         refuse_own(call.dims[1], "batch_sizes")
         call = call._replace(dims=(call.dims[0], *call.dims[2:]))
-        return _sequences(kind, call, x, batch_sizes, hx, params, options, False)
+        return _sequences(kind, call, x, batch_sizes, hx, params, *options, False)
 
     def step(call: Call, x: Tensor, hx: Any, *params: Tensor | None) -> Result:
         """One step: a product for the inputs and one for the states."""
@@ -96,16 +96,9 @@ for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
 
 
 def _sequences(
-    kind: str,
-    call: Call,
-    x: Tensor,
-    batch_sizes: Tensor | None,
-    hx: Any,
-    params: list[Tensor],
-    options: tuple[Any, ...],
-    batch_first: bool,
+    kind: str, call: Call, x: Tensor, batch_sizes: Tensor | None, hx: Any, params: list[Tensor], *options: Any
 ) -> Result:
-    has_biases, num_layers, dropout, train, bidirectional = options
+    has_biases, num_layers, dropout, train, bidirectional, batch_first = options
     if train and dropout and num_layers > 1:
         raise RandomnessError(
             f"torch.{kind} draws the dropout between its layers from PyTorch's global generator; call it inside a step or "
@@ -114,7 +107,7 @@ def _sequences(
     num_models, dims = call.num_models, call.dims
     param_dims: Any = dims[2]
     if all(dim is None for dim in param_dims):
-        return _joined(kind, call, x, batch_sizes, hx, params, options, batch_first)
+        return _joined(kind, call, x, batch_sizes, hx, params, *options)
     inputs, directions = _value(x, dims[0]), 1 + bidirectional
     states = each(expand, *_states(hx, dims[1]), num_models)
     values = list(map(_value, params, param_dims))
@@ -165,7 +158,8 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
         results = [_part(y, 0, num_models) for y in (outputs if kind == "lstm" else (outputs,))]
         dim = 1
     else:
-        weights = _Weights(*(None if p is None else _value(p, dim) for p, dim in zip(params, dims, strict=True)))
+        values: Any = (None if p is None else _value(p, dim) for p, dim in zip(params, dims, strict=True))
+        weights = _Weights(*values)
         inputs = _value(x, x_dim)
         # [M,N,I] -> [M,1,N,I] -> [M,1,N,H] -> [M,N,H]
         base = _base(kind, inputs._replace(tensor=inputs.tensor.unsqueeze(-3)), weights, num_models)
@@ -176,14 +170,7 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
 
 
 def _joined(
-    kind: str,
-    call: Call,
-    x: Tensor,
-    batch_sizes: Tensor | None,
-    hx: Any,
-    params: list[Tensor],
-    options: tuple[Any, ...],
-    batch_first: bool,
+    kind: str, call: Call, x: Tensor, batch_sizes: Tensor | None, hx: Any, params: list[Tensor], *options: Any
 ) -> Result:
     """Layers whose weights all members share: their samples join one batch."""
     num_models, (x_dim, hx_dims, *_) = call.num_models, call.dims
@@ -192,13 +179,13 @@ def _joined(
     operator: Any = getattr(torch.ops.aten, kind)
     if batch_sizes is None:
         # [M,T,N,I], [M,LD,N,H] -> [T,NM,I], [LD,NM,H] -> [T,NM,DH], [LD,NM,H] -> [T,N,M,DH], [LD,N,M,H]
-        batch = 0 if batch_first else 1
-        outputs = operator.input(_join(x, x_dim, batch, num_models), state, params, *options, batch_first)
+        batch = 0 if options[-1] else 1
+        outputs = operator.input(_join(x, x_dim, batch, num_models), state, params, *options)
     else:
         # [M,R,I] -> [RM,I]: a step has M times as many rows.
         batch = 0
         rows = _join(x, x_dim, 0, num_models)
-        outputs = operator.data(rows, batch_sizes * num_models, state, params, *options)
+        outputs = operator.data(rows, batch_sizes * num_models, state, params, *options[:-1])
     axes = (batch, *(1,) * len(states))
     return tuple(_part(y, axis, num_models) for y, axis in zip(outputs, axes, strict=True)), tuple(a + 1 for a in axes)
 
@@ -286,13 +273,12 @@ def _side_by_side(values: list[Any], num_models: int) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _grouped(params: list[_Value], has_biases: bool, count: int) -> list[_Weights]:
+def _grouped(params: list[Any], has_biases: bool, count: int) -> list[_Weights]:
     """PyTorch's flat list of parameters, by layer and direction."""
     size = len(params) // count
-    groups = [params[start : start + size] for start in range(0, len(params), size)]
-    return [
-        _Weights(*group[: 4 if has_biases else 2])._replace(project=group[-1] if size % 2 else None) for group in groups
-    ]
+    groups = (params[start : start + size] for start in range(0, len(params), size))
+    middle = slice(2, 4 if has_biases else 2)
+    return [_Weights._make((*g[:2], *(g[middle] or (None, None)), g[-1] if size % 2 else None)) for g in groups]
 
 
 def _value(x: Tensor, dim: int | None) -> _Value:

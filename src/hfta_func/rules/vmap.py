@@ -185,8 +185,10 @@ def _advice(error: RuntimeError) -> Exception | None:
         )
     if operator:
         what = f"compares values of tensors ({operator.replace('aten::', 'torch.')})"
-    elif ".item()" in text or "Cannot access data pointer" in text:
-        what = "asks for the value of a tensor (.item(), float(), int(), .tolist(), .numpy())"
+    elif "Cannot access data pointer" in text:
+        what = "needs the values of a tensor (.tolist(), .numpy(), or an operator that reads them)"
+    elif ".item()" in text:
+        what = "asks for the value of a tensor (.item(), float(), int(), .tolist())"
     elif "data-dependent control flow" in text:
         what = "branches on the value of a tensor (if, while, assert)"
     else:
