@@ -98,6 +98,26 @@ CONV = [
         _randn((2, 3, 5), (3, 4, 3), (4,)),
     ),
     RuleCase(
+        "conv2d with everything",
+        lambda *a: F.conv2d(*a, stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+        _randn((2, 3, 6, 7), (4, 3, 3, 2), (4,)),
+    ),
+    RuleCase(
+        "conv_transpose1d padded", lambda *a: F.conv_transpose1d(*a, padding=2), _randn((2, 3, 6), (3, 4, 4), (4,))
+    ),
+    RuleCase(
+        "conv_transpose2d dilated",
+        lambda *a: F.conv_transpose2d(*a, dilation=(2, 3)),
+        _randn((2, 3, 4, 3), (3, 4, 3, 2), (4,)),
+    ),
+    RuleCase(
+        "conv_transpose2d with everything",
+        lambda *a: F.conv_transpose2d(
+            *a, stride=(3, 2), padding=(2, 1), output_padding=(1, 0), groups=2, dilation=(2, 3)
+        ),
+        _randn((2, 4, 4, 3), (4, 3, 3, 2), (6,)),
+    ),
+    RuleCase(
         "conv_transpose2d grouped",
         lambda *a: F.conv_transpose2d(*a, stride=2, groups=2),
         _randn((2, 4, 4, 4), (4, 3, 2, 2), (6,)),
@@ -473,8 +493,6 @@ RECURRENT = [
     RuleCase("rnn_relu_cell", torch.rnn_relu_cell, _randn((2, 4), (2, 3), (3, 4), (3, 3), (3,), (3,))),
 ]
 
-COMPOSITE: list[RuleCase] = []
-
 ACTIVATION = [
     RuleCase("prelu", F.prelu, _randn((2, 3, 4), (3,))),
     RuleCase("prelu of one slope", F.prelu, _randn((4,), (1,))),
@@ -494,7 +512,7 @@ SHAPE = [
 
 RULE_CASES = [
     *ACTIVATION, *RESAMPLING, *SHAPE, *LINEAR,
-    *CONV, *NORM, *POOLING, *LOSS, *DISTANCE, *ATTENTION, *EMBEDDING, *RECURRENT, *COMPOSITE
+    *CONV, *NORM, *POOLING, *LOSS, *DISTANCE, *ATTENTION, *EMBEDDING, *RECURRENT
 ]  # fmt: skip
 
 BATCH_AXES: dict[str, tuple[int | None, ...]] = {

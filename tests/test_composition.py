@@ -11,7 +11,6 @@ from rule_cases import (
     ACTIVATION,
     ATTENTION,
     BATCH_AXES,
-    COMPOSITE,
     CONV,
     DISTANCE,
     EMBEDDING,
@@ -43,7 +42,6 @@ FAMILIES = {
     "attention": ATTENTION,
     "embedding": EMBEDDING,
     "recurrent": RECURRENT,
-    "composite": COMPOSITE,
 }
 BY_NAME = {case.name: case for case in RULE_CASES}
 BATCHED = [pytest.param(BY_NAME[name], axes, id=name) for name, axes in BATCH_AXES.items()]

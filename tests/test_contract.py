@@ -32,11 +32,23 @@ def _array(
 
 
 def _largest_difference(a: Any, b: Any) -> float:
-    """Over all leaves, relative to the largest magnitude of the leaf; NaN if there is one anywhere."""
-    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
-    found = [(x - y).abs().max() / y.abs().max().clamp(min=1e-30) for x, y in pairs if y.is_floating_point()]
-    # Python's own max skips a NaN that is not the first.
-    return float(torch.stack([difference.double() for difference in found]).max())
+    """Over all leaves, relative to the largest magnitude of the leaf; NaN, which no bound allows, if any leaf has one."""
+    pairs = list(zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+    assert all(torch.equal(x, y) for x, y in pairs if not y.is_floating_point())
+    floating = [(x.double(), y.double()) for x, y in pairs if y.is_floating_point()]
+    # Python's max() would skip a NaN.
+    return float(torch.stack([(x - y).abs().max() / y.abs().max().clamp(min=1e-30) for x, y in floating]).max())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_no_bound_allows_a_value_that_is_not_finite(place: int, value: float) -> None:
+    tensors = [torch.ones(3) for _ in range(3)]
+    spoilt = [tensor.clone() for tensor in tensors]
+    spoilt[place][1] = value
+    for pair in ((spoilt, tensors), (tensors, spoilt), (spoilt, spoilt)):
+        assert not _largest_difference(*pair) <= 1e10
+    assert _largest_difference(tensors, tensors) == 0
 
 
 def _identical(a: Any, b: Any) -> bool:

@@ -1,8 +1,10 @@
 """Bad input: each gets an error that names the member, the path, both values and the cure, and changes nothing."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import pathlib
 
 import numpy as np
 import optree
@@ -882,6 +884,230 @@ def test_loss_that_reads_a_value():
     line = inspect.getsourcelines(loss_fn)[1] + 1
     with refused(hfta.TraceError, f"loss_fn ({__file__}:{line}) branches on", *ADVICE, spared=(state, batch)):
         step(state, batch)
+
+
+def line_of(name):
+    """The number of the line of this file that ends in a comment with ``name``."""
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    (number,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"# at fault: {name}")]
+    return number
+
+
+def logged(func):
+    @functools.wraps(func)
+    def inner(*args):
+        return func(*args)
+
+    return inner
+
+
+@dataclasses.dataclass
+class Pair:
+    value: torch.Tensor
+
+
+@logged
+@logged
+def decorated(model, batch):
+    y = model(batch)
+    if y.sum() > 0:  # at fault: decorated
+        return y.mean()
+    return y.sum()
+
+
+def spread_over_lines(model, batch):
+    return torch.where(
+        batch > 0,
+        model(batch),
+        float(batch.sum()),  # at fault: spread over lines
+    ).mean()
+
+
+def of_dataclasses(model, batch):
+    first, second = Pair(batch.sum()), Pair(batch.mean())
+    return model(batch).mean() if first == second else model(batch).sum()  # at fault: of dataclasses
+
+
+def of_a_generator(model, batch):
+    y = model(batch)
+    return sum(float(row.sum()) for row in y.unbind()) + y.mean()  # at fault: of a generator
+
+
+LOSSES = {
+    "lambda": (
+        "<lambda>",
+        lambda model, batch: (
+            model(batch).mean()
+            if batch.sum() > 0  # at fault: lambda
+            else model(batch).sum()
+        ),
+    ),
+    "decorated": ("decorated", decorated),
+    "spread over lines": ("spread_over_lines", spread_over_lines),
+    "of dataclasses": ("of_dataclasses", of_dataclasses),
+    "of a generator": ("<genexpr>", of_a_generator),
+    "numpy": ("<lambda>", lambda model, x: model(x).mean() * x.detach().numpy().sum()),  # at fault: numpy
+    "tolist": ("<lambda>", lambda model, x: model(x).mean() * x.sum(1).tolist()[0]),  # at fault: tolist
+    "equal": ("<lambda>", lambda model, x: model(x).mean() if torch.equal(x, x) else x),  # at fault: equal
+    "allclose": ("<lambda>", lambda model, x: model(x).mean() if torch.allclose(x, x) else x),  # at fault: allclose
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_line_of_a_loss_that_reads_a_value(name):
+    where, loss_fn = LOSSES[name]
+    step, state = linear_step(loss_fn)
+    batch = torch.randn(3, 8, 4)
+    with refused(hfta.TraceError, f"{where} ({__file__}:{line_of(name)})", *ADVICE, spared=(state, batch)):
+        step(state, batch)
+
+
+class Nested(Gate):
+    """Reads a value in a function inside of ``forward``, or in a method that it calls, or in a hook."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kind = kind
+        if kind == "hook":
+            self.linear.register_forward_pre_hook(positive)
+
+    def forward(self, x):
+        def helper(y):
+            z = y * self.scale
+            return z if z.sum() > 0 else y  # at fault: helper
+
+        y = self.linear(x)
+        return helper(y) if self.kind == "helper" else self.shrunk(y)
+
+    def shrunk(self, y):
+        while y.sum() > 1:  # at fault: method
+            y = y / 2
+        return y
+
+
+def positive(module, args):
+    (x,) = args
+    return (x if x.sum() > 0 else -x,)  # at fault: hook
+
+
+NESTED = {
+    "helper": "module '1.0' (Nested), helper",
+    "method": "module '1.0' (Nested), shrunk",
+    "hook": "module '1.0.linear' (Linear), positive",
+}
+
+
+@pytest.mark.parametrize("way", ["step", "checkpointed", "one vmap inside another", "functional_call", "compiled"])
+@pytest.mark.parametrize("name", NESTED)
+def test_the_line_below_a_module_that_reads_a_value(name, way):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Nested(name)))
+    params = hfta.stack_params([model] * 3).params
+    x, place = torch.randn(3, 8, 4), f"({__file__}:{line_of(name)})"
+    if way in ("step", "checkpointed"):
+        step, state = linear_step(model=model, checkpoint=way == "checkpointed")
+        with refused(hfta.TraceError, f"{NESTED[name]} {place}, branches on the value of a tensor", *ADVICE):
+            step(state, x)
+        return
+
+    def call(params, x):
+        return torch.func.functional_call(model, params, (x,))
+
+    run = hfta.vmap(call)
+    if way == "one vmap inside another":
+        run = hfta.vmap(lambda params, x: hfta.vmap(call, (None, 0))(params, x))
+    if way == "compiled":
+        torch._dynamo.reset()
+        # The compiler itself names the line.
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=f'File "{__file__}", line {line_of(name)}, in'):
+            torch.compile(run, fullgraph=True, backend="eager")(params, x)
+        return
+    with refused(hfta.TraceError, place, "value of a tensor", *ADVICE):
+        run(params, x)
+
+
+def test_an_inner_vmap_names_the_line():
+    def inner(row):
+        return row * row.sum().item()  # at fault: inner vmap
+
+    with refused(hfta.TraceError, f"inner ({__file__}:{line_of('inner vmap')}) asks for the value"):
+        hfta.vmap(lambda rows: hfta.vmap(inner)(rows))(torch.randn(3, 2, 4))
+
+
+def test_a_backward_pass_that_reads_a_value():
+    class Doubled(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2 if grad.sum() > 0 else grad  # at fault: backward
+
+    gradient = torch.func.grad(lambda x: Doubled.apply(x).sum())
+    with refused(hfta.TraceError, f"backward ({__file__}:{line_of('backward')})", *ADVICE):
+        hfta.vmap(gradient)(torch.randn(3, 4))
+
+
+def sparse(model, batch):
+    rows = F.embedding(torch.zeros(8, dtype=torch.long), model(batch), sparse=True)  # at fault: sparse
+    return rows.mean()
+
+
+def shared_statistics(model, batch):
+    y = F.batch_norm(model(batch), torch.zeros(4), torch.ones(4), training=True)  # at fault: shared_statistics
+    return y.mean()
+
+
+def strided(model, batch):
+    y = model(batch)
+    y.as_strided_((2, 2), (1, 2))  # at fault: strided
+    return y.mean()
+
+
+def drawn(model, batch):
+    chosen = torch.multinomial(model(batch).abs(), 1)  # at fault: drawn
+    return chosen.sum()
+
+
+def generated(model, batch):
+    noise = torch.rand(4, generator=SHARED_GENERATOR)  # at fault: generated
+    return (model(batch) * noise).mean()
+
+
+def selected(model, batch):
+    kept = model(batch)[batch > 0]  # at fault: selected
+    return kept.mean()
+
+
+def counted(model, batch):
+    bins = torch.bincount(batch.flatten().abs().long())  # at fault: counted
+    return bins.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "what"),
+    [
+        (sparse, hfta.TraceError, "a sparse tensor, which the members cannot share; use sparse=False"),
+        (shared_statistics, hfta.TraceError, "update running statistics that all members share; pass the stacked"),
+        (strided, hfta.TraceError, "as_strided_ reads memory outside of one member's tensor; use view"),
+        (drawn, hfta.RandomnessError, "torch.multinomial draws from PyTorch's global generator"),
+        (generated, hfta.RandomnessError, "torch.rand got a generator"),
+        (selected, hfta.TraceError, "makes a tensor whose shape depends on values (a boolean index)"),
+        (counted, hfta.TraceError, "calls aten::bincount, for which there is no batching rule"),
+    ],
+)
+def test_the_line_that_cannot_run_as_an_array(loss_fn, error, what):
+    step, state = linear_step(loss_fn, model=nn.Linear(4, 4))
+    place = f"{loss_fn.__name__} ({__file__}:{line_of(loss_fn.__name__)})"
+    with refused(error, place, what, spared=state):
+        step(state, torch.randn(3, 8, 4))
 
 
 def test_other_errors_of_the_model_stay_what_they_are():

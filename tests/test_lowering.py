@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import hfta_func as hfta
-from hfta_func.rules import _choice, _lowering
+from hfta_func.rules import _choice, _lowering, conv
 from rule_cases import CONV, RULE_CASES, RuleCase
 from test_rules import check_against_loop, member_inputs
 
@@ -35,6 +36,36 @@ def test_every_lowering_of_a_convolution(case: RuleCase, lowering: str) -> None:
         check_against_loop(case, everything)
         # The input alone is shared.
         check_against_loop(case, (False, *everything[1:]))
+
+
+@pytest.mark.parametrize(
+    ("lowering", "convolutions", "groups"),
+    [("grouped", 1, 3), ("channels_last", 1, 3), ("wide", 1, 1), ("loop", 3, 1), ("matmul", 0, None), (None, 1, 3)],
+)
+def test_a_forced_lowering_is_what_runs(
+    lowering: str | None, convolutions: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, backward = torch.convolution, torch.ops.aten.convolution_backward.default
+    forwards, backwards = [], []
+
+    def watched(*args):  # type: ignore[no-untyped-def]
+        forwards.append((args[8], args[0].is_contiguous(memory_format=torch.channels_last)))
+        return plain(*args)
+
+    def watched_backward(*args):  # type: ignore[no-untyped-def]
+        backwards.append((args[9], args[1].is_contiguous(memory_format=torch.channels_last)))
+        return backward(*args)
+
+    monkeypatch.setattr(conv, "_plain", watched)
+    monkeypatch.setattr(conv, "_convolution_backward", watched_backward)
+    shared = lowering == "wide"
+    x, weight = torch.randn(*(() if shared else (3,)), 2, 4, 5, 5), torch.randn(3, 6, 4, 3, 3, requires_grad=True)
+    with hfta.rules.override(conv=lowering) if lowering else contextlib.nullcontext():
+        hfta.vmap(torch.conv2d, (None if shared else 0, 0))(x, weight).sum().backward()
+    expected = [(groups, lowering == "channels_last")] * convolutions
+    assert forwards == expected
+    # The gradient of a plain convolution belongs to PyTorch.
+    assert backwards == (expected if lowering in ("channels_last", "loop") else [])
 
 
 @pytest.mark.parametrize("lowering", ["matmul", "loop"])
@@ -182,9 +213,12 @@ def test_the_latest_override_that_matches_decides() -> None:
 @pytest.mark.parametrize(
     ("lowerings", "message"),
     [
-        ({"convolve": "loop"}, "no operator or family is called 'convolve'; families are .*'conv'"),
-        ({"conv": "fast"}, "'conv' has no lowering 'fast'; it has .*'grouped'.*'loop'.*'matmul'"),
-        ({}, "override needs a lowering, for example conv='loop'"),
+        (
+            {"convolve": "loop"},
+            "no operator or family is called 'convolve'; name an operator, 'all', or one of the families .*'conv'",
+        ),
+        ({"conv": "fast"}, "'conv' has no lowering 'fast'; choose one of .*'grouped'.*'loop'.*'matmul'"),
+        ({}, "override needs at least one lowering; pass for example conv='loop'"),
     ],
 )
 def test_overrides_that_make_no_sense(lowerings: dict[str, str], message: str) -> None:

@@ -388,3 +388,25 @@ def test_operators_that_only_accelerators_reach(mask: tuple[bool, ...]) -> None:
             for i in range(M)
         ]
         _close(hfta.vmap(array, in_dims=dims)(x, grad, weight), _stack(members))
+
+
+@pytest.mark.parametrize("shared_input", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+def test_running_statistics_are_written_wherever_their_model_axis_is(norm: Any, axis: int, shared_input: bool) -> None:
+    """The buffers themselves are updated in place, each member's with its own batch."""
+    inputs = torch.randn(M, 4, 5, 3, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0]).reshape(M, 1, 1, 1)
+    x = inputs[0] if shared_input else inputs
+    buffers = torch.randn(M, 5, dtype=torch.float64), torch.rand(M, 5, dtype=torch.float64) + 0.5
+    own = [buffer.movedim(0, axis).clone(memory_format=torch.contiguous_format) for buffer in buffers]
+    assert all(buffer.is_contiguous() for buffer in own)
+
+    def apply(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return norm(x, mean, var, None, None, True, 0.3, 1e-3)
+
+    outputs = hfta.vmap(apply, (None if shared_input else 0, axis, axis), 0)(x, *own)
+    alone = [buffer.clone() for buffer in buffers]
+    expected = [apply(x if shared_input else x[i], alone[0][i], alone[1][i]) for i in range(M)]
+    _close(outputs, torch.stack(expected))
+    _close([buffer.movedim(axis, 0) for buffer in own], alone)
+    assert all(buffer.isfinite().all() for buffer in own)

@@ -1,8 +1,9 @@
-"""The module around the model of an array, and the path of the submodule whose code is running."""
+"""The module that holds the model while an array runs, and the path of the module and line whose code is running."""
 
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -53,16 +54,25 @@ def path_in(body: nn.Module, module: nn.Module) -> str:
 
 
 def place(error: BaseException) -> str:
-    """The innermost line of an error outside PyTorch and this package, and the path of the module that it belongs to."""
-    found, trace, root = "this function", error.__traceback__, None
+    """The innermost line of the user's code that the error came through, and the module whose code was running."""
+    found, trace, root, owner = "this function", error.__traceback__, None, None
     while trace is not None:
         frame = trace.tb_frame
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            root = root or owner
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "hfta_func"):
+        holder = frame.f_locals.get("self")
+        if isinstance(holder, nn.Module):
+            owner, root = holder, holder if root is None else root
+        if _is_users(frame):
             found = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{trace.tb_lineno})"
-            if isinstance(owner, nn.Module) and root is not None:
-                found = f"module '{path_in(root, owner)}' ({type(owner).__qualname__}), {found},"
+            if root is not None and owner is not None and not isinstance(owner, Body):
+                path = path_in(root, owner)
+                where = f"module '{path}'" if path else "the model"
+                found = f"{where} ({type(owner).__qualname__}), {found},"
         trace = trace.tb_next
     return found
+
+
+def _is_users(frame: types.FrameType) -> bool:
+    """Whether code belongs neither to PyTorch, this package or Python's library, nor was generated as by ``dataclass``."""
+    package, code = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code
+    generated = code.co_filename == "<string>" and code.co_name.startswith("__")
+    return package not in ("torch", "hfta_func", *sys.stdlib_module_names) and not generated

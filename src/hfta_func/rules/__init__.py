@@ -3,9 +3,9 @@
 from hfta_func.rules import (  # noqa: F401 - importing a family registers its rules
     activation,
     attention,
-    composite,
     conv,
     ctc,
+    decomposed,
     distance,
     embedding,
     linear,

@@ -1,13 +1,9 @@
-"""What is chosen from the table of lowerings, by hand or by its rows, and what was.
-
-Public: :func:`override`, :func:`explain`. :func:`choose` depends on the call and the overrides in force alone.
-"""
+"""The choice of a lowering for each call, by the table or by an override, and its explanation."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from hfta_func._torch import num_dispatch_modes, original
@@ -16,7 +12,7 @@ from hfta_func.rules._lowering import FAMILIES, TABLE, Case, known_lowerings, ti
 
 
 class Override:
-    """A lowering forced by hand, in force until :meth:`remove` or the end of a ``with`` block; see :func:`override`."""
+    """Forced lowerings, active until :meth:`remove` or the end of a ``with`` block; see :func:`override`."""
 
     def __init__(self, lowerings: dict[str, str], modules: tuple[str, ...] | None):
         self.lowerings = lowerings
@@ -27,44 +23,42 @@ class Override:
         return f"{self.lowerings} {where}"
 
     def matches(self, path: str) -> bool:
-        """Whether it speaks of the module at ``path``."""
+        """Whether it applies to the module at ``path``."""
         return self.modules is None or any(path == name or path.startswith(f"{name}.") for name in self.modules)
 
     def remove(self) -> None:
-        """Take it back."""
+        """End the override."""
         _set(tuple(other for other in _overrides if other is not self))
 
     def __enter__(self) -> Override:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
 _overrides: tuple[Override, ...] = ()
 
 state: str = ""
-"""The overrides in force, as text."""
+"""The active overrides, as text."""
 
 
 def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) -> Override:
     """Force how operators are lowered, everywhere or inside named submodules.
 
-    ``"loop"`` exists for every operator: the members run one after another, as HFTA's partial fusion does for the layers
-    that it leaves out. The choice changes speed and memory, never results beyond rounding.
+    Every operator that members can run one after another has ``"loop"``, which does for single layers what partial fusion
+    does in HFTA. The choice changes speed and memory, never results beyond rounding.
 
     Args:
-        modules: Paths of submodules, such as ``"layer4"``; what stands below them counts too. None is everywhere.
+        modules: Paths of submodules, such as ``"layer4"``, which include the modules below them; None for everywhere.
             Operators of the backward pass belong to no module.
-        lowerings: By family or operator, for example ``conv="loop"``; ``all="loop"`` speaks of every operator.
+        lowerings: One lowering per family or operator, for example ``conv="loop"``; ``all="loop"`` covers all operators.
 
     Returns:
-        A handle with ``remove()``, which is also a context manager. Of several, the latest that matches decides.
+        A handle with ``remove()`` that is also a context manager. If several overrides match, the latest decides.
 
     Raises:
-        ValueError: at a family or lowering that does not exist.
+        ValueError: if an operator, family or lowering does not exist, or no lowering is given.
 
     Example:
         >>> with rules.override(conv="loop"):
@@ -79,14 +73,15 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
         known = known_lowerings(name)
         if not known:
             families = sorted(set(FAMILIES.values()))
-            raise ValueError(f"no operator or family is called '{name}'; families are {families}, or 'all'")
+            raise ValueError(
+                f"no operator or family is called '{name}'; name an operator, 'all', or one of the families {families}"
+            )
         if lowering not in known:
-            raise ValueError(f"'{name}' has no lowering '{lowering}'; it has {sorted(known)}")
+            raise ValueError(f"'{name}' has no lowering '{lowering}'; choose one of {sorted(known)}")
     if not lowerings:
-        raise ValueError("override needs a lowering, for example conv='loop'")
-    if modules is not None:
-        modules = (modules,) if isinstance(modules, str) else tuple(modules)
-    added = Override(dict(lowerings), modules)
+        raise ValueError("override needs at least one lowering; pass for example conv='loop'")
+    modules = [modules] if isinstance(modules, str) else modules
+    added = Override(lowerings, None if modules is None else tuple(modules))
     _set((*_overrides, added))
     return added
 
@@ -98,7 +93,7 @@ def _set(overrides: tuple[Override, ...]) -> None:
 
 
 class Choice(NamedTuple):
-    """A line of what :func:`explain` prints."""
+    """A row of the table that :func:`explain` prints."""
 
     op: str
     module: str
@@ -113,11 +108,11 @@ _recorded: list[Choice] | None = None
 
 
 def remembered(decide: Callable[[Case], Any]) -> Callable[[Case], Any]:
-    """``decide`` with a memory, for what depends on the call alone unless somebody overrides or wants to know it."""
+    """``decide`` with a cache, which is bypassed while choices are overridden or recorded."""
     known = functools.lru_cache(maxsize=4096)(decide)
 
     def decided(case: Case) -> Any:
-        # Under a dispatch mode the compiler may be tracing, with sizes that are symbols.
+        # Under a dispatch mode the compiler may be tracing with symbolic sizes.
         plain = _overrides or _recorded is not None or num_dispatch_modes()
         return decide(case) if plain else known(case)
 
@@ -148,12 +143,12 @@ def lowering(case: Case) -> str:
 
 
 def is_simple(op: str) -> bool:
-    """Whether there is nothing to choose for an operator: one row, no overrides, nobody who wants to know."""
+    """Whether an operator has a single row, and choices are neither overridden nor recorded."""
     return len(TABLE[op]) == 1 and not _overrides and _recorded is None
 
 
 class Explanation(list[Choice]):
-    """Calls of operators in the order in which they ran, printed as a table."""
+    """The calls of operators in the order in which they ran; prints as a table."""
 
     def __str__(self) -> str:
         lines = [("operator", "module", "members", "shapes of one member (* shared)", "lowering", "reason")]
@@ -172,13 +167,12 @@ class Explanation(list[Choice]):
 
 
 def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Run ``func(*args, **kwargs)`` and tell how each of its operators was lowered, and why.
+    """Run ``func(*args, **kwargs)`` and list how each operator was lowered, and why.
 
-    Operators that PyTorch itself batches, such as additions and activations, and changes of shape are not listed.
+    Changes of shape and operators that PyTorch itself batches, such as additions and activations, are left out.
 
     Args:
-        func: A training step, an evaluation step, or any function that uses ``vmap``. Of a compiled function the
-            original runs.
+        func: A training step, an evaluation step, or any function that uses ``vmap``. If it is compiled, the original runs.
         args: Its arguments, for example a state and a batch.
         kwargs: Its keyword arguments.
 

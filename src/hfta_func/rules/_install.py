@@ -1,10 +1,10 @@
-"""Installation of the rules into PyTorch's dispatcher."""
+"""Registers the rules with PyTorch's dispatcher."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from hfta_func._torch import (
     current_interpreter,
     decompositions,
     destroy,
-    has_tangents,
     is_fallback_enabled,
     load_decompositions,
     mark_graphs,
@@ -31,42 +30,42 @@ from hfta_func._torch import (
     unwrap_batched,
 )
 from hfta_func.rules import _choice
-from hfta_func.rules._lowering import TABLE, Case, member_shape
-from hfta_func.rules._registry import BATCHED, COMPOSITES, FRONT, MODE, RULES, Call, Result, Rule, fingerprint
+from hfta_func.rules._lowering import TABLE, make_case, one_by_one
+from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, RULES, Call, Rule, fingerprint
 
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
 
 
 def is_installed() -> bool:
-    """Whether the rules are in force."""
+    """Whether the rules are installed."""
     return _library is not None
 
 
-# In a compiled function these two run between graphs, as any code that changes the dispatcher must; graphs keep the rules
-# that they were compiled with.
+# In a compiled function, install and uninstall run between graphs, like any code that changes the dispatcher; graphs keep the
+# rules that they were compiled with.
 _between_graphs = untraced("rules cannot change inside a graph")
 
 
 @_between_graphs
 def install() -> None:
-    """Put the rules in force for every ``vmap`` of this process. Happens by itself on first use; may be repeated."""
+    """Install the rules for every ``vmap`` of this process. First use does so by itself; repeated calls do nothing."""
     global _library
     if _library is not None:
         return
     with _lock:
         if _library is not None:
             return
-        # PyTorch registers its decompositions at the first vmap; before that they would displace the rules.
+        # PyTorch registers its decompositions at the first vmap, where they would replace rules installed before.
         load_decompositions()
         library = torch.library.Library("aten", "IMPL")
         try:
             with warnings.catch_warnings():
-                # The dispatcher warns that a kernel is replaced, which is what is meant.
+                # The dispatcher warns that a kernel is replaced, which is intended.
                 warnings.simplefilter("ignore")
                 for op, entry in RULES.items():
                     library.impl(op, _kernel(op, *entry), entry.key, with_keyset=True, allow_override=True)
-                for op in COMPOSITES:
+                for op in DECOMPOSED:
                     library.impl(op, _operator(op).decompose, BATCHED, allow_override=True)
         except BaseException:
             destroy(library)
@@ -76,12 +75,12 @@ def install() -> None:
 
 @constant_to_compiler
 def install_for_compiler(overrides: str) -> bool:
-    """Install, and keep graphs compiled with these rules apart from others on disk.
+    """Install, and keep graphs compiled with these rules apart from others in the cache on disk.
 
-    PyTorch's cache of compiled graphs looks at a graph before batching rules run, so graphs carry a fingerprint of them.
+    PyTorch's cache looks up a graph as it is before batching rules run, so graphs carry a fingerprint of the rules.
 
     Args:
-        overrides: :data:`_choice.state`. That it is passed has the compiler guard on it and compile anew when it changes.
+        overrides: :data:`_choice.state`, passed so that the compiler guards on it and recompiles when it changes.
     """
     install()
     mark_graphs("hfta_func.rules", fingerprint() + overrides)
@@ -90,9 +89,9 @@ def install_for_compiler(overrides: str) -> bool:
 
 
 class no_fallback:
-    """Inside, an operator without a batching rule raises instead of running on PyTorch's slow path.
+    """A context in which an operator without a batching rule raises instead of taking PyTorch's slow fallback.
 
-    The switch is one for the whole process, so the last to leave resets it.
+    The whole process has one switch, so the last context to exit resets it.
     """
 
     _depth = 0
@@ -116,7 +115,7 @@ _compiling = False
 
 
 def _set_up_until_compiled() -> None:
-    """Rules run after this function's caller was traced, when the compiler captures operators."""
+    """Keep settings until compilation ends, since rules run only after tracing, when the compiler captures operators."""
     global _compiling
     if _compiling:
         return
@@ -129,7 +128,7 @@ def _set_up_until_compiled() -> None:
         guard.__exit__()
 
     _compiling = True
-    # Recurrent layers are in graphs, because their rules take them apart.
+    # Recurrent layers belong in graphs, because their rules decompose them.
     allowed = allow_recurrent_layers(True)
     guard.__enter__()
     until_compiled(end)
@@ -148,10 +147,10 @@ def uninstall() -> None:
 
 
 def _hand_back() -> None:
-    """Give PyTorch's own Python kernels their places back.
+    """Register PyTorch's own Python kernels again.
 
-    Under dispatch modes, and so under the compiler, a Python kernel is looked up in a table of those registered last,
-    which outlives their libraries.
+    Under dispatch modes, and so under the compiler, Python kernels come from a table of the last ones registered, which
+    outlives their libraries.
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -189,9 +188,10 @@ def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None,
             num_models = VmapInterpreter(interpreter).batchSize()
             lowering = only
             if not (chooses or _choice.is_simple(op)):
-                lowering = _choice.lowering(_case(op, num_models, plain, dims, kwargs, named_dims))
+                values, axes = (*plain, *kwargs.values()), (*dims, *named_dims.values())
+                lowering = _choice.lowering(make_case(op, num_models, values, axes))
             if lowering == "loop":
-                outputs, out_dims = _loop(operator, num_models, plain, dims, kwargs, named_dims)
+                outputs, out_dims = one_by_one(operator, num_models, plain, dims, kwargs, named_dims)
             else:
                 outputs, out_dims = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **kwargs)
         if isinstance(outputs, tuple):
@@ -201,68 +201,18 @@ def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None,
     return kernel
 
 
-def _case(op: str, num_models: int, args: list[Any], dims: list[Any], kwargs: Any, named_dims: Any) -> Case:
-    tensors, options = [], []
-    for value, dim in zip((*args, *kwargs.values()), (*dims, *named_dims.values()), strict=True):
-        if isinstance(value, Tensor):
-            tensors.append((value, dim))
-        elif isinstance(dim, tuple):
-            tensors.extend(zip(value, dim, strict=True))
-        else:
-            options.append(tuple(value) if isinstance(value, list) else value)
-    return Case(
-        op,
-        num_models,
-        tensors[0][0].device.type,
-        tensors[0][0].dtype,
-        tuple(member_shape(x, dim) for x, dim in tensors),
-        tuple(dim is None for _, dim in tensors),
-        tuple(options),
-        has_tangents(),
-        torch.compiler.is_compiling(),
-    )
-
-
-def _loop(operator: Any, num_models: int, args: list[Any], dims: list[Any], kwargs: Any, named_dims: Any) -> Result:
-    """The lowering that every operator has: the members one after another."""
-    # Taken apart once, because the gradient of M separate selections would be M arrays.
-    parts = [_unbind(x, dim, num_models) for x, dim in zip(args, dims, strict=True)]
-    named = {name: _unbind(x, named_dims[name], num_models) for name, x in kwargs.items()}
-    outputs = [
-        operator(*(part[i] for part in parts), **{name: part[i] for name, part in named.items()})
-        for i in range(num_models)
-    ]
-    if isinstance(outputs[0], Tensor):
-        return torch.stack(outputs), 0
-    columns = list(zip(*outputs, strict=True))
-    stacks = tuple(torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns)
-    return stacks, tuple(0 if isinstance(stack, Tensor) else None for stack in stacks)
-
-
-def _unbind(value: Any, dim: Any, num_models: int) -> Any:
-    """The value for each member."""
-    if isinstance(dim, tuple):
-        return list(zip(*(_unbind(x, d, num_models) for x, d in zip(value, dim, strict=True)), strict=True))
-    return [value] * num_models if dim is None else value.unbind(dim)
-
-
 def _unwrap(values: Iterable[Any], level: int) -> tuple[list[Any], list[Any]]:
     plain, dims = [], []
     for value in values:
         dim = None
         if isinstance(value, Tensor):
             value, dim = unwrap_batched(value, level)
-        # Most lists are of numbers, all of them then.
-        elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int) and _has_tensors(value):
+        elif isinstance(value, (list, tuple)) and value and any(isinstance(x, Tensor) for x in value):
             value, inner = _unwrap(value, level)
             dim = tuple(inner)
         plain.append(value)
         dims.append(dim)
     return plain, dims
-
-
-def _has_tensors(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, Tensor) for value in values)
 
 
 def _are_shared(dims: Iterable[Any]) -> bool:

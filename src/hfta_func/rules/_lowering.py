@@ -1,16 +1,18 @@
-"""The table of lowerings: rows for every operator, of which the first that matches a call decides.
+"""The table of lowerings: rows for each operator; the first row that matches a call decides.
 
-The rows for the CPU were filled in from ``python -m benchmarks lowerings`` on two cores.
+The rows for the CPU come from ``python -m benchmarks lowerings`` on two cores.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from hfta_func._torch import has_tangents
 
 
 class Case(NamedTuple):
@@ -21,10 +23,10 @@ class Case(NamedTuple):
         num_models: M.
         device: Type of the device, ``"cpu"``.
         dtype: Of the first tensor.
-        shapes: What one member sees of each tensor argument, in order; None for arguments that are not tensors.
-        shared: Which tensor arguments all members share.
+        shapes: The shape of each tensor argument for one member, in order; None for an argument that is not a tensor.
+        shared: Whether all members share each tensor argument.
         options: The arguments that are not tensors, in order.
-        tangents: Whether derivatives forward are taken.
+        tangents: Whether forward-mode derivatives are taken.
         compiling: Whether the call is captured in a graph.
     """
 
@@ -39,8 +41,31 @@ class Case(NamedTuple):
     compiling: bool
 
 
+def make_case(op: str, num_models: int, values: Iterable[Any], dims: Iterable[Any]) -> Case:
+    """The case of a call, from its arguments and their model axes."""
+    tensors, options = [], []
+    for value, dim in zip(values, dims, strict=True):
+        if isinstance(value, Tensor):
+            tensors.append((value, dim))
+        elif isinstance(dim, tuple):
+            tensors.extend(zip(value, dim, strict=True))
+        else:
+            options.append(tuple(value) if isinstance(value, list) else value)
+    return Case(
+        op,
+        num_models,
+        tensors[0][0].device.type,
+        tensors[0][0].dtype,
+        tuple(member_shape(x, dim) for x, dim in tensors),
+        tuple(dim is None for _, dim in tensors),
+        tuple(options),
+        has_tangents(),
+        torch.compiler.is_compiling(),
+    )
+
+
 class Row(NamedTuple):
-    """A row of the table: where ``when`` holds use ``lowering``, for the ``reason`` given."""
+    """A row of the table: where ``when`` holds use ``lowering``, for the given ``reason``."""
 
     when: Callable[[Case], bool]
     lowering: str
@@ -51,20 +76,8 @@ def _always(case: Case) -> bool:
     return True
 
 
-def _input_is_shared(case: Case) -> bool:
-    return case.shared[0]
-
-
-def _filters_are_shared(case: Case) -> bool:
-    return case.shared[1]
-
-
-def _on_xla(case: Case) -> bool:
-    return case.device == "xla"
-
-
 def _on_cpu(condition: Callable[..., bool]) -> Callable[[Case], bool]:
-    """A condition on a convolution of one member: its input, its filters, and its geometry, the last six options."""
+    """A condition on the convolution of one member on a CPU: its input, filters and geometry, the last six options."""
 
     def when(case: Case) -> bool:
         return case.device == "cpu" and condition(case.shapes[0], case.shapes[1], case.options[-6:])
@@ -73,7 +86,7 @@ def _on_cpu(condition: Callable[..., bool]) -> Callable[[Case], bool]:
 
 
 def _is_one_pixel(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    """Whether a convolution makes one pixel per image, or a transposed one reads one: a linear layer over the filter."""
+    """Whether a convolution computes one pixel per image, or a transposed one reads one: a linear layer."""
     stride, padding, dilation, transposed, *_ = options
     if transposed:
         return all(size == 1 for size in x[2:]) and not any(padding)
@@ -83,28 +96,16 @@ def _is_one_pixel(x: Sequence[int], weight: Sequence[int], options: Sequence[Any
     )
 
 
-def _is_one_pixel_of_a_batch(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    return x[0] >= 8 and _is_one_pixel(x, weight, options)
-
-
 def _is_few_pixels_of_large_filters(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    """At most 32 pixels in all images out, and 1 MB of filters or more."""
+    """At most 32 pixels in all output images, and at least 1 MB of filters."""
     stride, *_, transposed, _, _ = options
     out = math.prod(-(-size // step) for size, step in zip(x[2:], stride, strict=True))
     return x[0] * out <= 2**5 and math.prod(weight) >= 2**18 and not transposed
 
 
-def _has_large_filters(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    return math.prod(weight) >= 2**20
-
-
 def _has_few_channels_on_large_images(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
     few = min(weight[0], weight[1]) <= 4 and options[-1] == 1
     return few and len(x) > 3 and x[0] * math.prod(x[2:]) >= 2**14
-
-
-def _has_few_channels_into_large_images(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    return _has_few_channels_on_large_images(x, weight, options) and not options[3]
 
 
 def _has_few_channels_in(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
@@ -114,7 +115,7 @@ def _has_few_channels_in(x: Sequence[int], weight: Sequence[int], options: Seque
 
 
 def _is_small_and_pointwise_on_large_images(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    """1x1 filters of 16 KB at most, on 128 pixels or more."""
+    """1x1 filters of at most 16 KB, on at least 128 pixels."""
     _, padding, _, _, _, groups = options
     small = math.prod(weight) <= 2**12 and groups == 1 and not any(padding)
     return small and math.prod(weight[2:]) == 1 and math.prod(x[2:]) >= 2**7
@@ -124,21 +125,23 @@ _GROUPED = Row(_always, "grouped", "one group per member")
 _POINTWISE = Row(
     _on_cpu(_is_small_and_pointwise_on_large_images),
     "sample_matmul",
-    "small 1x1 filters: images stay as they are in memory",
+    "small 1x1 filters: images keep their memory layout",
+)
+_ONE_PIXEL = Row(_on_cpu(_is_one_pixel), "matmul", "one pixel per image: a linear layer")
+_ONE_PIXEL_OF_A_BATCH = _ONE_PIXEL._replace(
+    when=_on_cpu(lambda x, weight, options: x[0] >= 8 and _is_one_pixel(x, weight, options))
 )
 _LARGE = Row(
-    _on_cpu(_has_large_filters), "loop", "4 MB of filters per member: one after another they stay in the cache"
+    _on_cpu(lambda x, weight, options: math.prod(weight) >= 2**20),
+    "loop",
+    "4 MB of filters per member: in a loop they stay in the cache",
 )
-_FEW = Row(_on_cpu(_has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill up")
-_FEW_IN = Row(_on_cpu(_has_few_channels_in), "channels_last", "few channels in: pixels lie together")
-
-
-def _has_tangents(case: Case) -> bool:
-    return case.tangents
+_FEW = Row(_on_cpu(_has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
+_FEW_IN = Row(_on_cpu(_has_few_channels_in), "channels_last", "few input channels: pixels are contiguous")
 
 
 def _is_fused_lstm_beyond_cache(case: Case) -> bool:
-    """An LSTM with a fused kernel, where a step of all members reads more recurrent weights than the cache holds."""
+    """An LSTM with a fused kernel, if a step of all members reads more recurrent weights than the cache holds."""
     _, h, c, *params = case.shapes
     if case.device != "cpu" or case.dtype is torch.float64 or h != c:
         return False
@@ -146,25 +149,25 @@ def _is_fused_lstm_beyond_cache(case: Case) -> bool:
     return case.num_models * math.prod(recurrent) * 4 > 2**18
 
 
-def _is_number(case: Case) -> bool:
-    return case.shapes[0] == ()
-
-
 def _is_large(case: Case) -> bool:
-    # A compiler fuses scale and shift by itself, and takes long over the members of a loop.
+    # A compiler fuses scale and shift by itself, and takes long to compile a loop over members.
     return not case.compiling and case.device == "cpu" and case.num_models * math.prod(case.shapes[0] or ()) >= 2**19
 
 
 _BATCHED = Row(_always, "batched", "one batched product a time step")
 
-_LOOP_ON_XLA = Row(_on_xla, "loop", "XLA makes groups one dense convolution, in which NaN times zero crosses members")
+_LOOP_ON_XLA = Row(
+    lambda case: case.device == "xla",
+    "loop",
+    "XLA computes groups as one dense convolution, in which NaN times zero crosses members",
+)
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "convolution": (
-        Row(_filters_are_shared, "folded", "shared filters: members join the batch"),
-        Row(_input_is_shared, "wide", "one shared input: all members' filters in one convolution"),
+        Row(lambda case: case.shared[1], "folded", "shared filters: members join the batch"),
+        Row(lambda case: case.shared[0], "wide", "one shared input: all members' filters in one convolution"),
         _LOOP_ON_XLA,
-        Row(_on_cpu(_is_one_pixel_of_a_batch), "matmul", "one pixel per image: a linear layer"),
+        _ONE_PIXEL_OF_A_BATCH,
         _LARGE,
         _POINTWISE,
         _FEW,
@@ -173,16 +176,16 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
     "convolution_input_grad": (
         _LOOP_ON_XLA,
-        Row(_on_cpu(_is_one_pixel_of_a_batch), "matmul", "one pixel per image: a linear layer"),
+        _ONE_PIXEL_OF_A_BATCH,
         _LARGE,
         _POINTWISE,
-        Row(_on_cpu(_has_few_channels_into_large_images), "loop", _FEW.reason),
+        _FEW._replace(when=lambda case: _FEW.when(case) and not case.options[-3]),
         _FEW_IN,
         _GROUPED,
     ),
     "convolution_weight_grad": (
         _LOOP_ON_XLA,
-        Row(_on_cpu(_is_one_pixel), "matmul", "one pixel per image: a linear layer"),
+        _ONE_PIXEL,
         Row(
             _on_cpu(_is_few_pixels_of_large_filters),
             "matmul",
@@ -197,7 +200,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     **dict.fromkeys(
         ("multi_margin_loss", "multilabel_margin_loss", "multilabel_margin_loss_forward"),
         (
-            Row(_is_number, "loop", "a number, which has no rows to fold"),
+            Row(lambda case: case.shapes[0] == (), "loop", "a number, which has no rows to fold"),
             Row(_always, "folded", "members join the rows"),
         ),
     ),
@@ -206,7 +209,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(_always, "folded", "all members' rows at once, then scale and shift"),
     ),
     "lstm.input": (
-        Row(_has_tangents, "batched", "derivatives forward: PyTorch's fused kernel has none"),
+        Row(lambda case: case.tangents, "batched", "forward mode: PyTorch's fused kernel has no derivative"),
         Row(_is_fused_lstm_beyond_cache, "loop", "a fused kernel per member, whose weights stay in the cache"),
         _BATCHED,
     ),
@@ -215,31 +218,31 @@ TABLE: dict[str, tuple[Row, ...]] = {
         (_BATCHED,),
     ),
 }
-"""The rows of every operator with a rule, from the first to ask to the last, which always matches. Measured operators stand
-here; one that has a single lowering enters by itself when its rule is registered."""
+"""The rows of each operator with a rule, in order; the last always matches. Operators with several lowerings are listed here;
+an operator with a single one is added when its rule is registered."""
 
 LOWERINGS: dict[str, tuple[str, ...]] = {
     "convolution": ("grouped", "channels_last", "matmul", "sample_matmul", "wide"),
     "convolution_input_grad": ("grouped", "channels_last", "matmul", "sample_matmul"),
     "convolution_weight_grad": ("grouped", "channels_last", "matmul", "sample_matmul"),
 }
-"""The lowerings of every operator besides ``"loop"``, for overrides; where it is not named, those of its rows."""
+"""The lowerings that overrides can force besides ``"loop"``; an operator that is missing has those of its rows."""
 
 UNLOOPED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence"})
-"""Operators without a loop: they return lengths that the members share, and a loop would give each member its own."""
+"""Operators without a loop: they return lengths that members share, while a loop would give each member its own."""
 
 FAMILIES: dict[str, str] = {"convolution_input_grad": "conv", "convolution_weight_grad": "conv"}
-"""The family of every operator with a rule."""
+"""The family of each operator with a rule."""
 
 
 def enter(op: str, family: str, reason: str) -> None:
-    """Put an operator into a family, and into the table if it is not there."""
+    """Add an operator to a family, and to the table if it is missing there."""
     FAMILIES[op] = family
     TABLE.setdefault(op, (Row(_always, "folded", reason),))
 
 
 def known_lowerings(name: str) -> set[str]:
-    """The lowerings of an operator, a family or of ``"all"`` operators; none for a name that does not exist."""
+    """The lowerings of an operator, a family or ``"all"`` operators; none for an unknown name."""
     found = set()
     for op, rows in TABLE.items():
         if name in titles(op):
@@ -248,13 +251,38 @@ def known_lowerings(name: str) -> set[str]:
 
 
 def titles(op: str) -> tuple[str, ...]:
-    """What overrides may call an operator, from the narrowest to the widest."""
+    """The names that overrides can use for an operator, from the narrowest to the widest."""
     return op, op.partition(".")[0], FAMILIES[op], "all"
 
 
 def member_shape(x: Any, dim: int | None) -> tuple[int, ...] | None:
-    """What one member sees of an argument."""
+    """The shape of an argument for one member; None if it is not a tensor."""
     if not isinstance(x, Tensor):
         return None
     shape = tuple(x.shape)
     return shape if dim is None else shape[:dim] + shape[dim + 1 :]
+
+
+def one_by_one(
+    operator: Callable[..., Any], num_models: int, args: Iterable[Any], dims: Any, kwargs: Any, named_dims: Any
+) -> tuple[Any, Any]:
+    """The lowering that every operator has: one member after another."""
+    # One unbind, because the gradients of M separate selections would be M arrays.
+    parts = [_unbind(x, dim, num_models) for x, dim in zip(args, dims, strict=True)]
+    named = {name: _unbind(x, named_dims[name], num_models) for name, x in kwargs.items()}
+    outputs = [
+        operator(*(part[i] for part in parts), **{name: part[i] for name, part in named.items()})
+        for i in range(num_models)
+    ]
+    if isinstance(outputs[0], Tensor):
+        return torch.stack(outputs), 0
+    columns = list(zip(*outputs, strict=True))
+    stacks = tuple(torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns)
+    return stacks, tuple(0 if isinstance(stack, Tensor) else None for stack in stacks)
+
+
+def _unbind(value: Any, dim: Any, num_models: int) -> Any:
+    """One value per member."""
+    if isinstance(dim, tuple):
+        return list(zip(*(_unbind(x, d, num_models) for x, d in zip(value, dim, strict=True)), strict=True))
+    return [value] * num_models if dim is None else value.unbind(dim)

@@ -1,10 +1,7 @@
-"""Operators of this package over stacked tensors, for lowerings whose gradient autograd would compute badly.
+"""Operators of this package over stacked tensors, for lowerings whose gradient autograd would compute inefficiently.
 
-Public: :class:`Operator`, :func:`lower_precision`.
-
-Such an operator is known to PyTorch's dispatcher, so that it passes through gradients, jvp, outer ``vmap``s and the
-compiler like one of PyTorch's own: autograd uses the backward pass written for it, and everything else sees the plain
-tensor operations that its forward pass is made of.
+PyTorch's dispatcher knows such an operator, so gradients, jvp, outer ``vmap``s and the compiler handle it like PyTorch's own:
+autograd uses the backward pass written for it, and everything else sees the tensor operations of its forward pass.
 """
 
 from __future__ import annotations
@@ -16,20 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import (
-    SingleLevelFunction,
-    below_autograd,
-    has_tangents,
-    single_level_functions,
-    taken_apart,
-)
+from hfta_func._torch import SingleLevelFunction, below_autograd, has_tangents, single_level_functions, taken_apart
 from hfta_func.rules._registry import fingerprint
 
 
 def lower_precision(*values: Any) -> tuple[Any, ...]:
-    """The values as autocast hands them to operators that it runs in its lower precision; outside autocast, as they are.
+    """The values as autocast passes them to operators that it runs in lower precision; unchanged outside autocast.
 
-    For rules on what such an operator is taken apart into, which autocast itself does not know.
+    For rules of operators that autocast itself does not know, because such operators decompose into them.
     """
     kind = next(value.device.type for value in values if isinstance(value, Tensor))
     if not torch.is_autocast_enabled(kind):
@@ -46,8 +37,8 @@ class Operator:
         forward: Computes the outputs, in tensor operations that have derivatives of their own.
         setup_context: ``setup_context(ctx, inputs, output)`` saves what the backward pass needs.
         backward: ``backward(ctx, *grads)``, one gradient or None per argument, in tensor operations that have derivatives.
-        fake: Computes outputs of the right shapes and strides. With it compilers take the operator as it is; without, they
-            see what its forward pass is made of.
+        fake: Computes outputs of the right shapes and strides. With it compilers keep the operator whole; without it they
+            see the operations of its forward pass.
     """
 
     def __init__(
@@ -65,7 +56,7 @@ class Operator:
         self.fake = fake
 
     def __call__(self, *args: Any) -> Any:
-        """Call it; under autocast in the lower precision, backward pass included, as PyTorch does for such operators."""
+        """Call the operator; under autocast in the lower precision, backward pass included, like PyTorch's own."""
         kind = args[0].device.type
         if not torch.is_autocast_enabled(kind):
             return self._op(*args)
@@ -75,8 +66,8 @@ class Operator:
 
     @functools.cached_property
     def _op(self) -> Any:
-        # Defined at the first use, since nothing happens at import. The fingerprint keeps two versions of this package in
-        # one process apart; two copies of one version share the operator.
+        # Defined on first use, since nothing happens at import. The fingerprint tells versions of this package in one process
+        # apart; two copies of the same version share the operator.
         title, _, signature = self.schema.partition("(")
         name = f"{title}_{fingerprint()[:8]}"
         if hasattr(torch.ops.hfta_func, name):
@@ -84,26 +75,19 @@ class Operator:
         library = torch.library.Library("hfta_func", "FRAGMENT")
         library.define(f"{name}({signature}")
         op = getattr(torch.ops.hfta_func, name).default
-        forward, setup_context, backward = self.forward, self.setup_context, self.backward
+        forward = self.forward
 
         def below(*args: Any) -> Any:
-            # A function turns gradients off for its body, but an outer gradient transform still needs them below.
+            # The function disables gradients for its body, but an outer gradient transform still needs them below.
             with below_autograd(), torch.enable_grad():
                 return op(*args)
 
-        function: Any = type(
-            title,
-            (SingleLevelFunction,),
-            {
-                "forward": staticmethod(below),
-                "setup_context": staticmethod(setup_context),
-                "backward": staticmethod(backward),
-            },
-        )
+        methods = {"forward": below, "setup_context": self.setup_context, "backward": self.backward}
+        function: Any = type(title, (SingleLevelFunction,), {key: staticmethod(own) for key, own in methods.items()})
 
         def autograd(*args: Any) -> Any:
             if has_tangents():
-                # Tangents take the derivatives of the operations inside.
+                # Forward mode differentiates the operations inside.
                 return forward(*args)
             with single_level_functions():
                 return function.apply(*args)
@@ -112,9 +96,9 @@ class Operator:
         library.impl(name, autograd, "Autograd")
         library.impl(name, forward, "FuncTorchBatched")
         if self.fake is None:
-            # XLA keeps track of views above its kernels; the operations inside must pass there.
+            # XLA tracks views above its kernels, so it must see the operations inside.
             library.impl(name, forward, "Functionalize")
-            # What graph capture replaces the operator by, below autograd.
+            # Graph capture replaces the operator with its operations, below autograd.
             taken_apart(op, forward)
         else:
             torch.library.register_fake(f"hfta_func::{name}", self.fake, lib=library)

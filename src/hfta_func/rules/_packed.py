@@ -1,4 +1,4 @@
-"""Packed sequences, whose lengths all members share. Dimension letters as in :mod:`hfta_func.rules.recurrent`."""
+"""Packed sequences whose lengths all members share. Dimension letters as in :mod:`hfta_func.rules.recurrent`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hfta_func._errors import TraceError
 
 
 def padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For each place ``[TN]`` the packed row that it shows, for each row ``[R]`` its place, and which places are used.
+    """For each place ``[TN]`` its packed row, for each row ``[R]`` its place, and the mask of places in use.
 
-    Computed from the tensor, never by looking at it, so that graphs hold for every packing of the same shapes.
+    No value is read, so that a graph is valid for all packings of the same shapes.
     """
     steps = torch.arange(batch_sizes.shape[0])
     ends = batch_sizes.cumsum(0)
@@ -28,6 +28,6 @@ def refuse_own(dim: int | None, what: str) -> None:
     """Raise a TraceError if each member has its own ``what``."""
     if dim is not None:
         raise TraceError(
-            f"each member has its own {what} of packed sequences, but the members run as one and a packed sequence has a "
-            f"shape that depends on them; pack with lengths that all members share, or pad and mask"
+            f"each member has its own {what} of packed sequences, which decide its shape, but the members run as "
+            f"one and need equal shapes; pack with lengths that all members share, or pad and mask"
         )

@@ -1,7 +1,4 @@
-"""Convolutions of M members as batched matrix products.
-
-Public: :class:`Geometry`, :func:`unfolds`, :func:`gather`, :func:`scatter`, :func:`correlate` on unfolded images;
-:func:`is_pointwise`, :func:`matrices`, :func:`per_sample`, :func:`products` on images as they are, for 1x1 filters.
+"""Convolutions of M members as batched matrix products, of unfolded images or, for 1x1 filters, of images as they are.
 
 Dimension letters as in :mod:`hfta_func.rules.conv`.
 """
@@ -31,15 +28,15 @@ class Geometry(NamedTuple):
 
 
 def unfolds(geometry: Geometry) -> bool:
-    """Whether a convolution can be written with unfolded images: two space axes at most."""
+    """Whether a convolution can be computed on unfolded images: it has at most two space axes."""
     return len(geometry.stride) <= 2 and all(map(int.__lt__, geometry.output_padding, geometry.stride))
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """``torch.bmm``; compiled, with no single row or column.
+    """``torch.bmm``; when compiled, without single rows or columns.
 
-    Of such products inductor makes sums, and on a CPU its code for sums over operands of different layout writes beyond
-    its results (pytorch/pytorch#196681).
+    Inductor turns such products into sums, and its CPU code for sums over operands of different layouts writes out of bounds
+    (pytorch/pytorch#196681).
     """
     rows, columns = a.shape[1], b.shape[2]
     if not torch.compiler.is_compiling() or (rows != 1 and columns != 1):
@@ -60,11 +57,10 @@ def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, like: Tensor |
     num_models, batch, _, *small = channels.shape
     kernel = weight.shape[3:]
     if like is None:
+        sizes = zip(small, kernel, *geometry[:3], geometry.output_padding, strict=True)
         space = [
             (size - 1) * stride - 2 * pad + dilation * (taps - 1) + extra + 1
-            for size, taps, stride, pad, dilation, extra in zip(
-                small, kernel, *geometry[:3], geometry.output_padding, strict=True
-            )
+            for size, taps, stride, pad, dilation, extra in sizes
         ]
     else:
         space = list(like.shape[3:])
@@ -79,15 +75,8 @@ def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, like: Tensor |
     # [M,G,N,L,I,K] -> [MN,GIK,L] -> [MN,GI,S]
     columns = columns.reshape(num_models, geometry.groups, batch, math.prod(small), -1).permute(0, 2, 1, 4, 3)
     columns = columns.reshape(num_models * batch, -1, math.prod(small))
-    image = F.fold(
-        columns,
-        _two(space, 1),
-        _two(kernel, 1),
-        _two(geometry.dilation, 1),
-        _two(geometry.padding, 0),
-        _two(geometry.stride, 1),
-    )
-    return image.reshape(num_models, batch, -1, *space)
+    window = (_two(kernel, 1), _two(geometry.dilation, 1), _two(geometry.padding, 0), _two(geometry.stride, 1))
+    return F.fold(columns, _two(space, 1), *window).reshape(num_models, batch, -1, *space)
 
 
 def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
@@ -98,14 +87,14 @@ def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometr
 
 
 def matrices(weight: Tensor, transposed: bool) -> Tensor:
-    # [M,O,I,1] -> [M,O,I] or [M,I,O]
+    """1x1 filters as matrices: ``[M,O,I,1] -> [M,O,I]`` or, transposed, ``[M,I,O]``."""
     matrices = weight.flatten(2)
     return matrices.transpose(1, 2) if transposed else matrices
 
 
 def per_sample(matrices: Tensor, image: Tensor) -> Tensor:
     """``[M,O,I] @ [M,N,I,S] -> [M,N,O,S]``."""
-    # In memory samples come before members: [N,M,O,I] @ [N,M,I,S]; the matrices are few and repeated.
+    # Samples come before members in memory: [N,M,O,I] @ [N,M,I,S]; the matrices are small and repeated.
     pixels = image.transpose(0, 1).flatten(3)
     y = torch.matmul(matrices.expand(pixels.shape[0], *matrices.shape), pixels)
     return y.reshape(*y.shape[:3], *image.shape[3:]).transpose(0, 1)
@@ -118,7 +107,7 @@ def products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _columns(image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, list[int]]:
-    """The pixels under the filter at every place: ``[M,N,GI,S] -> [MG,NL,IK]``, and L."""
+    """The pixels under the filter at each position: ``[M,N,GI,S] -> [MG,NL,IK]``, and L."""
     kernel = weight.shape[3:]
     if is_pointwise(kernel, geometry):
         return _rows(image, geometry), list(image.shape[3:])
@@ -152,9 +141,10 @@ def _channels_first(products: Tensor, lead: Sequence[int], space: Sequence[int],
 
 
 def is_pointwise(kernel: Sequence[int], geometry: Geometry) -> bool:
+    """Whether each output pixel is made of one input pixel."""
     return all(taps == 1 for taps in kernel) and set(geometry.stride) == {1} and not any(geometry.padding)
 
 
 def _two(values: Sequence[int], fill: int) -> tuple[int, ...]:
-    """For one space axis, values for two of which the first is trivial."""
+    """Values for two space axes; with one axis, the first is trivial."""
     return (*[fill] * (2 - len(values)), *values)

@@ -1,9 +1,8 @@
-"""Recurrent layers through time: one batched matrix product a step, forward and back.
+"""Recurrent layers through time: one batched matrix product per step, forward and backward.
 
-Public: :func:`lstm`, :func:`gru`, :func:`rnn`. What does not depend on the state is left outside: inputs come in multiplied
-by their weights, for all steps at once. The backward pass likewise computes all that does not depend on the gradient of the
-state for all steps at once, so that a step back is a product of that gradient with known numbers and one batched matrix
-product; the gradient of the weights is a single product over all steps.
+Whatever does not depend on the state is computed for all steps at once; inputs are already multiplied by their weights. In
+the backward pass, so is whatever does not depend on the gradient of the state, so that each step multiplies that gradient by
+known numbers and by one matrix; the gradient of the weights is a single product over all steps.
 
 Dimension letters: B independent layers (members, times two where there are two directions), T time, N batch, H features of
 the state, P of the projected state.
@@ -26,12 +25,12 @@ def lstm(
     """Long short-term memory.
 
     Args:
-        base: What the inputs and biases add to the gates i, f, g, o: ``[B,T,N,4H]``.
+        base: The part of the gates i, f, g, o that inputs and biases contribute, ``[B,T,N,4H]``.
         weight: From the state to the gates, ``[B,4H,H]`` or ``[B,4H,P]``.
         h: The state before the first step, ``[B,N,H]`` or ``[B,N,P]``.
         c: The cell before the first step, ``[B,N,H]``.
         project: Weights of the projection, ``[B,P,H]``.
-        mask: Where steps happen, ``bool[B|1,T,N,1]``; elsewhere the state stays.
+        mask: Where sequences are still running, ``bool[B|1,T,N,1]``; elsewhere the state stays the same.
 
     Returns:
         States ``[B,T,N,H]`` or ``[B,T,N,P]``, and cells ``[B,T,N,H]``.
@@ -39,16 +38,15 @@ def lstm(
     References:
         Hochreiter and Schmidhuber, Neural Computation 9(8), 1997; Sak et al., arXiv:1402.1128 (projection).
     """
-    hidden, cells, _ = _lstm(base, weight, h, c, project, mask)
-    return hidden, cells
+    return _lstm(base, weight, h, c, project, mask)[:2]
 
 
 def gru(base: Tensor, weight: Tensor, h: Tensor, mask: Tensor | None) -> Tensor:
     """Gated recurrent unit.
 
     Args:
-        base: ``[B,T,N,4H]``: what inputs and biases add to the gates r and z, the bias of the state's part of n, and the
-            input's part of n.
+        base: ``[B,T,N,4H]``: the contribution of inputs and biases to the gates r and z, the bias of the state's part of
+            n, and the input's part of n.
         weight: From the state to r, z and n, ``[B,3H,H]``.
         h: The state before the first step, ``[B,N,H]``.
         mask: As in :func:`lstm`.
@@ -78,7 +76,7 @@ def _lstm_forward(
     hidden, cells, gates = [], [], []
     for inputs, on in zip(base.unbind(1), _steps(mask, base.shape[1]), strict=True):
         z = torch.baddbmm(inputs, h, weight)
-        # One sigmoid over everything is cheaper than two over parts; that of g is not used.
+        # One sigmoid of all gates is cheaper than two of some; the one of g is not used.
         i, f, _, o = z.sigmoid().chunk(4, -1)
         next_c = torch.addcmul(f * c, i, z.narrow(-1, 2 * size, size).tanh())
         next_h = o * next_c.tanh()
@@ -101,7 +99,7 @@ def _lstm_backward(ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None, grad_
     weight, h, c, project, mask, hidden, cells, z = ctx.saved_tensors
     i, f, _, o = z.sigmoid().chunk(4, -1)
     g, tanh = z.chunk(4, -1)[2].tanh(), cells.tanh()
-    # With dh and dc the gradients of state and cell after a step, apart from what dh adds to dc, and `a` its factor:
+    # dh and dc are the gradients of state and cell after a step, dc without the contribution `a * dh` of the state:
     # (di, df, dg, do, dc before the step) = dc * by_c + dh * by_h
     a = _where(mask, o * (1 - tanh * tanh), 0)
     to_i, to_f = _where(mask, g * i * (1 - i), 0), _where(mask, _before(c, cells) * f * (1 - f), 0)
@@ -111,10 +109,7 @@ def _lstm_backward(ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None, grad_
     by_h = torch.stack((a * to_i, a * to_f, a * to_g, to_o, a * to_c), -2)
     grad_h = torch.zeros_like(hidden) if grad_h is None else grad_h
     rows, projected, dh, dc = _back(weight, by_h, grad_h, grad_z, _rest(mask, h), by_c, grad_c, project)
-    if project is not None:
-        grad_project = _product(_where(mask, projected, 0), o * tanh)
-    else:
-        grad_project = None
+    grad_project = None if project is None else _product(_where(mask, projected, 0), o * tanh)
     return rows, _product(rows, _before(h, hidden)), dh, dc, grad_project, None
 
 
@@ -182,18 +177,18 @@ def _back(
     grad_c: Tensor | None = None,
     project: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Back through time, where one step back is linear in the gradients of state and cell.
+    """Backpropagation through time, where each step is linear in the gradients of state and cell.
 
     Args:
         weight: From the state to the gates, ``[B,GH,P]``.
-        by_h: Gradients of the G gates, of what else stands in the base, and last of the cell, for a unit of gradient of the
-            state: ``[B,T,N,K,H]``.
-        grad_h: Gradients of the states ``[B,T,N,P]`` from outside.
-        grad_z: The same of the gates before their functions ``[B,T,N,GH]``.
-        stays: What of a state passes unchanged into the next, ``[B,T,N,P]``.
-        by_c: As ``by_h`` for a unit of gradient of the cell.
-        grad_c: The gradients of the cells from outside, ``[B,T,N,H]``.
-        project: From the cell's output to the state.
+        by_h: Gradients of the G gates, of the rest of the base, and last of the cell, per unit of gradient of the state:
+            ``[B,T,N,K,H]``.
+        grad_h: Gradients of the states from outside, ``[B,T,N,P]``.
+        grad_z: Gradients of the gates before their activations from outside, ``[B,T,N,GH]``.
+        stays: The share of a state that passes unchanged into the next, ``[B,T,N,P]``.
+        by_c: As ``by_h``, per unit of gradient of the cell.
+        grad_c: Gradients of the cells from outside, ``[B,T,N,H]``.
+        project: Weights from the cell's output to the state.
 
     Returns:
         Gradients of the base ``[B,T,N,(K or K-1)H]``, of the projected states, of the first state, and of the first cell.
@@ -242,12 +237,12 @@ def _rest(mask: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def _before(first: Tensor, states: Tensor) -> Tensor:
-    """What was there before each step: ``[B,N,H], [B,T,N,H] -> [B,T,N,H]``."""
+    """The state before each step: ``[B,N,H], [B,T,N,H] -> [B,T,N,H]``."""
     return torch.cat((first.unsqueeze(1), states[:, :-1]), 1)
 
 
 def _product(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of weights, for all steps at once: ``[B,T,N,O], [B,T,N,I] -> [B,O,TN] @ [B,TN,I] -> [B,O,I]``."""
+    """Gradient of weights over all steps at once: ``[B,T,N,O], [B,T,N,I] -> [B,O,TN] @ [B,TN,I] -> [B,O,I]``."""
     return torch.bmm(grad.flatten(1, 2).mT, x.flatten(1, 2))
 
 

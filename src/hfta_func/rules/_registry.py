@@ -1,7 +1,7 @@
 """The table of batching rules.
 
-A rule stands at the ``FuncTorchBatched`` key: below autograd and above the backends, so one rule serves forward,
-backward, forward-mode, eager execution and graph capture, on every device.
+A rule is registered at the ``FuncTorchBatched`` key: below autograd and above the backends, so that one rule serves forward
+and backward passes, forward mode, eager execution and graph capture, on every device.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import Any, NamedTuple
 
 from hfta_func.rules._lowering import enter
 
-Dims = tuple[int | None, ...]
+Dims = tuple[Any, ...]
+"""The model axis of each argument, an int or None; of a list of tensors, a tuple of them."""
 Result = tuple[Any, Any]
 
 BATCHED = "FuncTorchBatched"
-"""The key of batching rules: asked where an argument has a model axis."""
+"""The key of batching rules: called if an argument has a model axis."""
 MODE = "FuncTorchVmapMode"
-"""The key of operators that PyTorch checks for randomness under ``vmap``, before any batching rule is asked."""
+"""The key of operators whose randomness PyTorch checks under ``vmap``, before any batching rule is called."""
 FRONT = "FuncTorchDynamicLayerFrontMode"
-"""The key of operators that PyTorch takes apart under every transform, before any batching rule is asked."""
+"""The key of operators that PyTorch decomposes under every transform, before any batching rule is called."""
 
 
 class Call(NamedTuple):
-    """What a rule is told about a call besides its arguments.
+    """What a rule gets about a call besides its arguments.
 
     Args:
         num_models: M.
-        dims: The model axis of each positional argument, or None; of a list of tensors, a tuple of them.
+        dims: The model axis of each positional argument.
         named_dims: The model axis of each keyword argument, or None.
-        lowering: Which of its lowerings the table chose, unless the rule chooses.
+        lowering: The lowering that the table chose, unless the rule chooses itself.
     """
 
     num_models: int
@@ -40,13 +41,17 @@ class Call(NamedTuple):
     named_dims: dict[str, int | None]
     lowering: str
 
+    def first_dims(self, count: int) -> Dims:
+        """The first ``count`` of ``dims``; PyTorch leaves out trailing arguments that have their default value."""
+        return (*self.dims, *(None,) * count)[:count]
+
 
 Rule = Callable[..., Result]
 """``rule(call, *args, **kwargs) -> (outputs, dims)``, on plain tensors; ``dims`` has one entry per output."""
 
 
 class Entry(NamedTuple):
-    """A rule, the dispatch key where it stands, and for :data:`FRONT` what other transforms than ``vmap`` get."""
+    """A rule and the options that it was registered with, see :func:`register`."""
 
     rule: Rule
     key: str
@@ -57,25 +62,21 @@ class Entry(NamedTuple):
 RULES: dict[str, Entry] = {}
 """Rules by operator name, ``"convolution"`` or ``"name.overload"``."""
 
-COMPOSITES: list[str] = []
-"""Operators that are taken apart into others."""
+DECOMPOSED: list[str] = []
+"""Operators that are decomposed into others."""
 
 
 def register(
-    op: str,
-    family: str,
-    key: str = BATCHED,
-    otherwise: Callable[..., Any] | None = None,
-    chooses: bool = False,
+    op: str, family: str, key: str = BATCHED, otherwise: Callable[..., Any] | None = None, chooses: bool = False
 ) -> Callable[[Rule], Rule]:
     """Add a rule for ``aten::<op>`` to the table; it takes effect at the next :func:`install`.
 
     Args:
         op: The operator's name, ``"name"`` or ``"name.overload"``.
-        family: What overrides may call it and its relatives.
-        key: Where it stands. At any other key than :data:`BATCHED` it is also asked when nothing has a model axis.
+        family: The name that overrides can use for it and its relatives.
+        key: The dispatch key. At a key other than :data:`BATCHED` the rule is also called if nothing has a model axis.
         otherwise: For :data:`FRONT`, what the other transforms of ``torch.func`` call instead of the operator.
-        chooses: Whether the rule asks the table itself, about more than the call says.
+        chooses: Whether the rule picks its lowering itself, because the table needs to know more than the call.
     """
 
     def add(rule: Rule) -> Rule:
@@ -86,9 +87,9 @@ def register(
     return add
 
 
-def register_composite(*ops: str) -> None:
-    """Have operators taken apart under ``vmap`` as PyTorch takes them apart without it."""
-    COMPOSITES.extend(ops)
+def register_decomposed(*ops: str) -> None:
+    """Have operators decomposed under ``vmap`` as PyTorch decomposes them outside of it."""
+    DECOMPOSED.extend(ops)
 
 
 @functools.cache

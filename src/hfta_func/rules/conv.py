@@ -1,13 +1,13 @@
 """Convolutions of M members as one.
 
-Forward pass and both gradients each have their own lowering, chosen by the table:
+The table chooses a lowering for the forward pass and for each of the two gradients:
 
 - ``grouped``: one convolution with a group per member;
 - ``channels_last``: the same with channels innermost in memory;
 - ``matmul``: one batched matrix product per direction over unfolded inputs;
-- ``sample_matmul``: for 1x1 filters, one matrix product per sample, which leaves channels and pixels where they are;
+- ``sample_matmul``: for 1x1 filters, one matrix product per sample, without moving channels or pixels in memory;
 - ``loop``: one convolution per member;
-- ``wide``: for an input that all members share, all members' filters in one convolution.
+- ``wide``: for an input that all members share, the filters of all members in one convolution.
 
 Dimension letters: M models, N batch, G groups, I and O channels of one group in and out, S space, L space of the output,
 K kernel.
@@ -23,10 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func._torch import has_tangents
 from hfta_func.rules._choice import choose, remembered
-from hfta_func.rules._layout import fold, front, split
-from hfta_func.rules._lowering import Case, member_shape
+from hfta_func.rules._layout import align, expand, fold, front, split
+from hfta_func.rules._lowering import Case, make_case
 from hfta_func.rules._operator import Operator, lower_precision
 from hfta_func.rules._products import (
     Geometry,
@@ -49,9 +48,9 @@ class Plan(NamedTuple):
     """How a convolution runs.
 
     Args:
-        crop: What to pad the filters by, which is nothing (None) or less than nothing.
+        crop: Negative padding of the filters; None for no cropping.
         geometry: Of the cropped filters.
-        lowerings: Of the forward pass and, where the filters are per member, of the gradients of input and filters.
+        lowerings: Of the forward pass and, if the filters are per member, of the gradients of input and filters.
         bias_apart: Whether the bias is added afterwards, because the grouped kernel is slow to take its gradient.
     """
 
@@ -67,26 +66,15 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
     if torch.is_autocast_enabled(x.device.type):
         x, weight, bias = lower_precision(x, weight, bias)
-    crop, geometry, lowerings, bias_apart = _plan(
-        Case(
-            "convolution",
-            num_models,
-            x.device.type,
-            x.dtype,
-            (member_shape(x, x_dim), member_shape(weight, weight_dim)),
-            (x_dim is None, weight_dim is None),
-            tuple([tuple(option) if isinstance(option, list) else option for option in options]),
-            has_tangents(),
-            torch.compiler.is_compiling(),
-        )
-    )
+    case = make_case("convolution", num_models, (x, weight, *options), (x_dim, weight_dim, *(None,) * len(options)))
+    crop, geometry, lowerings, bias_apart = _plan(case)
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
     separate = bias is not None and ((weight_dim is None) != (bias_dim is None) or bias_apart)
-    inner = None if separate or bias is None else bias if bias_dim is None else front(bias, bias_dim)
+    inner = None if separate or bias is None else front(bias, bias_dim)
     if weight_dim is not None:
         weight = front(weight, weight_dim)
         if crop is not None:
-            # Padding by less than nothing is one operator, whose gradient is written once.
+            # Negative padding is a single operator, whose gradient is written once.
             weight = F.pad(weight, crop)
     if weight_dim is None:
         # [M,N,GI,S], [GO,I,K] -> [MN,GI,S], [GO,I,K] -> [MN,GO,S] -> [M,N,GO,S]
@@ -104,11 +92,11 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
         y = _convolution(x, weight, inner, *geometry[:-1], geometry.groups * num_models)
         y, dim = split(y, 1, num_models), 1
     else:
-        x = x.expand(num_models, *x.shape) if x_dim is None else front(x, x_dim)
-        y, dim = _stacked(x, weight, inner, *geometry, list(lowerings)), 0
-    if separate:
-        assert bias is not None
-        y, dim = _add_bias(y, dim, bias, bias_dim)
+        y, dim = _stacked(expand(x, x_dim, num_models), weight, inner, *geometry, list(lowerings)), 0
+    if separate and bias is not None:
+        # [M,N,O,S] + [M,1,O,1]
+        rank = y.dim() - (dim is not None)
+        y, dim = front(y, dim) + align(bias, bias_dim, rank, rank - 2), 0
     return y, dim
 
 
@@ -135,8 +123,8 @@ def _contiguous_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *grads, *(None,) * len(ctx.options)
 
 
-# Inductor converts all images and filters around convolutions that it knows to channels-last, which grouped ones on a CPU
-# are slower with: steps of DCGAN and PointNet by 30 % and more.
+# Inductor converts images and filters to channels-last around convolutions that it knows, which makes grouped ones on a CPU
+# slower: steps of DCGAN and PointNet by 30 % and more.
 _opaque = Operator(
     "contiguous_convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
     "bool transposed, int[] output_padding, int groups) -> Tensor",
@@ -152,7 +140,7 @@ def _plan(case: Case) -> Plan:
     (x, weight), (x_is_shared, weight_is_shared) = case.shapes, case.shared
     assert x is not None and weight is not None
     axes = len(weight) - 2
-    # A number for all space axes may come as a list of one.
+    # A number for all space axes may be given as a list of one.
     spread: Any = (
         [*option] * (axes // len(option)) if isinstance(option, tuple) else option for option in case.options
     )
@@ -178,7 +166,7 @@ def _plan(case: Case) -> Plan:
 
 
 def _crop(weight: Sequence[int], geometry: Geometry, space: Sequence[int]) -> tuple[list[int] | None, Geometry]:
-    """Leave out the taps at the filters' edges that meet only padding: a 3x3 filter on a 1x1 image uses one of its nine."""
+    """Leave out taps at the edges that meet only padding: a 3x3 filter on a 1x1 image uses one of its nine taps."""
     if geometry.transposed:
         return None, geometry
     padding, cropped, left = list(geometry.padding), [], 1
@@ -189,13 +177,13 @@ def _crop(weight: Sequence[int], geometry: Geometry, space: Sequence[int]) -> tu
             starts = range(-pad, size + pad - dilation * (taps - 1), stride)
             used = [tap for tap in range(taps) if any(0 <= start + dilation * tap < size for start in starts)]
             rest = pad - dilation * used[0] if used else -1
-            # PyTorch pads both sides alike; what remains of the padding must let the filter stop where it stopped.
+            # PyTorch pads both sides alike, so the filter must stop at the same place with the remaining padding.
             width = dilation * (used[-1] - used[0]) + 1 if used else 0
             if rest >= 0 and (size + 2 * rest - width) // stride + 1 == len(starts):
                 first, count, padding[axis] = used[0], used[-1] - used[0] + 1, rest
         cropped = [-first, first + count - taps, *cropped]
         left *= count
-    # What is left is copied together, which pays only where it is little.
+    # Cropping copies the remaining taps, which is worth it only if they are few.
     if 4 * left > math.prod(weight[2:]):
         return None, geometry
     return cropped, geometry._replace(padding=padding)
@@ -205,7 +193,7 @@ def _wide(num_models: int, x: Tensor, weight: Tensor, bias: Tensor | None, geome
     # [N,GI,S], [M,GO,I,K] -> [N,GI,S], [GMO,I,K] -> [N,GMO,S] -> [N,G,M,O,S] -> [N,M,GO,S]
     groups = geometry.groups
     if geometry.transposed:
-        # The filters of a transposed convolution are [GI,O,K]: members go next to O.
+        # The filters of a transposed convolution are [GI,O,K], so members go next to O.
         weight = fold(weight, 0, 1, num_models)
     else:
         weight = _interleave(weight, groups)
@@ -216,29 +204,19 @@ def _wide(num_models: int, x: Tensor, weight: Tensor, bias: Tensor | None, geome
 
 
 def _interleave(weight: Tensor, groups: int) -> Tensor:
-    """``[M,GO,...] -> [GMO,...]``: each group's filters of all members side by side."""
+    """``[M,GO,...] -> [GMO,...]``: the filters of all members side by side in each group."""
     return split(weight, 1, groups).transpose(0, 1).flatten(0, 2)
-
-
-def _add_bias(y: Tensor, dim: int | None, bias: Tensor, bias_dim: int | None) -> Result:
-    space = y.dim() - 2 - (dim is not None)
-    if bias_dim is None:
-        bias = bias.reshape(1, -1, *(1,) * space)
-        return (y if dim is None else front(y, dim)) + bias, None if dim is None else 0
-    # [M,N,O,S] + [M,1,O,1]
-    bias = front(bias, bias_dim).unsqueeze(1).reshape(bias.shape[bias_dim], 1, -1, *(1,) * space)
-    return (y.unsqueeze(0) if dim is None else front(y, dim)) + bias, 0
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     """``[M,N,GI,S], [M,GO,I,K], [M,GO] -> [M,N,GO,L]``."""
     geometry, (lowering, *_) = Geometry(*options[:-1]), options[-1]
-    if lowering == "matmul":
-        y = scatter(x, weight, geometry) if geometry.transposed else gather(x, weight, geometry)
-        return y if bias is None else y + bias.reshape(bias.shape[0], 1, -1, *(1,) * len(geometry.stride))
-    if lowering == "sample_matmul":
-        y = per_sample(matrices(weight, geometry.transposed), x)
-        return y if bias is None else y + bias.reshape(bias.shape[0], 1, -1, *(1,) * len(geometry.stride))
+    if lowering in ("matmul", "sample_matmul"):
+        if lowering == "sample_matmul":
+            y = per_sample(matrices(weight, geometry.transposed), x)
+        else:
+            y = scatter(x, weight, geometry) if geometry.transposed else gather(x, weight, geometry)
+        return y if bias is None else y + align(bias, 0, y.dim() - 1, len(geometry.stride))
     if lowering == "loop":
         biases = [None] * x.shape[0] if bias is None else bias.unbind()
         members = zip(x.unbind(), weight.unbind(), biases, strict=True)
@@ -258,14 +236,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     _, for_x, for_weight = ctx.lowerings
-    dx = dweight = None
-    if needs_x and needs_weight and for_x == for_weight:
-        dx, dweight = _gradients(for_x, grad, x, weight, ctx.geometry, True, True)
-    else:
-        if needs_x:
-            dx, _ = _gradients(for_x, grad, x, weight, ctx.geometry, True, False)
-        if needs_weight:
-            _, dweight = _gradients(for_weight, grad, x, weight, ctx.geometry, False, True)
+    # Kernels that compute both gradients do so in one call.
+    both = needs_x and needs_weight and for_x == for_weight
+    dx, dweight = _gradients(for_x, grad, x, weight, ctx.geometry, needs_x, both)
+    if needs_weight and not both:
+        _, dweight = _gradients(for_weight, grad, x, weight, ctx.geometry, False, True)
     dbias = grad.flatten(3).sum((1, 3)) if needs_bias else None
     return dx, dweight, dbias, *(None,) * (len(Geometry._fields) + 1)
 
@@ -273,21 +248,20 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _gradients(
     lowering: str, grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, for_x: bool, for_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of input and filters from that of the output ``[M,N,GO,L]``, those that are wanted."""
+    """Gradients of input and filters from that of the output ``[M,N,GO,L]``, if they are needed."""
     dx = dweight = None
-    if lowering == "matmul":
+    if lowering in ("matmul", "sample_matmul"):
+        big, small = (x, grad) if geometry.transposed else (grad, x)
+        if lowering == "sample_matmul":
+            dx = per_sample(matrices(weight, not geometry.transposed), grad) if for_x else None
+            dweight = products(big, small).reshape(weight.shape) if for_weight else None
+            return dx, dweight
         if for_x:
             dx = gather(grad, weight, geometry) if geometry.transposed else scatter(grad, weight, geometry, x)
-        if for_weight:
-            dweight = correlate(*((x, grad) if geometry.transposed else (grad, x)), weight, geometry)
-        return dx, dweight
-    if lowering == "sample_matmul":
-        if for_x:
-            dx = per_sample(matrices(weight, not geometry.transposed), grad)
-        if for_weight:
-            dweight = products(*((x, grad) if geometry.transposed else (grad, x))).reshape(weight.shape)
-        return dx, dweight
+        return dx, correlate(big, small, weight, geometry) if for_weight else None
     mask = [for_x, for_weight, False]
+    if not any(mask):
+        return None, None
     if lowering == "loop":
         members = zip(grad.unbind(), x.unbind(), weight.unbind(), strict=True)
         pairs = [_convolution_backward(*member, None, *geometry, mask)[:2] for member in members]
@@ -295,10 +269,7 @@ def _gradients(
         return torch.stack(of_x) if for_x else None, torch.stack(of_weight) if for_weight else None
     folded = _fold_members(lowering, grad, weight, x)
     dx, dweight, _ = _convolution_backward(folded[0], folded[2], folded[1], None, *_grouped(geometry, x), mask)
-    return (
-        _unfold_members(dx, x) if for_x else None,
-        dweight.unflatten(0, weight.shape[:2]) if for_weight else None,
-    )
+    return (_unfold_members(dx, x) if for_x else None, dweight.unflatten(0, weight.shape[:2]) if for_weight else None)
 
 
 def _fold_members(lowering: str, image: Tensor, weight: Tensor, *images: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Look-up tables of M members as one table.
+"""Look-up tables of M members as a single table.
 
 Dimension letters: M models, N any batch, V rows of a table, D features, B bags, L entries of all bags.
 """
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hfta_func._errors import TraceError
 from hfta_func._torch import is_wrapped, num_dispatch_modes
-from hfta_func.rules._layout import expand, fold, front, split
+from hfta_func.rules._layout import each, expand, fold, front, split
+from hfta_func.rules._lowering import one_by_one
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register
 
@@ -26,12 +27,12 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Result:
-    """Rows ``[M,N,D]`` of tables ``[M,V,D]``; the gradient is one scatter into one table."""
+    """Rows ``[M,N,D]`` of tables ``[M,V,D]``; the gradient is a single scatter into one table."""
     _refuse_sparse(sparse)
     weight_dim, indices_dim = call.dims[:2]
     if weight_dim is None and not scale_grad_by_freq:
         return torch.ops.aten.embedding.default(weight, indices, padding_idx), indices_dim
-    # [M,V,D], [M,N] -> [MV,D], [M,N] -> [M,N,D]. Frequencies are counted per member, so that they need a table per member.
+    # [M,V,D], [M,N] -> [MV,D], [M,N] -> [M,N,D]. Frequencies are counted per member, so they need a table per member.
     num_models = call.num_models
     table, indices = fold(weight, weight_dim, 0, num_models), expand(indices, indices_dim, num_models)
     rows = _rows(indices, table.shape[0] // num_models)
@@ -45,7 +46,7 @@ def embedding(
 
 @register("embedding_renorm_", "embedding")
 def embedding_renorm_(call: Call, weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Result:
-    """Shorten, in place, those of the rows ``[M,V,D]`` that are looked up and longer than ``max_norm``."""
+    """Shorten in place the rows ``[M,V,D]`` that are looked up and longer than ``max_norm``."""
     num_models, (weight_dim, indices_dim) = call.num_models, call.dims[:2]
     if weight_dim is None:
         torch.ops.aten.embedding_renorm_.default(weight, indices, max_norm, norm_type)
@@ -54,7 +55,7 @@ def embedding_renorm_(call: Call, weight: Tensor, indices: Tensor, max_norm: flo
     rows = _rows(expand(indices, indices_dim, num_models), table.shape[0] // num_models)
     torch.ops.aten.embedding_renorm_.default(table, rows, max_norm, norm_type)
     if not front(weight, weight_dim).is_contiguous():
-        # Flattening had to copy, and the copy was updated.
+        # Folding had to copy, and the copy was updated.
         front(weight, weight_dim).copy_(split(table, 0, num_models))
     return weight, weight_dim
 
@@ -72,16 +73,15 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Result:
-    """Sums, means or maxima ``[M,B,D]`` over bags of rows of tables ``[M,V,D]``; bags begin at the offsets ``[M,B]``."""
+    """Sums, means or maxima ``[M,B,D]`` over bags of rows of tables ``[M,V,D]``; bags start at the offsets ``[M,B]``."""
     _refuse_sparse(sparse)
-    num_models, (weight_dim, indices_dim, offsets_dim) = call.num_models, call.dims[:3]
-    weights_dim = None if per_sample_weights is None else call.dims[6]
+    num_models, weight_dim = call.num_models, call.dims[0]
     if scale_grad_by_freq:
-        # The CPU's kernel counts frequencies along the order of all indices, so that it needs each member's alone.
+        # The CPU kernel counts frequencies in the order of all indices, so it needs the indices of each member alone.
         options = scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
-        dims = (*call.dims[:3], None, None, None, weights_dim, None, None)
-        return _one_by_one(_embedding_bag, num_models, (weight, indices, offsets, *options), dims)
-    indices, offsets = expand(indices, indices_dim, num_models), expand(offsets, offsets_dim, num_models)
+        args = weight, indices, offsets, *options
+        return one_by_one(_embedding_bag, num_models, args, call.first_dims(9), {}, {})
+    indices, offsets = each(expand, (indices, offsets), call.dims[1:], num_models)
     if include_last_offset:
         # The last bag ends where the indices end.
         offsets = offsets[:, :-1]
@@ -93,71 +93,58 @@ def embedding_bag(
         rows = _rows(indices, size)
         if padding_idx is not None:
             padding_idx %= size
-            # Padding is left out of the bags, so that one row may stand for that of every member.
+            # Bags leave padding out, so one row can serve as the padding of every member.
             rows = torch.where(indices == padding_idx, padding_idx, rows)
     starts = torch.arange(num_models, dtype=offsets.dtype, device=offsets.device) * indices.shape[1]
     if per_sample_weights is not None:
-        per_sample_weights = fold(per_sample_weights, weights_dim, 0, num_models)
-    # The composite, because it sees on the folded table whether there will be a gradient.
+        per_sample_weights = fold(per_sample_weights, call.dims[6], 0, num_models)
+    # PyTorch's decomposable operator, because it sees from the folded table whether there will be a gradient.
     bags, *notes = _embedding_bag(
         *(table, rows.flatten(), (offsets + starts.unsqueeze(1)).flatten(), False, mode, False, per_sample_weights),
         *(False, padding_idx),
     )
-    # What the kernel notes for its gradient is about all members together; nobody else reads it.
+    # What the kernel saves for its gradient covers all members together; nobody else reads it.
     return (split(bags, 0, num_models), *notes), (0, *(None,) * len(notes))
 
 
 register("embedding_bag.padding_idx", "embedding")(embedding_bag)
 
 
-def _apart(op: str) -> None:
-    """A rule for an operator that is reached only where the gradient is taken inside vmap."""
+def _native(op: str) -> None:
+    """A rule for an operator that is called only if the gradient is taken inside ``vmap``."""
     operator = getattr(torch.ops.aten, op).default
 
     @register(op, "embedding")
     def rule(call: Call, *args: Any) -> Result:
         """One member after another."""
-        return _one_by_one(operator, call.num_models, args, call.dims)
+        return one_by_one(operator, call.num_models, args, call.dims, {}, {})
 
 
 for _op in (
     *("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward"),
     "_embedding_bag_per_sample_weights_backward",
 ):
-    _apart(_op)
-
-
-def _one_by_one(operator: Any, num_models: int, args: tuple[Any, ...], dims: Any) -> Result:
-    parts = ([x] * num_models if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True))
-    outputs = [operator(*part) for part in zip(*parts, strict=True)]
-    if isinstance(outputs[0], Tensor):
-        return torch.stack(outputs), 0
-    return tuple(torch.stack(column) for column in zip(*outputs, strict=True)), (0,) * len(outputs[0])
+    _native(_op)
 
 
 def _rows(indices: Tensor, size: int) -> Tensor:
     """Rows of the folded table for indices ``[M,N]`` into tables of one size."""
     starts = torch.arange(0, len(indices) * size, size, dtype=indices.dtype, device=indices.device)
     rows = indices + starts.reshape(-1, *(1,) * (indices.dim() - 1))
-    # An index outside its member's table must not become a row of another member. Looking is faster where it is allowed.
-    if _can_look(indices):
+    # An index outside its member's table must not become a row of another member. Reading values is faster, but a tracing
+    # compiler and outer transforms do not allow it.
+    if indices.device.type == "cpu" and indices.numel() > 0 and not (num_dispatch_modes() or is_wrapped(indices)):
         least, most = indices.aminmax()
         if int(least) >= 0 and int(most) < size:
             return rows
     return torch.where((indices >= 0) & (indices < size), rows, -1)
 
 
-def _can_look(indices: Tensor) -> bool:
-    """On a CPU, where no compiler traces and no outer transform has wrapped them."""
-    traced = num_dispatch_modes() or is_wrapped(indices)
-    return indices.device.type == "cpu" and not traced and indices.numel() > 0
-
-
 def _refuse_sparse(sparse: bool) -> None:
     if sparse:
         raise TraceError(
             "the gradient of an embedding with sparse=True is a sparse tensor, which the members cannot share; use "
-            "sparse=False: the array scatters into one table for all members"
+            "sparse=False, whose gradient the array computes as one scatter for all members"
         )
 
 
@@ -178,8 +165,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _embedding_bag = torch.ops.aten.embedding_bag.padding_idx
 
-# The kernel of the gradient knows one padding row, but each member has its own: all members' padding is sent to that of the
-# first, which only padding is sent to.
+# The kernel of the gradient supports one padding row, but each member has its own: the padding of all members is sent to the
+# padding row of the first member, which receives nothing else.
 _padded = Operator(
     "embedding(Tensor weight, Tensor rows, Tensor targets, int padding_idx, bool scale_grad_by_freq) -> Tensor",
     _forward,

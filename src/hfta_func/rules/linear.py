@@ -1,4 +1,4 @@
-"""Linear layers and matrix products of M members: one batched product, or one wide one where the input is shared.
+"""Linear layers and matrix products of M members: one batched product, or one wide product if the input is shared.
 
 Dimension letters: M models, B any leading axes, P rows, I and O features in and out.
 """
@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func.rules._layout import fold, front, split
+from hfta_func.rules._layout import align, each, fold, front, split
 from hfta_func.rules._operator import Operator, lower_precision
 from hfta_func.rules._registry import FRONT, Call, Result, register
 
 
-def _apart(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What PyTorch makes of ``linear`` under transforms."""
+def _decomposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What PyTorch decomposes ``linear`` into under transforms."""
     if bias is not None and x.dim() == 2:
         return torch.addmm(bias, x, weight.t())
     y = torch.matmul(x, weight.t())
@@ -47,50 +47,46 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-# Autograd would make the gradient of the weights [M,I,O] and hand on its transpose, which optimizers read two times slower.
+# Autograd would compute the gradient of the weights as [M,I,O] and return its transpose, which optimizers read half as fast.
 _operator = Operator("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _product, _setup, _backward)
 
 _FEW = 1 << 11
-"""Below so many weights of a member that costs less than an operator of our own."""
+"""With fewer weights per member than this, a transposed gradient costs less than an operator of our own."""
 
 
-@register("linear", "linear", key=FRONT, otherwise=_apart)
+@register("linear", "linear", key=FRONT, otherwise=_decomposed)
 def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
-    """One batched product; one wide one for an input that members share, one tall one for weights that they share."""
-    num_models, (x_dim, weight_dim, bias_dim) = call.num_models, (*call.dims, None)[:3]
+    """One batched product; one wide product if members share the input, one tall product if they share the weights."""
+    num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.first_dims(3)
     vector = weight.dim() - (weight_dim is not None) == 1
     if vector:
         # Weights [I] make one feature, which is no axis of the output.
-        weight = weight.unsqueeze(0) if weight_dim is None else front(weight, weight_dim).unsqueeze(1)
-        weight_dim = None if weight_dim is None else 0
+        weight, weight_dim = front(weight, weight_dim).unsqueeze(-2), None if weight_dim is None else 0
     # A bias [O] that is per member exactly when the weights are goes into the product; any other is added afterwards.
     fused = bias is not None and not vector and (bias_dim is None) == (weight_dim is None)
     inner = bias if fused and bias is not None and bias.dim() - (bias_dim is not None) == 1 else None
     if weight_dim is None:
         # [M,B,I], [O,I] -> [M,B,O]
-        y, dim = F.linear(x if x_dim is None else front(x, x_dim), weight, inner), None if x_dim is None else 0
+        y, dim = F.linear(front(x, x_dim), weight, inner), None if x_dim is None else 0
     elif x_dim is None:
         # [B,I], [M,O,I] -> [B,I], [MO,I] -> [B,MO] -> [B,M,O]
-        wide = None if inner is None else fold(inner, bias_dim, 0, num_models)
-        y = F.linear(x, fold(weight, weight_dim, 0, num_models), wide)
+        y = F.linear(x, *each(fold, (weight, inner), (weight_dim, bias_dim), 0, num_models))
         y, dim = split(y, y.dim() - 1, num_models), x.dim() - 1
     else:
         # [M,P,I], [M,O,I], [M,O] -> [M,P,O] -> [M,B,O]
-        x, weight = front(x, x_dim), front(weight, weight_dim)
+        x, weight, inner = each(front, (x, weight, inner), (x_dim, weight_dim, bias_dim))
         rows = x if x.dim() == 3 else x.reshape(num_models, math.prod(x.shape[1:-1]), x.shape[-1])
-        # Of one member, so that it keeps its bits when others are dropped.
+        # Counted for one member, so that a member keeps its bits when others are dropped.
         few = weight.shape[1] * weight.shape[2] < _FEW and not torch.compiler.is_compiling()
-        product = _product if few else _operator
-        y = product(rows, weight, None if inner is None or bias_dim is None else front(inner, bias_dim))
+        y = (_product if few else _operator)(rows, weight, inner)
         y, dim = y if x.dim() == 3 else y.reshape(*x.shape[:-1], weight.shape[1]), 0
     if vector:
         y = y.squeeze(-1)
     if bias is None or inner is not None:
         return y, dim
-    y = y.unsqueeze(0) if dim is None else front(y, dim)
     (extra,) = lower_precision(bias)
-    extra = extra.unsqueeze(0) if bias_dim is None else front(extra, bias_dim)
-    return y + extra.reshape(extra.shape[0], *(1,) * (y.dim() - extra.dim()), *extra.shape[1:]), 0
+    rank = y.dim() - (dim is not None)
+    return align(y, dim, rank) + align(extra, bias_dim, rank), 0
 
 
 @register("mm", "linear")
@@ -112,8 +108,7 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
     bias_dim, x_dim, weight_dim = call.dims
     if bias_dim is not None:
         # [M,O] or [M,P|1,O] -> [M,P|1,O]
-        bias = front(bias, bias_dim)
-        bias = bias.reshape(bias.shape[0], *(1,) * (3 - bias.dim()), *bias.shape[1:])
+        bias = align(bias, bias_dim, 2)
     if x_dim is not None and weight_dim is not None:
         # [M,1,O] + [M,P,I], [M,I,O] -> [M,P,O]
         return torch.baddbmm(bias, front(x, x_dim), front(weight, weight_dim), beta=beta, alpha=alpha), 0
@@ -137,9 +132,9 @@ def trilinear(
     sumdim: list[int],
     unroll_dim: int = 1,
 ) -> Result:
-    """A product of three tensors with axes put in at ``expand``, summed over ``sumdim``, such as ``bilinear``."""
-    # The model axis comes first, so that all others move up; in a shared tensor it is put in like those of length one.
-    tensors = [x if dim is None else front(x, dim) for x, dim in zip((first, second, third), call.dims, strict=False)]
+    """A product of three tensors with axes inserted at ``expand``, summed over ``sumdim``, as ``bilinear`` needs it."""
+    # The model axis comes first, so all other axes move up by one; in a shared tensor it is inserted like the expanded axes.
+    tensors = each(front, (first, second, third), call.dims)
     expands = (
         [0] * (dim is None) + [axis + 1 for axis in axes]
         for axes, dim in zip((expand1, expand2, expand3), call.dims, strict=False)

@@ -1,6 +1,6 @@
 """Losses of M members as one loss over M times the batch.
 
-Each kernel runs without a reduction on rows of all members; the members' sums and means are taken afterwards. Dimension
+Each kernel runs without a reduction on the rows of all members; sums and means per member are taken afterwards. Dimension
 letters: M models, N batch, C classes, S space, D features.
 """
 
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func.rules._layout import align, expand, front
+from hfta_func.rules._layout import align, each, expand, front
 from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._registry import Call, Result, register
 
+aten: Any = torch.ops.aten
 _NONE, _MEAN = 0, 1
+_cross_entropy = aten.cross_entropy_loss.default
 
 
 @register("cross_entropy_loss", "loss")
@@ -30,34 +32,29 @@ def cross_entropy_loss(
     label_smoothing: float = 0.0,
 ) -> Result:
     """Cross entropy ``[M,N,C,S]`` with classes ``[M,N,S]`` or probabilities ``[M,N,C,S]``, to ``[M]`` or ``[M,N,S]``."""
-    # One log_softmax and one nll_loss, inside PyTorch's own composite, so that autocast treats it as that of a solo run.
+    # PyTorch's own operator makes one log_softmax and one nll_loss, so that autocast treats them as in a solo run.
     rows = _Rows(call, input)
     has_probabilities = member_shape(input, call.dims[0]) == member_shape(target, call.dims[1])
     target = expand(target, call.dims[1], call.num_models)
     weight_dim = None if weight is None else call.dims[2]
-    own_weights = None if weight is None or weight_dim is None else front(weight, weight_dim)
-    shared_weights = None if weight_dim is not None else weight
+    own_weights, shared_weights = (
+        (None, weight) if weight is None or weight_dim is None else (front(weight, weight_dim), None)
+    )
     if has_probabilities:
         if own_weights is not None:
-            # The loss is linear in the probabilities, so the weights of a member's classes can go into them.
-            target = (target * (1 - label_smoothing) + label_smoothing / own_weights.shape[1]) * rows.classwise(
-                own_weights
-            )
-            label_smoothing = 0.0
+            # The loss is linear in the probabilities, so each member's class weights can be multiplied into them.
+            target = target * (1 - label_smoothing) + label_smoothing / own_weights.shape[1]
+            target, label_smoothing = target * rows.classwise(own_weights), 0.0
         losses = _cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, label_smoothing)
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
-    if own_weights is None:
-        losses = rows.split(
-            _cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, label_smoothing)
-        )
-        weights = counted if weight is None else _weights(weight, None, target, counted)
-    else:
-        losses = rows.split(_cross_entropy(rows.input, rows.of(target), None, _NONE, ignore_index))
-        weights = _weights(own_weights, 0, target, counted)
+    smoothed = 0.0 if own_weights is not None else label_smoothing
+    losses = rows.split(_cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, smoothed))
+    weights = counted if weight is None else _weights(weight, weight_dim, target, counted)
+    if own_weights is not None:
         losses = losses * weights
         if label_smoothing:
-            # What smoothing adds is the loss of equally likely classes, each with its weight.
+            # Smoothing adds the loss of equally likely classes, each with its weight.
             uniform = (rows.classwise(own_weights) / own_weights.shape[1]).expand(rows.shape)
             smooth = rows.split(_cross_entropy(rows.input, rows.of(uniform), None, _NONE))
             losses = (1 - label_smoothing) * losses + label_smoothing * torch.where(counted, smooth, 0)
@@ -76,45 +73,15 @@ def nll_loss(
     ignore_index: int = -100,
 ) -> Result:
     """Negative log likelihood ``[M,N,C,S], [M,N,S] -> [M]`` or ``[M,N,S]``."""
-    (loss, _), _ = _nll(_nll_loss, call, input, target, weight, reduction, ignore_index)
+    (loss, _), _ = _nll(aten.nll_loss_nd.default, call, input, target, weight, reduction, ignore_index)
     return loss, 0
 
 
-@register("nll_loss_forward", "loss")
-def nll_loss_forward(call: Call, *args: Any) -> Result:
-    """The same with the total weight of the targets, ``[M,N,C], [M,N] -> [M]`` or ``[M,N]``."""
-    return _nll(torch.ops.aten.nll_loss_forward.default, call, *args)
-
-
-@register("nll_loss2d_forward", "loss")
-def nll_loss2d_forward(call: Call, *args: Any) -> Result:
-    """The same for images ``[M,N,C,H,W], [M,N,H,W]``."""
-    return _nll(torch.ops.aten.nll_loss2d_forward.default, call, *args)
-
-
-@register("nll_loss_backward", "loss")
-def nll_loss_backward(call: Call, *args: Any) -> Result:
-    """Gradient of the log likelihoods ``[M,N,C]``."""
-    return _nll_backward(torch.ops.aten.nll_loss_backward.default, call, *args)
-
-
-@register("nll_loss2d_backward", "loss")
-def nll_loss2d_backward(call: Call, *args: Any) -> Result:
-    """The same for images ``[M,N,C,H,W]``."""
-    return _nll_backward(torch.ops.aten.nll_loss2d_backward.default, call, *args)
-
-
 def _nll(
-    operator: Any,
-    call: Call,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
+    operator: Any, call: Call, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> Result:
-    rows = _Rows(call, input)
-    target = expand(target, call.dims[1], call.num_models)
+    """The losses, and the total weight of each member's targets if they are reduced."""
+    rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
     losses = operator(rows.input, rows.of(target), None, _NONE, ignore_index)
     losses = rows.split(losses[0] if isinstance(losses, tuple) else losses)
     weights = target != ignore_index
@@ -127,29 +94,41 @@ def _nll(
     return (total / divisor if reduction == _MEAN else total, divisor), (0, 0)
 
 
-def _nll_backward(
-    operator: Any,
-    call: Call,
-    grad: Tensor,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: Tensor,
-) -> Result:
-    num_models, dims = call.num_models, call.dims
-    rows = _Rows(call, input, 1)
-    target = expand(target, dims[2], num_models)
-    grad = expand(grad, dims[0], num_models)
-    total_weight = expand(total_weight, dims[6], num_models)
-    grad = grad / total_weight if reduction == _MEAN else grad
-    grad = _spread(grad, target.shape, _NONE)
-    if weight is not None:
-        grad = grad * _weights(weight, dims[3], target, target != ignore_index)
-    # Without a reduction the kernel does not read the total weight.
-    grad = operator(rows.of(grad), rows.input, rows.of(target), None, _NONE, ignore_index, total_weight[0])
-    return rows.split(grad), 0
+def _native_nll(op: str) -> None:
+    """The operators that a gradient inside ``vmap`` decomposes ``nll_loss`` into, for rows or for images."""
+    forward, backward = (getattr(aten, f"{op}_{way}").default for way in ("forward", "backward"))
+
+    @register(f"{op}_forward", "loss")
+    def nll_loss_forward(call: Call, *args: Any) -> Result:
+        """Negative log likelihood and the total weight of the targets, ``[M,N,C,S], [M,N,S] -> [M]`` or ``[M,N,S]``."""
+        return _nll(forward, call, *args)
+
+    @register(f"{op}_backward", "loss")
+    def nll_loss_backward(
+        call: Call,
+        grad: Tensor,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        reduction: int,
+        ignore_index: int,
+        total_weight: Tensor,
+    ) -> Result:
+        """Gradient of the log likelihoods ``[M,N,C,S]``."""
+        rows, dims = _Rows(call, input, 1), call.dims
+        tensors, own_dims = (grad, target, total_weight), (dims[0], dims[2], dims[6])
+        grad, target, total_weight = each(expand, tensors, own_dims, call.num_models)
+        grad = grad / total_weight if reduction == _MEAN else grad
+        grad = _spread(grad, target.shape, _NONE)
+        if weight is not None:
+            grad = grad * _weights(weight, dims[3], target, target != ignore_index)
+        # Without a reduction the kernel does not read the total weight.
+        grad = backward(rows.of(grad), rows.input, rows.of(target), None, _NONE, ignore_index, total_weight[0])
+        return rows.split(grad), 0
+
+
+for _op in ("nll_loss", "nll_loss2d"):
+    _native_nll(_op)
 
 
 @register("multi_margin_loss", "loss")
@@ -162,10 +141,10 @@ def multi_margin_loss(
     weight: Tensor | None = None,
     reduction: int = _MEAN,
 ) -> Result:
-    """Hinge losses of the true class against all others, ``[M,N,C], [M,N] -> [M]`` or ``[M,N]``."""
+    """Hinge losses of the true class against all other classes, ``[M,N,C], [M,N] -> [M]`` or ``[M,N]``."""
     rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
-    # One sample [C] may have a target [] or [1].
-    losses = _multi_margin(rows.input, rows.of(target).flatten(), p, margin, None, _NONE)
+    # A single sample [C] may have a target [] or [1].
+    losses = aten.multi_margin_loss.default(rows.input, rows.of(target).flatten(), p, margin, None, _NONE)
     losses = rows.split(losses).reshape(target.shape)
     if weight is not None:
         losses = losses * _weights(weight, call.dims[4], target)
@@ -189,21 +168,21 @@ def multi_margin_loss_backward(
     if weight is not None:
         grad = grad * _weights(weight, call.dims[5], target)
     grad, classes = rows.of(grad).flatten(), rows.of(target).flatten()
-    return rows.split(_multi_margin_backward(grad, rows.input, classes, p, margin, None, _NONE)), 0
+    return rows.split(aten.multi_margin_loss_backward.default(grad, rows.input, classes, p, margin, None, _NONE)), 0
 
 
 @register("multilabel_margin_loss", "loss")
 def multilabel_margin_loss(call: Call, input: Tensor, target: Tensor, reduction: int = _MEAN) -> Result:
     """Hinge losses of the true classes against the others, ``[M,N,C] -> [M]`` or ``[M,N]``."""
     rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
-    return _reduce(rows.split(_multilabel_margin(rows.input, rows.of(target), _NONE)), reduction), 0
+    return _reduce(rows.split(aten.multilabel_margin_loss.default(rows.input, rows.of(target), _NONE)), reduction), 0
 
 
 @register("multilabel_margin_loss_forward", "loss")
 def multilabel_margin_loss_forward(call: Call, input: Tensor, target: Tensor, reduction: int) -> Result:
     """The same, and which classes are true."""
     rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
-    losses, is_target = _multilabel_margin_forward(rows.input, rows.of(target), _NONE)
+    losses, is_target = aten.multilabel_margin_loss_forward.default(rows.input, rows.of(target), _NONE)
     return (_reduce(rows.split(losses), reduction), rows.split(is_target)), (0, 0)
 
 
@@ -212,56 +191,59 @@ def multilabel_margin_loss_backward(
     call: Call, grad: Tensor, input: Tensor, target: Tensor, reduction: int, is_target: Tensor
 ) -> Result:
     """Gradient of the inputs ``[M,N,C]``."""
-    num_models, dims = call.num_models, call.dims
-    rows, target = _Rows(call, input, 1), expand(target, dims[2], num_models)
-    is_target = expand(is_target, dims[4], num_models)
-    grad = _spread(expand(grad, dims[0], num_models), target.shape[:-1], reduction)
-    grads = _multilabel_margin_backward(rows.of(grad), rows.input, rows.of(target), _NONE, rows.of(is_target))
+    rows = _Rows(call, input, 1)
+    grad, _, target, _, is_target = each(
+        expand, (grad, input, target, reduction, is_target), call.dims, call.num_models
+    )
+    grad = _spread(grad, target.shape[:-1], reduction)
+    grads = aten.multilabel_margin_loss_backward.default(
+        rows.of(grad), rows.input, rows.of(target), _NONE, rows.of(is_target)
+    )
     return rows.split(grads), 0
 
 
 @register("soft_margin_loss", "loss")
 def soft_margin_loss(call: Call, input: Tensor, target: Tensor, reduction: int = _MEAN) -> Result:
     """Logistic losses of every entry, any shape."""
-    input, target = (expand(x, dim, call.num_models) for x, dim in zip((input, target), call.dims, strict=False))
-    return _reduce(_soft_margin(input, target, _NONE), reduction), 0
+    input, target = each(expand, (input, target), call.dims, call.num_models)
+    return _reduce(aten.soft_margin_loss.default(input, target, _NONE), reduction), 0
 
 
 @register("soft_margin_loss_backward", "loss")
 def soft_margin_loss_backward(call: Call, grad: Tensor, input: Tensor, target: Tensor, reduction: int) -> Result:
     """Gradient of the inputs, any shape."""
-    num_models, dims = call.num_models, call.dims
-    input, target = expand(input, dims[1], num_models), expand(target, dims[2], num_models)
-    grad = _spread(expand(grad, dims[0], num_models), input.shape, reduction)
-    return _soft_margin_backward(grad, input, target, _NONE), 0
+    grad, input, target = each(expand, (grad, input, target), call.dims, call.num_models)
+    grad = _spread(grad, input.shape, reduction)
+    return aten.soft_margin_loss_backward.default(grad, input, target, _NONE), 0
 
 
 @register("cosine_embedding_loss", "loss")
 def cosine_embedding_loss(
     call: Call, first: Tensor, second: Tensor, target: Tensor, margin: float = 0.0, reduction: int = _MEAN
 ) -> Result:
-    """Cosine losses of pairs ``[M,N,D]``, alike or not ``[M,N]``."""
+    """Cosine losses of pairs ``[M,N,D]`` that are similar or not, ``[M,N]``."""
     rows = _Rows(call, first)
-    second, target = (expand(x, dim, call.num_models) for x, dim in zip((second, target), call.dims[1:3], strict=True))
-    return _reduce(
-        rows.split(_cosine_embedding(rows.input, rows.of(second), rows.of(target), margin, _NONE)), reduction
-    ), 0
+    others = map(rows.of, each(expand, (second, target), call.dims[1:], call.num_models))
+    losses = aten.cosine_embedding_loss.default(rows.input, *others, margin, _NONE)
+    return _reduce(rows.split(losses), reduction), 0
 
 
 def _broadcasting(op: str) -> None:
-    """A rule for a loss whose tensors broadcast against each other, whatever stands in front of their last axis."""
-    operator = getattr(torch.ops.aten, op).default
+    """A rule for a loss whose tensors broadcast against each other, with any number of leading axes."""
+    operator = getattr(aten, op).default
     names = [argument.name for argument in operator._schema.arguments]
     position = names.index("reduction")
 
     @register(op, "loss")
     def loss(call: Call, *args: Any, **options: Any) -> Result:
-        """Losses of every entry or row, by PyTorch's own operator, so that autocast treats it as that of a solo run."""
+        """Losses of all entries or rows, by PyTorch's own operator, so that autocast treats it as in a solo run."""
         reduction = args[position] if len(args) > position else _MEAN
-        tensors = list(zip(args[:position], call.dims, strict=False))
-        rank = max(x.dim() - (dim is not None) for x, dim in tensors if isinstance(x, Tensor))
-        aligned = [align(x, dim, rank) if isinstance(x, Tensor) else x for x, dim in tensors]
-        # As views of one shape, because some of their gradients do not broadcast.
+        tensors = args[:position]
+        rank = max(
+            x.dim() - (dim is not None) for x, dim in zip(tensors, call.dims, strict=False) if isinstance(x, Tensor)
+        )
+        aligned = each(align, tensors, call.dims, rank)
+        # As views of one shape, because some of the gradients do not broadcast.
         shape = torch.broadcast_shapes(*(x.shape for x in aligned if isinstance(x, Tensor)))
         aligned = [x.expand(shape) if isinstance(x, Tensor) else x for x in aligned]
         options.update(zip(names[position + 1 :], args[position + 1 :], strict=False))
@@ -276,9 +258,9 @@ for _op in (
 
 
 class _Rows:
-    """The samples of all members as one batch, in the order in which the input has them in memory.
+    """The samples of all members as one batch, in the order of the input's memory.
 
-    ``[M,N,C,S] -> [MN,C,S]`` or ``[N,M,C,S] -> [NM,C,S]``, both without a copy; single samples ``[M,C]`` are a batch already.
+    ``[M,N,C,S] -> [MN,C,S]`` or ``[N,M,C,S] -> [NM,C,S]``, both without a copy; single samples ``[M,C]`` are already a batch.
     A shared input is repeated.
     """
 
@@ -308,8 +290,8 @@ class _Rows:
 
 
 def _weights(weight: Tensor, dim: int | None, target: Tensor, counted: Tensor | None = None) -> Tensor:
-    """The class weight of every target ``[M,N,S]``, zero where it is not counted."""
-    # Targets that are ignored may lie outside the table.
+    """The class weight of each target ``[M,N,S]``; zero for targets that are not counted."""
+    # Ignored targets may be outside of the table.
     index = target if counted is None else torch.where(counted, target, 0)
     if dim is None:
         weights = weight.index_select(0, index.flatten()).reshape(target.shape)
@@ -319,31 +301,19 @@ def _weights(weight: Tensor, dim: int | None, target: Tensor, counted: Tensor | 
 
 
 def _flat(x: Tensor) -> Tensor:
-    """``[M,...] -> [M,K]``, also of one number a member."""
+    """``[M,...] -> [M,K]``, also for one number per member."""
     return x.unsqueeze(-1).flatten(1)
 
 
 def _reduce(losses: Tensor, reduction: int) -> Tensor:
-    """``[M,...] -> [M]``, or as it is."""
+    """``[M,...] -> [M]``, or unchanged."""
     if reduction == _NONE:
         return losses
     return _flat(losses).mean(1) if reduction == _MEAN else _flat(losses).sum(1)
 
 
 def _spread(grad: Tensor, shape: torch.Size, reduction: int) -> Tensor:
-    """The gradient of every loss ``[M,...]`` from that of each member's sum or mean ``[M]``."""
+    """The gradient of all losses ``[M,...]`` from that of each member's sum or mean ``[M]``."""
     if grad.dim() == 1:
         grad = grad.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape)
     return grad / math.prod(shape[1:]) if reduction == _MEAN else grad
-
-
-_cross_entropy = torch.ops.aten.cross_entropy_loss.default
-_nll_loss = torch.ops.aten.nll_loss_nd.default
-_cosine_embedding = torch.ops.aten.cosine_embedding_loss.default
-_multi_margin = torch.ops.aten.multi_margin_loss.default
-_multi_margin_backward = torch.ops.aten.multi_margin_loss_backward.default
-_multilabel_margin = torch.ops.aten.multilabel_margin_loss.default
-_multilabel_margin_forward = torch.ops.aten.multilabel_margin_loss_forward.default
-_multilabel_margin_backward = torch.ops.aten.multilabel_margin_loss_backward.default
-_soft_margin = torch.ops.aten.soft_margin_loss.default
-_soft_margin_backward = torch.ops.aten.soft_margin_loss_backward.default

@@ -1,7 +1,7 @@
-"""Batch and instance normalisation of M members as one of M times the channels.
+"""Batch and instance normalisation of M members as one with M times the channels.
 
-The rules stand on the operators that models call, and on the native ones below, which a gradient inside ``vmap`` takes them
-apart into. Dimension letters: M models, N batch, C channels, S space.
+There are rules for the operators that models call and for the native operators that a gradient inside ``vmap`` decomposes
+them into. Dimension letters: M models, N batch, C channels, S space.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ import torch
 from torch import Tensor
 
 from hfta_func._errors import TraceError
-from hfta_func.rules._affine import Pair, affine, along, flat, parted
-from hfta_func.rules._layout import fold, front, split
+from hfta_func.rules._affine import Vectors, affine, parted, split_grads
+from hfta_func.rules._layout import align, each, fold, front, split
 from hfta_func.rules._registry import Call, Result, register
 
 _native = torch.ops.aten.native_batch_norm.default
-_native_backward = torch.ops.aten.native_batch_norm_backward.default
 
 
 @register("batch_norm", "norm")
 def batch_norm(call: Call, *args: Any) -> Result:
-    """Batch normalisation of M times the channels; running statistics are updated in place, per member."""
+    """Batch normalisation with M times the channels; updates the running statistics of each member in place."""
     outputs, dims = _normalise(call, lambda *args: (torch.batch_norm(*args),), *args)
     return outputs[0], dims[0]
 
 
 @register("instance_norm", "norm")
 def instance_norm(call: Call, *args: Any) -> Result:
-    """Instance normalisation of M times the channels; running statistics are updated in place, per member."""
+    """Instance normalisation with M times the channels; updates the running statistics of each member in place."""
     outputs, dims = _normalise(call, lambda *args: (torch.instance_norm(*args),), *args)
     return outputs[0], dims[0]
 
 
 @register("native_batch_norm", "norm")
 def native_batch_norm(call: Call, *args: Any) -> Result:
-    """Batch normalisation that also returns each channel's statistics."""
+    """Batch normalisation that also returns the statistics of each channel."""
     return _normalise(call, _native, *args)
 
 
@@ -55,15 +54,15 @@ def native_batch_norm_in_evaluation(call: Call, *args: Any) -> Result:
 def native_batch_norm_without_running_statistics(
     call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any
 ) -> Result:
-    """Batch normalisation that also returns each channel's statistics, and keeps none."""
+    """Batch normalisation without running statistics that also returns the statistics of each channel."""
     call = call._replace(dims=(*call.dims[:3], None, None))
     return native_batch_norm(call, x, weight, bias, None, None, *options)
 
 
 @register("cudnn_batch_norm", "norm")
 def cudnn_batch_norm(call: Call, x: Tensor, *args: Any) -> Result:
-    """Batch normalisation that also returns each channel's statistics, with PyTorch's own kernel."""
-    # The scratch memory that cuDNN hands to its backward pass belongs to no member; PyTorch's kernel needs none.
+    """Batch normalisation that also returns the statistics of each channel, computed by PyTorch's own kernel."""
+    # cuDNN's scratch memory for the backward pass belongs to no member; PyTorch's kernel needs none.
     outputs, dims = _normalise(call, _native, x, *args)
     return (*outputs, x.new_empty(0, dtype=torch.uint8)), (*dims, None)
 
@@ -81,89 +80,81 @@ def _normalise(
     eps: float,
     *rest: bool,
 ) -> Result:
-    """Output, and where the kernel returns them the statistics of the batch."""
-    num_models, (x_dim, weight_dim, bias_dim, mean_dim, var_dim) = call.num_models, call.dims[:5]
-    vectors: Pair = (weight, weight_dim), (bias, bias_dim)
-    stats: Pair = (running_mean, mean_dim), (running_var, var_dim)
+    """The output and, if the kernel returns them, the statistics of the batch."""
+    num_models, (x_dim, *dims) = call.num_models, call.dims[:3]
+    vectors, stats, stat_dims = (weight, bias), (running_mean, running_var), call.dims[3:5]
     options = training, momentum, eps, *rest
-    if training and running_mean is not None and x_dim is not None and (mean_dim is None or var_dim is None):
+    if training and running_mean is not None and x_dim is not None and None in stat_dims:
         raise TraceError(
             "a normalisation would update running statistics that all members share; pass the stacked buffers to vmap too, "
             "as functional(model) does"
         )
-    if x.dim() - (x_dim is not None) < 2 and x.numel() == 0:
-        # Without an axis of channels PyTorch takes an empty input only, and has nothing to normalise.
+    rank = x.dim() - (x_dim is not None)
+    if rank < 2 and x.numel() == 0:
+        # Without a channel axis PyTorch accepts only an empty input, and there is nothing to normalise.
         return (x.clone(), x.new_empty(0), x.new_empty(0)), (x_dim, None, None)
     if x_dim is None:
         # [N,C,S] -> [N,C,S]; [N,C,S], [M,C] -> [M,1,C,1] -> [M,N,C,S]
         if not training:
-            return (_frozen(x, vectors, stats, eps), x.new_empty(0), x.new_empty(0)), (0, None, None)
-        inner, outer = parted(*vectors, x, (x.shape[1],))
-        y, *saved = _normalise_once(kernel, x, inner, stats, momentum, options)
-        y = affine(y, *(along(vector, dim, 1, x.dim() - 2) for vector, dim in outer))
-        return (y, *saved), (None if weight_dim is None and bias_dim is None else 0, *(None for _ in saved))
+            aligned = each(align, (*vectors, *stats), call.dims[1:], rank, rank - 2)
+            return (_frozen(x, eps, *aligned), x.new_empty(0), x.new_empty(0)), (0, None, None)
+        inner, outer = parted(vectors, dims, x, (x.shape[1],))
+        y, *saved = _normalise_once(kernel, x, inner, stats, stat_dims, momentum, options)
+        y = affine(y, *each(align, outer, dims, rank, rank - 2))
+        return (y, *saved), (None if dims == [None, None] else 0, *(None for _ in saved))
     # [M,N,C,S], [M,C] -> [N,MC,S], [MC] -> [N,M,C,S], [M,C]
-    flat_vectors = [flat(*vector, num_models) for vector in vectors]
-    flat_stats = [flat(*stat, num_models) for stat in stats]
-    # XLA updates a view alone, and not what it is a view of.
+    folded_stats = each(fold, stats, stat_dims, 0, num_models)
+    # On XLA an in-place update of a view does not reach its base.
     if cloned := training and x.device.type == "xla":
-        flat_stats = [stat if stat is None else stat.clone() for stat in flat_stats]
-    y, *saved = kernel(fold(x, x_dim, 1, num_models), *flat_vectors, *flat_stats, *options)
+        folded_stats: list[Any] = [stat if stat is None else stat.clone() for stat in folded_stats]
+    folded_vectors = each(fold, vectors, dims, 0, num_models)
+    y, *saved = kernel(fold(x, x_dim, 1, num_models), *folded_vectors, *folded_stats, *options)
     if training:
-        for updated, (stat, dim) in zip(flat_stats, stats, strict=True):
-            # Where flattening had to copy, the copy was updated.
-            if updated is not None and dim is not None and (cloned or not front(stat, dim).is_contiguous()):
+        for updated, stat, dim in zip(folded_stats, stats, stat_dims, strict=True):
+            # If folding had to copy, the kernel updated the copy.
+            if stat is not None and dim is not None and (cloned or not front(stat, dim).is_contiguous()):
                 front(stat, dim).copy_(split(updated, 0, num_models))
     return (split(y, 1, num_models), *(split(vector, 0, num_models) for vector in saved)), (1, *(0 for _ in saved))
 
 
 def _normalise_once(
-    kernel: Callable[..., Any], x: Tensor, inner: Any, stats: Pair, momentum: float, options: Any
+    kernel: Callable[..., Any], x: Tensor, inner: Vectors, stats: Any, stat_dims: Any, momentum: float, options: Any
 ) -> Any:
-    """Normalise an input that all members share, which moves every member's running statistics towards the same point."""
-    if all(dim is None for _, dim in stats):
-        return kernel(x, *inner, *(stat for stat, _ in stats), *options)
-    towards = [stat.new_zeros(x.shape[1]) for stat, _ in stats]
+    """Normalise an input that all members share; the running statistics of all members move towards the same values."""
+    if all(dim is None for dim in stat_dims):
+        return kernel(x, *inner, *stats, *options)
+    towards = [stat.new_zeros(x.shape[1]) for stat in stats]
     outputs = kernel(x, *inner, *towards, *options)
-    # An empty batch leaves running statistics as they are.
+    # An empty batch leaves running statistics unchanged.
     if x.numel() > 0:
-        for (stat, dim), part in zip(stats, towards, strict=True):
-            (stat if dim is None else front(stat, dim)).mul_(1 - momentum).add_(part)
+        for stat, dim, part in zip(stats, stat_dims, towards, strict=True):
+            front(stat, dim).mul_(1 - momentum).add_(part)
     return outputs
 
 
-def _frozen(x: Tensor, vectors: Pair, stats: Pair, eps: float) -> Tensor:
+def _frozen(x: Tensor, eps: float, weight: Any, bias: Any, mean: Any, var: Any) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` of an ``x`` that all members share, as one scale and shift."""
-    weight, bias = (along(vector, dim, 1, x.dim() - 2) for vector, dim in vectors)
-    mean, var = (_wide(stat, dim, x.dim() - 2) for stat, dim in stats)
+    # Running statistics have no gradient; those in half precision are computed with in single precision.
+    mean, var = (stat.detach().to(torch.promote_types(stat.dtype, torch.float32)) for stat in (mean, var))
     scale = (var + eps).rsqrt()
     scale = scale if weight is None else scale * weight
     shift = -mean * scale if bias is None else bias - mean * scale
     return affine(x, scale, shift)
 
 
-def _wide(stat: Tensor, dim: int | None, after: int) -> Tensor:
-    # Running statistics have no gradient, and those in half precision are computed with in single.
-    vector = along(stat.detach(), dim, 1, after)
-    assert vector is not None
-    return vector.to(torch.promote_types(stat.dtype, torch.float32))
-
-
 @register("native_batch_norm_backward", "norm")
 def native_batch_norm_backward(call: Call, grad: Tensor, x: Tensor, *args: Any) -> Result:
-    """Gradient of batch normalisation of M times the channels."""
+    """Gradient of batch normalisation with M times the channels."""
     # [M,N,C,S], [M,C] -> [N,MC,S], [MC] -> [N,M,C,S], [M,C]
-    num_models, (grad_dim, x_dim, *dims) = call.num_models, call.dims
-    vectors = (flat(vector, dim, num_models) for vector, dim in zip(args[:5], dims[:5], strict=True))
-    grads = _native_backward(fold(grad, grad_dim, 1, num_models), fold(x, x_dim, 1, num_models), *vectors, *args[5:])
-    axes = (1, 0, 0)
-    pairs = zip(grads, axes, strict=True)
-    return tuple(None if grad is None else split(grad, axis, num_models) for grad, axis in pairs), axes
+    images = each(fold, (grad, x), call.dims, 1, call.num_models)
+    vectors = each(fold, args[:5], call.dims[2:], 0, call.num_models)
+    outputs = torch.ops.aten.native_batch_norm_backward.default(*images, *vectors, *args[5:])
+    return split_grads(outputs, call.num_models)
 
 
 @register("cudnn_batch_norm_backward", "norm")
 def cudnn_batch_norm_backward(call: Call, x: Tensor, grad: Tensor, *args: Any) -> Result:
-    """Gradient of batch normalisation of M times the channels, with PyTorch's own kernel."""
+    """Gradient of batch normalisation with M times the channels, by PyTorch's own kernel."""
     *vectors, eps, _ = args
     x_dim, grad_dim, *dims = call.dims[:7]
     call = call._replace(dims=(grad_dim, x_dim, *dims))

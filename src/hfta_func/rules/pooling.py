@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func.rules._layout import fold, split
+from hfta_func.rules._layout import each, fold, split
 from hfta_func.rules._registry import Call, Result, register
 
 
@@ -20,10 +20,9 @@ def _channelwise(op: str, space: int) -> None:
 
     @register(op, "pooling")
     def pool(call: Call, x: Tensor, *options: Any) -> Result:
-        """Every channel by itself; the members join the axis that they stand next to in memory."""
+        """Each channel by itself; the members join the axis that they are next to in memory."""
         # Nothing is copied: [N,M,C,S] -> [N,MC,S], [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
-        (dim, *_) = call.dims
-        assert dim is not None
+        dim = call.dims[0]
         into = 1 if dim == 1 and x.dim() == space + 3 else 0
         outputs = operator(fold(x, dim, into, call.num_models), *options)
         return _split(outputs, into, call.num_models)
@@ -37,14 +36,14 @@ for _op, _space in (
 
 
 def _aligned(op: str) -> None:
-    """A rule for an operator whose tensors all begin with the same batch or channel axis."""
+    """A rule for an operator whose tensors all start with the same batch or channel axis."""
     operator = getattr(torch.ops.aten, op).default
 
     @register(op, "pooling")
     def pool(call: Call, *args: Any) -> Result:
-        """Every channel by itself; the members join the batch, or the channels of a single sample."""
+        """Each channel by itself; the members join the batch, or the channels of a single sample."""
         # [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
-        return _split(operator(*_fold(call, args, 0)), 0, call.num_models)
+        return _split(operator(*each(fold, args, call.dims, 0, call.num_models)), 0, call.num_models)
 
 
 for _op in ("max_unpool2d", "max_unpool3d", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward"):
@@ -56,8 +55,8 @@ def _fractional(op: str, space: int) -> None:
 
     @register(op, "pooling")
     def pool(call: Call, x: Tensor, kernel_size: Any, output_size: Any, samples: Tensor) -> Result:
-        """Maxima over windows that the samples ``[N,C,2]`` or ``[N,C,3]`` place."""
-        # [M,N,C,S], [M,N,C,2] -> [MN,C,S], [MN,C,2], or of a single sample [M,C,S], [M,1,C,2] -> [MC,S], [1,MC,2]
+        """Maxima over windows, which the samples ``[N,C,2]`` or ``[N,C,3]`` place."""
+        # [M,N,C,S], [M,N,C,2] -> [MN,C,S], [MN,C,2]; a single sample [M,C,S], [M,1,C,2] -> [MC,S], [1,MC,2]
         num_models, (x_dim, *_, samples_dim) = call.num_models, call.dims
         single = x.dim() - (x_dim is not None) == space + 1
         outputs = operator(
@@ -68,13 +67,6 @@ def _fractional(op: str, space: int) -> None:
 
 for _op, _space in (("fractional_max_pool2d", 2), ("fractional_max_pool3d", 3)):
     _fractional(_op, _space)
-
-
-def _fold(call: Call, args: tuple[Any, ...], into: int) -> list[Any]:
-    return [
-        fold(x, dim, into, call.num_models) if isinstance(x, Tensor) else x
-        for x, dim in zip(args, call.dims, strict=True)
-    ]
 
 
 def _split(outputs: Any, axis: int, num_models: int) -> Result:

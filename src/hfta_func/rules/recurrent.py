@@ -1,12 +1,12 @@
 """Recurrent layers of M members.
 
-Two lowerings, chosen by the table:
+The table chooses between two lowerings:
 
-- ``batched``: the inputs of all time steps times their weights in one matrix product; then one batched matrix product a step
-  for all members, and for both directions where there are two;
+- ``batched``: one matrix product of the inputs of all time steps with their weights, then one batched matrix product a step
+  for all members, and for both directions if there are two;
 - ``loop``: PyTorch's own layers, one member after another.
 
-Where all members share the weights, their samples join one batch instead. Dimension letters: M models, T time, N batch,
+If all members share the weights, their samples join one batch instead. Dimension letters: M models, T time, N batch,
 L layers, D directions, I features in, G gates, H features of the state, R rows of a packed sequence.
 """
 
@@ -21,20 +21,16 @@ from torch import Tensor
 
 from hfta_func._errors import RandomnessError
 from hfta_func.rules import _recurrence
-from hfta_func.rules._layout import front
+from hfta_func.rules._layout import each, expand, front
 from hfta_func.rules._packed import padding, refuse_own
 from hfta_func.rules._registry import FRONT, Call, Result, Rule, register
 
 
 class _Value(NamedTuple):
-    """A tensor and whether it has a model axis, which is then in front."""
+    """A tensor and its model axis, which is 0 or None."""
 
     tensor: Tensor
-    own: bool
-
-    def rows(self, num_models: int) -> Tensor:
-        """``[M,...]``, a view."""
-        return self.tensor if self.own else self.tensor.expand(num_models, *self.tensor.shape)
+    dim: int | None
 
 
 class _Weights(NamedTuple):
@@ -42,23 +38,23 @@ class _Weights(NamedTuple):
 
     inputs: _Value
     state: _Value
-    input_bias: _Value | None
-    state_bias: _Value | None
-    project: _Value | None
+    input_bias: _Value | None = None
+    state_bias: _Value | None = None
+    project: _Value | None = None
 
 
 def _register(kind: str) -> None:
-    """The rules of one kind of layer: for sequences of one length, for packed ones, and for a single step."""
+    """The rules of one kind of layer: for sequences of equal length, for packed sequences, and for a single step."""
 
     def padded(call: Call, x: Tensor, hx: Any, params: list[Tensor], *options: Any) -> Result:
         """One product for the inputs of all steps, then one batched product a step."""
-        return _sequences(kind, call, x, None, hx, params, options[:-1], options[-1])
+        return _sequences(kind, call, x, None, hx, params, *options)
 
     def packed(call: Call, x: Tensor, batch_sizes: Tensor, hx: Any, params: list[Tensor], *options: Any) -> Result:
-        """The same, padded inside; where a sequence has ended its state stays."""
+        """The same on padded sequences; the state of a sequence stays the same after its end."""
         refuse_own(call.dims[1], "batch_sizes")
         call = call._replace(dims=(call.dims[0], *call.dims[2:]))
-        return _sequences(kind, call, x, batch_sizes, hx, params, options, False)
+        return _sequences(kind, call, x, batch_sizes, hx, params, *options, False)
 
     def step(call: Call, x: Tensor, hx: Any, *params: Tensor | None) -> Result:
         """One step: a product for the inputs and one for the states."""
@@ -70,10 +66,10 @@ def _register(kind: str) -> None:
 
 
 def _otherwise(rule: Rule, shared: tuple[int, ...]) -> Callable[..., Any]:
-    """What gradients and jvp of ``torch.func`` get, inside ``vmap`` or not: the layer as an array of one.
+    """The layer as an array of one, for gradients and jvp of ``torch.func``, inside ``vmap`` or not.
 
-    PyTorch would take it apart into kernels that have no batching rule or no jvp, or into writes to tensors that members
-    share. Arguments at positions ``shared`` never have a model axis.
+    PyTorch would decompose it into kernels without a batching rule or jvp, or into writes to tensors that members share.
+    Arguments at positions ``shared`` never have a model axis.
     """
 
     def array_of_one(*args: Any) -> Any:
@@ -100,28 +96,21 @@ for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
 
 
 def _sequences(
-    kind: str,
-    call: Call,
-    x: Tensor,
-    batch_sizes: Tensor | None,
-    hx: Any,
-    params: list[Tensor],
-    options: tuple[Any, ...],
-    batch_first: bool,
+    kind: str, call: Call, x: Tensor, batch_sizes: Tensor | None, hx: Any, params: list[Tensor], *options: Any
 ) -> Result:
-    has_biases, num_layers, dropout, train, bidirectional = options
+    has_biases, num_layers, dropout, train, bidirectional, batch_first = options
     if train and dropout and num_layers > 1:
         raise RandomnessError(
-            f"torch.{kind} draws the dropout between its layers from PyTorch's global generator; give functional(model)(...) "
-            f"a key, so that each member draws from its own"
+            f"torch.{kind} draws the dropout between its layers from PyTorch's global generator; call it inside a step or "
+            f"functional(model)(..., key=), where each member draws from its own key"
         )
     num_models, dims = call.num_models, call.dims
     param_dims: Any = dims[2]
     if all(dim is None for dim in param_dims):
-        return _joined(kind, call, x, batch_sizes, hx, params, options, batch_first)
+        return _joined(kind, call, x, batch_sizes, hx, params, *options)
     inputs, directions = _value(x, dims[0]), 1 + bidirectional
-    states = [state.rows(num_models) for state in _states(hx, dims[1])]
-    values = [_value(param, dim) for param, dim in zip(params, param_dims, strict=True)]
+    states = each(expand, *_states(hx, dims[1]), num_models)
+    values = list(map(_value, params, param_dims))
     weights = _grouped(values, has_biases, num_layers * directions)
     mask = places = None
     if batch_sizes is not None:
@@ -135,7 +124,7 @@ def _sequences(
         span = slice(layer * directions, (layer + 1) * directions)
         bases = [_base(kind, inputs, one, num_models) for one in weights[span]]
         if batch_first and layer == 0:
-            # [M,N,T,GH] -> [M,T,N,GH]; only now, because the inputs may lie in memory as they came.
+            # [M,N,T,GH] -> [M,T,N,GH]; after the product, so that the inputs keep their memory layout.
             bases = [base.transpose(1, 2) for base in bases]
         if bases[0].shape[1] == 0:
             raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
@@ -148,7 +137,7 @@ def _sequences(
         if bidirectional:
             forward, backward = output.chunk(2)
             output = torch.cat((forward, backward.flip(1)), -1)
-        inputs = _Value(output, True)
+        inputs = _Value(output, 0)
     output = inputs.tensor
     if places is not None:
         output = output.flatten(1, 2).index_select(1, places)
@@ -163,69 +152,62 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
     num_models, (x_dim, hx_dims, *dims) = call.num_models, call.dims
     if all(dim is None for dim in dims):
         # [M,N,I] -> [NM,I] -> [NM,H] -> [N,M,H]
-        states = [_join(state, 0, num_models) for state in _states(hx, hx_dims)]
+        states = each(_join, *_states(hx, hx_dims), 0, num_models)
         operator: Any = getattr(torch.ops.aten, f"{kind}_cell").default
-        outputs = operator(_join(_value(x, x_dim), 0, num_models), states if kind == "lstm" else states[0], *params)
+        outputs = operator(_join(x, x_dim, 0, num_models), states if kind == "lstm" else states[0], *params)
         results = [_part(y, 0, num_models) for y in (outputs if kind == "lstm" else (outputs,))]
         dim = 1
     else:
-        values = [None if p is None else _value(p, dim) for p, dim in zip(params, dims, strict=True)]
-        input_weight, state_weight, input_bias, state_bias = (*values, None, None)[:4]
-        assert input_weight is not None and state_weight is not None
-        weights = _Weights(input_weight, state_weight, input_bias, state_bias, None)
+        values: Any = (None if p is None else _value(p, dim) for p, dim in zip(params, dims, strict=True))
+        weights = _Weights(*values)
         inputs = _value(x, x_dim)
         # [M,N,I] -> [M,1,N,I] -> [M,1,N,H] -> [M,N,H]
         base = _base(kind, inputs._replace(tensor=inputs.tensor.unsqueeze(-3)), weights, num_models)
-        states = [state.rows(num_models) for state in _states(hx, hx_dims)]
+        states = each(expand, *_states(hx, hx_dims), num_models)
         results = [y.squeeze(1) for y in _through_time(kind, [base], states, [weights], None, num_models, False)]
         dim = 0
     return (tuple(results), (dim, dim)) if kind == "lstm" else (results[0], dim)
 
 
 def _joined(
-    kind: str,
-    call: Call,
-    x: Tensor,
-    batch_sizes: Tensor | None,
-    hx: Any,
-    params: list[Tensor],
-    options: tuple[Any, ...],
-    batch_first: bool,
+    kind: str, call: Call, x: Tensor, batch_sizes: Tensor | None, hx: Any, params: list[Tensor], *options: Any
 ) -> Result:
-    """Weights that all members share: their samples are further samples of one batch."""
+    """Layers whose weights all members share: their samples join one batch."""
     num_models, (x_dim, hx_dims, *_) = call.num_models, call.dims
-    states = [_join(state, 1, num_models) for state in _states(hx, hx_dims)]
+    states = each(_join, *_states(hx, hx_dims), 1, num_models)
     state = states if kind == "lstm" else states[0]
     operator: Any = getattr(torch.ops.aten, kind)
     if batch_sizes is None:
         # [M,T,N,I], [M,LD,N,H] -> [T,NM,I], [LD,NM,H] -> [T,NM,DH], [LD,NM,H] -> [T,N,M,DH], [LD,N,M,H]
-        batch = 0 if batch_first else 1
-        outputs = operator.input(_join(_value(x, x_dim), batch, num_models), state, params, *options, batch_first)
+        batch = 0 if options[-1] else 1
+        outputs = operator.input(_join(x, x_dim, batch, num_models), state, params, *options)
     else:
         # [M,R,I] -> [RM,I]: a step has M times as many rows.
         batch = 0
-        rows = _join(_value(x, x_dim), 0, num_models)
-        outputs = operator.data(rows, batch_sizes * num_models, state, params, *options)
+        rows = _join(x, x_dim, 0, num_models)
+        outputs = operator.data(rows, batch_sizes * num_models, state, params, *options[:-1])
     axes = (batch, *(1,) * len(states))
     return tuple(_part(y, axis, num_models) for y, axis in zip(outputs, axes, strict=True)), tuple(a + 1 for a in axes)
 
 
 def _base(kind: str, x: _Value, weights: _Weights, num_models: int) -> Tensor:
     """What inputs and biases add to the gates: ``[M,T,N,I], [M,GH,I] -> [M,T,N,GH]``, as :mod:`_recurrence` takes it."""
-    a, b = weights.input_bias, weights.state_bias
-    own = (a is not None and a.own) or (b is not None and b.own)
-    input_bias, state_bias = (None if v is None else (v.rows(num_models) if own else v.tensor) for v in (a, b))
+    biases = weights.input_bias, weights.state_bias
+    own = any(bias is not None and bias.dim is not None for bias in biases)
+    input_bias, state_bias = (
+        None if bias is None else expand(*bias, num_models) if own else bias.tensor for bias in biases
+    )
     if kind != "gru":
         bias = input_bias if state_bias is None else state_bias if input_bias is None else input_bias + state_bias
-        return _product(x, weights.inputs, None if bias is None else _Value(bias, own), num_models)
-    # The state's bias of n stands inside the reset gate, so it has a place of its own.
+        return _product(x, weights.inputs, bias, own, num_models)
+    # The reset gate multiplies the state's bias of n, so it is kept apart.
     size = weights.state.tensor.shape[-1]
     inner = None
     if state_bias is not None:
         outer, inner = state_bias.split((2 * size, size), -1)
         outer = F.pad(outer, (0, size))
         input_bias = outer if input_bias is None else input_bias + outer
-    base = _product(x, weights.inputs, None if input_bias is None else _Value(input_bias, own), num_models)
+    base = _product(x, weights.inputs, input_bias, own, num_models)
     gates, new = base.split((2 * size, size), -1)
     if inner is None:
         inner = torch.zeros_like(new)
@@ -234,23 +216,19 @@ def _base(kind: str, x: _Value, weights: _Weights, num_models: int) -> Tensor:
     return torch.cat((gates, inner, new), -1)
 
 
-def _product(x: _Value, weight: _Value, bias: _Value | None, num_models: int) -> Tensor:
+def _product(x: _Value, weight: _Value, bias: Tensor | None, own_bias: bool, num_models: int) -> Tensor:
     """``[M,T,N,I], [M,O,I] -> [M,T,N,O]``."""
-    if not weight.own:
-        y = F.linear(x.tensor, weight.tensor, None if bias is None or bias.own else bias.tensor)
-        if bias is not None and bias.own:
-            return y + bias.tensor[:, None, None]
-        return _Value(y, x.own).rows(num_models)
-    if not x.own:
+    if weight.dim is None:
+        y = F.linear(x.tensor, weight.tensor, None if own_bias else bias)
+        return y + bias[:, None, None] if own_bias and bias is not None else expand(y, x.dim, num_models)
+    biases = None if bias is None else expand(bias, 0 if own_bias else None, num_models)
+    if x.dim is None:
         # [TN,I], [I,MO] -> [TN,MO] -> [T,N,M,O] -> [M,T,N,O]
         rows, wide = x.tensor.flatten(0, 1), weight.tensor.flatten(0, 1).t()
-        y = torch.mm(rows, wide) if bias is None else torch.addmm(bias.rows(num_models).flatten(), rows, wide)
+        y = torch.mm(rows, wide) if biases is None else torch.addmm(biases.flatten(), rows, wide)
         return y.unflatten(1, (num_models, weight.tensor.shape[1])).unflatten(0, x.tensor.shape[:2]).movedim(2, 0)
     rows, weights = x.tensor.flatten(1, 2), weight.tensor.mT
-    if bias is None:
-        y = torch.bmm(rows, weights)
-    else:
-        y = torch.baddbmm(bias.rows(num_models).unsqueeze(1), rows, weights)
+    y = torch.bmm(rows, weights) if biases is None else torch.baddbmm(biases.unsqueeze(1), rows, weights)
     return y.unflatten(1, x.tensor.shape[1:3])
 
 
@@ -265,67 +243,61 @@ def _through_time(
 ) -> tuple[Tensor, ...]:
     """One layer: bases ``[M,T,N,GH]`` and weights of each direction -> states ``[DM,T,N,H]``, and cells of an LSTM.
 
-    The direction that runs backward gets and gives its steps in reverse order, next to the other one.
+    The direction that runs backward takes and returns its steps in reverse order, next to the other direction.
     """
-    if len(bases) == 1:
-        base = bases[0]
-    else:
-        base = torch.cat((bases[0], bases[1].flip(1)))
+    base = bases[0]
+    if len(bases) == 2:
+        base = torch.cat((base, bases[1].flip(1)))
         if mask is not None:
             mask = torch.cat([one.expand(num_models, -1, -1, -1) for one in (mask, mask.flip(1))])
     weight = _side_by_side([one.state for one in weights], num_models)
+    project = None
     if kind == "lstm":
-        projections = [one.project for one in weights if one.project is not None]
-        project = _side_by_side(projections, num_models) if projections else None
+        if weights[0].project is not None:
+            project = _side_by_side([one.project for one in weights], num_models)
         after = _recurrence.lstm(base, weight, states[0], states[1], project, mask)
     elif kind == "gru":
-        project, after = None, (_recurrence.gru(base, weight, states[0], mask),)
+        after = (_recurrence.gru(base, weight, states[0], mask),)
     else:
-        project, after = None, (_recurrence.rnn(base, weight, states[0], mask, kind == "rnn_relu"),)
+        after = (_recurrence.rnn(base, weight, states[0], mask, kind == "rnn_relu"),)
     if base.device.type == "cpu" and not is_fused and kind in ("lstm", "gru"):
-        # Under autocast, PyTorch's step by step path on the CPU keeps what it adds to in the precision of the first state.
+        # Under autocast, PyTorch's step-by-step path on the CPU accumulates in the precision of the first state.
         kept = torch.promote_types(states[-1].dtype, after[-1].dtype)
         after = tuple(y if project is not None and y is after[0] else y.to(kept) for y in after)
     return after
 
 
-def _side_by_side(values: list[_Value], num_models: int) -> Tensor:
-    """The directions' weights as those of further members."""
-    rows = [value.rows(num_models) for value in values]
+def _side_by_side(values: list[Any], num_models: int) -> Tensor:
+    """The weights of all directions, as if they belonged to further members."""
+    rows = [expand(*value, num_models) for value in values]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _grouped(params: list[_Value], has_biases: bool, count: int) -> list[_Weights]:
-    """PyTorch's flat list of parameters by layer and direction."""
+def _grouped(params: list[Any], has_biases: bool, count: int) -> list[_Weights]:
+    """PyTorch's flat list of parameters, by layer and direction."""
     size = len(params) // count
-    groups = [params[start : start + size] for start in range(0, len(params), size)]
-    return [
-        _Weights(
-            inputs=group[0],
-            state=group[1],
-            input_bias=group[2] if has_biases else None,
-            state_bias=group[3] if has_biases else None,
-            project=group[-1] if size % 2 else None,
-        )
-        for group in groups
-    ]
+    groups = (params[start : start + size] for start in range(0, len(params), size))
+    middle = slice(2, 4 if has_biases else 2)
+    return [_Weights._make((*g[:2], *(g[middle] or (None, None)), g[-1] if size % 2 else None)) for g in groups]
 
 
 def _value(x: Tensor, dim: int | None) -> _Value:
-    return _Value(x, False) if dim is None else _Value(front(x, dim), True)
+    return _Value(front(x, dim), None if dim is None else 0)
 
 
-def _states(hx: Any, dims: Any) -> list[_Value]:
-    """Both states of an LSTM, or the one of the others."""
-    pairs = zip(hx, dims, strict=True) if isinstance(dims, tuple) else ((hx, dims),)
-    return [_value(state, dim) for state, dim in pairs]
+def _states(hx: Any, dims: Any) -> tuple[Any, Any]:
+    """Both states of an LSTM, or the single state of other layers, and their model axes."""
+    return (hx, dims) if isinstance(dims, tuple) else ((hx,), (dims,))
 
 
-def _join(x: _Value, axis: int, num_models: int) -> Tensor:
-    """Members as further samples, innermost: ``[M,...,N,...] -> [...,NM,...]`` with N at ``axis`` of one member."""
-    return x.rows(num_models).movedim(0, axis + 1).flatten(axis, axis + 1)
+def _join(x: Tensor, dim: int | None, axis: int, num_models: int) -> Tensor:
+    """Members join the samples, innermost: ``[M,...,N,...] -> [...,NM,...]`` with N at ``axis`` of one member.
+
+    Unlike :func:`fold`, because the rows of a packed sequence are sorted by time step.
+    """
+    return expand(x, dim, num_models).movedim(0, axis + 1).flatten(axis, axis + 1)
 
 
 def _part(x: Tensor, axis: int, num_models: int) -> Tensor:
-    """The inverse, with the model axis at ``axis + 1``."""
+    """Inverse of :func:`_join`, with the model axis at ``axis + 1``."""
     return x.unflatten(axis, (x.shape[axis] // num_models, num_models))

@@ -1,4 +1,4 @@
-"""Resampling of M members' images as one of M times the batch, where PyTorch has no rule of its own.
+"""Resampling of M members' images as one with M times the batch, if PyTorch has no rule of its own.
 
 Dimension letters: M models, N batch, C channels, S space.
 """
@@ -14,11 +14,16 @@ from hfta_func.rules._layout import fold, split
 from hfta_func.rules._registry import Call, Result, register
 
 
-def _nearest_exact(space: int) -> None:
-    name = f"_upsample_nearest_exact{space}d"
+def _nearest_exact(name: str) -> None:
     forward, backward = getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_backward").default
-    for overload in ("default", "vec"):
-        _folded(name if overload == "default" else f"{name}.vec", getattr(forward, overload))
+
+    for op, operator in ((name, forward.default), (f"{name}.vec", forward.vec)):
+
+        @register(op, "resampling")
+        def resample(call: Call, x: Tensor, *options: Any, operator: Any = operator) -> Result:
+            """Members join the batch."""
+            # [M,N,C,S] -> [MN,C,S]
+            return split(operator(fold(x, call.dims[0], 0, call.num_models), *options), 0, call.num_models), 0
 
     @register(f"{name}_backward", "resampling")
     def resample_backward(call: Call, grad: Tensor, output_size: Any, input_size: Any, *scales: Any) -> Result:
@@ -28,13 +33,5 @@ def _nearest_exact(space: int) -> None:
         return split(backward(grad, output_size, size, *scales), 0, call.num_models), 0
 
 
-def _folded(op: str, operator: Any) -> None:
-    @register(op, "resampling")
-    def resample(call: Call, x: Tensor, *options: Any) -> Result:
-        """Members join the batch."""
-        # [M,N,C,S] -> [MN,C,S]
-        return split(operator(fold(x, call.dims[0], 0, call.num_models), *options), 0, call.num_models), 0
-
-
 for _space in (1, 2, 3):
-    _nearest_exact(_space)
+    _nearest_exact(f"_upsample_nearest_exact{_space}d")

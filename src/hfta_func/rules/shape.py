@@ -11,21 +11,22 @@ from hfta_func.rules._registry import Call, Result, register
 
 @register("view", "shape")
 def view(call: Call, x: Tensor, size: list[int]) -> Result:
-    """A view of all members where there is one, else a copy: a member's own tensor has no model axis in between."""
+    """A view of all members if possible, else a copy, because one member's tensor has no model axis in between."""
     # [.., M, ..] -> [M, *size]
-    (dim, *_) = call.dims
-    assert dim is not None
+    dim = call.dims[0]
     return (x.view(call.num_models, *size) if dim == 0 else front(x, dim).reshape(call.num_models, *size)), 0
 
 
 @register("as_strided_", "shape")
 def as_strided_(call: Call, x: Tensor, size: list[int], stride: list[int], offset: int | None = None) -> Result:
-    """Other strides for axes of length one, as pooling to one pixel sets them: they say nothing, so nothing is done."""
-    (dim, *_) = call.dims
+    """Other strides for axes of size 1, as pooling to one pixel sets them: they have no effect, so nothing is done."""
+    dim = call.dims[0]
     own = [(n, s) for axis, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)) if axis != dim]
     asked = zip(size, stride, strict=True)
     if len(own) != len(size) or any(
         a[0] != b[0] or (a[0] > 1 and a[1] != b[1]) for a, b in zip(own, asked, strict=True)
     ):
-        raise TraceError("as_strided_ reaches beyond one member's tensor; write it with view, transpose or expand")
+        raise TraceError(
+            "as_strided_ reads memory outside of one member's tensor; use view, transpose or expand instead"
+        )
     return x, dim

@@ -1,12 +1,10 @@
-"""``vmap`` with this package's batching rules.
-
-Public: :func:`vmap`. Steps use :func:`vmap_routed`.
-"""
+"""``vmap`` with this package's batching rules; training and evaluation steps use :func:`vmap_routed`."""
 
 from __future__ import annotations
 
 import functools
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func._errors import RandomnessError, TraceError
+from hfta_func._errors import HFTAError, RandomnessError, TraceError
 from hfta_func._torch import add_batch_dim, remove_batch_dim, vmap_level
 from hfta_func.calls.body import place
 from hfta_func.calls.rewrites import lowered
@@ -34,13 +32,17 @@ def vmap(
 
     Args:
         func: A function of one member's tensors.
-        in_dims: Which axis of each input is the model axis, or ``None`` for an input that all members share.
-        out_dims: Where the model axis goes in each output.
+        in_dims: The model axis of each input, or ``None`` for an input that all members share.
+        out_dims: The model axis of each output.
         randomness: As in ``torch.func.vmap``. Random calls inside :class:`hfta_func.routed` need no flag.
-        chunk_size: Members per group; ``None`` runs all of them at once.
+        chunk_size: Number of members that run at once; ``None`` is all of them.
+
+    Returns:
+        A function of stacked tensors, which returns stacked outputs.
 
     Raises:
-        TraceError: if ``func`` reads the value of a tensor (``.item()``, ``if tensor``) while the members run as one.
+        TraceError: if ``func`` reads the value of a tensor (``.item()``, ``if tensor``), which differs between members.
+        RandomnessError: if ``func`` draws random numbers outside :class:`hfta_func.routed` and ``randomness`` is "error".
 
     Example:
         >>> torch.equal(vmap(torch.dot)(torch.ones(3, 2), torch.ones(3, 2)), torch.full((3,), 2.0))
@@ -57,7 +59,7 @@ def vmap(
 
 
 def vmap_routed(func: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
-    """The same for a function that runs in :class:`hfta_func.routed`, which spares a mode; one member alone runs plainly."""
+    """``vmap`` of a function that enters :class:`hfta_func.routed` itself; a single member runs without ``vmap``."""
     return _vmap(func, in_dims, 0, "error", None, routed=True)
 
 
@@ -85,7 +87,7 @@ def _vmap(
 def _mapped_flat(
     func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, chunk_size: int | None, routed: bool
 ) -> Any:
-    """``torch.func.vmap`` on flat lists: optree takes trees apart many times faster than torch's pytree in Python."""
+    """``torch.func.vmap`` on flat lists, because optree flattens trees much faster than torch's pytree in Python."""
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
     if not isinstance(in_dims, int):
         in_dims = tuple(optree.broadcast_prefix(in_dims, args, none_is_leaf=True))
@@ -108,7 +110,7 @@ def _mapped_flat(
 
 
 def _num_models(leaves: list[Any], dims: tuple[Any, ...]) -> int | None:
-    """M, or None where something is wrong, which PyTorch then says."""
+    """M, or None if something is wrong, which PyTorch then reports."""
     sizes = set()
     for leaf, dim in zip(leaves, dims, strict=True):
         if dim is not None:
@@ -121,7 +123,7 @@ def _num_models(leaves: list[Any], dims: tuple[Any, ...]) -> int | None:
 def _mapped_level(
     func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...], count: int, randomness: str
 ) -> tuple[Tensor, ...]:
-    """What ``torch.func.vmap`` does with flat tensors, without its walks over trees in Python."""
+    """What ``torch.func.vmap`` does with flat tensors, without traversing trees in Python."""
     with vmap_level(count, randomness) as level:
         inputs = [
             leaf if dim is None else add_batch_dim(leaf, dim if dim >= 0 else leaf.dim() + dim, level)
@@ -133,7 +135,7 @@ def _mapped_level(
 
 
 def _alone(func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """One member without ``vmap``: as fast as a solo run, because it is one."""
+    """One member without ``vmap``, as fast as a solo run."""
     outputs = func(*(leaf if dim is None else leaf.squeeze(dim) for leaf, dim in zip(leaves, dims, strict=True)))
     _check_outputs(outputs)
     return tuple(output.unsqueeze(0) for output in outputs)
@@ -148,38 +150,50 @@ def _check_outputs(outputs: tuple[Any, ...]) -> None:
 
 
 def _advice(error: RuntimeError) -> Exception | None:
-    """What to do about an error of functorch that says what it could not do."""
-    text = str(error)
+    """An error that says which line is at fault and what to do; None for errors that need no advice."""
+    text, where = str(error), place(error)
+    if isinstance(error, HFTAError):
+        # Rules and draws cannot name the line; an inner vmap, which raises from this file, has already named it.
+        named = traceback.extract_tb(error.__traceback__)[-1].filename == __file__ or where == "this function"
+        return None if named else type(error)(f"in {where.rstrip(',')}: {text}")
     if "called random operation while in randomness error mode" in text:
         return RandomnessError(
-            f"{place(error)} draws from PyTorch's global generator in a way that cannot be routed to the members' keys; "
-            f"draw with torch.rand, torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
+            f"{where} draws from PyTorch's global generator in a way that cannot be routed to the members' keys; draw with "
+            f"torch.rand, torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
         )
-    if unsupported := re.search(
-        r"(aten::[\w.]+) hit the vmap fallback|Batching rule not implemented for (aten::[\w.]+)", text
-    ):
+    unsupported = re.search(
+        r"(aten::\w+(?:\.\w+)?)\.? hit the vmap fallback|rule not implemented for (aten::\w+(?:\.\w+)?)|"
+        r"vmap over (torch\.\w+)",
+        text,
+    )
+    operator = next(filter(None, unsupported.groups())) if unsupported else ""
+    if operator and operator not in ("aten::equal", "torch.allclose"):
         return TraceError(
-            f"{place(error)} calls {unsupported[1] or unsupported[2]}, for which there is no batching rule; write it with "
-            f"operators that have one, or give it one with torch.library.register_vmap"
+            f"{where} calls {operator}, for which there is no batching rule; write it with operators that have one, or "
+            f"register one with torch.library.register_vmap"
         )
     if "dynamic shape" in text or "differently shaped" in text:
-        called = re.search(r"aten::[\w.]+|torch\.[\w.]+", text)
+        called = re.search(r"(aten::|torch\.)\w+", text)
         return TraceError(
-            f"{place(error)} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), "
-            f"and each member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some"
+            f"{where} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), and each "
+            f"member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some"
         )
     if "inplace arithmetic" in text:
         return TraceError(
-            f"{place(error)} writes a value per member in place into a tensor that all members share; make a new tensor "
-            f"instead, e.g. torch.randn(shape) for torch.empty(shape).normal_()"
+            f"{where} writes a value per member in place into a tensor that all members share; make a new tensor instead, "
+            f"e.g. torch.randn(shape) for torch.empty(shape).normal_()"
         )
-    if ".item()" in text:
+    if operator:
+        what = f"compares values of tensors ({operator.replace('aten::', 'torch.')})"
+    elif "Cannot access data pointer" in text:
+        what = "needs the values of a tensor (.tolist(), .numpy(), or an operator that reads them)"
+    elif ".item()" in text:
         what = "asks for the value of a tensor (.item(), float(), int(), .tolist())"
     elif "data-dependent control flow" in text:
         what = "branches on the value of a tensor (if, while, assert)"
     else:
         return None
     return TraceError(
-        f"{place(error)} {what}, but the members run as one and each has its own value; compute with tensors instead "
-        f"(torch.where, masks, clamp), or return the value as a metric and read it outside"
+        f"{where} {what}, but the members run as one and each has its own value; compute with tensors instead (torch.where, "
+        f"masks, clamp), or return the value as a metric and read it outside"
     )

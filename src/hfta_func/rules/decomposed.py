@@ -1,13 +1,13 @@
-"""Operators that PyTorch makes of others, but does not take apart under vmap: they are taken apart here.
+"""Operators that PyTorch implements with others but does not decompose under ``vmap``.
 
-Each runs as PyTorch itself runs it, operator by operator, and those have rules.
+They are decomposed here the way PyTorch decomposes them outside ``vmap``, into operators that have rules.
 """
 
 from __future__ import annotations
 
-from hfta_func.rules._registry import register_composite
+from hfta_func.rules._registry import register_decomposed
 
-register_composite(
+register_decomposed(
     *("_weight_norm", "bilinear", "chain_matmul", "column_stack", "diagflat", "fill_diagonal_"),
     *("isclose", "istft", "nanquantile", "nanquantile.scalar", "native_channel_shuffle"),
     *("norm_except_dim", "quantile", "quantile.scalar", "stft", "stft.center", "vander"),
