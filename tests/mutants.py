@@ -45,7 +45,6 @@ TESTS = {
     "step/failures.py": ["test_step.py", "test_failures.py"],
     "step/loss.py": ["test_errors.py", "test_step.py"],
     "step/check.py": ["test_errors.py", "test_amp.py"],
-    "optim/_muon.py": ["test_knobs.py", "test_optim.py"],
 }
 SLOW = (
     "compile or inductor or True or aot_eager or disk_that_is_full or broken_off or every_bit or distribution or killed "

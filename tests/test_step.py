@@ -279,6 +279,20 @@ def test_one_entry_that_is_not_finite_is_found(value: float, place: int) -> None
     assert not _identical(hfta.take(after.params, [0]), hfta.take(state.params, [0]))
 
 
+def _rooted(model: Any, x: Tensor) -> Tensor:
+    """Its gradient is infinite where the batch is 0, its value is not."""
+    return (model.weight * x).abs().sum().sqrt()
+
+
+@pytest.mark.parametrize(("loss", "poison", "what"), [(_rooted, 0.0, "gradient"), (_slopes, float("nan"), "loss")])
+def test_raising_names_the_member_the_step_and_what_failed(loss: Any, poison: float, what: str) -> None:
+    _, step, state = _array(_vector(), loss, nonfinite="raise")
+    x = torch.ones(M, 1, 8)
+    x[2] = poison
+    with pytest.raises(hfta.NonFiniteError, match=f"model 2: the {what} .*step 7"):
+        step(state._replace(step=torch.tensor([0, 1, 7])), x)
+
+
 @pytest.mark.parametrize("nonfinite", ["skip", "freeze", "raise"])
 def test_an_overflow_under_a_scale_freezes_nobody(nonfinite: Any) -> None:
     scale = hfta.LossScale(init_scale=[1.0, 3e38, 2.0], growth_interval=100)
