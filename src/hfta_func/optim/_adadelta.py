@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_square, leafwise, zeros
+from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
+from hfta_func.optim._leafwise import decay_square, leafwise
+
+restrict(rho=Range.DECAY)
 
 
 class AdadeltaState(NamedTuple):
-    """Updates made by each member, its hyperparameters, and its averages of squared gradients and squared updates."""
+    """Update counts, hyperparameters, and averages of squared gradients and of squared updates."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -34,17 +36,15 @@ def adadelta(
     ``u = rho * u + (1 - rho) * d^2``; ``p -= lr * d``.
 
     Args:
-        lr: Factor of the update.
-        rho: Decay of the two averages.
-        eps: Added inside both roots.
-        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
-        maximize: Ascend instead of descend.
+        lr: Learning rate.
+        rho: Decay rate of the two averages.
+        eps: Added under both roots.
+        weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
+        maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = adadelta(lr=[1.0, 10.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = adadelta(lr=[1.0, 10.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.0032, -0.0316])
 
     References:
@@ -52,20 +52,10 @@ def adadelta(
     """
     knobs = Knobs(lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
 
-    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        at["1-rho"], at["step"] = 1 - at["rho"], -at["lr"]
-
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, deltas: Tensor) -> Tensor:
         decay_square(square, k["rho"], grad, k["1-rho"])
         delta = (deltas + k["eps"]).sqrt_().div_((square + k["eps"]).sqrt_()).mul_(grad)
         decay_square(deltas, k["rho"], delta, k["1-rho"])
         return delta
 
-    return leafwise(
-        AdadeltaState,
-        knobs.without_zeros("weight_decay"),
-        rule,
-        slots={"square_avg": zeros, "acc_delta": zeros},
-        prepare=prepare,
-        maximize=maximize,
-    )
+    return leafwise(AdadeltaState, knobs.without_zeros("weight_decay"), rule, maximize=maximize)

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs, per_member
+from hfta_func.optim._base import GradientTransformation, Knobs, Range, check, per_member, restrict
 from hfta_func.optim._leafwise import leafwise
+
+restrict(lr_decay=Range.NONNEGATIVE, initial_accumulator_value=Range.NONNEGATIVE)
 
 
 class AdagradState(NamedTuple):
-    """Updates made by each member, its hyperparameters, and its sums of squared gradients."""
+    """Update counts, hyperparameters, and sums of squared gradients."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -36,25 +38,22 @@ def adagrad(
 
     Args:
         lr: Learning rate.
-        lr_decay: How fast the learning rate falls.
-        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
-        initial_accumulator_value: What the sums start from; it is no knob of the state.
+        lr_decay: How fast the learning rate decays.
+        weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
+        initial_accumulator_value: Initial value of the sums. It is not part of the state.
         eps: Added to the denominator.
-        maximize: Ascend instead of descend.
+        maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = adagrad(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = adagrad(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:
         Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and stochastic optimization", JMLR 2011.
     """
     knobs = Knobs(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
-    # Out of range, it is refused here already.
-    Knobs(initial_accumulator_value=initial_accumulator_value)
+    check("initial_accumulator_value", initial_accumulator_value)
 
     def start(path: str, param: Tensor) -> Tensor:
         values = per_member("initial_accumulator_value", initial_accumulator_value, param.shape[0], param.device)
@@ -67,11 +66,4 @@ def adagrad(
         total.add_(grad * grad)
         return grad / total.sqrt().add_(k["eps"])
 
-    return leafwise(
-        AdagradState,
-        knobs.without_zeros("weight_decay"),
-        rule,
-        slots={"sum": start},
-        prepare=prepare,
-        maximize=maximize,
-    )
+    return leafwise(AdagradState, knobs.without_zeros("weight_decay"), rule, prepare, start=start, maximize=maximize)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_mean, leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, leafwise
 
 
 class AdamaxState(NamedTuple):
-    """Updates made by each member, its hyperparameters, its averages of gradients, and their decayed largest magnitudes."""
+    """Update counts, hyperparameters, averages of gradients, and their decayed maximum magnitudes."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -36,16 +36,14 @@ def adamax(
 
     Args:
         lr: Learning rate.
-        betas: Decay of the two averages; in the state they are ``beta1`` and ``beta2``.
+        betas: Decay rates of the two averages, ``beta1`` and ``beta2`` in the state.
         eps: Added to the magnitude of the gradient.
-        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
-        maximize: Ascend instead of descend.
+        weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
+        maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = adamax(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = adamax(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:
@@ -54,7 +52,6 @@ def adamax(
     knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        at["1-beta1"] = 1 - at["beta1"]
         at["step"] = -at["lr"] / (1 - at["beta1"] ** count)
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, largest: Tensor) -> Tensor:
@@ -62,11 +59,4 @@ def adamax(
         largest.copy_(torch.maximum(largest * k["beta2"], grad.abs().add_(k["eps"])))
         return mean / largest
 
-    return leafwise(
-        AdamaxState,
-        knobs.without_zeros("weight_decay"),
-        rule,
-        slots={"exp_avg": zeros, "exp_inf": zeros},
-        prepare=prepare,
-        maximize=maximize,
-    )
+    return leafwise(AdamaxState, knobs.without_zeros("weight_decay"), rule, prepare, maximize=maximize)

@@ -1,4 +1,4 @@
-"""Other hyperparameters for a state."""
+"""Replaces hyperparameters in a state."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from hfta_func._errors import HyperparameterError
 from hfta_func._types import HYPERPARAMS
-from hfta_func.optim._base import per_member
+from hfta_func.optim._base import labels, per_member
 from hfta_func.optim._wrappers import PartitionState
 
 S = TypeVar("S")
 
 
 def with_hyperparams(state: S, **new: Any) -> S:
-    """The same state with other hyperparameters; a step that was compiled runs on without compiling again.
+    """The same state with other hyperparameters. A compiled step is not compiled again.
 
     Args:
         state: A training or optimizer state.
-        new: By name, a number, one number per member, or a function of the numbers held, ``float64[M] -> float64[M]``. For
-            a schedule, these replace the value it starts from, and a dict replaces its knobs by name.
+        new: By name, a number, one number per member, or a function of the current values, ``float64[M] -> float64[M]``.
+            For a schedule, these replace its initial value, and a dict replaces its knobs by name.
 
     Raises:
         HyperparameterError: if no part of the state has a hyperparameter of that name, or a value is NaN, out of range
@@ -40,8 +40,8 @@ def with_hyperparams(state: S, **new: Any) -> S:
     unknown = [name for name in new if name not in known]
     if unknown:
         raise HyperparameterError(
-            f"unknown hyperparameter '{unknown[0]}'; this state has {', '.join(sorted(known)) or 'none'} (one that was "
-            f"given as the plain number 0 is left out; give it one number per model to keep it)"
+            f"unknown hyperparameter '{unknown[0]}'; this state has {', '.join(sorted(known)) or 'none'} (the plain "
+            f"number 0 leaves one out; to keep it, give one number per model)"
         )
     return changed
 
@@ -49,25 +49,25 @@ def with_hyperparams(state: S, **new: Any) -> S:
 def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
     if isinstance(node, PartitionState):
         return PartitionState({name: _replace_group(name, child, new, known) for name, child in node.groups.items()})
+    if not isinstance(node, tuple):
+        return node
     names: tuple[str, ...] | None = getattr(node, "_fields", None)
-    if names is not None:
-        fields: dict[str, Any] = {}
-        for field, value in zip(names, node, strict=True):
-            if field in HYPERPARAMS:
-                known.update(value)
-                fields[field] = {
-                    name: _renew(name, held, new[name]) if name in new else held for name, held in value.items()
-                }
-            else:
-                fields[field] = _replace(value, new, known)
-        return type(node)(**fields)
-    if isinstance(node, tuple):
+    if names is None:
         return tuple(_replace(child, new, known) for child in node)
-    return node
+    fields: dict[str, Any] = {}
+    for field, value in zip(names, node, strict=True):
+        if field in HYPERPARAMS:
+            known.update(value)
+            fields[field] = {
+                name: _renew(name, held, new[name]) if name in new else held for name, held in value.items()
+            }
+        else:
+            fields[field] = _replace(value, new, known)
+    return type(node)(**fields)
 
 
 def _replace_group(group: str, node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
-    """What is named for the group alone goes before what is named for all."""
+    """A value for ``"group.name"`` takes precedence over one for ``"name"``."""
     own = {name.removeprefix(f"{group}."): value for name, value in new.items() if name.startswith(f"{group}.")}
     found: set[str] = set()
     changed = _replace(node, {**new, **own}, found)
@@ -79,13 +79,11 @@ def _renew(name: str, held: Any, value: Any) -> Any:
     if isinstance(held, Tensor):
         value = value(held) if callable(value) else value
         return per_member(name, value, held.shape[0], held.device).to(held.dtype)
-    # A schedule: a dict names its knobs, and a plain value is for the first of them.
     changes = value if isinstance(value, Mapping) else {next(iter(held)): value}
     unknown = [knob for knob in changes if knob not in held]
     if unknown:
         raise HyperparameterError(f"unknown knob '{unknown[0]}' of the schedule of {name}; it has {', '.join(held)}")
-    first = next(iter(held))
     return {
-        knob: _renew(name if knob == first else knob, old, changes[knob]) if knob in changes else old
-        for knob, old in held.items()
+        knob: _renew(label, held[knob], changes[knob]) if knob in changes else held[knob]
+        for knob, label in labels(name, held).items()
     }

@@ -10,11 +10,11 @@ from torch import Tensor
 from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise
 
 
 class LambState(NamedTuple):
-    """Updates made by each member, its hyperparameters, and its averages of gradients and their squares."""
+    """Update counts, hyperparameters, and averages of gradients and of their squares."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -30,23 +30,21 @@ def lamb(
     *,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """LAMB: Adam whose step in every parameter has the length of the parameter.
+    """LAMB: Adam with each parameter's step scaled to the norm of the parameter.
 
     With Adam's averages m and v at update t: ``u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * p``;
-    ``p -= lr * |p| / |u| * u``, with L2 norms of each member's parameter; where one of them is 0 their ratio counts as 1.
+    ``p -= lr * |p| / |u| * u``, with L2 norms over each member's parameter. Where a norm is 0, their ratio counts as 1.
 
     Args:
         lr: Learning rate.
-        betas: Decay of the two averages; in the state they are ``beta1`` and ``beta2``.
+        betas: Decay rates of the two averages, ``beta1`` and ``beta2`` in the state.
         eps: Added to the denominator.
-        weight_decay: Decay.
-        maximize: Ascend instead of descend.
+        weight_decay: Decay rate, part of the step that is scaled.
+        maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = lamb(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = lamb(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:
@@ -55,9 +53,8 @@ def lamb(
     knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        at["1-beta1"], at["1-beta2"], at["step"] = 1 - at["beta1"], 1 - at["beta2"], -at["lr"]
         at["left1"], at["left2"] = 1 - at["beta1"] ** count, 1 - at["beta2"] ** count
-        # Under another name, because it is inside the norm and not applied like that of others.
+        # Renamed, because it counts towards the norm, so leafwise must not apply it.
         at["inner decay"] = at.pop("weight_decay")
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
@@ -70,12 +67,4 @@ def lamb(
         ratio = torch.where((length > 0) & (step > 0), length / step, 1.0)
         return direction.mul_(per_model(ratio, param))
 
-    return leafwise(
-        LambState,
-        knobs,
-        rule,
-        slots={"exp_avg": zeros, "exp_avg_sq": zeros},
-        prepare=prepare,
-        maximize=maximize,
-        elementwise=False,
-    )
+    return leafwise(LambState, knobs, rule, prepare, maximize=maximize, elementwise=False)

@@ -1,29 +1,23 @@
-"""Optimizers that treat every parameter alike: what they share, so that each file holds one update rule.
-
-Public: :func:`leafwise`.
-"""
+"""What optimizers share that apply one rule to every parameter, so that each file holds only its rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_func._torch import can_look
-from hfta_func._tree import num_models
+from hfta_func._tree import num_models, per_model, write
 from hfta_func._types import Params
-from hfta_func.optim._base import GradientTransformation, Knobs, Shaped, write, zero_count
-
-Start = Callable[[str, Tensor], Tensor]
-"""What a slot holds before the first update, from a parameter's path and value ``[M, ...]``."""
+from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
 
 _ROWS = 1 << 15
-"""From so many elements of one member on, a CPU is faster member by member, each with its numbers as scalars."""
+"""From this many elements per member on, a CPU is faster member by member, with hyperparameters as scalars."""
 
 _PIECE = 1 << 20
-"""A member is updated in pieces of about so many elements, so that what a rule holds in between stays small."""
+"""A member is updated in pieces of about this many elements, which keeps a rule's temporary tensors small."""
 
 
 def zeros(path: str, param: Tensor) -> Tensor:
@@ -33,7 +27,7 @@ def zeros(path: str, param: Tensor) -> Tensor:
 
 def decay_mean(mean: Tensor, grad: Tensor, share: Any) -> Tensor:
     """``mean = (1 - share) * mean + share * grad`` in place."""
-    # With tensors it may run under vmap, where PyTorch has no rules for lerp_ and addcmul_.
+    # PyTorch has no batching rules for lerp_ and addcmul_, and a rule whose numbers are tensors may run under vmap.
     return mean.lerp_(grad, share) if isinstance(share, float) else mean.add_((grad - mean).mul_(share))
 
 
@@ -49,57 +43,65 @@ def leafwise(
     state: Callable[..., Any],
     knobs: Knobs,
     rule: Callable[..., Tensor],
+    prepare: Callable[..., tuple[Tensor, ...] | None] = lambda at, count: None,
     *,
-    slots: Mapping[str, Start | None],
-    prepare: Callable[..., tuple[Tensor, ...] | None],
+    unused: tuple[str, ...] = (),
     carried: tuple[str, ...] = (),
-    decay: Literal["coupled", "decoupled"] = "coupled",
+    start: Callable[[str, Tensor], Tensor] = zeros,
+    decoupled: bool = False,
     maximize: bool = False,
     elementwise: bool = True,
 ) -> GradientTransformation:
     """A transformation from the update rule of one parameter.
 
     Args:
-        state: NamedTuple of ``step``, ``hyperparams``, the carried numbers, and the slots.
-        knobs: The hyperparameters. Where ``weight_decay`` is among them it is applied here.
-        rule: ``rule(grad, param, k, *slots) -> direction`` over ``[M, ...]``, which writes its slots in place. The update is
-            ``k["step"] * direction``. ``k`` holds numbers by name: tensors that broadcast, or floats for one member. It
-            gets the slots that are in use.
-        slots: Tensors beside each parameter, by name, with what they start from; None where one is not in use.
-        prepare: ``prepare(at, count, *carried) -> carried`` adds to ``at``, vectors ``float64[M]`` by name, what the rule
-            needs of them, and ``step``; ``count`` numbers the update, from 1.
-        carried: Vectors ``float64[M]`` that are carried from update to update, from one.
-        decay: Whether weight decay is a part of the gradient, or apart from it and multiplied by the learning rate.
-        maximize: Ascend instead of descend.
-        elementwise: Whether the rule treats every entry by itself, so that it may be given a part of a parameter.
+        state: NamedTuple of ``step``, ``hyperparams``, the carried numbers, and the slots: tensors beside each parameter.
+        knobs: The hyperparameters. ``weight_decay``, if among them, is applied here.
+        rule: ``rule(grad, param, k, *slots) -> direction`` over ``[M, ...]``, which updates its slots in place; the
+            parameter's update is ``k["step"] * direction``. ``k`` holds numbers by name: tensors that broadcast, or
+            floats for one member. Besides the hyperparameters these are ``"1-beta1"`` and the like for every decay rate.
+        prepare: ``prepare(at, count, *carried) -> carried`` adds the other numbers that the rule needs to ``at``, vectors
+            ``float64[M]`` by name; ``count`` numbers the update, from 1. ``step`` is ``-lr`` unless it is set here.
+        unused: Slots that stay empty and that the rule does not get.
+        carried: Vectors ``float64[M]`` that are carried from update to update. They start at one.
+        start: ``start(path, param)`` is the initial value of a slot.
+        decoupled: Subtract ``lr * weight_decay`` times the parameter instead of adding weight decay to the gradient.
+        maximize: Maximize instead of minimize.
+        elementwise: Whether the rule treats every entry independently, so that it may get a part of a parameter.
     """
-    used = [name for name, start in slots.items() if start is not None]
+    slots = [name for name in state._fields if name not in ("step", "hyperparams", *carried)]  # pyright: ignore
+    used = [name for name in slots if name not in unused]
+    decays = knobs.decays()
 
     def init(params: Params) -> Any:
         held = {
-            name: {} if start is None else {path: start(path, param) for path, param in params.items()}
-            for name, start in slots.items()
+            name: {path: start(path, param) for path, param in params.items()} if name in used else {} for name in slots
         }
         device = next(iter(params.values())).device
         ones = {name: torch.ones(num_models(params), dtype=torch.float64, device=device) for name in carried}
         return state(step=zero_count(params), hyperparams=knobs.init(params), **ones, **held)
 
     def begin(held: Any) -> tuple[_Numbers, dict[str, Tensor]]:
-        """The numbers of this update, and what is one per member of the next state."""
+        """The numbers of this update, and the fields of the next state that are one number per member."""
         at, count = knobs.at(held.hyperparams, held.step), held.step + 1
+        at |= {f"1-{name}": 1 - at[name] for name in decays}
         after = prepare(at, count, *(getattr(held, name) for name in carried)) or ()
+        at.setdefault("step", -at["lr"])
         if "weight_decay" in at:
-            at["decay"] = -at["lr"] * at["weight_decay"] if decay == "decoupled" else at["weight_decay"]
+            at["decay"] = -at["lr"] * at["weight_decay"] if decoupled else at["weight_decay"]
         return _Numbers(at), {"step": count, **dict(zip(carried, after, strict=True))}
 
     def change(grad: Tensor, param: Tensor, k: Mapping[str, Any], held: list[Tensor]) -> tuple[Tensor, Any]:
-        """The direction, and what to multiply the parameter by besides; writes the slots."""
+        """The direction, and the factor of the parameter to add besides, or None; updates the slots."""
         if maximize:
             grad = -grad
-        if "decay" in k and decay == "coupled":
-            grad = _add(grad, param, k["decay"])
-        direction = _in_float32(rule, grad, param, k, held)
-        return direction, k["decay"] if "decay" in k and decay == "decoupled" else None
+        decay = k.get("decay")
+        if decay is not None and not decoupled:
+            grad = torch.add(grad, param, alpha=decay) if isinstance(decay, float) else grad + decay * param
+        wide = [_wide(slot) for slot in held]
+        direction = rule(_wide(grad), _wide(param), k, *wide)
+        write(held, wide)
+        return direction, decay if decoupled else None
 
     def update(grads: Params, held: Any, params: Params) -> tuple[Params, Any]:
         numbers, new = begin(held)
@@ -123,7 +125,7 @@ def leafwise(
                 after[name][path] = slot
         return updates, held._replace(**new, **after)
 
-    def update_(grads: Params, held: Any, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+    def update_(grads: Params, held: Any, params: Params, keep: Tensor | None, apply: bool) -> Params:
         numbers, new = begin(held)
         kept = None if keep is None or not can_look(keep) else keep.tolist()
         for path, grad in grads.items():
@@ -137,13 +139,9 @@ def leafwise(
                 k = numbers.like(param)
                 fresh = own if keep is None else [slot.clone() for slot in own]
                 direction, factor = change(grad, param, k, fresh)
-                if keep is None or not apply:
-                    _put(grad, param, direction, k["step"], factor, apply)
-                else:
-                    moved = param.clone()
-                    _put(grad, moved, direction, k["step"], factor, apply)
-                    write(param, moved, keep)
-                write(own, fresh, keep)
+                moved = param if keep is None or not apply else param.clone()
+                _put(grad, moved, direction, k["step"], factor, apply)
+                write((param, own), (moved, fresh), keep)
         write({name: getattr(held, name) for name in new}, new, keep)
         return grads
 
@@ -151,21 +149,31 @@ def leafwise(
 
 
 class _Numbers:
-    """The numbers of one update, in the forms that rules take them in."""
+    """The numbers of one update, in the forms that rules take."""
 
     def __init__(self, at: Mapping[str, Tensor]):
-        self._shaped = Shaped(at)
+        self._at = at
+        self._columns: dict[torch.dtype, dict[str, Tensor]] = {}
+        self._shaped: dict[tuple[torch.dtype, int], dict[str, Tensor]] = {}
         self._rows: list[tuple[int, dict[str, float]]] = []
         if can_look(at["step"]):
-            columns = zip(*torch.stack([*at.values()]).tolist(), strict=True)
-            self._rows = [(member, dict(zip(at, column, strict=True))) for member, column in enumerate(columns)]
+            rows = zip(*torch.stack([*at.values()]).tolist(), strict=True)
+            self._rows = [(member, dict(zip(at, row, strict=True))) for member, row in enumerate(rows)]
 
     def like(self, leaf: Tensor) -> dict[str, Tensor]:
-        """Tensors that broadcast over a leaf."""
-        return self._shaped.like(_wide(leaf))
+        """Tensors that broadcast over a leaf, made once for each dtype and number of axes."""
+        leaf = _wide(leaf)
+        key = (leaf.dtype, leaf.dim())
+        if leaf.dtype not in self._columns:
+            # In one tensor, so that the compiler computes them once and not for every element of every leaf.
+            columns = torch.stack([value.to(leaf.dtype) for value in self._at.values()]).unbind()
+            self._columns[leaf.dtype] = dict(zip(self._at, columns, strict=True))
+        if key not in self._shaped:
+            self._shaped[key] = {name: per_model(value, leaf) for name, value in self._columns[leaf.dtype].items()}
+        return self._shaped[key]
 
     def pieces(self, leaf: Tensor, elementwise: bool) -> list[tuple[tuple[slice, ...], dict[str, float]]]:
-        """What to index for each member or part of one, with its floats, where that is better than all at once; else none."""
+        """Index and floats of each member or part of one; empty where all members at once are faster."""
         size = leaf[0].numel()
         if size < _ROWS:
             return []
@@ -177,25 +185,12 @@ class _Numbers:
 
 
 def _wide(leaf: Tensor) -> Tensor:
-    """In at least 32 bits: in fewer, a decay such as 0.999 would be 1."""
+    """In at least 32 bits: in fewer, a decay rate such as 0.999 would be 1."""
     return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
-def _in_float32(
-    rule: Callable[..., Tensor], grad: Tensor, param: Tensor, k: Mapping[str, Any], slots: list[Tensor]
-) -> Tensor:
-    wide = [_wide(slot) for slot in slots]
-    direction = rule(_wide(grad), _wide(param), k, *wide)
-    write(slots, wide, None)
-    return direction
-
-
-def _add(a: Tensor, b: Tensor, factor: Any) -> Tensor:
-    return torch.add(a, b, alpha=factor) if isinstance(factor, float) else a + factor * b
-
-
 def _put(grad: Tensor, param: Tensor, direction: Tensor, step: Any, factor: Any, apply: bool) -> None:
-    """Add ``step * direction + factor * param`` to the parameter, or leave it in the gradient's place."""
+    """Add ``step * direction + factor * param`` to the parameter or, without ``apply``, write it over the gradient."""
     if not apply:
         grad.copy_(direction * step if factor is None else direction * step + factor * param)
         return

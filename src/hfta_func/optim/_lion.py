@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_mean, leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, leafwise
 
 
 class LionState(NamedTuple):
-    """Updates made by each member, its hyperparameters, and its averages of gradients."""
+    """Update counts, hyperparameters, and averages of gradients."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -27,22 +27,20 @@ def lion(
     *,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Lion: steps of one size in the direction of a sign.
+    """Lion: steps of equal size in every entry, with the sign of an average.
 
     With gradient g: ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)``;
     ``m = beta2 * m + (1 - beta2) * g``.
 
     Args:
-        lr: Learning rate, some three to ten times smaller than Adam's.
-        betas: Weight of the average in the step, and its decay; in the state they are ``beta1`` and ``beta2``.
-        weight_decay: Decay, multiplied by the learning rate; the plain number 0 leaves it out of the program.
-        maximize: Ascend instead of descend.
+        lr: Learning rate, typically three to ten times smaller than Adam's.
+        betas: The average's weight in the step, and its decay rate; ``beta1`` and ``beta2`` in the state.
+        weight_decay: Decay rate, multiplied by the learning rate. The plain number 0 removes the term from the program.
+        maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = lion(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = lion(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:
@@ -50,20 +48,9 @@ def lion(
     """
     knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
 
-    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        at["1-beta1"], at["1-beta2"], at["step"] = 1 - at["beta1"], 1 - at["beta2"], -at["lr"]
-
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor) -> Tensor:
         direction = torch.lerp(mean, grad, k["1-beta1"]).sign_()
         decay_mean(mean, grad, k["1-beta2"])
         return direction
 
-    return leafwise(
-        LionState,
-        knobs.without_zeros("weight_decay"),
-        rule,
-        slots={"exp_avg": zeros},
-        prepare=prepare,
-        decay="decoupled",
-        maximize=maximize,
-    )
+    return leafwise(LionState, knobs.without_zeros("weight_decay"), rule, decoupled=True, maximize=maximize)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from hfta_func._errors import HyperparameterError
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._base import GradientTransformation, Knobs, check_choice
 from hfta_func.optim._leafwise import decay_mean, leafwise
 
 
 class MuonState(NamedTuple):
-    """Updates made by each member, its hyperparameters, and its momentum buffers."""
+    """Update counts, hyperparameters, and momentum buffers."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -34,51 +34,51 @@ def muon(
     ns_dtype: torch.dtype = torch.bfloat16,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Momentum whose update is made nearly orthogonal, as ``torch.optim.Muon`` computes it; for matrices only.
+    """Momentum with nearly orthogonal updates of matrices, as ``torch.optim.Muon`` computes it.
 
     With gradient g and momentum buffer b: ``b = momentum * b + (1 - momentum) * g``; the update is b, or with ``nesterov``
-    ``momentum * b + (1 - momentum) * g``, divided by its norm and taken through ``ns_steps`` iterations
-    ``x = a x + (b x x^T + c (x x^T)^2) x`` of Newton and Schulz; ``p -= lr * (scale * x + weight_decay * p)``.
+    ``momentum * b + (1 - momentum) * g``, divided by its norm, followed by ``ns_steps`` Newton-Schulz
+    iterations ``x = a x + (b x x^T + c (x x^T)^2) x``; ``p -= lr * (scale * x + weight_decay * p)``.
 
     Args:
         lr: Learning rate.
-        weight_decay: Decay, multiplied by the learning rate; the plain number 0 leaves it out of the program.
+        weight_decay: Decay rate, multiplied by the learning rate. The plain number 0 removes the term from the program.
         momentum: Momentum factor.
-        nesterov: Nesterov's momentum.
+        nesterov: Use Nesterov momentum.
         ns_coefficients: a, b and c.
-        eps: Least norm to divide by.
-        ns_steps: Iterations.
-        adjust_lr_fn: What a matrix [A, B] is scaled by: ``sqrt(max(1, A / B))``, or ``0.2 * sqrt(max(A, B))``, with which
-            Adam's learning rates fit.
-        ns_dtype: The type in which the iterations run.
-        maximize: Ascend instead of descend.
+        eps: Lower bound of the norm in the division.
+        ns_steps: Number of iterations.
+        adjust_lr_fn: Scale of the update of a matrix [A, B]: ``sqrt(max(1, A / B))``, or ``0.2 * sqrt(max(A, B))``, which
+            suits learning rates tuned for AdamW.
+        ns_dtype: The dtype of the iterations.
+        maximize: Maximize instead of minimize.
 
     Raises:
-        HyperparameterError: if a parameter is not a matrix; give such ones another optimizer with :func:`partition`.
+        HyperparameterError: if a parameter is not a matrix (use another optimizer for it, with :func:`partition`), or
+            ``adjust_lr_fn`` is unknown.
 
     Example:
-        >>> optimizer = muon(lr=[0.1, 1.0], ns_dtype=torch.float32)
-        >>> params = {"w": torch.zeros(2, 1, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = muon(lr=[0.1, 1.0], ns_dtype=torch.float32), {"w": torch.zeros(2, 1, 1)}, {"w": torch.ones(2, 1, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.0696, -0.6964])
 
     References:
         Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
         Liu et al., "Muon is scalable for LLM training", arXiv:2502.16982, 2025 (``match_rms_adamw``).
     """
+    check_choice("adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
     knobs = Knobs(lr=lr, weight_decay=weight_decay, momentum=momentum).without_zeros("weight_decay")
 
     def start(path: str, param: Tensor) -> Tensor:
         if param.dim() != 3:
             raise HyperparameterError(
-                f"muon is for matrices, but '{path}' of one model is {list(param.shape[1:])}; give it another optimizer "
-                f"with partition(...)"
+                f"muon takes only matrices, but '{path}' of one model is {list(param.shape[1:])}; use partition(...) to "
+                f"give it another optimizer"
             )
         return torch.zeros_like(param)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        at["1-momentum"], at["step"] = 1 - at["momentum"], -at["lr"]
+        at["1-momentum"] = 1 - at["momentum"]
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor) -> Tensor:
         decay_mean(buffer, grad, k["1-momentum"])
@@ -88,20 +88,11 @@ def muon(
         direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps)
         return scale * direction.to(param.dtype)
 
-    return leafwise(
-        MuonState,
-        knobs,
-        rule,
-        slots={"momentum": start},
-        prepare=prepare,
-        decay="decoupled",
-        maximize=maximize,
-        elementwise=False,
-    )
+    return leafwise(MuonState, knobs, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False)
 
 
 def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """``[M, A, B]``, all singular values of each matrix brought near one."""
+    """``[M, A, B]`` with the same singular vectors and singular values near one."""
     a, b, c = coefficients
     tall = x.shape[1] > x.shape[2]
     x = x.transpose(1, 2) if tall else x

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise, zeros
+from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
+from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise
+
+restrict(momentum_decay=Range.NONNEGATIVE)
 
 
 class NAdamState(NamedTuple):
-    """Updates made by each member, its hyperparameters, its product of momenta, its averages of gradients and squares."""
+    """Update counts, hyperparameters, products of momenta, and averages of gradients and of their squares."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -39,18 +41,16 @@ def nadam(
 
     Args:
         lr: Learning rate.
-        betas: Decay of the two averages; in the state they are ``beta1`` and ``beta2``.
+        betas: Decay rates of the two averages, ``beta1`` and ``beta2`` in the state.
         eps: Added to the denominator.
-        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
-        momentum_decay: How fast the momentum reaches ``beta1``.
-        decoupled_weight_decay: Shrink the parameters by ``lr * weight_decay`` instead.
-        maximize: Ascend instead of descend.
+        weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
+        momentum_decay: How fast the momentum approaches ``beta1``.
+        decoupled_weight_decay: Subtract ``lr * weight_decay * p`` instead.
+        maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = nadam(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = nadam(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1056, -1.0565])
 
     References:
@@ -63,9 +63,8 @@ def nadam(
     def prepare(at: dict[str, Tensor], count: Tensor, product: Tensor) -> tuple[Tensor]:
         mu, after = (at["beta1"] * (1 - 0.5 * 0.96 ** (t * at["momentum_decay"])) for t in (count, count + 1))
         product = product * mu
-        at["1-beta1"], at["1-beta2"] = 1 - at["beta1"], 1 - at["beta2"]
         at["of grad"], at["of mean"] = (1 - mu) / (1 - product), after / (1 - product * after)
-        # The bias correction of the root goes into what is one number per member.
+        # The bias correction of the root moves into numbers per member, outside the leaves.
         root = (1 - at["beta2"] ** count).sqrt()
         at["step"], at["eps"] = -at["lr"] * root, at["eps"] * root
         return (product,)
@@ -75,13 +74,5 @@ def nadam(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return (grad * k["of grad"]).add_(mean * k["of mean"]).div_(square.sqrt().add_(k["eps"]))
 
-    return leafwise(
-        NAdamState,
-        knobs.without_zeros("weight_decay"),
-        rule,
-        slots={"exp_avg": zeros, "exp_avg_sq": zeros},
-        carried=("mu_product",),
-        prepare=prepare,
-        decay="decoupled" if decoupled_weight_decay else "coupled",
-        maximize=maximize,
-    )
+    knobs, decoupled = knobs.without_zeros("weight_decay"), decoupled_weight_decay
+    return leafwise(NAdamState, knobs, rule, prepare, carried=("mu_product",), decoupled=decoupled, maximize=maximize)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise, zeros
+from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise
 
 
 class RAdamState(NamedTuple):
-    """Updates made by each member, its hyperparameters, and its averages of gradients and their squares."""
+    """Update counts, hyperparameters, and averages of gradients and of their squares."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -30,25 +30,23 @@ def radam(
     *,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Adam that waits for its second moment, as ``torch.optim.RAdam`` computes it.
+    """Adam that uses its second moment once that is reliable, as ``torch.optim.RAdam`` computes it.
 
     With Adam's averages m and v at update t, ``R = 2 / (1 - beta2) - 1`` and ``r = R - 2 t beta2^t / (1 - beta2^t)``:
-    ``p -= lr * m / (1 - beta1^t)``, where ``r > 5`` times ``sqrt((1 - beta2^t) (r - 4) (r - 2) R / ((R - 4) (R - 2) r))`` and
-    divided by ``sqrt(v) + eps``.
+    ``p -= lr * m / (1 - beta1^t) * s``, where s is 1 while ``r <= 5``, and from then on
+    ``sqrt((1 - beta2^t) (r - 4) (r - 2) R / ((R - 4) (R - 2) r)) / (sqrt(v) + eps)``.
 
     Args:
         lr: Learning rate.
-        betas: Decay of the two averages; in the state they are ``beta1`` and ``beta2``.
+        betas: Decay rates of the two averages, ``beta1`` and ``beta2`` in the state.
         eps: Added to the denominator.
-        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
-        decoupled_weight_decay: Shrink the parameters by ``lr * weight_decay`` instead.
-        maximize: Ascend instead of descend.
+        weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
+        decoupled_weight_decay: Subtract ``lr * weight_decay * p`` instead.
+        maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = radam(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = radam(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:
@@ -57,15 +55,14 @@ def radam(
     knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        at["1-beta1"], at["1-beta2"] = 1 - at["beta1"], 1 - at["beta2"]
         left = 1 - at["beta2"] ** count
         most = 2 / (1 - at["beta2"]) - 1
         length = most - 2 * count * at["beta2"] ** count / left
         rectified = length > 5
-        # The root is of a negative number where it is not taken.
+        # Negative where it is not rectified, so the root is taken after where().
         inside = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
         at["step"] = -at["lr"] / (1 - at["beta1"] ** count) * torch.where(rectified, inside * left, 1.0).sqrt()
-        # Where it is not rectified, a member divides by 1.
+        # A member that is not rectified divides by 1.
         at["rectified"], at["plain"] = rectified.to(torch.float64), (~rectified).to(torch.float64)
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor) -> Tensor:
@@ -73,12 +70,5 @@ def radam(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return mean / square.sqrt().add_(k["eps"]).mul_(k["rectified"]).add_(k["plain"])
 
-    return leafwise(
-        RAdamState,
-        knobs.without_zeros("weight_decay"),
-        rule,
-        slots={"exp_avg": zeros, "exp_avg_sq": zeros},
-        prepare=prepare,
-        decay="decoupled" if decoupled_weight_decay else "coupled",
-        maximize=maximize,
-    )
+    knobs, decoupled = knobs.without_zeros("weight_decay"), decoupled_weight_decay
+    return leafwise(RAdamState, knobs, rule, prepare, decoupled=decoupled, maximize=maximize)

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise, zeros
+from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
+from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise
+
+restrict(alpha=Range.DECAY)
 
 
 class RMSpropState(NamedTuple):
-    """Updates made by each member, its hyperparameters, its averages of squares and of gradients, its momentum buffers.
-
-    The averages of gradients are filled with ``centered`` only, the buffers where momentum is not off.
-    """
+    """Update counts, hyperparameters, averages of squares and (if ``centered``) of gradients, and momentum buffers."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -38,22 +37,20 @@ def rmsprop(
     """RMSprop, as ``torch.optim.RMSprop`` computes it.
 
     With gradient g: ``v = alpha * v + (1 - alpha) * g^2``; ``b = momentum * b + g / (sqrt(v) + eps)``; ``p -= lr * b``. With
-    ``centered``, the square of an average of the gradients is taken off v under the root.
+    ``centered``, the square of an average of the gradients is subtracted from v under the root.
 
     Args:
         lr: Learning rate.
-        alpha: Decay of the averages.
+        alpha: Decay rate of the averages.
         eps: Added to the denominator.
-        weight_decay: L2 penalty, added to the gradient; the plain number 0 leaves it out of the program.
-        momentum: Momentum factor; the plain number 0 leaves it out of the program.
+        weight_decay: L2 penalty added to the gradient. The plain number 0 removes the term from the program.
+        momentum: Momentum factor. The plain number 0 removes the term from the program.
         centered: Divide by an estimate of the standard deviation instead.
-        maximize: Ascend instead of descend.
+        maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = rmsprop(lr=[0.01, 0.1])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = rmsprop(lr=[0.01, 0.1]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:
@@ -62,10 +59,7 @@ def rmsprop(
     """
     knobs = Knobs(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
     knobs = knobs.without_zeros("weight_decay", "momentum")
-    buffered = "momentum" in knobs
-
-    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        at["1-alpha"], at["step"] = 1 - at["alpha"], -at["lr"]
+    unused = (() if centered else ("grad_avg",)) + (() if "momentum" in knobs else ("momentum",))
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, *others: Tensor) -> Tensor:
         decay_square(square, k["alpha"], grad, k["1-alpha"])
@@ -74,17 +68,6 @@ def rmsprop(
             mean = decay_mean(others[0], grad, k["1-alpha"])
             variance = torch.addcmul(square, mean, mean, value=-1)
         scaled = grad / variance.sqrt().add_(k["eps"])
-        return others[-1].mul_(k["momentum"]).add_(scaled) if buffered else scaled
+        return others[-1].mul_(k["momentum"]).add_(scaled) if "momentum" in k else scaled
 
-    return leafwise(
-        RMSpropState,
-        knobs,
-        rule,
-        slots={
-            "square_avg": zeros,
-            "grad_avg": zeros if centered else None,
-            "momentum": zeros if buffered else None,
-        },
-        prepare=prepare,
-        maximize=maximize,
-    )
+    return leafwise(RMSpropState, knobs, rule, unused=unused, maximize=maximize)

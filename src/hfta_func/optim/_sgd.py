@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise, zeros
+from hfta_func.optim._leafwise import leafwise
 
 
 class SGDState(NamedTuple):
-    """Updates made by each member, its hyperparameters, and its momentum buffers (none where momentum is off)."""
+    """Update counts, hyperparameters, and momentum buffers (none without momentum)."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -36,32 +36,27 @@ def sgd(
 
     Args:
         lr: Learning rate.
-        momentum: Momentum factor. For this and the next two, the plain number 0 leaves the term out of the program
-            altogether; to switch it on later, give one number per member.
-        dampening: Fraction of each gradient that momentum leaves out; without effect where momentum is 0.
-        weight_decay: L2 penalty.
+        momentum: Momentum factor. For this and the next two, the plain number 0 removes the term from the program; to
+            switch it on later, give one number per member.
+        dampening: Fraction of each gradient that does not enter the momentum buffer. No effect where momentum is 0.
+        weight_decay: L2 penalty added to the gradient.
         nesterov: Nesterov's momentum.
-        maximize: Ascend instead of descend.
+        maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer = sgd(lr=[0.1, 1.0])
-        >>> params = {"w": torch.zeros(2, 1)}
-        >>> updates, _ = optimizer.update({"w": torch.ones(2, 1)}, optimizer.init(params), params)
-        >>> updates["w"].flatten()
+        >>> optimizer, params, grads = sgd(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
+        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.1000, -1.0000])
 
     References:
         Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
     """
-    knobs = Knobs(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay).without_zeros(
-        "momentum", "dampening", "weight_decay"
-    )
-    buffered = "momentum" in knobs
-    if not buffered:
-        knobs = Knobs(**{name: spec for name, spec in knobs.specs.items() if name != "dampening"})
+    knobs = Knobs(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+    knobs = knobs.without_zeros("momentum", "dampening", "weight_decay")
+    if "momentum" not in knobs:
+        knobs = knobs.without("dampening")
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        at["step"] = -at["lr"]
         if "dampening" in at:
             at["fresh"] = torch.where((count == 1) | (at["momentum"] == 0), 1.0, 1 - at["dampening"])
 
@@ -71,6 +66,5 @@ def sgd(
         buffer = buffers[0].mul_(k["momentum"]).add_(grad * k["fresh"] if "fresh" in k else grad)
         return grad + k["momentum"] * buffer if nesterov else buffer
 
-    return leafwise(
-        SGDState, knobs, rule, slots={"momentum": zeros if buffered else None}, prepare=prepare, maximize=maximize
-    )
+    unused = () if "momentum" in knobs else ("momentum",)
+    return leafwise(SGDState, knobs, rule, prepare, unused=unused, maximize=maximize)

@@ -1,4 +1,4 @@
-"""Transformations to put before an optimizer: chains, clipping per member, weight decay."""
+"""Chains, and what stands in them beside an optimizer: clipping and weight decay per member."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from torch import Tensor
 
 from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs, in_place, zero_count
+from hfta_func.optim._base import GradientTransformation, Knobs, Range, in_place, restrict, zero_count
+
+restrict(max_norm=Range.POSITIVE, clip_value=Range.POSITIVE)
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """Apply transformations in order: each one's updates are the next one's gradients.
+    """Apply transformations in order: the updates of each are the gradients of the next.
+
+    Args:
+        transformations: Any number of them, usually with the optimizer last.
 
     Example:
         >>> optimizer = chain(clip_grad_norm(1.0), sgd(lr=0.1))
@@ -34,7 +39,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             states.append(held)
         return grads, tuple(states)
 
-    def update_(grads: Params, state: Any, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+    def update_(grads: Params, state: Any, params: Params, keep: Tensor | None, apply: bool) -> Params:
         last = len(transformations) - 1
         for number, (transformation, held) in enumerate(zip(transformations, state, strict=True)):
             grads = in_place(transformation)(grads, held, params, keep, apply and number == last)
@@ -44,19 +49,19 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
 
 class KnobState(NamedTuple):
-    """Updates made by each member, and its hyperparameters."""
+    """Update counts and hyperparameters."""
 
     step: Tensor
     hyperparams: dict[str, Any]
 
 
 def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
-    """Scale each member's gradients so that their joint L2 norm is at most its own ``max_norm``.
+    """Scale each member's gradients so that their total L2 norm is at most its ``max_norm``.
 
     As ``torch.nn.utils.clip_grad_norm_``: the factor is ``min(1, max_norm / (norm + 1e-6))``.
 
     Args:
-        max_norm: Largest norm, positive.
+        max_norm: Maximum norm, positive.
 
     Example:
         >>> clip = clip_grad_norm([5.0, 10.0])
@@ -68,31 +73,23 @@ def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
     References:
         Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", ICML 2013.
     """
-    knobs = Knobs(max_norm=max_norm)
 
-    def init(params: Params) -> KnobState:
-        return KnobState(zero_count(params), knobs.init(params))
-
-    def update(grads: Params, state: KnobState, params: Params) -> tuple[Params, KnobState]:
-        limit = knobs.at(state.hyperparams, state.step)["max_norm"]
-        norms = torch.stack(
-            [torch.linalg.vector_norm(grad.reshape(grad.shape[0], -1), dim=1) for grad in grads.values()]
-        )
-        norm = torch.linalg.vector_norm(norms, dim=0)
+    def rule(grads: Params, params: Params, limit: Tensor) -> Params:
+        norms = [torch.linalg.vector_norm(grad.reshape(grad.shape[0], -1), dim=1) for grad in grads.values()]
+        norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        clipped = {path: grad * per_model(factor, grad) for path, grad in grads.items()}
-        return clipped, KnobState(state.step + 1, state.hyperparams)
+        return {path: grad * per_model(factor, grad) for path, grad in grads.items()}
 
-    return GradientTransformation(init, update)
+    return _with_knob(rule, max_norm=max_norm)
 
 
 def clip_grad_value(clip_value: PerModel) -> GradientTransformation:
-    """Bring every entry of each member's gradients between minus and plus its own ``clip_value``.
+    """Clamp each member's gradients to between minus and plus its ``clip_value``.
 
     As ``torch.nn.utils.clip_grad_value_``.
 
     Args:
-        clip_value: Largest magnitude, positive.
+        clip_value: Maximum magnitude, positive.
 
     Example:
         >>> clip = clip_grad_value([1.0, 7.0])
@@ -102,14 +99,15 @@ def clip_grad_value(clip_value: PerModel) -> GradientTransformation:
                 [ 6., -7.]])
     """
 
-    def rule(grad: Tensor, param: Tensor, limit: Tensor) -> Tensor:
-        return torch.minimum(torch.maximum(grad, -limit), limit)
+    def rule(grads: Params, params: Params, limit: Tensor) -> Params:
+        limits = {path: per_model(limit, grad) for path, grad in grads.items()}
+        return {path: grad.maximum(-limits[path]).minimum(limits[path]) for path, grad in grads.items()}
 
-    return _entrywise("clip_value", clip_value, rule)
+    return _with_knob(rule, clip_value=clip_value)
 
 
 def add_decayed_weights(weight_decay: PerModel) -> GradientTransformation:
-    """Add ``weight_decay * p``: before an optimizer an L2 penalty, after one without its learning rate a decay.
+    """Add ``weight_decay * p``: before an optimizer, an L2 penalty.
 
     Args:
         weight_decay: Factor of the parameters.
@@ -120,19 +118,22 @@ def add_decayed_weights(weight_decay: PerModel) -> GradientTransformation:
         >>> decay.update({"w": torch.ones(2, 1)}, decay.init(params), params)[0]["w"].flatten()
         tensor([1.0000, 1.5000])
     """
-    return _entrywise("weight_decay", weight_decay, lambda grad, param, decay: grad + decay * param)
+
+    def rule(grads: Params, params: Params, decay: Tensor) -> Params:
+        return {path: grad + per_model(decay, grad) * params[path] for path, grad in grads.items()}
+
+    return _with_knob(rule, weight_decay=weight_decay)
 
 
-def _entrywise(name: str, spec: PerModel, rule: Callable[[Tensor, Tensor, Tensor], Tensor]) -> GradientTransformation:
-    """``rule(grad, param, knob)`` for every parameter, with one hyperparameter."""
-    knobs = Knobs(**{name: spec})
+def _with_knob(rule: Callable[[Params, Params, Tensor], Params], **spec: PerModel) -> GradientTransformation:
+    """A transformation from ``rule(grads, params, value)`` with one hyperparameter ``float64[M]``."""
+    knobs = Knobs(**spec)
 
     def init(params: Params) -> KnobState:
         return KnobState(zero_count(params), knobs.init(params))
 
     def update(grads: Params, state: KnobState, params: Params) -> tuple[Params, KnobState]:
-        value = knobs.at(state.hyperparams, state.step)[name]
-        updates = {path: rule(grad, params[path], per_model(value, grad)) for path, grad in grads.items()}
-        return updates, KnobState(state.step + 1, state.hyperparams)
+        (value,) = knobs.at(state.hyperparams, state.step).values()
+        return rule(grads, params, value), state._replace(step=state.step + 1)
 
     return GradientTransformation(init, update)

@@ -1,8 +1,8 @@
-"""Transformations around others: gradient accumulation, parameter averages, parameter groups."""
+"""Gradient accumulation, averages of parameters, and parameter groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,13 @@ from hfta_func._errors import HyperparameterError
 from hfta_func._torch import can_look
 from hfta_func._tree import per_model, where
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs, apply_updates, in_place, zero_count
+from hfta_func.optim._base import GradientTransformation, Knobs, Range, apply_updates, in_place, restrict, zero_count
+
+restrict(every=Range.AT_LEAST_ONE, decay=Range.DECAY)
 
 
 class AccumulateState(NamedTuple):
-    """Gradients that each member has gathered, how many it gathers, their mean so far, and the optimizer's state."""
+    """Numbers of gradients since the last update, ``every``, the mean of these gradients, and the optimizer's state."""
 
     seen: Tensor
     hyperparams: dict[str, Any]
@@ -25,13 +27,13 @@ class AccumulateState(NamedTuple):
 
 
 def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTransformation:
-    """Update once for every ``every`` gradients, with their mean: batches that many times as large.
+    """Update once per ``every`` gradients, with their mean, as with batches that are larger by this factor.
 
-    Between two updates of a member its parameters, and the state of its optimizer, stay as they are.
+    Between updates, a member's parameters and optimizer state do not change.
 
     Args:
-        optimizer: What updates.
-        every: How many gradients, at least 1.
+        optimizer: The optimizer that gets the means.
+        every: Number of gradients per update, at least 1.
 
     Example:
         >>> optimizer = accumulate(sgd(lr=1.0), every=[1, 2])
@@ -47,15 +49,13 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
     knobs = Knobs(every=every)
 
     def init(params: Params) -> AccumulateState:
-        zeros = {path: torch.zeros_like(param) for path, param in params.items()}
-        return AccumulateState(zero_count(params), knobs.init(params), zeros, optimizer.init(params))
+        return AccumulateState(zero_count(params), knobs.init(params), _zeros(params), optimizer.init(params))
 
     def update(grads: Params, state: AccumulateState, params: Params) -> tuple[Params, AccumulateState]:
         seen = state.seen + 1
-        share = 1 / seen
-        mean = {path: torch.lerp(state.grads[path], grad, per_model(share, grad)) for path, grad in grads.items()}
+        mean = _lerp(state.grads, grads, 1 / seen)
         due = seen >= knobs.at(state.hyperparams, state.seen)["every"]
-        nothing = {path: torch.zeros_like(grad) for path, grad in grads.items()}
+        nothing = _zeros(grads)
         if can_look(due) and not bool(due.any()):
             return nothing, AccumulateState(seen, state.hyperparams, mean, state.inner)
         updates, inner = optimizer.update(mean, state.inner, params)
@@ -68,7 +68,7 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
 
 
 class EmaState(NamedTuple):
-    """Updates made by each member, its decay, and the average of its parameters."""
+    """Update counts, decay rates, and averages of the parameters."""
 
     step: Tensor
     hyperparams: dict[str, Any]
@@ -76,14 +76,13 @@ class EmaState(NamedTuple):
 
 
 def ema(decay: PerModel = 0.999) -> GradientTransformation:
-    """Keep an exponential moving average of the parameters, in ``opt_state[-1].average``; updates pass unchanged.
+    """Keep an exponential moving average of the parameters in ``opt_state[-1].average``; updates pass unchanged.
 
-    Stands last in a :func:`chain`, since it averages what the updates lead to. The first average is what the first update
-    leads to; from then on ``a = decay * a + (1 - decay) * p``, as ``torch.optim.swa_utils.AveragedModel`` with
-    ``get_ema_multi_avg_fn`` computes it.
+    Put it last in a :func:`chain`, because it averages the updated parameters p: ``a = p`` after the first update, then
+    ``a = decay * a + (1 - decay) * p``, as ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` does.
 
     Args:
-        decay: Weight of the average so far.
+        decay: Weight of the previous average.
 
     Example:
         >>> optimizer = chain(sgd(lr=1.0), ema(decay=[0.0, 0.5]))
@@ -106,17 +105,14 @@ def ema(decay: PerModel = 0.999) -> GradientTransformation:
     def update(updates: Params, state: EmaState, params: Params) -> tuple[Params, EmaState]:
         decay = knobs.at(state.hyperparams, state.step)["decay"]
         share = torch.where(state.step == 0, 1.0, 1 - decay)
-        average = {
-            path: torch.lerp(state.average[path], param, per_model(share, param))
-            for path, param in apply_updates(params, updates).items()
-        }
+        average = _lerp(state.average, apply_updates(params, updates), share)
         return updates, EmaState(state.step + 1, state.hyperparams, average)
 
     return GradientTransformation(init, update)
 
 
 class PartitionState(NamedTuple):
-    """The state of each group's optimizer."""
+    """The state of each group's optimizer, by name."""
 
     groups: dict[str, Any]
 
@@ -125,18 +121,18 @@ def partition(
     label: Callable[[str, torch.Size], str | None] | Mapping[str, str | None],
     groups: Mapping[str, GradientTransformation],
 ) -> GradientTransformation:
-    """An optimizer for each group of parameters; parameters of no group are frozen.
+    """One optimizer per group of parameters; parameters in no group are frozen.
 
-    :func:`with_hyperparams` names a group's hyperparameters ``"group.lr"``, and those of all groups that have it ``lr``.
+    In :func:`with_hyperparams`, ``"group.lr"`` is the ``lr`` of one group and ``lr`` that of all groups.
 
     Args:
-        label: ``label(path, shape)`` of one model's parameter is the name of its group, or None. Or a mapping from paths
-            of modules and parameters to names, of which the longest that fits decides; ``""`` fits all.
+        label: ``label(path, shape)`` returns the group of a parameter, given its shape in one model, or None to freeze it.
+            Or a mapping from paths of modules and parameters to groups, where the longest matching path counts; ``""``
+            matches all.
         groups: The optimizers by name.
 
     Raises:
-        HyperparameterError: at a name without an optimizer, an optimizer without parameters, or a parameter that a mapping
-            does not speak of.
+        HyperparameterError: if a group has no optimizer or no parameters, or a mapping matches no path of a parameter.
 
     Example:
         >>> optimizer = partition({"": "body", "head": "head", "embed": None}, {"body": sgd(lr=0.1), "head": sgd(lr=1.0)})
@@ -147,40 +143,42 @@ def partition(
         {'embed.weight': 0.0, 'head.bias': -2.0, 'body.bias': -0.20000000298023224}
     """
 
-    def members(params: Params) -> dict[str, list[str]]:
+    def split(params: Params) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {name: [] for name in groups}
         for path, param in params.items():
             name = _longest(label, path) if isinstance(label, Mapping) else label(path, param.shape[1:])
             if name is None:
                 continue
             if name not in found:
-                raise HyperparameterError(f"'{path}' belongs to '{name}', but the groups are {', '.join(groups)}")
+                raise HyperparameterError(
+                    f"'{path}' is labelled '{name}', but the groups are {', '.join(groups)}; add an optimizer for it"
+                )
             found[name].append(path)
         empty = [name for name, paths in found.items() if not paths]
         if empty:
             raise HyperparameterError(
-                f"group '{empty[0]}' has no parameters; leave it out, or label some of {[*params]}"
+                f"group '{empty[0]}' has no parameters; remove it, or label some of {[*params]} with it"
             )
         return found
 
+    def parts(params: Params, *trees: Params) -> Iterator[tuple[str, Any]]:
+        for name, paths in split(params).items():
+            yield name, [{path: tree[path] for path in paths} for tree in trees]
+
     def init(params: Params) -> PartitionState:
-        return PartitionState(
-            {name: groups[name].init({path: params[path] for path in paths}) for name, paths in members(params).items()}
-        )
+        return PartitionState({name: groups[name].init(own) for name, (own,) in parts(params, params)})
 
     def update(grads: Params, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
         updates, states = {}, {}
-        for name, paths in members(params).items():
-            own, values = ({path: tree[path] for path in paths} for tree in (grads, params))
+        for name, (own, values) in parts(params, grads, params):
             new, states[name] = groups[name].update(own, state.groups[name], values)
             updates.update(new)
-        frozen = {path: torch.zeros_like(grad) for path, grad in grads.items() if path not in updates}
-        return {path: updates[path] if path in updates else frozen[path] for path in grads}, PartitionState(states)
+        updates = {path: updates[path] if path in updates else torch.zeros_like(grad) for path, grad in grads.items()}
+        return updates, PartitionState(states)
 
-    def update_(grads: Params, state: PartitionState, params: Params, keep: Tensor | None, apply: bool, /) -> Params:
+    def update_(grads: Params, state: PartitionState, params: Params, keep: Tensor | None, apply: bool) -> Params:
         updates = {}
-        for name, paths in members(params).items():
-            own, values = ({path: tree[path] for path in paths} for tree in (grads, params))
+        for name, (own, values) in parts(params, grads, params):
             updates.update(in_place(groups[name])(own, state.groups[name], values, keep, apply))
         return {path: updates[path] if path in updates else grad.zero_() for path, grad in grads.items()}
 
@@ -188,7 +186,16 @@ def partition(
 
 
 def _longest(labels: Mapping[str, str | None], path: str) -> str | None:
-    fitting = [name for name in labels if not name or path == name or path.startswith(f"{name}.")]
-    if not fitting:
-        raise HyperparameterError(f"'{path}' is in no group; name it, or all others with '', and None to freeze")
-    return labels[max(fitting, key=len)]
+    matching = [name for name in labels if not name or path == name or path.startswith(f"{name}.")]
+    if not matching:
+        raise HyperparameterError(f"'{path}' is in no group; name it, or label all others with '', None to freeze them")
+    return labels[max(matching, key=len)]
+
+
+def _zeros(tree: Params) -> Params:
+    return {path: torch.zeros_like(leaf) for path, leaf in tree.items()}
+
+
+def _lerp(old: Params, new: Params, share: Tensor) -> Params:
+    """``(1 - share) * old + share * new``, with one share per member."""
+    return {path: torch.lerp(old[path], leaf, per_model(share, leaf)) for path, leaf in new.items()}

@@ -13,7 +13,10 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import Knobs
+from hfta_func.optim._base import Knobs, Range, restrict
+
+restrict(init_scale=Range.POSITIVE, growth_factor=Range.AT_LEAST_ONE)
+restrict(backoff_factor=Range.FACTOR, growth_interval=Range.AT_LEAST_ONE)
 
 # Keeps the noise of rounding apart from that of the model.
 _ROUNDING = -(2**61) - 2
