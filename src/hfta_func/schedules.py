@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hfta_func._errors import HyperparameterError
 from hfta_func._types import PerModel, Schedule
-from hfta_func.optim._base import Knobs, Range, check, check_choice, restrict, vector
-from hfta_func.optim._hyperparams import with_hyperparams
-
-S = TypeVar("S")
-Numbers = float | Sequence[float] | Tensor
+from hfta_func.optim._base import Knobs, Range, check_choice, restrict
+from hfta_func.optim._plateau import plateau as plateau
 
 restrict(step_size=Range.POSITIVE, T_max=Range.POSITIVE, T_0=Range.POSITIVE, T_mult=Range.AT_LEAST_ONE)
 restrict(total_iters=Range.POSITIVE, total_steps=Range.POSITIVE, steps=Range.POSITIVE, pct_start=Range.DECAY)
@@ -56,9 +52,7 @@ def constant(value: PerModel) -> Schedule:
 
 
 def step_lr(value: PerModel, step_size: PerModel, gamma: PerModel = 0.1) -> Schedule:
-    """Multiply by ``gamma`` every ``step_size`` updates, as ``torch.optim.lr_scheduler.StepLR`` does.
-
-    ``value * gamma ** floor(count / step_size)``
+    """``value * gamma ** floor(count / step_size)``, as in ``torch.optim.lr_scheduler.StepLR``.
 
     Args:
         value: Value at count 0.
@@ -87,17 +81,15 @@ def multistep(value: PerModel, milestones: Sequence[PerModel], gamma: PerModel =
         >>> values(multistep(1.0, milestones=[10, 15], gamma=0.5), [9, 10, 15])
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
-    places = {f"milestone{i}": milestone for i, milestone in enumerate(milestones, 1)}
+    places = {f"milestone{i}": place for i, place in enumerate(milestones, 1)}
     return Schedule(
         {"value": value, "gamma": gamma, **places},
-        lambda count, value, gamma, **places: (
-            value * gamma ** sum((count >= place).double() for place in places.values())
-        ),
+        lambda count, value, gamma, **places: value * gamma ** sum((count >= at).double() for at in places.values()),
     )
 
 
 def exponential(value: PerModel, gamma: PerModel) -> Schedule:
-    """Multiply by ``gamma`` at every update, as ``torch.optim.lr_scheduler.ExponentialLR`` does.
+    """``value * gamma ** count``, as in ``torch.optim.lr_scheduler.ExponentialLR``.
 
     Args:
         value: Value at count 0.
@@ -134,9 +126,7 @@ def linear(
 
 
 def polynomial(value: PerModel, total_iters: PerModel, power: PerModel = 1.0) -> Schedule:
-    """Decay to 0 along a polynomial, as ``torch.optim.lr_scheduler.PolynomialLR`` does.
-
-    ``value * (1 - count / total_iters) ** power``
+    """``value * (1 - count / total_iters) ** power``, then 0, as in ``torch.optim.lr_scheduler.PolynomialLR``.
 
     Args:
         value: Value at count 0.
@@ -154,9 +144,7 @@ def polynomial(value: PerModel, total_iters: PerModel, power: PerModel = 1.0) ->
 
 
 def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedule:
-    """Half a cosine from ``value`` down to ``eta_min``, as in ``torch.optim.lr_scheduler.CosineAnnealingLR``.
-
-    ``eta_min + (value - eta_min) * (1 + cos(pi * count / T_max)) / 2``
+    """``eta_min + (value - eta_min) * (1 + cos(pi * count / T_max)) / 2``, as in ``CosineAnnealingLR`` of PyTorch.
 
     Args:
         value: Value at count 0.
@@ -166,9 +154,6 @@ def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedul
     Example:
         >>> values(cosine(1.0, T_max=100), [0, 50, 100])
         tensor([1.0000, 0.5000, 0.0000], dtype=torch.float64)
-
-    References:
-        Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts", ICLR 2017.
     """
     return Schedule(
         {"value": value, "T_max": T_max, "eta_min": eta_min},
@@ -177,7 +162,7 @@ def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedul
 
 
 def cosine_restarts(value: PerModel, T_0: PerModel, T_mult: PerModel = 1, eta_min: PerModel = 0.0) -> Schedule:
-    """Half a cosine again and again, as in ``torch.optim.lr_scheduler.CosineAnnealingWarmRestarts``.
+    """Half a cosine, restarted again and again, as in ``torch.optim.lr_scheduler.CosineAnnealingWarmRestarts``.
 
     Args:
         value: Value at count 0 and after every restart.
@@ -232,8 +217,8 @@ def one_cycle(
 
     Example:
         >>> schedule = one_cycle(1.0, total_steps=101, pct_start=0.5, anneal_strategy="linear", div_factor=10.0)
-        >>> values(schedule, [0, 49, 100]).tolist()
-        [0.1, 0.982, 1e-05]
+        >>> [round(value, 5) for value in values(schedule, [0, 49, 100, 200]).tolist()]
+        [0.1, 0.99091, 1e-05, 1e-05]
 
     References:
         Smith and Topin, "Super-convergence: very fast training of neural networks using large learning rates", 2019.
@@ -272,12 +257,11 @@ def warmup(after: PerModel, steps: PerModel, start_factor: PerModel = 1 / 3) -> 
         tensor([0.2500, 1.0000, 0.1000], dtype=torch.float64)
     """
     after = after if isinstance(after, Schedule) else constant(after)
-    return Schedule(
-        {"after": after, "steps": steps, "start_factor": start_factor},
-        lambda count, after, steps, start_factor: (
-            _line(start_factor, 1, _share(count, steps)) * after((count - steps).clamp(min=0))
-        ),
-    )
+
+    def at(count: Tensor, after: Callable[[Tensor], Tensor], steps: Tensor, start_factor: Tensor) -> Tensor:
+        return _line(start_factor, 1, _share(count, steps)) * after((count - steps).clamp(min=0))
+
+    return Schedule({"after": after, "steps": steps, "start_factor": start_factor}, at)
 
 
 def chain(first: Schedule, *others: Schedule) -> Schedule:
@@ -291,93 +275,11 @@ def chain(first: Schedule, *others: Schedule) -> Schedule:
         >>> values(schedules.chain(exponential(1.0, gamma=0.5), step_lr(1.0, step_size=2)), [1, 2])
         tensor([0.5000, 0.0250], dtype=torch.float64)
     """
-    return Schedule(
-        {"first": first, **{f"factor{i}": other for i, other in enumerate(others, 1)}},
-        lambda count, **factors: math.prod(factor(count) for factor in factors.values()),
-    )
 
+    def at(count: Tensor, **factors: Callable[[Tensor], Any]) -> Any:
+        return math.prod(factor(count) for factor in factors.values())
 
-def plateau(
-    metric: str,
-    hyperparameter: str = "lr",
-    mode: Literal["min", "max"] = "min",
-    factor: Numbers = 0.1,
-    patience: Numbers = 10,
-    threshold: Numbers = 1e-4,
-    threshold_mode: Literal["rel", "abs"] = "rel",
-    cooldown: Numbers = 0,
-    min_lr: Numbers = 0.0,
-    eps: Numbers = 1e-8,
-) -> Callable[[S, Any], S]:
-    """Reduce a hyperparameter where the metric stops improving, as ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does.
-
-    The result is a callback for ``fit(callbacks=[...])``. It keeps no state: it determines from all epochs so far which
-    members are due now. In a hand-written loop, call it once per epoch with a dict of metrics ``[epochs, M]``.
-
-    Args:
-        metric: Name in the history, one number per member.
-        hyperparameter: Name of what to reduce; in a schedule, its initial value.
-        mode: Whether lower or higher is better.
-        factor: Factor of each reduction, below 1. This and the other numbers may be one per member.
-        patience: Epochs without improvement before the one that causes a reduction.
-        threshold: Smallest change that counts as an improvement.
-        threshold_mode: Whether the threshold is relative to the best value.
-        cooldown: Epochs after a reduction in which the lack of improvement does not count.
-        min_lr: Lower bound of the hyperparameter.
-        eps: Reductions up to this are not made.
-
-    Returns:
-        ``callback(state, history) -> state``, for training and optimizer states.
-
-    Raises:
-        HyperparameterError: if a number is out of range or a mode unknown, or (by the callback) if the metric is not one
-            number per member or the state has no such hyperparameter.
-
-    Example:
-        >>> reduce, losses = plateau("loss", patience=1), []
-        >>> state = sgd(lr=[0.1, 0.2]).init({"w": torch.zeros(2, 1)})
-        >>> for loss in ([1.0, 1.0], [1.0, 0.9], [1.0, 0.8]):
-        ...     losses.append(torch.tensor(loss))
-        ...     state = reduce(state, {"loss": torch.stack(losses)})
-        >>> state.hyperparams["lr"]
-        tensor([0.0100, 0.2000], dtype=torch.float64)
-    """
-    check_choice("mode", mode, ("min", "max"))
-    check_choice("threshold_mode", threshold_mode, ("rel", "abs"))
-    numbers = {"factor": factor, "patience": patience, "threshold": threshold, "cooldown": cooldown}
-    numbers |= {"min_lr": min_lr, "eps": eps}
-    for name, number in numbers.items():
-        check(name, number, Range.DECAY if name == "factor" else Range.FINITE)
-    sign = 1 if mode == "min" else -1
-
-    def is_due(metrics: Tensor, k: dict[str, Tensor]) -> Tensor:
-        best, bad = torch.full_like(k["eps"], math.inf), torch.zeros_like(k["eps"])
-        resting, due = bad, bad > 0
-        for value in sign * metrics:
-            limit = best * (1 - sign * k["threshold"]) if threshold_mode == "rel" else best - k["threshold"]
-            better = value < limit
-            best = torch.where(better, value, best)
-            bad = torch.where(better | (resting > 0), 0.0, bad + 1)
-            due = bad > k["patience"]
-            bad, resting = bad * ~due, torch.where(due, k["cooldown"], (resting - 1).clamp(min=0))
-        return due
-
-    def callback(state: S, history: Any) -> S:
-        metrics = history[metric].detach().double()
-
-        def reduced(held: Tensor) -> Tensor:
-            if metrics.shape[1:] != held.shape:
-                raise HyperparameterError(
-                    f"metric '{metric}' has shape {list(metrics.shape[1:])} per epoch but {hyperparameter} has "
-                    f"{list(held.shape)}; plateau needs one number per model"
-                )
-            k = {name: vector(name, number, len(held), held.device) for name, number in numbers.items()}
-            lower = torch.maximum(held * k["factor"], k["min_lr"])
-            return torch.where(is_due(metrics.to(held.device), k) & (held - lower > k["eps"]), lower, held)
-
-        return with_hyperparams(state, **{hyperparameter: reduced})
-
-    return callback
+    return Schedule({"first": first, **{f"factor{i}": other for i, other in enumerate(others, 1)}}, at)
 
 
 def _share(count: Tensor, total: Tensor) -> Tensor:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 from torch import Tensor
 
-from hfta_func._types import Params, PerModel
+from hfta_func._types import PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
-from hfta_func.optim._leafwise import decay_square, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_square, leafwise
 
 restrict(rho=Range.DECAY)
 
-
-class AdadeltaState(NamedTuple):
-    """Update counts, hyperparameters, and averages of squared gradients and of squared updates."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    square_avg: Params
-    acc_delta: Params
+AdadeltaState = namedtuple("AdadeltaState", [*FIELDS, "square_avg", "acc_delta"])
+"""Averages of the squared gradients and of the squared updates."""
 
 
 def adadelta(

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_func._tree import per_model
-from hfta_func._types import Params, PerModel
+from hfta_func._types import PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, check, per_member, restrict
-from hfta_func.optim._leafwise import leafwise
+from hfta_func.optim._leafwise import FIELDS, leafwise
 
 restrict(lr_decay=Range.NONNEGATIVE, initial_accumulator_value=Range.NONNEGATIVE)
 
-
-class AdagradState(NamedTuple):
-    """Update counts, hyperparameters, and sums of squared gradients."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    sum: Params
+AdagradState = namedtuple("AdagradState", [*FIELDS, "sum"])
+"""Sums of the squared gradients."""
 
 
 def adagrad(

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._types import Params, PerModel
+from hfta_func._types import PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
-
-class AdamState(NamedTuple):
-    """Update counts, hyperparameters, averages of gradients and of their squares, and (if ``amsgrad``) their maxima."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    exp_avg: Params
-    exp_avg_sq: Params
-    max_exp_avg_sq: Params
+AdamState = namedtuple("AdamState", [*FIELDS, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+"""Averages of the gradients and of their squares and, with ``amsgrad``, the maxima of the latter."""
 
 
 def adam(
@@ -93,8 +87,8 @@ def adamw(
         maximize: Maximize instead of minimize.
 
     Example:
-        >>> optimizer, params, grads = adamw(lr=0.1, weight_decay=[0.0, 1.0]), {"w": torch.ones(2, 1)}, {"w": torch.ones(2, 1)}
-        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
+        >>> optimizer, ones = adamw(lr=0.1, weight_decay=[0.0, 1.0]), {"w": torch.ones(2, 1)}
+        >>> optimizer.update(ones, optimizer.init(ones), ones)[0]["w"].flatten()
         tensor([-0.1000, -0.2000])
 
     References:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._types import Params, PerModel
+from hfta_func._types import PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_mean, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 
-
-class AdamaxState(NamedTuple):
-    """Update counts, hyperparameters, averages of gradients, and their decayed maximum magnitudes."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    exp_avg: Params
-    exp_inf: Params
+AdamaxState = namedtuple("AdamaxState", [*FIELDS, "exp_avg", "exp_inf"])
+"""Averages of the gradients, and their decayed maximum magnitudes."""
 
 
 def adamax(

@@ -20,7 +20,6 @@ from hfta_func._torch import inside_transform
 from hfta_func._tree import num_models, write
 from hfta_func._types import Params, PerModel, Schedule, Tree
 
-
 Update = Callable[[Params, Tree, Params], tuple[Params, Tree]]
 """``update(grads, opt_state, params) -> (updates, opt_state)``."""
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_func._tree import per_model
-from hfta_func._types import Params, PerModel
+from hfta_func._types import PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
-
-class LambState(NamedTuple):
-    """Update counts, hyperparameters, and averages of gradients and of their squares."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    exp_avg: Params
-    exp_avg_sq: Params
+LambState = namedtuple("LambState", [*FIELDS, "exp_avg", "exp_avg_sq"])
+"""Averages of the gradients and of their squares."""
 
 
 def lamb(

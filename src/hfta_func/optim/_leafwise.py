@@ -13,16 +13,14 @@ from hfta_func._tree import num_models, per_model, write
 from hfta_func._types import Params
 from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
 
+FIELDS = "step", "hyperparams"
+"""The fields that every state begins with: updates made by each member ``int64[M]``, and hyperparameters by name."""
+
 _ROWS = 1 << 15
 """From this many elements per member on, a CPU is faster member by member, with hyperparameters as scalars."""
 
 _PIECE = 1 << 20
 """A member is updated in pieces of about this many elements, which keeps a rule's temporary tensors small."""
-
-
-def zeros(path: str, param: Tensor) -> Tensor:
-    """A slot that starts at zero."""
-    return torch.zeros_like(param)
 
 
 def decay_mean(mean: Tensor, grad: Tensor, share: Any) -> Tensor:
@@ -47,7 +45,7 @@ def leafwise(
     *,
     unused: tuple[str, ...] = (),
     carried: tuple[str, ...] = (),
-    start: Callable[[str, Tensor], Tensor] = zeros,
+    start: Callable[[str, Tensor], Tensor] = lambda path, param: torch.zeros_like(param),
     decoupled: bool = False,
     maximize: bool = False,
     elementwise: bool = True,
@@ -55,7 +53,7 @@ def leafwise(
     """A transformation from the update rule of one parameter.
 
     Args:
-        state: NamedTuple of ``step``, ``hyperparams``, the carried numbers, and the slots: tensors beside each parameter.
+        state: NamedTuple of ``FIELDS``, the carried numbers, and the slots: tensors beside each parameter.
         knobs: The hyperparameters. ``weight_decay``, if among them, is applied here.
         rule: ``rule(grad, param, k, *slots) -> direction`` over ``[M, ...]``, which updates its slots in place; the
             parameter's update is ``k["step"] * direction``. ``k`` holds numbers by name: tensors that broadcast, or
@@ -64,12 +62,12 @@ def leafwise(
             ``float64[M]`` by name; ``count`` numbers the update, from 1. ``step`` is ``-lr`` unless it is set here.
         unused: Slots that stay empty and that the rule does not get.
         carried: Vectors ``float64[M]`` that are carried from update to update. They start at one.
-        start: ``start(path, param)`` is the initial value of a slot.
+        start: ``start(path, param)`` is the initial value of a slot, zero by default.
         decoupled: Subtract ``lr * weight_decay`` times the parameter instead of adding weight decay to the gradient.
         maximize: Maximize instead of minimize.
         elementwise: Whether the rule treats every entry independently, so that it may get a part of a parameter.
     """
-    slots = [name for name in state._fields if name not in ("step", "hyperparams", *carried)]  # pyright: ignore
+    slots = [name for name in state._fields if name not in (*FIELDS, *carried)]  # pyright: ignore
     used = [name for name in slots if name not in unused]
     decays = knobs.decays()
 

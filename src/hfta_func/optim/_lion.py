@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._types import Params, PerModel
+from hfta_func._types import PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import decay_mean, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 
-
-class LionState(NamedTuple):
-    """Update counts, hyperparameters, and averages of gradients."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    exp_avg: Params
+LionState = namedtuple("LionState", [*FIELDS, "exp_avg"])
+"""Averages of the gradients."""
 
 
 def lion(

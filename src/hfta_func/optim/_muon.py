@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections import namedtuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hfta_func._errors import HyperparameterError
-from hfta_func._types import Params, PerModel
+from hfta_func._types import PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs, check_choice
-from hfta_func.optim._leafwise import decay_mean, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 
-
-class MuonState(NamedTuple):
-    """Update counts, hyperparameters, and momentum buffers."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    momentum: Params
+MuonState = namedtuple("MuonState", [*FIELDS, "momentum"])
+"""Momentum buffers."""
 
 
 def muon(
@@ -58,7 +54,8 @@ def muon(
             ``adjust_lr_fn`` is unknown.
 
     Example:
-        >>> optimizer, params, grads = muon(lr=[0.1, 1.0], ns_dtype=torch.float32), {"w": torch.zeros(2, 1, 1)}, {"w": torch.ones(2, 1, 1)}
+        >>> optimizer = muon(lr=[0.1, 1.0], ns_dtype=torch.float32)
+        >>> params, grads = {"w": torch.zeros(2, 1, 1)}, {"w": torch.ones(2, 1, 1)}
         >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
         tensor([-0.0696, -0.6964])
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 from torch import Tensor
 
-from hfta_func._types import Params, PerModel
+from hfta_func._types import PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
-from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
 restrict(momentum_decay=Range.NONNEGATIVE)
 
-
-class NAdamState(NamedTuple):
-    """Update counts, hyperparameters, products of momenta, and averages of gradients and of their squares."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    mu_product: Tensor
-    exp_avg: Params
-    exp_avg_sq: Params
+NAdamState = namedtuple("NAdamState", [*FIELDS, "mu_product", "exp_avg", "exp_avg_sq"])
+"""Products of momenta ``[M]``, and averages of the gradients and of their squares."""
 
 
 def nadam(

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._types import Params, PerModel
+from hfta_func._types import PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
-from hfta_func.optim._leafwise import decay_mean, decay_square, leafwise
+from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
 restrict(alpha=Range.DECAY)
 
-
-class RMSpropState(NamedTuple):
-    """Update counts, hyperparameters, averages of squares and (if ``centered``) of gradients, and momentum buffers."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    square_avg: Params
-    grad_avg: Params
-    momentum: Params
+RMSpropState = namedtuple("RMSpropState", [*FIELDS, "square_avg", "grad_avg", "momentum"])
+"""Averages of the squared gradients and, with ``centered``, of the gradients; momentum buffers if there is momentum."""
 
 
 def rmsprop(

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._types import Params, PerModel
+from hfta_func._types import PerModel
 from hfta_func.optim._base import GradientTransformation, Knobs
-from hfta_func.optim._leafwise import leafwise
+from hfta_func.optim._leafwise import FIELDS, leafwise
 
-
-class SGDState(NamedTuple):
-    """Update counts, hyperparameters, and momentum buffers (none without momentum)."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    momentum: Params
+SGDState = namedtuple("SGDState", [*FIELDS, "momentum"])
+"""Momentum buffers, if there is momentum."""
 
 
 def sgd(
