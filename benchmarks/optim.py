@@ -1,14 +1,15 @@
 """The update alone: an array's optimizer against M optimizers of PyTorch, and against one over the same bytes.
 
 Four ResNet-18 (wide leaves) and 32 small MLPs (many small updates), random gradients. ``M x torch.optim`` is M optimizers
-with ``foreach=True``, as users have them; ``one torch.optim`` is one of them over the stacked leaves, which is what the
-bytes cost through ``torch._foreach_`` in place, with the same
-hyperparameters for all members. PyTorch has no Lion and no LAMB.
+with ``foreach=True``, as users have them; ``one torch.optim`` is one of them over the stacked leaves, with the same
+hyperparameters for all members: the time that the bytes take in place through ``torch._foreach_``. Optimizers that PyTorch
+does not have are measured alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -22,28 +23,28 @@ from benchmarks._measure import interleaved, peak_bytes, resident_bytes, seconds
 from hfta_func._tree import write
 from hfta_func.optim._base import in_place
 
-OPTIMIZERS: dict[str, tuple[Callable[..., hfta.GradientTransformation], Any, dict[str, Any]]] = {
-    "sgd": (hfta.sgd, torch.optim.SGD, {}),
-    "sgd, momentum": (hfta.sgd, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-3}),
-    "adam": (hfta.adam, torch.optim.Adam, {}),
-    "adam, amsgrad": (hfta.adam, torch.optim.Adam, {"amsgrad": True}),
-    "adamw": (hfta.adamw, torch.optim.AdamW, {}),
-    "nadam": (hfta.nadam, torch.optim.NAdam, {}),
-    "radam": (hfta.radam, torch.optim.RAdam, {}),
-    "adamax": (hfta.adamax, torch.optim.Adamax, {}),
-    "adadelta": (hfta.adadelta, torch.optim.Adadelta, {}),
-    "adagrad": (hfta.adagrad, torch.optim.Adagrad, {}),
-    "rmsprop": (hfta.rmsprop, torch.optim.RMSprop, {}),
-    "rmsprop, centered": (hfta.rmsprop, torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
-    "lion": (hfta.lion, None, {}),
-    "lamb": (hfta.lamb, None, {}),
-    "muon": (hfta.muon, torch.optim.Muon, {}),
+THEIRS = {name.lower(): own for name, own in vars(torch.optim).items() if inspect.isclass(own)}
+VARIANTS = {
+    "sgd, momentum": (hfta.sgd, {"momentum": 0.9, "weight_decay": 1e-3}),
+    "adam, amsgrad": (hfta.adam, {"amsgrad": True}),
+    "rmsprop, centered": (hfta.rmsprop, {"centered": True, "momentum": 0.9}),
 }
 
+
+def optimizers() -> dict[str, tuple[Callable[..., hfta.GradientTransformation], Any, dict[str, Any]]]:
+    """Every optimizer of the package and its variants by name: ours, PyTorch's of the same name or None, and options."""
+    functions = {name: make for name, make in vars(hfta.optim).items() if inspect.isfunction(make)}
+    plain = {name: (make, {}) for name, make in functions.items() if "lr" in inspect.signature(make).parameters}
+    table = plain | VARIANTS
+    return {name: (make, THEIRS.get(make.__name__), options) for name, (make, options) in sorted(table.items())}
+
+
+OPTIMIZERS = optimizers()
+
 M_SOLO, ONE = "M x torch.optim", "one torch.optim"
-# Of the way that a parameter has gone, which is a thousandth of the parameter and less.
+# Relative to the total change of a parameter, which is at most a thousandth of the parameter.
 TOLERANCE = 1e-2
-# Newton's iterations run in bfloat16, in which products of batches round otherwise.
+# Newton-Schulz runs in bfloat16, in which batched products are rounded differently.
 ROUGH = {"muon": 5e-2}
 
 
@@ -58,7 +59,7 @@ def _mlp() -> nn.Module:
 
 
 def leaves(model: nn.Module, count: int, matrices: bool) -> dict[str, Tensor]:
-    """Random tensors ``[M, ...]`` in the shapes of the model's parameters; as ``matrices``, what Muon takes."""
+    """Random tensors ``[M, ...]`` in the shapes of the model's parameters; with ``matrices``, as Muon takes them."""
     shapes = {path: own.shape for path, own in model.named_parameters() if own.dim() > 1 or not matrices}
     if matrices:
         shapes = {path: torch.Size((shape[0], shape[1:].numel())) for path, shape in shapes.items()}
@@ -66,7 +67,7 @@ def leaves(model: nn.Module, count: int, matrices: bool) -> dict[str, Tensor]:
 
 
 class Race:
-    """One optimizer over one array's leaves, in all the ways that are compared; each has tensors of its own."""
+    """One optimizer over one array's leaves in every mode; each mode has its own tensors."""
 
     def __init__(self, name: str, model: nn.Module, count: int, compiled: bool):
         make, theirs, options = OPTIMIZERS[name]
@@ -138,7 +139,7 @@ def _stacked(members: list[dict[str, nn.Parameter]]) -> dict[str, Tensor]:
 
 
 def _difference(a: dict[str, Tensor], b: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Largest over all leaves, relative to the largest distance that one of them has gone."""
+    """Largest difference over all leaves, relative to the largest change of the leaf."""
     return max(float((a[p] - b[p]).abs().max() / (b[p] - start[p]).abs().max()) for p in b)
 
 
@@ -190,7 +191,7 @@ def _measure(race: Race, name: str, work: str, args: argparse.Namespace) -> dict
 
 
 def show(results: dict[str, Any]) -> str:
-    """The table: how many times as fast as PyTorch's optimizers, and memory beside parameters, state and gradient."""
+    """A table of the speed relative to PyTorch's optimizers, and of memory beside parameters, state and gradient."""
     rows = []
     for name, result in results.items():
         if not result["agrees"]:

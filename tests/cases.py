@@ -12,15 +12,19 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 
+SHAPES: dict[str, tuple[int, ...]] = {"matrix": (4, 3), "vector": (5,), "number": ()}
+"""Parameters of one member that optimizers are tested on."""
+
 
 class OptimizerCase(NamedTuple):
-    """Ours and torch's, from the same keyword arguments; ``knobs`` holds three members' worth of each."""
+    """Ours and torch's, from the same keyword arguments; ``knobs`` holds one value for each of three members."""
 
     name: str
     ours: Callable[..., hfta.GradientTransformation]
     theirs: Callable[..., torch.optim.Optimizer]
     knobs: dict[str, list[Any]]
     options: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]] = SHAPES
 
 
 _ADAM = {
@@ -81,6 +85,33 @@ class Lamb(torch.optim.Optimizer):
             x -= lr * ratio * u
 
 
+class Muon(torch.optim.Optimizer):
+    """Algorithm 2 of Jordan et al., 2024, line by line, in the parameters' own dtype."""
+
+    def __init__(
+        self, params: Any, lr: float, weight_decay: float, momentum: float, eps: float, maximize: bool = False, **_: Any
+    ):
+        super().__init__(params, {"lr": lr})
+        self.knobs = weight_decay, momentum, eps, maximize
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        lr, (weight_decay, mu, eps, maximize) = self.param_groups[0]["lr"], self.knobs
+        for theta in self.param_groups[0]["params"]:
+            assert theta.grad is not None
+            g = -theta.grad if maximize else theta.grad
+            b = self.state[theta].get("b", torch.zeros_like(theta))
+            b = self.state[theta]["b"] = mu * b + (1 - mu) * g
+            x = mu * b + (1 - mu) * g
+            x = x / max(float(x.norm()), eps)
+            wide = x if len(x) <= len(x.T) else x.T
+            for _ in range(5):
+                a = wide @ wide.T
+                wide = 3.4445 * wide + (-4.775 * a + 2.0315 * a @ a) @ wide
+            o = wide if len(x) <= len(x.T) else wide.T
+            theta -= lr * (max(1, len(x) / len(x.T)) ** 0.5 * o + weight_decay * theta)
+
+
 _RATES = {"lr": [0.02, 0.01, 0.05], "eps": [1e-8, 1e-6, 1e-4], "weight_decay": [0.0, 1e-2, 0.1]}
 _RMSPROP = {**_RATES, "lr": [2e-3, 1e-3, 5e-3], "alpha": [0.99, 0.9, 0.5]}
 _LION = {"lr": [1e-3, 3e-4, 2e-3], "betas": [(0.9, 0.99), (0.8, 0.9), (0.5, 0.7)], "weight_decay": [0.0, 1e-2, 0.1]}
@@ -134,6 +165,21 @@ OPTIMIZERS = [
     OptimizerCase("adamw", hfta.adamw, torch.optim.AdamW, _ADAM, {}),
     OptimizerCase("adamw with amsgrad", hfta.adamw, torch.optim.AdamW, _ADAM, {"amsgrad": True}),
 ]
+
+_MUON = {"lr": [0.01, 0.1, 0.02], "weight_decay": [0.1, 0.0, 0.5], "momentum": [0.95, 0.9, 0.5]}
+
+MATRIX_OPTIMIZERS = [
+    # Some of the norms are below this eps, others above it.
+    OptimizerCase(
+        "muon",
+        hfta.muon,
+        Muon,
+        _MUON,
+        {"eps": 3.0, "ns_dtype": torch.float64},
+        {"tall": (6, 4), "wide": (3, 5), "square": (4, 4)},
+    ),
+]
+"""Optimizers that only take matrices, so that they cannot train a whole model."""
 
 
 def ours(case: OptimizerCase, members: list[int] | None = None) -> hfta.GradientTransformation:

@@ -350,7 +350,7 @@ OUT_OF_RANGE = {
     "sgd lr": (lambda: hfta.sgd(lr=-0.1), "lr is -0.1; it must be at least 0"),
     "sgd lr of one member": (lambda: hfta.sgd(lr=[0.1, -0.1, 0.2]), "model 1: lr is -0.1; it must be at least 0"),
     "sgd lr NaN": (lambda: hfta.sgd(lr=[0.1, 0.2, NAN]), "model 2: lr is nan; it must be at least 0"),
-    "sgd lr infinite": (lambda: hfta.sgd(lr=float("inf")), "lr is inf; it must be at least 0 and below inf"),
+    "sgd lr infinite": (lambda: hfta.sgd(lr=float("inf")), "lr is inf; it must be at least 0 and finite"),
     "sgd lr tensor": (
         lambda: hfta.sgd(lr=torch.tensor([-1.0, 1.0, 1.0])),
         "model 0: lr is -1.0; it must be at least 0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import optree
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from cases import OPTIMIZERS, OptimizerCase, ours, theirs
-from hfta_func.optim import _leafwise
+from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, SHAPES, OptimizerCase, ours, theirs
+from hfta_func.optim import _base, _leafwise
 
 M, STEPS = 3, 100
-SHAPES = {"matrix": (4, 3), "vector": (5,), "number": ()}
+CASES = [pytest.param(case, id=case.name) for case in OPTIMIZERS + MATRIX_OPTIMIZERS]
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,35 @@ def double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+def test_every_optimizer_has_a_row() -> None:
+    exported = {name: make for name, make in vars(hfta.optim).items() if inspect.isfunction(make)}
+    optimizers = {name: make for name, make in exported.items() if "lr" in inspect.signature(make).parameters}
+    rows = {case.ours for case in OPTIMIZERS + MATRIX_OPTIMIZERS}
+    missing = [name for name, make in optimizers.items() if make not in rows]
+    assert len(optimizers) >= 12 and not missing, f"add a row to tests/cases.py for {missing}"
+    for name, make in optimizers.items():
+        # Every number of every optimizer is tested with one value per member, all of which differ.
+        tables = [case.knobs for case in OPTIMIZERS + MATRIX_OPTIMIZERS if case.ours is make]
+        knobs = {knob for knob, given in inspect.signature(make).parameters.items() if "PerModel" in given.annotation}
+        assert knobs == set().union(*tables), name
+        assert all(len(set(values)) == M for table in tables for values in table.values()), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_number_is_checked(case: OptimizerCase) -> None:
+    for knob, values in case.knobs.items():
+        bad = [(0.5, float("nan"))] if isinstance(values[0], tuple) else [float("nan")]
+        names = "beta[12]" if knob == "betas" else knob
+        with pytest.raises(hfta.HyperparameterError, match=rf"model 1: {names} is nan"):
+            ours(case._replace(knobs={**case.knobs, knob: [values[0], *bad, values[2]]}))
+
+
+def test_a_name_has_one_range() -> None:
+    with pytest.raises(ValueError, match="rho is already DECAY, not POSITIVE; choose another name"):
+        _base.restrict(rho=_base.Range.POSITIVE)
+    _base.restrict(rho=_base.Range.DECAY)
 
 
 def _gradients(steps: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[dict[str, Tensor]]:
@@ -67,17 +97,36 @@ def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
+@pytest.mark.parametrize("case", CASES)
 def test_members_are_separate_optimizers(case: OptimizerCase, maximize: bool) -> None:
     case = case._replace(options={**case.options, "maximize": maximize})
-    _check_against(ours(case), lambda i, parameters: theirs(case, i, parameters))
+    _check_against(ours(case), lambda i, parameters: theirs(case, i, parameters), shapes=case.shapes)
+
+
+def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
+    knobs, gradients = {"lr": [0.1, 0.2, 0.3], "weight_decay": [0.0, 0.1, 0.5]}, _gradients(5)
+    adam, adamw = hfta.adam(**knobs, decoupled_weight_decay=True), hfta.adamw(**knobs)
+    found, expected = (_walk(optimizer, _start_at(0), gradients)[0] for optimizer in (adam, adamw))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_corrections_for_bias_are_computed_in_float64() -> None:
+    # At update t, float32 has lost what 1 - beta2^t is made of: its error is 2^-24 / (t * (1 - beta2)).
+    betas, lr = (0.9, 1 - 1e-7), 1.0
+    params, grads = ({"w": torch.full((M, 2), value, dtype=torch.float32)} for value in (0.0, 0.5))
+    for make in (hfta.adam, hfta.adamw, hfta.nadam, hfta.lamb):
+        optimizer = make(lr=lr, betas=betas, eps=0.0, weight_decay=0.0)
+        exact, narrow = (
+            optimizer.update(tree, optimizer.init(tree), tree)[0]["w"] for tree in ({"w": grads["w"].double()}, grads)
+        )
+        torch.testing.assert_close(narrow.double(), exact, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (3, 5), (4, 4)])
 @pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
 def test_muon(shape: tuple[int, int], options: dict[str, Any]) -> None:
     knobs = {"lr": [0.01, 0.1, 0.02], "weight_decay": [0.1, 0.0, 0.5], "momentum": [0.95, 0.9, 0.5]}
-    # In bfloat16 products of batches may round otherwise than products of matrices.
+    # In bfloat16, batched products may be rounded differently from products of single matrices.
     tolerance = 1e-3
     _check_against(
         hfta.muon(**knobs, **options),
@@ -87,6 +136,21 @@ def test_muon(shape: tuple[int, int], options: dict[str, Any]) -> None:
         tolerance,
         {"matrix": shape},
     )
+
+
+def test_muon_divides_by_eps_at_least() -> None:
+    params, grads = {"w": torch.zeros(M, 4, 3)}, {"w": torch.randn(M, 4, 3)}
+    tiny = {"w": 1e-8 * grads["w"]}
+    optimizer = hfta.muon(lr=1.0, momentum=0.0, weight_decay=0.0)
+    own = [nn.Parameter(torch.zeros(4, 3)) for _ in range(M)]
+    for parameter, grad in zip(own, tiny["w"], strict=True):
+        parameter.grad = grad.clone()
+        torch.optim.Muon([parameter], lr=1.0, momentum=0.0, weight_decay=0.0).step()
+    updates, _ = optimizer.update(tiny, optimizer.init(params), params)
+    torch.testing.assert_close(updates["w"], torch.stack([x.detach() for x in own]), rtol=1e-2, atol=1e-3)
+    # The gradient's norm is below eps, so that the update still depends on it.
+    halved, _ = optimizer.update({"w": tiny["w"] / 2}, optimizer.init(params), params)
+    assert (halved["w"] - updates["w"]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (3, 5)])
@@ -105,18 +169,20 @@ def test_muon_makes_the_update_nearly_orthogonal(shape: tuple[int, int]) -> None
 
 
 def test_muon_is_for_matrices() -> None:
-    with pytest.raises(hfta.HyperparameterError, match=r"'bias' of one model is \[5\]; give it another optimizer"):
+    with pytest.raises(
+        hfta.HyperparameterError, match=r"'bias' of one model is \[5\]; use partition\(...\) to give it another"
+    ):
         hfta.muon().init({"weight": torch.zeros(M, 5, 4), "bias": torch.zeros(M, 5)})
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
+@pytest.mark.parametrize("case", CASES)
 def test_compiled_once_whatever_the_numbers(case: OptimizerCase) -> None:
     torch._dynamo.reset()
     optimizer = ours(case)
-    params = {name: torch.randn(M, *shape) for name, shape in SHAPES.items()}
+    params = _start_at(0, case.shapes)
     state = optimizer.init(params)
     update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
-    for number, grads in enumerate(_gradients(4)):
+    for number, grads in enumerate(_gradients(4, case.shapes)):
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             got, after = update(grads, state, params)
         expected, state = optimizer.update(grads, state, params)
@@ -131,17 +197,17 @@ CHAINS = {
     "groups": lambda: hfta.partition(_label, {"matrices": hfta.muon(ns_dtype=torch.float64), "others": hfta.lion()}),
 }
 TRANSFORMATIONS = [
-    *(pytest.param(lambda case=case: ours(case), id=case.name) for case in OPTIMIZERS),
-    *(pytest.param(make, id=name) for name, make in CHAINS.items()),
+    *(pytest.param(lambda case=case: ours(case), case.shapes, id=case.name) for case in OPTIMIZERS + MATRIX_OPTIMIZERS),
+    *(pytest.param(make, SHAPES, id=name) for name, make in CHAINS.items()),
 ]
 
 
 @pytest.mark.usefixtures("one_by_one")
-@pytest.mark.parametrize("make", TRANSFORMATIONS)
-def test_in_place(make: Any) -> None:
-    optimizer, gradients = make(), _gradients(6)
-    params, state = _walk(optimizer, _start_at(0), gradients)
-    own, held = _start_at(0), optimizer.init(_start_at(0))
+@pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
+def test_in_place(make: Any, shapes: Any) -> None:
+    optimizer, gradients = make(), _gradients(6, shapes)
+    params, state = _walk(optimizer, _start_at(0, shapes), gradients)
+    own, held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
     addresses = [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))]
     for grads in gradients:
         hfta.update_(optimizer, {name: grad.clone() for name, grad in grads.items()}, held, own)
@@ -149,12 +215,12 @@ def test_in_place(make: Any) -> None:
     assert [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))] == addresses
 
 
-@pytest.mark.parametrize("make", TRANSFORMATIONS[:6])
-def test_in_place_compiled(make: Any) -> None:
+@pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS[:6])
+def test_in_place_compiled(make: Any, shapes: Any) -> None:
     torch._dynamo.reset()
-    optimizer, gradients = make(), _gradients(3)
-    params, state = _walk(optimizer, _start_at(0), gradients)
-    own, held = _start_at(0), optimizer.init(_start_at(0))
+    optimizer, gradients = make(), _gradients(3, shapes)
+    params, state = _walk(optimizer, _start_at(0, shapes), gradients)
+    own, held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
     update = torch.compile(hfta.update_, fullgraph=True, backend="aot_eager")
     for grads in gradients:
         update(optimizer, grads, held, own)
@@ -162,11 +228,11 @@ def test_in_place_compiled(make: Any) -> None:
 
 
 @pytest.mark.usefixtures("one_by_one")
-@pytest.mark.parametrize("make", TRANSFORMATIONS)
-def test_in_place_of_some_members(make: Any) -> None:
-    optimizer, gradients = make(), _gradients(6)
-    own, held = _start_at(0), optimizer.init(_start_at(0))
-    all_own, all_held = _start_at(0), optimizer.init(_start_at(0))
+@pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
+def test_in_place_of_some_members(make: Any, shapes: Any) -> None:
+    optimizer, gradients = make(), _gradients(6, shapes)
+    own, held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
+    all_own, all_held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
     keep = torch.tensor([True, False, True])
     for grads in gradients:
         poisoned = {name: grad.clone() for name, grad in grads.items()}
@@ -177,7 +243,7 @@ def test_in_place_of_some_members(make: Any) -> None:
     for kept, before, others in zip(
         *(
             optree.tree_leaves(tree)
-            for tree in ((own, held), (_start_at(0), optimizer.init(_start_at(0))), (all_own, all_held))
+            for tree in ((own, held), (_start_at(0, shapes), optimizer.init(_start_at(0, shapes))), (all_own, all_held))
         ),
         strict=True,
     ):
@@ -185,10 +251,13 @@ def test_in_place_of_some_members(make: Any) -> None:
         torch.testing.assert_close(kept[[0, 2]], others[[0, 2]], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", TRANSFORMATIONS)
-def test_an_array_of_arrays(make: Any) -> None:
-    optimizer, (first, second) = make(), _gradients(2)
-    trees = [(grads, optimizer.init(start), start) for grads, start in ((first, _start()), (second, _start()))]
+@pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
+def test_an_array_of_arrays(make: Any, shapes: Any) -> None:
+    optimizer, (first, second) = make(), _gradients(2, shapes)
+    trees = [
+        (grads, optimizer.init(start), start)
+        for grads, start in ((first, _start_at(0, shapes)), (second, _start_at(1, shapes)))
+    ]
     nested = hfta.vmap(optimizer.update)(*optree.tree_map(lambda a, b: torch.stack([a, b]), *trees))
     for i, tree in enumerate(trees):
         got = optree.tree_map(lambda leaf, i=i: leaf[i], nested)
@@ -206,9 +275,9 @@ def test_numbers_are_not_rounded_to_the_parameters_type() -> None:
     assert hfta.apply_updates(params, updates)["w"].dtype == torch.bfloat16
 
 
-def _start_at(seed: int) -> dict[str, Tensor]:
+def _start_at(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(M, *shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: torch.randn(M, *shape, generator=generator) for name, shape in shapes.items()}
 
 
 def _walk(
@@ -329,6 +398,22 @@ def test_groups_have_optimizers_of_their_own(label: Any) -> None:
     assert state.groups["others"].momentum.keys() == {"vector"}
 
 
+def test_the_longest_path_names_the_group() -> None:
+    label = {"": "rest", "net": "body", "net.head": "head", "net.head.bias": None}
+    rates = {"rest": 1.0, "body": 2.0, "head": 3.0}
+    optimizer = hfta.partition(label, {name: hfta.sgd(lr=rate) for name, rate in rates.items()})
+    expected = {
+        **{"net.header.weight": 2.0, "net.head.weight": 3.0, "net.head.bias": 0.0, "network.weight": 1.0},
+        **{"net.weight": 2.0, "other": 1.0, "net.head.bias2": 3.0},
+    }
+    params = {path: torch.zeros(M, 2) for path in expected}
+    updates, _ = optimizer.update({path: -torch.ones(M, 2) for path in params}, optimizer.init(params), params)
+    assert [*updates] == [*expected]
+    assert {path: update.unique().tolist() for path, update in updates.items()} == {
+        path: [rate] for path, rate in expected.items()
+    }
+
+
 def test_hyperparameters_of_one_group_and_of_all() -> None:
     optimizer = hfta.partition(_label, {"matrices": hfta.adam(), "others": hfta.sgd(momentum=0.9)})
     state = optimizer.init(_start())
@@ -342,9 +427,9 @@ def test_hyperparameters_of_one_group_and_of_all() -> None:
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        (lambda path, shape: "heads", "'matrix' belongs to 'heads', but the groups are body, rest"),
+        (lambda path, shape: "heads", "'matrix' is labelled 'heads', but the groups are body, rest; add an optimizer"),
         (lambda path, shape: "body", "group 'rest' has no parameters"),
-        ({"matrix": "body", "vector": "rest"}, "'number' is in no group; name it, or all others with ''"),
+        ({"matrix": "body", "vector": "rest"}, "'number' is in no group; name it, or label all others with ''"),
     ],
 )
 def test_groups_that_do_not_fit(label: Any, message: str) -> None:
@@ -365,6 +450,9 @@ def test_groups_that_do_not_fit(label: Any, message: str) -> None:
         (lambda: hfta.lion(betas=(0.9, [0.5, float("nan")])), "model 1: beta2 is nan"),
         (lambda: hfta.lamb(lr=[0.1, -0.1]), "model 1: lr is -0.1; it must be at least 0"),
         (lambda: hfta.muon(momentum=-0.1), "momentum is -0.1; it must be at least 0"),
+        (lambda: hfta.muon(adjust_lr_fn="rms"), "adjust_lr_fn is 'rms'; it must be 'original' or 'match_rms_adamw'"),
+        (lambda: hfta.sgd(lr=float("inf")), "lr is inf; it must be at least 0 and finite"),
+        (lambda: hfta.LossScale(backoff_factor=1.5), "backoff_factor is 1.5; it must be positive and at most 1"),
         (lambda: hfta.clip_grad_value(0.0), "clip_value is 0.0; it must be positive"),
         (lambda: hfta.accumulate(hfta.sgd(), every=0), "every is 0.0; it must be at least 1"),
         (lambda: hfta.ema(1.0), "decay is 1.0; it must be at least 0 and below 1"),
