@@ -140,39 +140,182 @@ def test_restarts_fall_on_their_counts(restart):
         torch.testing.assert_close(-updates["w"][:, 0], torch.tensor(LR).double(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+@pytest.mark.parametrize("three_phase", [False, True])
+def test_one_cycle_keeps_its_last_value(strategy, three_phase):
+    steps = [10, 17, 30]
+    schedule = schedules.one_cycle(LR, steps, 0.4, strategy, [25, 10, 3], [1e4, 100, 7], three_phase)
+    last = torch.tensor([lr / div / final for lr, div, final in zip(LR, [25, 10, 3], [1e4, 100, 7], strict=True)])
+    for beyond in (-1, 0, 1, 2, 5, 1000):
+        found = schedules.values(schedule, [count + beyond for count in steps])
+        torch.testing.assert_close(found, last.double(), rtol=1e-6, atol=0)
+    assert (schedules.values(schedule, [count - 2 for count in steps]) > last * (1 + 1e-6)).all()
+
+
+def test_one_cycle_has_two_shapes():
+    with pytest.raises(hfta.HyperparameterError, match="anneal_strategy is 'cosine'; it must be 'cos' or 'linear'"):
+        schedules.one_cycle(0.1, 10, anneal_strategy="cosine")
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_values_are_what_optimizers_use(name):
+    schedule, _ = SCHEDULES[name]
+    rates = descent(schedule, PARAMS)
+    for counts in ([0, 1, 2], [3, 10, 39], [20, 7, 5]):
+        expected = torch.stack([rates[count, member] for member, count in enumerate(counts)])
+        assert torch.equal(schedules.values(schedule, counts), expected)
+
+
+NUMBERS = {
+    "factor": [0.5, 0.1, 0.9],
+    "patience": [0, 2, 1],
+    "threshold": [0.05, 0.2, 0.01],
+    "cooldown": [1, 0, 3],
+    "min_lr": [0.01, 0.0, 0.2],
+    "eps": [1e-8, 1e-3, 0.02],
+}
+
+
+def torch_plateaus(metrics, numbers=NUMBERS, **options):
+    """``[epochs, M]``: the learning rates after each epoch, of one scheduler of torch for each member."""
+    columns = []
+    for i, lr in enumerate(LR):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+        own = {name: values[i] for name, values in numbers.items()}
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **options, **own)
+        column = []
+        for metric in metrics[:, i].tolist():
+            scheduler.step(metric)
+            column.append(optimizer.param_groups[0]["lr"])
+        columns.append(column)
+    return torch.tensor(columns, dtype=torch.float64).T
+
+
+def noisy_metrics(epochs):
+    """Better and worse by turns, with ties, NaN, infinities and changes of sign."""
+    metrics = torch.randn(epochs, 3).double().round(decimals=1) + 1 - torch.arange(epochs)[:, None] / 20
+    metrics[torch.rand(epochs, 3) < 0.1] = float("nan")
+    metrics[torch.rand(epochs, 3) < 0.05] = float("inf")
+    return metrics
+
+
 @pytest.mark.parametrize("threshold_mode", ["rel", "abs"])
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_plateau_is_that_of_torch(mode, threshold_mode):
-    knobs = {"factor": [0.5, 0.1, 0.9], "patience": [0, 2, 1], "cooldown": [1, 0, 3], "min_lr": [0.01, 0.0, 0.2]}
-    schedule = schedules.plateau(LR, mode, threshold=0.05, threshold_mode=threshold_mode, **knobs)
-    state = schedule.init(3)
-    optimizers = [torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr) for lr in LR]
-    others = [
-        lr_scheduler.ReduceLROnPlateau(
-            optimizer,
-            mode,
-            threshold=0.05,
-            threshold_mode=threshold_mode,
-            **{name: values[i] for name, values in knobs.items()},
-        )
-        for i, optimizer in enumerate(optimizers)
-    ]
-    seen = set()
-    for _ in range(60):
-        metric = torch.randn(3).double().round(decimals=1) + 1
-        metric[torch.rand(3) < 0.1] = float("nan")
-        state = schedule.update(state, metric)
-        for i, other in enumerate(others):
-            other.step(metric[i].item())
-        expected = torch.tensor([optimizer.param_groups[0]["lr"] for optimizer in optimizers]).double()
-        torch.testing.assert_close(state.value, expected, rtol=1e-7, atol=0)
-        seen.add(tuple(state.value.tolist()))
-    assert len(seen) > 3
+    options, metrics = {"mode": mode, "threshold_mode": threshold_mode}, noisy_metrics(60)
+    if mode == "max":
+        metrics = -metrics
+    expected = torch_plateaus(metrics, **options)
+    assert all(len(column.unique()) > 2 for column in expected.T)
+    state, callback = hfta.sgd(lr=LR).init(PARAMS), schedules.plateau("loss", **options, **NUMBERS)
+    for epoch in range(60):
+        state = callback(state, {"loss": metrics[: epoch + 1], "other": torch.zeros(epoch + 1, 3)})
+        torch.testing.assert_close(state.hyperparams["lr"], expected[epoch], rtol=1e-14, atol=0)
 
 
-def test_plateau_of_another_number_of_members():
-    with pytest.raises(hfta.HyperparameterError, match="plateau has 3 values but the array has 2 models"):
-        schedules.plateau(LR).init(2)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_of_plateau_are_the_members_own(number):
+    metrics = noisy_metrics(40)
+    defaults = {"factor": 0.5, "patience": 1, "threshold": 1e-4, "cooldown": 1, "min_lr": 0.0, "eps": 1e-8}
+    numbers = {name: [value] * 3 for name, value in defaults.items()} | {number: NUMBERS[number]}
+    state, callback = hfta.sgd(lr=LR).init(PARAMS), schedules.plateau("loss", **defaults | {number: NUMBERS[number]})
+    for epoch in range(40):
+        state = callback(state, {"loss": metrics[: epoch + 1]})
+    torch.testing.assert_close(state.hyperparams["lr"], torch_plateaus(metrics, numbers)[-1], rtol=1e-14, atol=0)
+
+
+def test_defaults_of_plateau_are_those_of_torch():
+    metrics = noisy_metrics(80)
+    state, callback = hfta.sgd(lr=LR).init(PARAMS), schedules.plateau("loss")
+    for epoch in range(80):
+        state = callback(state, {"loss": metrics[: epoch + 1]})
+    expected = torch_plateaus(metrics, {})[-1]
+    assert (expected < torch.tensor(LR)).all()
+    torch.testing.assert_close(state.hyperparams["lr"], expected, rtol=1e-14, atol=0)
+
+
+def plateau_run(epochs, metrics, callback, optimizer, resume=None):
+    """The learning rates that were in force in each epoch, and the last state, of a run whose metric is given."""
+
+    def factory():
+        return torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+
+    step = hfta.make_train_step(factory(), lambda model, batch: model(batch).sum(), optimizer)
+    state = step.init(*hfta.init_params(factory, [0, 1, 2]), seeds=[0, 1, 2])
+    rates, batches = [], [torch.ones(3, 1, 3, dtype=torch.float64)]
+    before = [state.params["weight"]]
+
+    def evaluate(state):
+        # With gradients of one, each update is minus its rate.
+        rates.append((before[-1] - state.params["weight"])[:, 0, 0])
+        before.append(state.params["weight"])
+        return {"score": metrics[int(state.step[0]) - 1]}
+
+    callbacks = [callback]
+    run = hfta.fit(
+        step, state, batches, epochs=epochs, evaluate=evaluate, callbacks=callbacks, progress=False, resume=resume
+    )
+    return torch.stack(rates), run.state
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_plateau_in_fit(mode, tmp_path):
+    metrics = noisy_metrics(24)
+    expected = torch.cat([torch.tensor([LR], dtype=torch.float64), torch_plateaus(metrics, mode=mode)])
+    assert (expected[-1] < expected[0]).all()
+    rates, state = plateau_run(24, metrics, schedules.plateau("score", mode=mode, **NUMBERS), hfta.sgd(lr=LR))
+    torch.testing.assert_close(rates, expected[:-1], rtol=1e-9, atol=0)
+    # Nothing is lost where a run is broken off: a new callback sees the old history.
+    for epochs in range(1, 25):
+        callback = schedules.plateau("score", mode=mode, **NUMBERS)
+        _, resumed = plateau_run(epochs, metrics, callback, hfta.sgd(lr=LR), tmp_path / "run")
+        torch.testing.assert_close(resumed.opt_state.hyperparams["lr"], expected[epochs], rtol=1e-14, atol=0)
+    assert torch.equal(resumed.params["weight"], state.params["weight"])
+
+
+def test_plateau_of_any_hyperparameter():
+    metrics = {"loss": torch.ones(2, 3)}
+    callback = schedules.plateau("loss", patience=[0, 1, 0], factor=0.5)
+    schedule = schedules.step_lr(LR, step_size=[3, 7, 10], gamma=[0.1, 0.5, 0.9])
+    state = callback(hfta.sgd(lr=schedule).init(PARAMS), metrics)
+    assert state.hyperparams["lr"]["value"].tolist() == [0.05, 0.3, 0.5]
+    assert state.hyperparams["lr"]["step_size"].tolist() == [3, 7, 10]
+    groups = {"body": hfta.sgd(lr=LR), "head": hfta.sgd(lr=LR)}
+    optimizer = hfta.partition({"": "body", "head": "head"}, groups)
+    state = optimizer.init({"w": PARAMS["w"], "head": PARAMS["w"]})
+    state = schedules.plateau("loss", "head.lr", patience=0, factor=0.5)(state, metrics)
+    assert state.groups["head"].hyperparams["lr"].tolist() == [0.05, 0.15, 0.5]
+    assert state.groups["body"].hyperparams["lr"].tolist() == LR
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedules.plateau("loss", mode="low"), "mode is 'low'; it must be 'min' or 'max'"),
+        (lambda: schedules.plateau("loss", threshold_mode="r"), "threshold_mode is 'r'; it must be 'rel' or 'abs'"),
+        (lambda: schedules.plateau("loss", factor=1.0), "factor is 1.0; it must be at least 0 and below 1"),
+        (
+            lambda: schedules.plateau("loss", patience=[1, float("nan")]),
+            "model 1: patience is nan; it must be a finite",
+        ),
+        (
+            lambda: schedules.plateau("loss", patience=[1, 2])(hfta.sgd().init(PARAMS), {"loss": torch.ones(1, 3)}),
+            "patience has 2 values but the array has 3 models; give one number, or one per model",
+        ),
+        (
+            lambda: schedules.plateau("loss")(hfta.sgd().init(PARAMS), {"loss": torch.ones(1, 3, 2)}),
+            r"metric 'loss' has shape \[3, 2\] per epoch but lr has \[3\]; plateau needs one number per model",
+        ),
+        (
+            lambda: schedules.plateau("loss", "momentum")(hfta.sgd().init(PARAMS), {"loss": torch.ones(1, 3)}),
+            "unknown hyperparameter 'momentum'; this state has lr",
+        ),
+    ],
+)
+def test_plateau_that_does_not_fit(make, message):
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(
