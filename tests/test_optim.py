@@ -299,6 +299,19 @@ def _assert_members(found: dict[str, Tensor], expected: list[list[nn.Parameter]]
         torch.testing.assert_close(found[name], torch.stack([x.detach() for x in column]), rtol=1e-12, atol=1e-12)
 
 
+def test_clip_grad_norm() -> None:
+    limits, (grads,) = [0.1, 1.0, 500.0], _gradients(1)
+    clip = hfta.clip_grad_norm(limits)
+    found, _ = clip.update(grads, clip.init(grads), grads)
+    for i, limit in enumerate(limits):
+        parameters = _member(grads, i)
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        nn.utils.clip_grad_norm_(parameters, limit)
+        for name, parameter in zip(grads, parameters, strict=True):
+            torch.testing.assert_close(found[name][i], parameter.grad, rtol=1e-12, atol=0)
+
+
 def test_clip_grad_value() -> None:
     limits, (grads,) = [0.1, 1.0, 5.0], _gradients(1)
     found, _ = hfta.clip_grad_value(limits).update(grads, hfta.clip_grad_value(limits).init(grads), grads)
@@ -340,6 +353,7 @@ def test_accumulated_gradients_are_those_of_larger_batches(compiled: bool) -> No
                 other.zero_grad()
     _assert_members(found, expected)
     assert state.inner.step.tolist() == [20, 10, 4] and state.seen.tolist() == [0, 0, 0]
+    assert not any(mean.any() for mean in state.grads.values())
 
 
 def test_between_updates_nothing_moves() -> None:
