@@ -48,7 +48,7 @@ FILES_IN = {
     "files": ["storage", "checkpoint"],
     "run": ["memory", "history", "data", "fit", "plan"],
 }
-LAST = {"optim": ["_hyperparams", "_plateau", "__init__"], "rules": ["__init__"]}
+LAST = {"optim": ["_hyperparams", "__init__"], "rules": ["__init__"]}
 """Files above those side by side."""
 
 FILES = {str(path.relative_to(SOURCE).with_suffix("")): path for path in sorted(SOURCE.rglob("*.py"))}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hfta_func._types import PerModel, Schedule
 from hfta_func.optim._base import Knobs, Range, check_choice, restrict
-from hfta_func.optim._plateau import plateau as plateau
+from hfta_func.optim._hyperparams import plateau as plateau
 
 restrict(step_size=Range.POSITIVE, T_max=Range.POSITIVE, T_0=Range.POSITIVE, T_mult=Range.AT_LEAST_ONE)
 restrict(total_iters=Range.POSITIVE, total_steps=Range.POSITIVE, steps=Range.POSITIVE, pct_start=Range.DECAY)
@@ -63,10 +63,8 @@ def step_lr(value: PerModel, step_size: PerModel, gamma: PerModel = 0.1) -> Sche
         >>> values(step_lr(1.0, step_size=10, gamma=0.5), [9, 10, 20])
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
-    return Schedule(
-        {"value": value, "step_size": step_size, "gamma": gamma},
-        lambda count, value, step_size, gamma: value * gamma ** torch.floor(count / step_size),
-    )
+    knobs = {"value": value, "step_size": step_size, "gamma": gamma}
+    return Schedule(knobs, lambda count, value, step_size, gamma: value * gamma ** torch.floor(count / step_size))
 
 
 def multistep(value: PerModel, milestones: Sequence[PerModel], gamma: PerModel = 0.1) -> Schedule:
@@ -137,10 +135,8 @@ def polynomial(value: PerModel, total_iters: PerModel, power: PerModel = 1.0) ->
         >>> values(polynomial(1.0, total_iters=10, power=2.0), [0, 5, 20])
         tensor([1.0000, 0.2500, 0.0000], dtype=torch.float64)
     """
-    return Schedule(
-        {"value": value, "total_iters": total_iters, "power": power},
-        lambda count, value, total_iters, power: value * (1 - _share(count, total_iters)) ** power,
-    )
+    knobs = {"value": value, "total_iters": total_iters, "power": power}
+    return Schedule(knobs, lambda count, value, total_iters, power: value * (1 - _share(count, total_iters)) ** power)
 
 
 def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedule:
@@ -155,10 +151,8 @@ def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedul
         >>> values(cosine(1.0, T_max=100), [0, 50, 100])
         tensor([1.0000, 0.5000, 0.0000], dtype=torch.float64)
     """
-    return Schedule(
-        {"value": value, "T_max": T_max, "eta_min": eta_min},
-        lambda count, value, T_max, eta_min: _half_cosine(value, eta_min, count / T_max),
-    )
+    knobs = {"value": value, "T_max": T_max, "eta_min": eta_min}
+    return Schedule(knobs, lambda count, value, T_max, eta_min: _half_cosine(value, eta_min, count / T_max))
 
 
 def cosine_restarts(value: PerModel, T_0: PerModel, T_mult: PerModel = 1, eta_min: PerModel = 0.0) -> Schedule:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import can_look
-from hfta_func._tree import num_models, per_model, write
+from hfta_func._tree import per_model, write
 from hfta_func._types import Params
 from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
 
@@ -75,9 +75,9 @@ def leafwise(
         held = {
             name: {path: start(path, param) for path, param in params.items()} if name in used else {} for name in slots
         }
-        device = next(iter(params.values())).device
-        ones = {name: torch.ones(num_models(params), dtype=torch.float64, device=device) for name in carried}
-        return state(step=zero_count(params), hyperparams=knobs.init(params), **ones, **held)
+        count = zero_count(params)
+        ones = {name: torch.ones_like(count, dtype=torch.float64) for name in carried}
+        return state(step=count, hyperparams=knobs.init(params), **ones, **held)
 
     def begin(held: Any) -> tuple[_Numbers, dict[str, Tensor]]:
         """The numbers of this update, and the fields of the next state that are one number per member."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,11 +49,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update, update_)
 
 
-class KnobState(NamedTuple):
-    """Update counts and hyperparameters."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
+KnobState = namedtuple("KnobState", ["step", "hyperparams"])
+"""Numbers of updates, and hyperparameters."""
 
 
 def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:

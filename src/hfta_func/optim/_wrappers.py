@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +18,8 @@ from hfta_func.optim._base import GradientTransformation, Knobs, Range, apply_up
 restrict(every=Range.AT_LEAST_ONE, decay=Range.DECAY)
 
 
-class AccumulateState(NamedTuple):
-    """Numbers of gradients since the last update, ``every``, the mean of these gradients, and the optimizer's state."""
-
-    seen: Tensor
-    hyperparams: dict[str, Any]
-    grads: Params
-    inner: Any
+AccumulateState = namedtuple("AccumulateState", ["seen", "hyperparams", "grads", "inner"])
+"""Numbers of gradients since the last update, ``every``, the mean of these gradients, and the optimizer's state."""
 
 
 def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTransformation:
@@ -67,12 +63,8 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
     return GradientTransformation(init, update)
 
 
-class EmaState(NamedTuple):
-    """Update counts, decay rates, and averages of the parameters."""
-
-    step: Tensor
-    hyperparams: dict[str, Any]
-    average: Params
+EmaState = namedtuple("EmaState", ["step", "hyperparams", "average"])
+"""Numbers of updates, ``decay``, and the averages of the parameters."""
 
 
 def ema(decay: PerModel = 0.999) -> GradientTransformation:
@@ -111,10 +103,8 @@ def ema(decay: PerModel = 0.999) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
-class PartitionState(NamedTuple):
-    """The state of each group's optimizer, by name."""
-
-    groups: dict[str, Any]
+PartitionState = namedtuple("PartitionState", ["groups"])
+"""The state of each group's optimizer, by name."""
 
 
 def partition(
@@ -143,7 +133,7 @@ def partition(
         {'embed.weight': 0.0, 'head.bias': -2.0, 'body.bias': -0.20000000298023224}
     """
 
-    def split(params: Params) -> dict[str, list[str]]:
+    def parts(params: Params, *trees: Params) -> Iterator[tuple[str, Any]]:
         found: dict[str, list[str]] = {name: [] for name in groups}
         for path, param in params.items():
             name = _longest(label, path) if isinstance(label, Mapping) else label(path, param.shape[1:])
@@ -154,15 +144,11 @@ def partition(
                     f"'{path}' is labelled '{name}', but the groups are {', '.join(groups)}; add an optimizer for it"
                 )
             found[name].append(path)
-        empty = [name for name, paths in found.items() if not paths]
-        if empty:
-            raise HyperparameterError(
-                f"group '{empty[0]}' has no parameters; remove it, or label some of {[*params]} with it"
-            )
-        return found
-
-    def parts(params: Params, *trees: Params) -> Iterator[tuple[str, Any]]:
-        for name, paths in split(params).items():
+        for name, paths in found.items():
+            if not paths:
+                raise HyperparameterError(
+                    f"group '{name}' has no parameters; remove it, or label some of {[*params]} with it"
+                )
             yield name, [{path: tree[path] for path in paths} for tree in trees]
 
     def init(params: Params) -> PartitionState:
