@@ -269,7 +269,7 @@ def _through_time(
 
 def _side_by_side(values: list[Any], num_models: int) -> Tensor:
     """The weights of all directions, as if they belonged to further members."""
-    rows = [expand(*value, num_models) for value in values]
+    rows = [expand(value.tensor, value.dim, num_models) for value in values]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
