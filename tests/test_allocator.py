@@ -1,5 +1,7 @@
 """Settings of the C library's allocator, by a C library that only records them."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -69,3 +71,10 @@ def test_the_first_state_sets_it_up_unless_told_otherwise(library, opted_out):
     library.settings.clear()
     step.init(*hfta.stack_params([torch.nn.Linear(2, 1)]), seeds=[0])
     assert library.settings == {}
+
+
+def test_nothing_is_decided_at_import(library):
+    fresh = importlib.util.module_from_spec(importlib.util.find_spec(allocator.__name__))
+    fresh.__spec__.loader.exec_module(fresh)
+    fresh.keep_memory_once()
+    assert library.settings

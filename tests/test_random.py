@@ -97,6 +97,25 @@ def test_keys():
     assert random.keys(torch.tensor([3, 1], dtype=torch.int32)).tolist() == [3, 1]
 
 
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**63, 1.0, True, "1", None])
+def test_seeds_that_are_no_words(seed):
+    with pytest.raises(hfta.HyperparameterError, match="model 1: seed"):
+        random.keys([0, seed])
+
+
+def test_normal_draws_never_change():
+    # In units of 2^-41, of which all are multiples: runs of earlier releases can be repeated to the bit.
+    drawn = random.normal(random.keys([3, -5]), (4,), dtype=torch.float64) * 2.0**41
+    assert (
+        drawn.tolist()
+        == drawn.round().tolist()
+        == [
+            [-1300639167081, -2523771845708, -2731660043048, 449915946448],
+            [-819132781246, 694714897138, -729015390825, 664722362016],
+        ]
+    )
+
+
 DRAWS = {
     "bits": lambda key: random.bits(key, (7, 3)),
     "uniform": lambda key: random.uniform(key, (7, 3)),

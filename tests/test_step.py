@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from clocks import CallClock
 from hfta_func import random
+from hfta_func.run.memory import peak_bytes
 from hfta_func.step.chunks import fastest, now
 
 M = 3
@@ -370,3 +371,69 @@ def test_every_leaf_and_step_is_rounded_by_noise_of_its_own() -> None:
         assert _identical(alone.params, hfta.take(state.params, [1]))
     rounded = [state.params[path][member] for state in draws for path in ("a", "b") for member in (0, 1)]
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(rounded, 2))
+
+
+def test_the_noise_of_rounding_never_changes() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(16, dtype=torch.bfloat16))
+            self.b = nn.Parameter(torch.full((2, 3), 3.0, dtype=torch.bfloat16))
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model.a.float().sum() + 2 * model.b.float().sum()
+
+    _, step, state = _array(Two, loss, hfta.sgd(lr=0.001), stochastic_rounding=True)
+    state = state._replace(step=torch.tensor([0, 5, 2**40]))
+    after, _ = step(state, torch.zeros(M, 1))
+    keys = random.fold_in(random.fold_in(state.keys, state.step), -(2**61) - 2)
+    for site, (path, slope) in enumerate((("a", 1.0), ("b", 2.0))):
+        wide = state.params[path].float() - 0.001 * slope
+        noise = random.bits(random.fold_in(keys, site), wide.shape[1:]) % 2**16
+        # The last 16 of a float32's bits are cut off, once noise below their unit has been added.
+        moved = wide.view(torch.int32).long() + noise
+        assert torch.equal(after.params[path].float().view(torch.int32).long(), moved - moved % 2**16)
+
+
+def test_parameters_of_other_types_are_not_rounded() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+            self.wide = nn.Parameter(torch.ones(4, dtype=torch.float64))
+            self.plain = nn.Parameter(torch.ones(4))
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return (model.small.double() + model.wide + model.plain.double()).sum()
+
+    _, step, state = _array(Mixed, loss, hfta.sgd(lr=2.0**-40), stochastic_rounding=True)
+    after, _ = step(state, torch.zeros(M, 1))
+    assert {path: param.dtype for path, param in after.params.items()} == {
+        path: param.dtype for path, param in state.params.items()
+    }
+    assert torch.equal(after.params["wide"], torch.full((M, 4), 1 - 2.0**-40, dtype=torch.float64))
+    assert torch.equal(after.params["plain"], torch.ones(M, 4))
+
+
+# --- Memory.
+
+
+def test_donating_takes_less_memory() -> None:
+    def peak(donate: bool) -> int:
+        _, step, state = _array(lambda: nn.Linear(64, 256), optimizer=hfta.adam(lr=0.1), donate=donate)
+        x = torch.randn(M, 2, 64)
+        held = [step(state, x)[0]]
+
+        def again() -> None:
+            held[0], _ = step(held[0], x)
+
+        return peak_bytes(again, CPU)
+
+    # Parameters and two moments of each are written where they are.
+    assert peak(True) + 2 * M * 4 * 64 * 256 <= peak(False)
+
+
+def test_failures_keep_their_numbers() -> None:
+    assert {failure.name: failure.value for failure in hfta.Failure} == {
+        **{"NONE": 0, "LOSS": 1, "GRADIENT": 2, "OVERFLOW": 3},
+    }

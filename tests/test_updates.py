@@ -201,3 +201,14 @@ def test_groups_within_a_chain_in_place(keep: list[bool] | None) -> None:
         update_(optimizer, grads, mine[1], mine[0], mask)
         for a, b in zip(optree.tree_leaves(mine), optree.tree_leaves(new), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_dampening_without_momentum_is_ignored() -> None:
+    case = next(case for case in OPTIMIZERS if case.name == "sgd")._replace(options={"dampening": 0.5})
+    optimizer, params = ours(case), _params()
+    all_grads, state = _grads(params)[:3], optimizer.init(params)
+    expected = _torch_updates(case, params, all_grads)
+    for grads in all_grads:
+        updates, state = optimizer.update(grads, state, params)
+        params = hfta.apply_updates(params, updates)
+    torch.testing.assert_close([*params.values()], expected, rtol=1e-12, atol=1e-12)
