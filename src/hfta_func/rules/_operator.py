@@ -6,6 +6,7 @@ autograd uses the backward pass written for it, and everything else sees the ten
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ def lower_precision(*values: Any) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in values)
 
 
+@dataclasses.dataclass(eq=False)
 class Operator:
     """An operator ``hfta_func::<name>`` with a backward pass of its own.
 
@@ -41,19 +43,11 @@ class Operator:
             see the operations of its forward pass.
     """
 
-    def __init__(
-        self,
-        schema: str,
-        forward: Callable[..., Any],
-        setup_context: Callable[..., None],
-        backward: Callable[..., Any],
-        fake: Callable[..., Any] | None = None,
-    ):
-        self.schema = schema
-        self.forward = forward
-        self.setup_context = setup_context
-        self.backward = backward
-        self.fake = fake
+    schema: str
+    forward: Callable[..., Any]
+    setup_context: Callable[..., None]
+    backward: Callable[..., Any]
+    fake: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; under autocast in the lower precision, backward pass included, like PyTorch's own."""

@@ -248,19 +248,13 @@ def _product(grad: Tensor, x: Tensor) -> Tensor:
 
 _lstm = Operator(
     "lstm(Tensor base, Tensor weight, Tensor h, Tensor c, Tensor? project, Tensor? mask) -> (Tensor, Tensor, Tensor)",
-    _lstm_forward,
-    _lstm_context,
-    _lstm_backward,
+    *(_lstm_forward, _lstm_context, _lstm_backward),
 )
 _gru = Operator(
     "gru(Tensor base, Tensor weight, Tensor h, Tensor? mask) -> (Tensor, Tensor)",
-    _gru_forward,
-    _gru_context,
-    _gru_backward,
+    *(_gru_forward, _gru_context, _gru_backward),
 )
 _rnn = Operator(
     "rnn(Tensor base, Tensor weight, Tensor h, Tensor? mask, bool relu) -> Tensor",
-    _rnn_forward,
-    _rnn_context,
-    _rnn_backward,
+    *(_rnn_forward, _rnn_context, _rnn_backward),
 )
