@@ -34,19 +34,15 @@ def lower_precision(*values: Any) -> tuple[Any, ...]:
 class Operator:
     """An operator ``hfta_func::<name>`` with a backward pass of its own.
 
-    Args:
-        schema: Its signature in PyTorch's notation, positional arguments only.
-        forward: Computes the outputs, in tensor operations that have derivatives of their own.
-        setup_context: ``setup_context(ctx, inputs, output)`` saves what the backward pass needs.
-        backward: ``backward(ctx, *grads)``, one gradient or None per argument, in tensor operations that have derivatives.
-        fake: Computes outputs of the right shapes and strides. With it compilers keep the operator whole; without it they
-            see the operations of its forward pass.
+    Both passes are written in tensor operations that have derivatives of their own.
     """
 
-    schema: str
+    schema: str  # its signature in PyTorch's notation, positional arguments only
     forward: Callable[..., Any]
-    setup_context: Callable[..., None]
-    backward: Callable[..., Any]
+    setup_context: Callable[..., None]  # (ctx, inputs, output): saves what the backward pass needs
+    backward: Callable[..., Any]  # (ctx, *grads): one gradient or None per argument
+    # Computes outputs of the right shapes and strides. With it compilers keep the operator whole; without it they see the
+    # operations of its forward pass.
     fake: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:

@@ -90,8 +90,7 @@ def _lstm_forward(
 
 
 def _lstm_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, *saved = inputs
-    ctx.save_for_backward(*saved, *output)
+    ctx.save_for_backward(*inputs[1:], *output)
     ctx.set_materialize_grads(False)
 
 

@@ -231,12 +231,10 @@ def _gradients(
             dx = _products.per_sample(_products.matrices(weight, not geometry.transposed), grad) if for_x else None
             dweight = _products.products(big, small).reshape(weight.shape) if for_weight else None
             return dx, dweight
-        if for_x:
-            dx = (
-                _products.gather(grad, weight, geometry)
-                if geometry.transposed
-                else _products.scatter(grad, weight, geometry, x)
-            )
+        if for_x and geometry.transposed:
+            dx = _products.gather(grad, weight, geometry)
+        elif for_x:
+            dx = _products.scatter(grad, weight, geometry, x)
         return dx, _products.correlate(big, small, weight, geometry) if for_weight else None
     mask = [for_x, for_weight, False]
     if not any(mask):
