@@ -38,7 +38,7 @@ def install() -> None:
     with _lock:
         if _library is not None:
             return
-        # PyTorch registers its _torch.decompositions at the first vmap, where they would replace rules installed before.
+        # PyTorch registers its decompositions at the first vmap, where they would replace rules installed before.
         _torch.load_decompositions()
         library = torch.library.Library("aten", "IMPL")
         try:
