@@ -281,10 +281,7 @@ ROUTED: dict[str, Callable[..., Any]] = {
     "normal_": _fill(_normal_draw),
     "bernoulli_": _fill(_bernoulli_draw),
     "exponential_": _fill(_exponential_draw),
-    "lstm": _recurrent,
-    "gru": _recurrent,
-    "rnn_tanh": _recurrent,
-    "rnn_relu": _recurrent,
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }
 """Handlers of operators that draw from the member's key."""
 

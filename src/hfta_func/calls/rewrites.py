@@ -26,12 +26,7 @@ class lowered(TorchFunctionMode):
 
 
 def _gaussian_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    var: Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
     """Clamps negative variances to ``eps``, as it does all below ``eps``; refusing them would read their values."""
     if isinstance(var, Tensor):

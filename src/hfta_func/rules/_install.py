@@ -10,25 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import (
-    TransformType,
-    VmapInterpreter,
-    add_batch_dim,
-    allow_recurrent_layers,
-    below_batching,
-    constant_to_compiler,
-    current_interpreter,
-    decompositions,
-    destroy,
-    is_fallback_enabled,
-    load_decompositions,
-    mark_graphs,
-    peek_interpreter,
-    set_fallback_enabled,
-    until_compiled,
-    untraced,
-    unwrap_batched,
-)
+from hfta_func import _torch
 from hfta_func.rules import _choice
 from hfta_func.rules._lowering import TABLE, make_case, one_by_one
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, RULES, Call, Rule, fingerprint
@@ -44,7 +26,7 @@ def is_installed() -> bool:
 
 # In a compiled function, install and uninstall run between graphs, like any code that changes the dispatcher; graphs keep the
 # rules that they were compiled with.
-_between_graphs = untraced("rules cannot change inside a graph")
+_between_graphs = _torch.untraced("rules cannot change inside a graph")
 
 
 @_between_graphs
@@ -57,7 +39,7 @@ def install() -> None:
         if _library is not None:
             return
         # PyTorch registers its decompositions at the first vmap, where they would replace rules installed before.
-        load_decompositions()
+        _torch.load_decompositions()
         library = torch.library.Library("aten", "IMPL")
         try:
             with warnings.catch_warnings():
@@ -68,12 +50,12 @@ def install() -> None:
                 for op in DECOMPOSED:
                     library.impl(op, _operator(op).decompose, BATCHED, allow_override=True)
         except BaseException:
-            destroy(library)
+            _torch.destroy(library)
             raise
         _library = library
 
 
-@constant_to_compiler
+@_torch.constant_to_compiler
 def install_for_compiler(overrides: str) -> bool:
     """Install, and keep graphs compiled with these rules apart from others in the cache on disk.
 
@@ -83,7 +65,7 @@ def install_for_compiler(overrides: str) -> bool:
         overrides: :data:`_choice.state`, passed so that the compiler guards on it and recompiles when it changes.
     """
     install()
-    mark_graphs("hfta_func.rules", fingerprint() + overrides)
+    _torch.mark_graphs("hfta_func.rules", fingerprint() + overrides)
     _set_up_until_compiled()
     return True
 
@@ -100,15 +82,15 @@ class no_fallback:
     def __enter__(self) -> None:
         with _lock:
             if no_fallback._depth == 0:
-                no_fallback._before = is_fallback_enabled()
-                set_fallback_enabled(False)
+                no_fallback._before = _torch.is_fallback_enabled()
+                _torch.set_fallback_enabled(False)
             no_fallback._depth += 1
 
     def __exit__(self, *error: object) -> None:
         with _lock:
             no_fallback._depth -= 1
             if no_fallback._depth == 0:
-                set_fallback_enabled(no_fallback._before)
+                _torch.set_fallback_enabled(no_fallback._before)
 
 
 _compiling = False
@@ -124,14 +106,14 @@ def _set_up_until_compiled() -> None:
     def end() -> None:
         global _compiling
         _compiling = False
-        allow_recurrent_layers(allowed)
+        _torch.allow_recurrent_layers(allowed)
         guard.__exit__()
 
     _compiling = True
     # Recurrent layers belong in graphs, because their rules decompose them.
-    allowed = allow_recurrent_layers(True)
+    allowed = _torch.allow_recurrent_layers(True)
     guard.__enter__()
-    until_compiled(end)
+    _torch.until_compiled(end)
 
 
 @_between_graphs
@@ -140,10 +122,10 @@ def uninstall() -> None:
     global _library
     with _lock:
         if _library is not None:
-            destroy(_library)
+            _torch.destroy(_library)
             _library = None
             _hand_back()
-        mark_graphs("hfta_func.rules", None)
+        _torch.mark_graphs("hfta_func.rules", None)
 
 
 def _hand_back() -> None:
@@ -156,9 +138,9 @@ def _hand_back() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for operator in map(_operator, RULES):
-            if operator in decompositions:
-                library.impl(operator, decompositions[operator], BATCHED, allow_override=True)
-    destroy(library)
+            if operator in _torch.decompositions:
+                library.impl(operator, _torch.decompositions[operator], BATCHED, allow_override=True)
+    _torch.destroy(library)
 
 
 def _operator(op: str) -> Any:
@@ -171,8 +153,8 @@ def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None,
     only = TABLE[op][0].lowering
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        interpreter = peek_interpreter()
-        if otherwise is not None and interpreter.key() != TransformType.Vmap:
+        interpreter = _torch.peek_interpreter()
+        if otherwise is not None and interpreter.key() != _torch.TransformType.Vmap:
             return otherwise(*args, **kwargs)
         level = interpreter.level()
         plain, dims = _unwrap(args, level)
@@ -181,11 +163,11 @@ def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None,
             kwargs, named_dims = dict(zip(kwargs, values, strict=True)), dict(zip(kwargs, found, strict=True))
         else:
             named_dims = {}
-        lower = current_interpreter().lower if key == FRONT else below_batching
+        lower = _torch.current_interpreter().lower if key == FRONT else _torch.below_batching
         with lower():
             if key != MODE and _are_shared(dims) and _are_shared(named_dims.values()):
                 return operator(*plain, **kwargs)
-            num_models = VmapInterpreter(interpreter).batchSize()
+            num_models = _torch.VmapInterpreter(interpreter).batchSize()
             lowering = only
             if not (chooses or _choice.is_simple(op)):
                 values, axes = (*plain, *kwargs.values()), (*dims, *named_dims.values())
@@ -206,7 +188,7 @@ def _unwrap(values: Iterable[Any], level: int) -> tuple[list[Any], list[Any]]:
     for value in values:
         dim = None
         if isinstance(value, Tensor):
-            value, dim = unwrap_batched(value, level)
+            value, dim = _torch.unwrap_batched(value, level)
         elif isinstance(value, (list, tuple)) and value and any(isinstance(x, Tensor) for x in value):
             value, inner = _unwrap(value, level)
             dim = tuple(inner)
@@ -223,4 +205,4 @@ def _are_shared(dims: Iterable[Any]) -> bool:
 
 
 def _wrap(output: Any, dim: int | None, level: int) -> Any:
-    return output if dim is None or not isinstance(output, Tensor) else add_batch_dim(output, dim, level)
+    return output if dim is None or not isinstance(output, Tensor) else _torch.add_batch_dim(output, dim, level)

@@ -16,29 +16,17 @@ from hfta_func._torch import has_tangents
 
 
 class Case(NamedTuple):
-    """One call of an operator on M members, as the table sees it.
-
-    Args:
-        op: The operator's name, such as ``"convolution"``.
-        num_models: M.
-        device: Type of the device, ``"cpu"``.
-        dtype: Of the first tensor.
-        shapes: The shape of each tensor argument for one member, in order; None for an argument that is not a tensor.
-        shared: Whether all members share each tensor argument.
-        options: The arguments that are not tensors, in order.
-        tangents: Whether forward-mode derivatives are taken.
-        compiling: Whether the call is captured in a graph.
-    """
+    """One call of an operator on M members, as the table sees it."""
 
     op: str
     num_models: int
-    device: str
-    dtype: torch.dtype | None
-    shapes: tuple[tuple[int, ...] | None, ...]
-    shared: tuple[bool, ...]
-    options: tuple[Any, ...]
-    tangents: bool
-    compiling: bool
+    device: str  # type of the device, such as "cpu"
+    dtype: torch.dtype | None  # of the first tensor
+    shapes: tuple[tuple[int, ...] | None, ...]  # of each tensor argument for one member; None for a missing tensor
+    shared: tuple[bool, ...]  # whether all members share each tensor argument
+    options: tuple[Any, ...]  # the arguments that are not tensors, in order
+    tangents: bool  # whether forward-mode derivatives are taken
+    compiling: bool  # whether the call is captured in a graph
 
 
 def make_case(op: str, num_models: int, values: Iterable[Any], dims: Iterable[Any]) -> Case:
@@ -51,17 +39,9 @@ def make_case(op: str, num_models: int, values: Iterable[Any], dims: Iterable[An
             tensors.extend(zip(value, dim, strict=True))
         else:
             options.append(tuple(value) if isinstance(value, list) else value)
-    return Case(
-        op,
-        num_models,
-        tensors[0][0].device.type,
-        tensors[0][0].dtype,
-        tuple(member_shape(x, dim) for x, dim in tensors),
-        tuple(dim is None for _, dim in tensors),
-        tuple(options),
-        has_tangents(),
-        torch.compiler.is_compiling(),
-    )
+    first, shapes = tensors[0][0], tuple(member_shape(x, dim) for x, dim in tensors)
+    shared, modes = tuple(dim is None for _, dim in tensors), (has_tangents(), torch.compiler.is_compiling())
+    return Case(op, num_models, first.device.type, first.dtype, shapes, shared, tuple(options), *modes)
 
 
 class Row(NamedTuple):
@@ -109,12 +89,11 @@ def _has_few_channels_on_large_images(x: Sequence[int], weight: Sequence[int], o
 
 
 def _has_few_channels_in(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    return (
-        x[1] <= 4 and len(x) > 3 and math.prod(weight[2:]) >= 9 and x[0] * math.prod(x[2:]) >= 2**11 and not options[3]
-    )
+    few = x[1] <= 4 and not options[3]
+    return few and len(x) > 3 and math.prod(weight[2:]) >= 9 and x[0] * math.prod(x[2:]) >= 2**11
 
 
-def _is_small_and_pointwise_on_large_images(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+def _is_small_and_pointwise(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
     """1x1 filters of at most 16 KB, on at least 128 pixels."""
     _, padding, _, _, _, groups = options
     small = math.prod(weight) <= 2**12 and groups == 1 and not any(padding)
@@ -123,30 +102,27 @@ def _is_small_and_pointwise_on_large_images(x: Sequence[int], weight: Sequence[i
 
 _GROUPED = Row(_always, "grouped", "one group per member")
 _POINTWISE = Row(
-    _on_cpu(_is_small_and_pointwise_on_large_images),
-    "sample_matmul",
-    "small 1x1 filters: images keep their memory layout",
+    _on_cpu(_is_small_and_pointwise), "sample_matmul", "small 1x1 filters: images keep their memory layout"
 )
 _ONE_PIXEL = Row(_on_cpu(_is_one_pixel), "matmul", "one pixel per image: a linear layer")
 _ONE_PIXEL_OF_A_BATCH = _ONE_PIXEL._replace(
     when=_on_cpu(lambda x, weight, options: x[0] >= 8 and _is_one_pixel(x, weight, options))
 )
-_LARGE = Row(
-    _on_cpu(lambda x, weight, options: math.prod(weight) >= 2**20),
-    "loop",
-    "4 MB of filters per member: in a loop they stay in the cache",
+_FEW_PIXELS = Row(
+    _on_cpu(_is_few_pixels_of_large_filters), "matmul", "few pixels: a short product writes the large filters once"
 )
+_has_large_filters = _on_cpu(lambda x, weight, options: math.prod(weight) >= 2**20)
+_LARGE = Row(_has_large_filters, "loop", "4 MB of filters per member: in a loop they stay in the cache")
 _FEW = Row(_on_cpu(_has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
 _FEW_IN = Row(_on_cpu(_has_few_channels_in), "channels_last", "few input channels: pixels are contiguous")
+_SMALL = (_POINTWISE, _FEW, _FEW_IN, _GROUPED)
 
 
 def _is_fused_lstm_beyond_cache(case: Case) -> bool:
     """An LSTM with a fused kernel, if a step of all members reads more recurrent weights than the cache holds."""
-    _, h, c, *params = case.shapes
-    if case.device != "cpu" or case.dtype is torch.float64 or h != c:
-        return False
-    recurrent = params[1] or ()
-    return case.num_models * math.prod(recurrent) * 4 > 2**18
+    _, h, c, _, recurrent, *_ = case.shapes
+    is_fused = case.device == "cpu" and case.dtype is not torch.float64 and h == c
+    return is_fused and case.num_models * math.prod(recurrent or ()) * 4 > 2**18
 
 
 def _is_large(case: Case) -> bool:
@@ -155,7 +131,6 @@ def _is_large(case: Case) -> bool:
 
 
 _BATCHED = Row(_always, "batched", "one batched product a time step")
-
 _LOOP_ON_XLA = Row(
     lambda case: case.device == "xla",
     "loop",
@@ -166,37 +141,13 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "convolution": (
         Row(lambda case: case.shared[1], "folded", "shared filters: members join the batch"),
         Row(lambda case: case.shared[0], "wide", "one shared input: all members' filters in one convolution"),
-        _LOOP_ON_XLA,
-        _ONE_PIXEL_OF_A_BATCH,
-        _LARGE,
-        _POINTWISE,
-        _FEW,
-        _FEW_IN,
-        _GROUPED,
+        *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, *_SMALL),
     ),
     "convolution_input_grad": (
-        _LOOP_ON_XLA,
-        _ONE_PIXEL_OF_A_BATCH,
-        _LARGE,
-        _POINTWISE,
-        _FEW._replace(when=lambda case: _FEW.when(case) and not case.options[-3]),
-        _FEW_IN,
-        _GROUPED,
+        *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, _POINTWISE),
+        *(_FEW._replace(when=lambda case: _FEW.when(case) and not case.options[-3]), _FEW_IN, _GROUPED),
     ),
-    "convolution_weight_grad": (
-        _LOOP_ON_XLA,
-        _ONE_PIXEL,
-        Row(
-            _on_cpu(_is_few_pixels_of_large_filters),
-            "matmul",
-            "few pixels: a short product writes the large filters once",
-        ),
-        _LARGE,
-        _POINTWISE,
-        _FEW,
-        _FEW_IN,
-        _GROUPED,
-    ),
+    "convolution_weight_grad": (_LOOP_ON_XLA, _ONE_PIXEL, _FEW_PIXELS, _LARGE, *_SMALL),
     **dict.fromkeys(
         ("multi_margin_loss", "multilabel_margin_loss", "multilabel_margin_loss_forward"),
         (
@@ -221,11 +172,11 @@ TABLE: dict[str, tuple[Row, ...]] = {
 """The rows of each operator with a rule, in order; the last always matches. Operators with several lowerings are listed here;
 an operator with a single one is added when its rule is registered."""
 
-LOWERINGS: dict[str, tuple[str, ...]] = {
-    "convolution": ("grouped", "channels_last", "matmul", "sample_matmul", "wide"),
-    "convolution_input_grad": ("grouped", "channels_last", "matmul", "sample_matmul"),
-    "convolution_weight_grad": ("grouped", "channels_last", "matmul", "sample_matmul"),
-}
+LOWERINGS: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("convolution", "convolution_input_grad", "convolution_weight_grad"),
+    ("grouped", "channels_last", "matmul", "sample_matmul"),
+)
+LOWERINGS["convolution"] += ("wide",)
 """The lowerings that overrides can force besides ``"loop"``; an operator that is missing has those of its rows."""
 
 UNLOOPED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence"})

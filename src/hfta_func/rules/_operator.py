@@ -6,6 +6,7 @@ autograd uses the backward pass written for it, and everything else sees the ten
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,31 +30,20 @@ def lower_precision(*values: Any) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in values)
 
 
+@dataclasses.dataclass(eq=False)
 class Operator:
     """An operator ``hfta_func::<name>`` with a backward pass of its own.
 
-    Args:
-        schema: Its signature in PyTorch's notation, positional arguments only.
-        forward: Computes the outputs, in tensor operations that have derivatives of their own.
-        setup_context: ``setup_context(ctx, inputs, output)`` saves what the backward pass needs.
-        backward: ``backward(ctx, *grads)``, one gradient or None per argument, in tensor operations that have derivatives.
-        fake: Computes outputs of the right shapes and strides. With it compilers keep the operator whole; without it they
-            see the operations of its forward pass.
+    Both passes are written in tensor operations that have derivatives of their own.
     """
 
-    def __init__(
-        self,
-        schema: str,
-        forward: Callable[..., Any],
-        setup_context: Callable[..., None],
-        backward: Callable[..., Any],
-        fake: Callable[..., Any] | None = None,
-    ):
-        self.schema = schema
-        self.forward = forward
-        self.setup_context = setup_context
-        self.backward = backward
-        self.fake = fake
+    schema: str  # its signature in PyTorch's notation, positional arguments only
+    forward: Callable[..., Any]
+    setup_context: Callable[..., None]  # (ctx, inputs, output): saves what the backward pass needs
+    backward: Callable[..., Any]  # (ctx, *grads): one gradient or None per argument
+    # Computes outputs of the right shapes and strides. With it compilers keep the operator whole; without it they see the
+    # operations of its forward pass.
+    fake: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; under autocast in the lower precision, backward pass included, like PyTorch's own."""

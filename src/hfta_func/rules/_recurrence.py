@@ -90,8 +90,7 @@ def _lstm_forward(
 
 
 def _lstm_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, *saved = inputs
-    ctx.save_for_backward(*saved, *output)
+    ctx.save_for_backward(*inputs[1:], *output)
     ctx.set_materialize_grads(False)
 
 
@@ -248,19 +247,13 @@ def _product(grad: Tensor, x: Tensor) -> Tensor:
 
 _lstm = Operator(
     "lstm(Tensor base, Tensor weight, Tensor h, Tensor c, Tensor? project, Tensor? mask) -> (Tensor, Tensor, Tensor)",
-    _lstm_forward,
-    _lstm_context,
-    _lstm_backward,
+    *(_lstm_forward, _lstm_context, _lstm_backward),
 )
 _gru = Operator(
     "gru(Tensor base, Tensor weight, Tensor h, Tensor? mask) -> (Tensor, Tensor)",
-    _gru_forward,
-    _gru_context,
-    _gru_backward,
+    *(_gru_forward, _gru_context, _gru_backward),
 )
 _rnn = Operator(
     "rnn(Tensor base, Tensor weight, Tensor h, Tensor? mask, bool relu) -> Tensor",
-    _rnn_forward,
-    _rnn_context,
-    _rnn_backward,
+    *(_rnn_forward, _rnn_context, _rnn_backward),
 )

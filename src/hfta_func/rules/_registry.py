@@ -27,19 +27,12 @@ FRONT = "FuncTorchDynamicLayerFrontMode"
 
 
 class Call(NamedTuple):
-    """What a rule gets about a call besides its arguments.
-
-    Args:
-        num_models: M.
-        dims: The model axis of each positional argument.
-        named_dims: The model axis of each keyword argument, or None.
-        lowering: The lowering that the table chose, unless the rule chooses itself.
-    """
+    """What a rule gets about a call besides its arguments."""
 
     num_models: int
-    dims: Dims
-    named_dims: dict[str, int | None]
-    lowering: str
+    dims: Dims  # of the positional arguments
+    named_dims: dict[str, int | None]  # of the keyword arguments
+    lowering: str  # what the table chose, unless the rule chooses itself
 
     def first_dims(self, count: int) -> Dims:
         """The first ``count`` of ``dims``; PyTorch leaves out trailing arguments that have their default value."""

@@ -38,8 +38,8 @@ def attention(
             "inside a step or functional(model)(..., key=), where it draws from the member's key, or give vmap "
             "randomness='different'"
         )
+    operator = torch.ops.aten.scaled_dot_product_attention.default
     if dropout_p == 0 and all(dim is None for dim in dims):
-        operator = torch.ops.aten.scaled_dot_product_attention.default
         return operator(query, key, value, attn_mask, 0.0, is_causal, **options), None
     # [M,*B,H,L,D]; the model axis of a shared tensor has size 1 until all are expanded.
     ranks = [x.dim() - (dim is not None) for x, dim in zip((query, key, value), dims, strict=False)]
@@ -55,10 +55,9 @@ def attention(
         mask = mask.flatten(0, -4)
     if has_tangents():
         # The fused kernels have no forward-mode derivative.
-        operator = torch.ops.aten._scaled_dot_product_attention_math.default
-        output, _ = operator(*folded, mask, dropout_p, is_causal, **options)
+        math = torch.ops.aten._scaled_dot_product_attention_math.default
+        output, _ = math(*folded, mask, dropout_p, is_causal, **options)
     else:
-        operator = torch.ops.aten.scaled_dot_product_attention.default
         output = operator(*folded, mask, dropout_p, is_causal, **options)
     output = output.unflatten(0, common[: rank - 2])
     return output.squeeze(1) if ranks[0] == 2 and rank == 3 else output, 0

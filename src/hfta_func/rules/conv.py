@@ -23,21 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hfta_func.rules import _products
 from hfta_func.rules._choice import choose, remembered
 from hfta_func.rules._layout import align, expand, fold, front, split
 from hfta_func.rules._lowering import Case, make_case
 from hfta_func.rules._operator import Operator, lower_precision
-from hfta_func.rules._products import (
-    Geometry,
-    correlate,
-    gather,
-    is_pointwise,
-    matrices,
-    per_sample,
-    products,
-    scatter,
-    unfolds,
-)
+from hfta_func.rules._products import Geometry, is_pointwise, unfolds
 from hfta_func.rules._registry import Call, Result, register
 
 _plain: Any = torch.convolution
@@ -45,19 +36,14 @@ _convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 class Plan(NamedTuple):
-    """How a convolution runs.
+    """How a convolution runs."""
 
-    Args:
-        crop: Negative padding of the filters; None for no cropping.
-        geometry: Of the cropped filters.
-        lowerings: Of the forward pass and, if the filters are per member, of the gradients of input and filters.
-        bias_apart: Whether the bias is added afterwards, because the grouped kernel is slow to take its gradient.
-    """
-
-    crop: list[int] | None
-    geometry: Geometry
-    lowerings: tuple[str, ...]
-    bias_apart: bool = False
+    crop: list[int] | None  # negative padding of the filters
+    geometry: Geometry  # of the cropped filters
+    lowerings: tuple[
+        str, ...
+    ]  # of the forward pass and, if filters are per member, of the gradients of input and filters
+    bias_apart: bool = False  # added afterwards, because the grouped kernel is slow to take its gradient
 
 
 @register("convolution", "conv", chooses=True)
@@ -128,10 +114,7 @@ def _contiguous_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _opaque = Operator(
     "contiguous_convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
     "bool transposed, int[] output_padding, int groups) -> Tensor",
-    _contiguous,
-    _contiguous_setup,
-    _contiguous_backward,
-    fake=_contiguous,
+    *(_contiguous, _contiguous_setup, _contiguous_backward, _contiguous),
 )
 
 
@@ -141,15 +124,13 @@ def _plan(case: Case) -> Plan:
     assert x is not None and weight is not None
     axes = len(weight) - 2
     # A number for all space axes may be given as a list of one.
-    spread: Any = (
-        [*option] * (axes // len(option)) if isinstance(option, tuple) else option for option in case.options
-    )
+    spread: Any = ([*opt] * (axes // len(opt)) if isinstance(opt, tuple) else opt for opt in case.options)
     crop, geometry = (None, Geometry(*spread)) if weight_is_shared else _crop(weight, Geometry(*spread), x[2:])
     if crop is not None:
         taps = (size + crop[2 * (axes - 1 - i)] + crop[2 * (axes - 1 - i) + 1] for i, size in enumerate(weight[2:]))
         weight = (*weight[:2], *taps)
-    options = (tuple(option) if isinstance(option, list) else option for option in geometry)
-    case = case._replace(shapes=(x, weight), options=tuple(options))
+    options = tuple(tuple(option) if isinstance(option, list) else option for option in geometry)
+    case = case._replace(shapes=(x, weight), options=options)
     forward = choose(case).lowering
     if weight_is_shared or (x_is_shared and forward == "wide"):
         return Plan(crop, geometry, (forward,))
@@ -157,10 +138,8 @@ def _plan(case: Case) -> Plan:
         # Only a shared input can be read by one wide convolution.
         forward = "grouped"
     lowerings = forward, *(choose(case._replace(op=f"convolution_{of}_grad")).lowering for of in ("input", "weight"))
-    possible = {
-        "matmul": unfolds(geometry),
-        "sample_matmul": is_pointwise(weight[2:], geometry) and geometry.groups == 1,
-    }
+    is_linear = is_pointwise(weight[2:], geometry) and geometry.groups == 1
+    possible = {"matmul": unfolds(geometry), "sample_matmul": is_linear}
     lowerings = tuple(lowering if possible.get(lowering, True) else "grouped" for lowering in lowerings)
     return Plan(crop, geometry, lowerings, case.device == "cpu" and x[1] <= 4 and lowerings == _ALL_GROUPED)
 
@@ -192,13 +171,9 @@ def _crop(weight: Sequence[int], geometry: Geometry, space: Sequence[int]) -> tu
 def _wide(num_models: int, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     # [N,GI,S], [M,GO,I,K] -> [N,GI,S], [GMO,I,K] -> [N,GMO,S] -> [N,G,M,O,S] -> [N,M,GO,S]
     groups = geometry.groups
-    if geometry.transposed:
-        # The filters of a transposed convolution are [GI,O,K], so members go next to O.
-        weight = fold(weight, 0, 1, num_models)
-    else:
-        weight = _interleave(weight, groups)
-    if bias is not None:
-        bias = _interleave(bias, groups)
+    # The filters of a transposed convolution are [GI,O,K], so members go next to O.
+    weight = fold(weight, 0, 1, num_models) if geometry.transposed else _interleave(weight, groups)
+    bias = None if bias is None else _interleave(bias, groups)
     y = split(_convolution(x, weight, bias, *geometry), 1, groups)
     return split(y, 2, num_models).transpose(1, 2).flatten(2, 3)
 
@@ -213,9 +188,9 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> T
     geometry, (lowering, *_) = Geometry(*options[:-1]), options[-1]
     if lowering in ("matmul", "sample_matmul"):
         if lowering == "sample_matmul":
-            y = per_sample(matrices(weight, geometry.transposed), x)
+            y = _products.per_sample(_products.matrices(weight, geometry.transposed), x)
         else:
-            y = scatter(x, weight, geometry) if geometry.transposed else gather(x, weight, geometry)
+            y = _products.scatter(x, weight, geometry) if geometry.transposed else _products.gather(x, weight, geometry)
         return y if bias is None else y + align(bias, 0, y.dim() - 1, len(geometry.stride))
     if lowering == "loop":
         biases = [None] * x.shape[0] if bias is None else bias.unbind()
@@ -253,12 +228,14 @@ def _gradients(
     if lowering in ("matmul", "sample_matmul"):
         big, small = (x, grad) if geometry.transposed else (grad, x)
         if lowering == "sample_matmul":
-            dx = per_sample(matrices(weight, not geometry.transposed), grad) if for_x else None
-            dweight = products(big, small).reshape(weight.shape) if for_weight else None
+            dx = _products.per_sample(_products.matrices(weight, not geometry.transposed), grad) if for_x else None
+            dweight = _products.products(big, small).reshape(weight.shape) if for_weight else None
             return dx, dweight
-        if for_x:
-            dx = gather(grad, weight, geometry) if geometry.transposed else scatter(grad, weight, geometry, x)
-        return dx, correlate(big, small, weight, geometry) if for_weight else None
+        if for_x and geometry.transposed:
+            dx = _products.gather(grad, weight, geometry)
+        elif for_x:
+            dx = _products.scatter(grad, weight, geometry, x)
+        return dx, _products.correlate(big, small, weight, geometry) if for_weight else None
     mask = [for_x, for_weight, False]
     if not any(mask):
         return None, None
@@ -292,7 +269,5 @@ def _grouped(geometry: Geometry, x: Tensor) -> Geometry:
 _stacked = Operator(
     "convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, bool transposed, "
     "int[] output_padding, int groups, str[] lowerings) -> Tensor",
-    _forward,
-    _setup_context,
-    _backward,
+    *(_forward, _setup_context, _backward),
 )

@@ -20,28 +20,23 @@ from hfta_func.rules._registry import Call, Result, register
 
 @register("embedding", "embedding")
 def embedding(
-    call: Call,
-    weight: Tensor,
-    indices: Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    call: Call, weight: Tensor, indices: Tensor, padding_idx: int = -1, by_freq: bool = False, sparse: bool = False
 ) -> Result:
     """Rows ``[M,N,D]`` of tables ``[M,V,D]``; the gradient is a single scatter into one table."""
     _refuse_sparse(sparse)
     weight_dim, indices_dim = call.dims[:2]
-    if weight_dim is None and not scale_grad_by_freq:
+    if weight_dim is None and not by_freq:
         return torch.ops.aten.embedding.default(weight, indices, padding_idx), indices_dim
     # [M,V,D], [M,N] -> [MV,D], [M,N] -> [M,N,D]. Frequencies are counted per member, so they need a table per member.
     num_models = call.num_models
     table, indices = fold(weight, weight_dim, 0, num_models), expand(indices, indices_dim, num_models)
     rows = _rows(indices, table.shape[0] // num_models)
     if padding_idx < 0:
-        return torch.ops.aten.embedding.default(table, rows, -1, scale_grad_by_freq), 0
+        return torch.ops.aten.embedding.default(table, rows, -1, by_freq), 0
     targets = torch.where(indices == padding_idx, padding_idx, rows)
     # Autocast leaves tables alone.
     with torch.autocast(weight.device.type, enabled=False):
-        return _padded(table, rows, targets, padding_idx, scale_grad_by_freq), 0
+        return _padded(table, rows, targets, padding_idx, by_freq), 0
 
 
 @register("embedding_renorm_", "embedding")
@@ -78,8 +73,8 @@ def embedding_bag(
     num_models, weight_dim = call.num_models, call.dims[0]
     if scale_grad_by_freq:
         # The CPU kernel counts frequencies in the order of all indices, so it needs the indices of each member alone.
-        options = scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
-        args = weight, indices, offsets, *options
+        options = mode, sparse, per_sample_weights, include_last_offset, padding_idx
+        args = weight, indices, offsets, scale_grad_by_freq, *options
         return one_by_one(_embedding_bag, num_models, args, call.first_dims(9), {}, {})
     indices, offsets = each(expand, (indices, offsets), call.dims[1:], num_models)
     if include_last_offset:
@@ -169,7 +164,5 @@ _embedding_bag = torch.ops.aten.embedding_bag.padding_idx
 # padding row of the first member, which receives nothing else.
 _padded = Operator(
     "embedding(Tensor weight, Tensor rows, Tensor targets, int padding_idx, bool scale_grad_by_freq) -> Tensor",
-    _forward,
-    _setup,
-    _backward,
+    *(_forward, _setup, _backward),
 )

@@ -32,19 +32,15 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    x, weight, _ = inputs
-    ctx.save_for_backward(x, weight)
+    ctx.save_for_backward(*inputs[:2])
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     of_x, of_weight, of_bias = ctx.needs_input_grad
-    return (
-        torch.bmm(grad, weight) if of_x else None,
-        # [M,O,P] @ [M,P,I] -> [M,O,I]
-        torch.bmm(grad.transpose(1, 2), x) if of_weight else None,
-        grad.sum(1) if of_bias else None,
-    )
+    # [M,O,P] @ [M,P,I] -> [M,O,I]
+    dweight = torch.bmm(grad.transpose(1, 2), x) if of_weight else None
+    return torch.bmm(grad, weight) if of_x else None, dweight, grad.sum(1) if of_bias else None
 
 
 # Autograd would compute the gradient of the weights as [M,I,O] and return its transpose, which optimizers read half as fast.
@@ -121,22 +117,11 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
 
 
 @register("_trilinear", "linear")
-def trilinear(
-    call: Call,
-    first: Tensor,
-    second: Tensor,
-    third: Tensor,
-    expand1: list[int],
-    expand2: list[int],
-    expand3: list[int],
-    sumdim: list[int],
-    unroll_dim: int = 1,
-) -> Result:
+def trilinear(call: Call, *args: Any) -> Result:
     """A product of three tensors with axes inserted at ``expand``, summed over ``sumdim``, as ``bilinear`` needs it."""
+    tensors, expands, (sumdim, *unrolled) = args[:3], args[3:6], args[6:]
     # The model axis comes first, so all other axes move up by one; in a shared tensor it is inserted like the expanded axes.
-    tensors = each(front, (first, second, third), call.dims)
-    expands = (
-        [0] * (dim is None) + [axis + 1 for axis in axes]
-        for axes, dim in zip((expand1, expand2, expand3), call.dims, strict=False)
-    )
+    pairs = zip(expands, call.dims, strict=False)
+    expands = ([0] * (dim is None) + [axis + 1 for axis in axes] for axes, dim in pairs)
+    tensors, unroll_dim = each(front, tensors, call.dims), unrolled[0] if unrolled else 1
     return torch.ops.aten._trilinear.default(*tensors, *expands, [axis + 1 for axis in sumdim], unroll_dim + 1), 0

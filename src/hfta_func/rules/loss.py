@@ -37,9 +37,8 @@ def cross_entropy_loss(
     has_probabilities = member_shape(input, call.dims[0]) == member_shape(target, call.dims[1])
     target = expand(target, call.dims[1], call.num_models)
     weight_dim = None if weight is None else call.dims[2]
-    own_weights, shared_weights = (
-        (None, weight) if weight is None or weight_dim is None else (front(weight, weight_dim), None)
-    )
+    own_weights = None if weight is None or weight_dim is None else front(weight, weight_dim)
+    shared_weights = weight if own_weights is None else None
     if has_probabilities:
         if own_weights is not None:
             # The loss is linear in the probabilities, so each member's class weights can be multiplied into them.
@@ -104,17 +103,9 @@ def _native_nll(op: str) -> None:
         return _nll(forward, call, *args)
 
     @register(f"{op}_backward", "loss")
-    def nll_loss_backward(
-        call: Call,
-        grad: Tensor,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        reduction: int,
-        ignore_index: int,
-        total_weight: Tensor,
-    ) -> Result:
+    def nll_loss_backward(call: Call, grad: Tensor, input: Tensor, *args: Any) -> Result:
         """Gradient of the log likelihoods ``[M,N,C,S]``."""
+        target, weight, reduction, ignore_index, total_weight = args
         rows, dims = _Rows(call, input, 1), call.dims
         tensors, own_dims = (grad, target, total_weight), (dims[0], dims[2], dims[6])
         grad, target, total_weight = each(expand, tensors, own_dims, call.num_models)
@@ -191,15 +182,10 @@ def multilabel_margin_loss_backward(
     call: Call, grad: Tensor, input: Tensor, target: Tensor, reduction: int, is_target: Tensor
 ) -> Result:
     """Gradient of the inputs ``[M,N,C]``."""
-    rows = _Rows(call, input, 1)
-    grad, _, target, _, is_target = each(
-        expand, (grad, input, target, reduction, is_target), call.dims, call.num_models
-    )
-    grad = _spread(grad, target.shape[:-1], reduction)
-    grads = aten.multilabel_margin_loss_backward.default(
-        rows.of(grad), rows.input, rows.of(target), _NONE, rows.of(is_target)
-    )
-    return rows.split(grads), 0
+    rows, dims = _Rows(call, input, 1), (call.dims[0], call.dims[2], call.dims[4])
+    grad, target, is_target = each(expand, (grad, target, is_target), dims, call.num_models)
+    grad, target, is_target = map(rows.of, (_spread(grad, target.shape[:-1], reduction), target, is_target))
+    return rows.split(aten.multilabel_margin_loss_backward.default(grad, rows.input, target, _NONE, is_target)), 0
 
 
 @register("soft_margin_loss", "loss")
@@ -238,11 +224,9 @@ def _broadcasting(op: str) -> None:
     def loss(call: Call, *args: Any, **options: Any) -> Result:
         """Losses of all entries or rows, by PyTorch's own operator, so that autocast treats it as in a solo run."""
         reduction = args[position] if len(args) > position else _MEAN
-        tensors = args[:position]
-        rank = max(
-            x.dim() - (dim is not None) for x, dim in zip(tensors, call.dims, strict=False) if isinstance(x, Tensor)
-        )
-        aligned = each(align, tensors, call.dims, rank)
+        pairs = zip(args[:position], call.dims, strict=False)
+        rank = max(x.dim() - (dim is not None) for x, dim in pairs if isinstance(x, Tensor))
+        aligned = each(align, args[:position], call.dims, rank)
         # As views of one shape, because some of the gradients do not broadcast.
         shape = torch.broadcast_shapes(*(x.shape for x in aligned if isinstance(x, Tensor)))
         aligned = [x.expand(shape) if isinstance(x, Tensor) else x for x in aligned]
@@ -265,8 +249,7 @@ class _Rows:
     """
 
     def __init__(self, call: Call, input: Tensor, position: int = 0):
-        self.num_models = call.num_models
-        dim = call.dims[position]
+        self.num_models, dim = call.num_models, call.dims[position]
         own = expand(input, dim, call.num_models)
         self.shape = own.shape
         self.has_batch = own.dim() > 2

@@ -108,8 +108,7 @@ def fused_rms_norm_backward(
     normalised = x * rstd
     if mask[0]:
         scaled = affine(grad, *each(align, (weight,), (weight_dim,), x.dim() - 1))
-        grad_x = rstd * (scaled - normalised * (scaled * normalised).mean(features, keepdim=True))
-        grad_x = grad_x.to(x.dtype)
+        grad_x = (rstd * (scaled - normalised * (scaled * normalised).mean(features, keepdim=True))).to(x.dtype)
     if mask[1]:
         grad_weight = _sum_rows(grad * normalised, shape, weight)
     return (grad_x, grad_weight), (0, 0)
@@ -148,12 +147,7 @@ def native_group_norm(
 
 
 def _group_samples(
-    num_models: int,
-    kernel: Callable[..., tuple[Tensor, ...]],
-    x: Tensor,
-    x_dim: int | None,
-    vectors: Vectors,
-    dims: Any,
+    num_models: int, kernel: Callable[..., Any], x: Tensor, x_dim: int | None, vectors: Vectors, dims: Any
 ) -> tuple[Tensor, ...]:
     """Normalise the samples of all members; outputs are contiguous per member, as the native operator promises."""
     # [M,N,C,S] -> [MN,C,S] -> [M,N,C,S]; [M,N,C,S] or [N,C,S], [M,C] -> [M,1,C,1] -> [M,N,C,S]
@@ -190,9 +184,8 @@ def weight_norm(call: Call, v: Tensor, g: Tensor, dim: int = 0) -> Result:
         return (v * (front(g, g_dim) / norms), norms), (0, None)
     # [M,O,I], [M,O,1] -> [MO,I], [MO,1] -> [M,O,I]
     axis = dim % (v.dim() - 1)
-    rows = (
-        fold(x.movedim(axis + 1, 1), 0, 0, num_models).contiguous() for x in each(expand, (v, g), call.dims, num_models)
-    )
+    tensors = (x.movedim(axis + 1, 1) for x in each(expand, (v, g), call.dims, num_models))
+    rows = (fold(x, 0, 0, num_models).contiguous() for x in tensors)
     outputs = torch.ops.aten._weight_norm_interface.default(*rows, 0)
     return tuple(split(x, 0, num_models).movedim(1, axis + 1) for x in outputs), (0, 0)
 

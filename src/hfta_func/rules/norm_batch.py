@@ -67,24 +67,13 @@ def cudnn_batch_norm(call: Call, x: Tensor, *args: Any) -> Result:
     return (*outputs, x.new_empty(0, dtype=torch.uint8)), (*dims, None)
 
 
-def _normalise(
-    call: Call,
-    kernel: Callable[..., Any],
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    *rest: bool,
-) -> Result:
+def _normalise(call: Call, kernel: Callable[..., Any], x: Tensor, *args: Any) -> Result:
     """The output and, if the kernel returns them, the statistics of the batch."""
-    num_models, (x_dim, *dims) = call.num_models, call.dims[:3]
-    vectors, stats, stat_dims = (weight, bias), (running_mean, running_var), call.dims[3:5]
-    options = training, momentum, eps, *rest
-    if training and running_mean is not None and x_dim is not None and None in stat_dims:
+    num_models, (x_dim, *dims), stat_dims = call.num_models, call.dims[:3], call.dims[3:5]
+    # Weight and bias; running mean and variance; all else.
+    vectors, stats, options = args[:2], args[2:4], args[4:]
+    training, momentum, eps, *_ = options
+    if training and stats[0] is not None and x_dim is not None and None in stat_dims:
         raise TraceError(
             "a normalisation would update running statistics that all members share; pass the stacked buffers to vmap too, "
             "as functional(model) does"

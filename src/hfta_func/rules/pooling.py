@@ -24,8 +24,7 @@ def _channelwise(op: str, space: int) -> None:
         # Nothing is copied: [N,M,C,S] -> [N,MC,S], [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
         dim = call.dims[0]
         into = 1 if dim == 1 and x.dim() == space + 3 else 0
-        outputs = operator(fold(x, dim, into, call.num_models), *options)
-        return _split(outputs, into, call.num_models)
+        return _split(operator(fold(x, dim, into, call.num_models), *options), into, call.num_models)
 
 
 for _op, _space in (
@@ -59,10 +58,8 @@ def _fractional(op: str, space: int) -> None:
         # [M,N,C,S], [M,N,C,2] -> [MN,C,S], [MN,C,2]; a single sample [M,C,S], [M,1,C,2] -> [MC,S], [1,MC,2]
         num_models, (x_dim, *_, samples_dim) = call.num_models, call.dims
         single = x.dim() - (x_dim is not None) == space + 1
-        outputs = operator(
-            fold(x, x_dim, 0, num_models), kernel_size, output_size, fold(samples, samples_dim, int(single), num_models)
-        )
-        return _split(outputs, 0, num_models)
+        x, samples = fold(x, x_dim, 0, num_models), fold(samples, samples_dim, int(single), num_models)
+        return _split(operator(x, kernel_size, output_size, samples), 0, num_models)
 
 
 for _op, _space in (("fractional_max_pool2d", 2), ("fractional_max_pool3d", 3)):

@@ -21,11 +21,9 @@ def view(call: Call, x: Tensor, size: list[int]) -> Result:
 def as_strided_(call: Call, x: Tensor, size: list[int], stride: list[int], offset: int | None = None) -> Result:
     """Other strides for axes of size 1, as pooling to one pixel sets them: they have no effect, so nothing is done."""
     dim = call.dims[0]
-    own = [(n, s) for axis, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)) if axis != dim]
-    asked = zip(size, stride, strict=True)
-    if len(own) != len(size) or any(
-        a[0] != b[0] or (a[0] > 1 and a[1] != b[1]) for a, b in zip(own, asked, strict=True)
-    ):
+    own = [pair for axis, pair in enumerate(zip(x.shape, x.stride(), strict=True)) if axis != dim]
+    ours, asked = ([(n, s if n > 1 else 0) for n, s in pairs] for pairs in (own, zip(size, stride, strict=True)))
+    if ours != asked:
         raise TraceError(
             "as_strided_ reads memory outside of one member's tensor; use view, transpose or expand instead"
         )
