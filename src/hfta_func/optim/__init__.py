@@ -19,10 +19,10 @@ from hfta_func.optim._hyperparams import with_hyperparams as with_hyperparams
 from hfta_func.optim._sgd import lion as lion
 from hfta_func.optim._sgd import muon as muon
 from hfta_func.optim._sgd import sgd as sgd
+from hfta_func.optim._transforms import accumulate as accumulate
 from hfta_func.optim._transforms import add_decayed_weights as add_decayed_weights
 from hfta_func.optim._transforms import chain as chain
 from hfta_func.optim._transforms import clip_grad_norm as clip_grad_norm
 from hfta_func.optim._transforms import clip_grad_value as clip_grad_value
-from hfta_func.optim._wrappers import accumulate as accumulate
-from hfta_func.optim._wrappers import ema as ema
-from hfta_func.optim._wrappers import partition as partition
+from hfta_func.optim._transforms import ema as ema
+from hfta_func.optim._transforms import partition as partition
