@@ -18,7 +18,6 @@ restrict(backoff_factor=Range.FACTOR, growth_interval=Range.AT_LEAST_ONE)
 # Keeps the noise of rounding apart from that of the model.
 _ROUNDING = -(2**61) - 2
 
-
 LossScaleState = namedtuple("LossScaleState", ["scale", "growth_tracker", "hyperparams"])
 """Each member's loss scale, updates since it last changed, and its hyperparameters."""
 

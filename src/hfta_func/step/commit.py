@@ -21,12 +21,7 @@ Update = Callable[[GradientTransformation, TrainState, Found, "Tensor | None"], 
 
 
 def commit(
-    state: TrainState,
-    found: Found,
-    verdict: Verdict,
-    optimizer: GradientTransformation,
-    update: Update,
-    options: Options,
+    state: TrainState, found: Found, verdict: Verdict, optimizer: GradientTransformation, update: Update, donate: bool
 ) -> TrainState:
     """The state after the step; members that are not kept stay as they are."""
     keep = verdict.keep
@@ -41,7 +36,7 @@ def commit(
         active=verdict.active,
         loss_scale=verdict.loss_scale,
     )
-    if not options.donate:
+    if not donate:
         return after
     write(state, after)
     return state

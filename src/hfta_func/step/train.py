@@ -135,7 +135,7 @@ class TrainStep:
         self._check(state, batch)
         found = self._gradients(state, batch)
         verdict = judge(state, found, self.options)
-        after = commit(state, found, verdict, self.optimizer, self._update, self.options)
+        after = commit(state, found, verdict, self.optimizer, self._update, self.options.donate)
         return after, {**verdict.report, **found.metrics}
 
     def init(
