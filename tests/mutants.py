@@ -44,7 +44,6 @@ TESTS = {
     "step/chunks.py": ["test_step.py", "test_evaluate.py"],
     "step/allocator.py": ["test_allocator.py"],
     "step/failures.py": ["test_step.py", "test_failures.py"],
-    "step/loss.py": ["test_errors.py", "test_step.py"],
     "step/check.py": ["test_errors.py", "test_amp.py"],
 }
 SLOW = (

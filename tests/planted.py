@@ -232,12 +232,12 @@ PLANTED = [
     ),
     Planted(
         "optimizer states of members that stand still change",
-        *("step/update.py", "where(keep, (params, opt_state), old)", "(where(keep, params, old[0]), opt_state)"),
+        *("step/commit.py", "where(keep, (params, opt_state), old)", "(where(keep, params, old[0]), opt_state)"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
         "updating in place forgets who stands still",
-        *("step/update.py", "found.params, keep)", "found.params, None)"),
+        *("step/commit.py", "state.opt_state, found.params, keep)", "state.opt_state, found.params, None)"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(

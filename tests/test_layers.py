@@ -42,8 +42,8 @@ FILES_IN = {
     ],
     "models": ["structure", "stack", "remat", "functional"],
     "step": [
-        *("state", "allocator", "loss", "batch", "failures", "amp", "options", "chunks", "check", "gradients", "judge"),
-        *("update", "commit", "train", "evaluate"),
+        *("state", "allocator", "batch", "failures", "amp", "options", "chunks", "check", "gradients", "judge"),
+        *("commit", "train", "evaluate"),
     ],
     "files": ["storage", "checkpoint"],
     "run": ["memory", "history", "data", "fit", "plan"],

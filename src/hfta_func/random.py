@@ -158,8 +158,7 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
 
     Example:
         >>> bernoulli(keys([1, 2]), 1.0, (2,))
-        tensor([[True, True],
-                [True, True]])
+        tensor([[True, True], [True, True]])
     """
     # The 53 highest bits as a signed word: -2^52 stands for 0 and 2^52 for 1, which no word reaches.
     draws = _signed_shift(bits(key, shape), 11)
@@ -179,8 +178,7 @@ def randint(key: Tensor | Stream, low: int, high: int, shape: Sequence[int]) -> 
 
     Example:
         >>> randint(keys([1, 2]), 7, 8, (2,))
-        tensor([[7, 7],
-                [7, 7]])
+        tensor([[7, 7], [7, 7]])
     """
     return _shift(bits(key, shape), 1) % (high - low) + low
 
@@ -194,8 +192,7 @@ def permutation(key: Tensor | Stream, n: int) -> Tensor:
 
     Example:
         >>> permutation(keys([1, 2]), 4).sort().values
-        tensor([[0, 1, 2, 3],
-                [0, 1, 2, 3]])
+        tensor([[0, 1, 2, 3], [0, 1, 2, 3]])
     """
     return bits(key, (n,)).argsort(dim=-1, stable=True)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hfta_func._errors import HyperparameterError
 from hfta_func._types import HYPERPARAMS
 from hfta_func.optim._base import Range, check, check_choice, labels, per_member, vector
-from hfta_func.optim._wrappers import PartitionState
+from hfta_func.optim._transforms import PartitionState
 
 S = TypeVar("S")
 Numbers = float | Sequence[float] | Tensor

@@ -1,19 +1,21 @@
-"""Chains, and what stands in them beside an optimizer: clipping and weight decay per member."""
+"""What stands around an optimizer: chains, clipping, weight decay, accumulation, averages and parameter groups."""
 
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._tree import per_model
+from hfta_func._errors import HyperparameterError
+from hfta_func._torch import can_look
+from hfta_func._tree import per_model, where
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs, Range, in_place, restrict, zero_count
+from hfta_func.optim._base import GradientTransformation, Knobs, Range, apply_updates, in_place, restrict, zero_count
 
-restrict(max_norm=Range.POSITIVE, clip_value=Range.POSITIVE)
+restrict(max_norm=Range.POSITIVE, clip_value=Range.POSITIVE, every=Range.AT_LEAST_ONE, decay=Range.DECAY)
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
@@ -93,8 +95,7 @@ def clip_grad_value(clip_value: PerModel) -> GradientTransformation:
         >>> clip = clip_grad_value([1.0, 7.0])
         >>> params = {"w": torch.zeros(2, 2)}
         >>> clip.update({"w": torch.tensor([[6.0, -8.0], [6.0, -8.0]])}, clip.init(params), params)[0]["w"]
-        tensor([[ 1., -1.],
-                [ 6., -7.]])
+        tensor([[ 1., -1.], [ 6., -7.]])
     """
 
     def rule(grads: Params, params: Params, limit: Tensor) -> Params:
@@ -135,3 +136,172 @@ def _with_knob(rule: Callable[[Params, Params, Tensor], Params], **spec: PerMode
         return rule(grads, params, value), state._replace(step=state.step + 1)
 
     return GradientTransformation(init, update)
+
+
+AccumulateState = namedtuple("AccumulateState", ["seen", "hyperparams", "grads", "inner"])
+"""Numbers of gradients since the last update, ``every``, the mean of these gradients, and the optimizer's state."""
+
+
+def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTransformation:
+    """Update once per ``every`` gradients, with their mean, as with batches that are larger by this factor.
+
+    Between updates, a member's parameters and optimizer state do not change.
+
+    Args:
+        optimizer: The optimizer that gets the means.
+        every: Number of gradients per update, at least 1.
+
+    Example:
+        >>> optimizer = accumulate(sgd(lr=1.0), every=[1, 2])
+        >>> params = {"w": torch.zeros(2, 1)}
+        >>> state = optimizer.init(params)
+        >>> updates, state = optimizer.update({"w": torch.ones(2, 1)}, state, params)
+        >>> updates["w"].flatten() + 0.0
+        tensor([-1.,  0.])
+        >>> updates, state = optimizer.update({"w": torch.full((2, 1), 3.0)}, state, params)
+        >>> updates["w"].flatten()
+        tensor([-3., -2.])
+    """
+    knobs = Knobs(every=every)
+
+    def init(params: Params) -> AccumulateState:
+        return AccumulateState(zero_count(params), knobs.init(params), _zeros(params), optimizer.init(params))
+
+    def update(grads: Params, state: AccumulateState, params: Params) -> tuple[Params, AccumulateState]:
+        seen = state.seen + 1
+        mean = _lerp(state.grads, grads, 1 / seen)
+        due = seen >= knobs.at(state.hyperparams, state.seen)["every"]
+        nothing = _zeros(grads)
+        if can_look(due) and not bool(due.any()):
+            return nothing, AccumulateState(seen, state.hyperparams, mean, state.inner)
+        updates, inner = optimizer.update(mean, state.inner, params)
+        updates, inner, mean, seen = where(
+            due, (updates, inner, nothing, torch.zeros_like(seen)), (nothing, state.inner, mean, seen)
+        )
+        return updates, AccumulateState(seen, state.hyperparams, mean, inner)
+
+    return GradientTransformation(init, update)
+
+
+EmaState = namedtuple("EmaState", ["step", "hyperparams", "average"])
+"""Numbers of updates, ``decay``, and the averages of the parameters."""
+
+
+def ema(decay: PerModel = 0.999) -> GradientTransformation:
+    """Keep an exponential moving average of the parameters in ``opt_state[-1].average``; updates pass unchanged.
+
+    Put it last in a :func:`chain`, because it averages the updated parameters p: ``a = p`` after the first update, then
+    ``a = decay * a + (1 - decay) * p``, as ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` does.
+
+    Args:
+        decay: Weight of the previous average.
+
+    Example:
+        >>> optimizer = chain(sgd(lr=1.0), ema(decay=[0.0, 0.5]))
+        >>> params = {"w": torch.zeros(2, 1)}
+        >>> state = optimizer.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = optimizer.update({"w": torch.ones(2, 1)}, state, params)
+        ...     params = apply_updates(params, updates)
+        >>> state[-1].average["w"].flatten()
+        tensor([-2.0000, -1.5000])
+
+    References:
+        Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", SIAM J. Control Optim. 30(4), 1992.
+    """
+    knobs = Knobs(decay=decay)
+
+    def init(params: Params) -> EmaState:
+        return EmaState(zero_count(params), knobs.init(params), {path: param.clone() for path, param in params.items()})
+
+    def update(updates: Params, state: EmaState, params: Params) -> tuple[Params, EmaState]:
+        decay = knobs.at(state.hyperparams, state.step)["decay"]
+        share = torch.where(state.step == 0, 1.0, 1 - decay)
+        average = _lerp(state.average, apply_updates(params, updates), share)
+        return updates, EmaState(state.step + 1, state.hyperparams, average)
+
+    return GradientTransformation(init, update)
+
+
+PartitionState = namedtuple("PartitionState", ["groups"])
+"""The state of each group's optimizer, by name."""
+
+
+def partition(
+    label: Callable[[str, torch.Size], str | None] | Mapping[str, str | None],
+    groups: Mapping[str, GradientTransformation],
+) -> GradientTransformation:
+    """One optimizer per group of parameters; parameters in no group are frozen.
+
+    In :func:`with_hyperparams`, ``"group.lr"`` is the ``lr`` of one group and ``lr`` that of all groups.
+
+    Args:
+        label: ``label(path, shape)`` returns the group of a parameter, given its shape in one model, or None to freeze it.
+            Or a mapping from paths of modules and parameters to groups, where the longest matching path counts; ``""``
+            matches all.
+        groups: The optimizers by name.
+
+    Raises:
+        HyperparameterError: if a group has no optimizer or no parameters, or a mapping matches no path of a parameter.
+
+    Example:
+        >>> optimizer = partition({"": "body", "head": "head", "embed": None}, {"body": sgd(lr=0.1), "head": sgd(lr=1.0)})
+        >>> params = {"embed.weight": torch.zeros(2, 1), "head.bias": torch.zeros(2, 1), "body.bias": torch.zeros(2, 1)}
+        >>> grads = {path: torch.ones(2, 1) for path in params}
+        >>> updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        >>> {path: update.sum().item() for path, update in updates.items()}
+        {'embed.weight': 0.0, 'head.bias': -2.0, 'body.bias': -0.20000000298023224}
+    """
+
+    def parts(params: Params, *trees: Params) -> Iterator[tuple[str, Any]]:
+        found: dict[str, list[str]] = {name: [] for name in groups}
+        for path, param in params.items():
+            name = _longest(label, path) if isinstance(label, Mapping) else label(path, param.shape[1:])
+            if name is None:
+                continue
+            if name not in found:
+                raise HyperparameterError(
+                    f"'{path}' is labelled '{name}', but the groups are {', '.join(groups)}; add an optimizer for it"
+                )
+            found[name].append(path)
+        for name, paths in found.items():
+            if not paths:
+                raise HyperparameterError(
+                    f"group '{name}' has no parameters; remove it, or label some of {[*params]} with it"
+                )
+            yield name, [{path: tree[path] for path in paths} for tree in trees]
+
+    def init(params: Params) -> PartitionState:
+        return PartitionState({name: groups[name].init(own) for name, (own,) in parts(params, params)})
+
+    def update(grads: Params, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
+        updates, states = {}, {}
+        for name, (own, values) in parts(params, grads, params):
+            new, states[name] = groups[name].update(own, state.groups[name], values)
+            updates.update(new)
+        updates = {path: updates[path] if path in updates else torch.zeros_like(grad) for path, grad in grads.items()}
+        return updates, PartitionState(states)
+
+    def update_(grads: Params, state: PartitionState, params: Params, keep: Tensor | None, apply: bool) -> Params:
+        updates = {}
+        for name, (own, values) in parts(params, grads, params):
+            updates.update(in_place(groups[name])(own, state.groups[name], values, keep, apply))
+        return {path: updates[path] if path in updates else grad.zero_() for path, grad in grads.items()}
+
+    return GradientTransformation(init, update, update_)
+
+
+def _longest(labels: Mapping[str, str | None], path: str) -> str | None:
+    matching = [name for name in labels if not name or path == name or path.startswith(f"{name}.")]
+    if not matching:
+        raise HyperparameterError(f"'{path}' is in no group; name it, or label all others with '', None to freeze them")
+    return labels[max(matching, key=len)]
+
+
+def _zeros(tree: Params) -> Params:
+    return {path: torch.zeros_like(leaf) for path, leaf in tree.items()}
+
+
+def _lerp(old: Params, new: Params, share: Tensor) -> Params:
+    """``(1 - share) * old + share * new``, with one share per member."""
+    return {path: torch.lerp(old[path], leaf, per_model(share, leaf)) for path, leaf in new.items()}

@@ -17,7 +17,6 @@ from hfta_func._errors import StateError
 
 _PROC, _CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 
-
 # oneDNN also reports errors of memory descriptors, which have nothing to do with the amount of memory.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can(no|')t allocate memory|not enough memory|std::bad_alloc|_ALLOC_FAILED|RESOURCE_EXHAUSTED"
@@ -96,9 +95,8 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
         if collecting:
             gc.enable()
     kineto: Any = recorded.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
-    events = sorted(
-        (event for event in kineto.events() if event.name() == "[memory]"), key=lambda event: event.start_ns()
-    )
+    events = [event for event in kineto.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events), default=0)
 
 

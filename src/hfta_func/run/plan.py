@@ -195,10 +195,7 @@ def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, 
     good, bad = 0, limit + 1
     while bad - good > 1:
         count = min(max(1, 2 * good), limit) if bad > limit and good < limit else (good + bad) // 2
-        if fits(count):
-            good = count
-        else:
-            bad = count
+        good, bad = (count, bad) if fits(count) else (good, count)
     return good
 
 

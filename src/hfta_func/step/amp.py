@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,8 @@ restrict(backoff_factor=Range.FACTOR, growth_interval=Range.AT_LEAST_ONE)
 # Keeps the noise of rounding apart from that of the model.
 _ROUNDING = -(2**61) - 2
 
-
-class LossScaleState(NamedTuple):
-    """Each member's loss scale, updates since it last changed, and its hyperparameters."""
-
-    scale: Tensor
-    growth_tracker: Tensor
-    hyperparams: dict[str, Any]
+LossScaleState = namedtuple("LossScaleState", ["scale", "growth_tracker", "hyperparams"])
+"""Each member's loss scale, updates since it last changed, and its hyperparameters."""
 
 
 class LossScale:
@@ -94,12 +89,6 @@ def widen(params: Params) -> Params:
 
 def round_stochastically(keys: Tensor, step: Tensor, wide: Params, params: Params) -> Params:
     """Round float32 leaves to the bfloat16 of ``params``, up or down at random so that the expected value is exact.
-
-    Args:
-        keys: The members' seeds.
-        step: The members' steps.
-        wide: The leaves ``[M, ...]``.
-        params: Leaves of the types to round to.
 
     References:
         Gupta et al., "Deep learning with limited numerical precision", ICML 2015.

@@ -22,12 +22,9 @@ Run = Callable[[Any, Tree], Any]
 
 
 class Chunks:
-    """``chunks(run, members, batch)`` is ``run(members, batch)``, computed in groups of members.
+    """``chunks(run, members, batch)`` is ``run(members, batch)``, computed in groups of ``size`` members.
 
-    Args:
-        size: Members per group; None is all of them; ``"auto"`` times 1, 2, 4, ... and all of them, once for every
-            shape of batch, and keeps the fastest.
-        batch_dims: Which parts of a batch have a model axis.
+    A size of None is all of them; ``"auto"`` times 1, 2, 4, ... and all, once for every shape of batch, and keeps the best.
     """
 
     def __init__(self, size: int | Literal["auto"] | None, batch_dims: Tree):

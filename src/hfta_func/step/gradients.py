@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,27 +19,20 @@ from hfta_func.models.functional import bind
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step import amp
 from hfta_func.step.chunks import Chunks
-from hfta_func.step.loss import check_result, num_positional
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
+_REPORTED = ("loss", "finite", "failure", "loss_scale")
+
 
 class Found(NamedTuple):
-    """What a step computes of every member before anything is changed.
+    """What a step computes of every member before anything is changed."""
 
-    Args:
-        params: The trained parameters that the gradients belong to, where the update starts from.
-        grads: Their gradients.
-        losses: ``[M]``.
-        metrics: What the loss function reports.
-        buffers: The buffers after the forward pass.
-    """
-
-    params: Params
+    params: Params  # the trained ones that the gradients belong to, where the update starts from
     grads: Params
     losses: Tensor
-    metrics: Params
-    buffers: Params
+    metrics: Params  # what the loss function reports
+    buffers: Params  # those after the forward pass
 
 
 class Gradients:
@@ -128,3 +122,30 @@ def grad_and_aux(params: Params, func: Callable[[Params], tuple[Tensor, Any]]) -
         raise LossError("the loss does not depend on any parameter that requires grad; return what model(...) computed")
     grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
     return dict(zip(leaves, grads, strict=True)), tree_map(torch.Tensor.detach, aux)
+
+
+def check_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and metrics of one model; raises a LossError unless they are a scalar and a dict of tensors."""
+    if isinstance(result, tuple) and len(result) != 2:
+        raise LossError(f"the loss function returned {len(result)} results; return (loss, dict of metrics)")
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(loss, Tensor):
+        raise LossError(f"the loss is a {type(loss).__qualname__}; return a scalar tensor, or (loss, dict of metrics)")
+    if loss.dim() != 0:
+        raise LossError(f"the loss of one model has shape {list(loss.shape)}; reduce it to a scalar, e.g. with .mean()")
+    if not loss.dtype.is_floating_point:
+        raise LossError(f"the loss is {loss.dtype}; it must be floating point to have a gradient")
+    if not isinstance(metrics, dict):
+        raise LossError(f"the loss function returned (loss, {type(metrics).__qualname__}); metrics must be a dict")
+    for name, value in metrics.items():
+        if name in _REPORTED:
+            raise LossError(f"metric '{name}' hides what the step reports; name it none of {', '.join(_REPORTED)}")
+        if not isinstance(value, Tensor):
+            raise LossError(f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors")
+    return loss, metrics
+
+
+def num_positional(func: Callable[..., Any]) -> int:
+    """How many arguments a function takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is p.empty for p in inspect.signature(func).parameters.values())

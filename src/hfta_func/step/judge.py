@@ -16,19 +16,12 @@ from hfta_func.step.state import TrainState
 
 
 class Verdict(NamedTuple):
-    """What a step decides about every member.
+    """What a step decides about every member."""
 
-    Args:
-        keep: ``bool[M]``, the members to update; None if these are known to be all of them.
-        active: ``bool[M]``, the members that take part in the next step.
-        loss_scale: The next loss scales.
-        report: The metrics that every step has.
-    """
-
-    keep: Tensor | None
-    active: Tensor
+    keep: Tensor | None  # bool[M], the members to update; None if these are known to be all of them
+    active: Tensor  # bool[M], the members that take part in the next step
     loss_scale: Tree
-    report: dict[str, Tensor]
+    report: dict[str, Tensor]  # the metrics that every step has
 
 
 def judge(state: TrainState, found: Found, options: Options) -> Verdict:
