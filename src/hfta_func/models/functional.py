@@ -44,7 +44,10 @@ def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
 
 
 def bind(
-    model: nn.Module, func: Callable[..., Any], checkpoint: bool | Sequence[str] = False, training: bool | None = None
+    model: nn.Module,
+    func: Callable[..., Any],
+    checkpoint: bool | Sequence[str] = False,
+    training: bool | None = None,
 ) -> Callable[..., tuple[Any, Params]]:
     """``func(model, *args, **kwargs)`` as a pure function ``(params, buffers, *args, key=None, **kwargs)``.
 

@@ -1,17 +1,16 @@
-"""Steps along an average of the gradients, its sign, or its nearest orthogonal matrix."""
+"""Stochastic gradient descent."""
 
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._errors import HyperparameterError
 from hfta_func._types import PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs, check_choice
-from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
+from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._leafwise import FIELDS, leafwise
 
 SGDState = namedtuple("SGDState", [*FIELDS, "momentum"])
 """Momentum buffers, if there is momentum."""
@@ -65,130 +64,3 @@ def sgd(
 
     unused = () if "momentum" in knobs else ("momentum",)
     return leafwise(SGDState, knobs, rule, prepare, unused=unused, maximize=maximize)
-
-
-LionState = namedtuple("LionState", [*FIELDS, "exp_avg"])
-"""Averages of the gradients."""
-
-
-def lion(
-    lr: PerModel = 1e-4,
-    betas: tuple[PerModel, PerModel] = (0.9, 0.99),
-    weight_decay: PerModel = 0.0,
-    *,
-    maximize: bool = False,
-) -> GradientTransformation:
-    """Lion: steps of equal size in every entry, with the sign of an average.
-
-    With gradient g: ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)``;
-    ``m = beta2 * m + (1 - beta2) * g``.
-
-    Args:
-        lr: Learning rate, typically three to ten times smaller than Adam's.
-        betas: The average's weight in the step, and its decay rate; ``beta1`` and ``beta2`` in the state.
-        weight_decay: Decay rate, multiplied by the learning rate. The plain number 0 removes the term from the program.
-        maximize: Maximize instead of minimize.
-
-    Example:
-        >>> optimizer, params, grads = lion(lr=[0.1, 1.0]), {"w": torch.zeros(2, 1)}, {"w": torch.ones(2, 1)}
-        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
-        tensor([-0.1000, -1.0000])
-
-    References:
-        Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2.
-    """
-    knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
-
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor) -> Tensor:
-        direction = torch.lerp(mean, grad, k["1-beta1"]).sign_()
-        decay_mean(mean, grad, k["1-beta2"])
-        return direction
-
-    return leafwise(LionState, knobs.without_zeros("weight_decay"), rule, decoupled=True, maximize=maximize)
-
-
-MuonState = namedtuple("MuonState", [*FIELDS, "momentum"])
-"""Momentum buffers."""
-
-
-def muon(
-    lr: PerModel = 1e-3,
-    weight_decay: PerModel = 0.1,
-    momentum: PerModel = 0.95,
-    nesterov: bool = True,
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
-    eps: float = 1e-7,
-    ns_steps: int = 5,
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
-    *,
-    ns_dtype: torch.dtype = torch.bfloat16,
-    maximize: bool = False,
-) -> GradientTransformation:
-    """Momentum with nearly orthogonal updates of matrices, as ``torch.optim.Muon`` computes it.
-
-    With gradient g and momentum buffer b: ``b = momentum * b + (1 - momentum) * g``; the update is b, or with ``nesterov``
-    ``momentum * b + (1 - momentum) * g``, divided by its norm, followed by ``ns_steps`` Newton-Schulz
-    iterations ``x = a x + (b x x^T + c (x x^T)^2) x``; ``p -= lr * (scale * x + weight_decay * p)``.
-
-    Args:
-        lr: Learning rate.
-        weight_decay: Decay rate, multiplied by the learning rate. The plain number 0 removes the term from the program.
-        momentum: Momentum factor.
-        nesterov: Use Nesterov momentum.
-        ns_coefficients: a, b and c.
-        eps: Lower bound of the norm in the division.
-        ns_steps: Number of iterations.
-        adjust_lr_fn: Scale of the update of a matrix [A, B]: ``sqrt(max(1, A / B))``, or ``0.2 * sqrt(max(A, B))``, which
-            suits learning rates tuned for AdamW.
-        ns_dtype: The dtype of the iterations.
-        maximize: Maximize instead of minimize.
-
-    Raises:
-        HyperparameterError: if a parameter is not a matrix (use another optimizer for it, with :func:`partition`), or
-            ``adjust_lr_fn`` is unknown.
-
-    Example:
-        >>> optimizer = muon(lr=[0.1, 1.0], ns_dtype=torch.float32)
-        >>> params, grads = {"w": torch.zeros(2, 1, 1)}, {"w": torch.ones(2, 1, 1)}
-        >>> optimizer.update(grads, optimizer.init(params), params)[0]["w"].flatten()
-        tensor([-0.0696, -0.6964])
-
-    References:
-        Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
-        Liu et al., "Muon is scalable for LLM training", arXiv:2502.16982, 2025 (``match_rms_adamw``).
-    """
-    check_choice("adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
-    knobs = Knobs(lr=lr, weight_decay=weight_decay, momentum=momentum).without_zeros("weight_decay")
-
-    def start(path: str, param: Tensor) -> Tensor:
-        if param.dim() != 3:
-            raise HyperparameterError(
-                f"muon takes only matrices, but '{path}' of one model is {list(param.shape[1:])}; use partition(...) to "
-                f"give it another optimizer"
-            )
-        return torch.zeros_like(param)
-
-    def prepare(at: dict[str, Tensor], count: Tensor) -> None:
-        at["1-momentum"] = 1 - at["momentum"]
-
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor) -> Tensor:
-        decay_mean(buffer, grad, k["1-momentum"])
-        update = torch.lerp(grad, buffer, k["momentum"]) if nesterov else buffer
-        rows, columns = param.shape[1:]
-        scale = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
-        direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps)
-        return scale * direction.to(param.dtype)
-
-    return leafwise(MuonState, knobs, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False)
-
-
-def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """``[M, A, B]`` with the same singular vectors and singular values near one."""
-    a, b, c = coefficients
-    tall = x.shape[1] > x.shape[2]
-    x = x.transpose(1, 2) if tall else x
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        gram = torch.bmm(x, x.transpose(1, 2))
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.transpose(1, 2) if tall else x
