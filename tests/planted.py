@@ -54,8 +54,8 @@ PLANTED = [
         "groups take the whole batch of the first members",
         *(
             "step/chunks.py",
-            "slice_batch(self.batch_dims, batch, start, stop)",
-            "slice_batch(self.batch_dims, batch, 0, stop - start)",
+            "take_batch(self.batch_dims, batch, slice(start, stop))",
+            "take_batch(self.batch_dims, batch, slice(0, stop - start))",
         ),
         "test_evaluate.py::test_members_get_their_own_part_of_the_batch",
     ),
@@ -232,12 +232,12 @@ PLANTED = [
     ),
     Planted(
         "optimizer states of members that stand still change",
-        *("step/commit.py", "where(keep, (params, opt_state), old)", "(where(keep, params, old[0]), opt_state)"),
+        *("step/update.py", "where(keep, (params, opt_state), old)", "(where(keep, params, old[0]), opt_state)"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
         "updating in place forgets who stands still",
-        *("step/commit.py", "state.opt_state, found.params, keep)", "state.opt_state, found.params, None)"),
+        *("step/update.py", "found.params, keep)", "found.params, None)"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(

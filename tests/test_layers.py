@@ -43,7 +43,7 @@ FILES_IN = {
     "models": ["structure", "stack", "remat", "functional"],
     "step": [
         *("state", "allocator", "batch", "failures", "amp", "options", "chunks", "check", "gradients", "judge"),
-        *("commit", "train", "evaluate"),
+        *("update", "commit", "train", "evaluate"),
     ],
     "files": ["storage", "checkpoint"],
     "run": ["memory", "history", "data", "fit", "plan"],

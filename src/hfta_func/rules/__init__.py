@@ -6,7 +6,10 @@ from hfta_func.rules import activation, attention, conv, ctc, decomposed, distan
 from hfta_func.rules import loss, norm, norm_batch, packing, pooling, recurrent, resampling, shape  # noqa: F401
 # isort: on
 
-from hfta_func.rules._choice import Explanation, Override, explain, override
-from hfta_func.rules._install import install, is_installed, uninstall
-
-__all__ = ["Explanation", "Override", "explain", "install", "is_installed", "override", "uninstall"]
+from hfta_func.rules._choice import Explanation as Explanation
+from hfta_func.rules._choice import Override as Override
+from hfta_func.rules._choice import explain as explain
+from hfta_func.rules._choice import override as override
+from hfta_func.rules._install import install as install
+from hfta_func.rules._install import is_installed as is_installed
+from hfta_func.rules._install import uninstall as uninstall

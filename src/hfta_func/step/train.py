@@ -18,11 +18,12 @@ from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.amp import LossScale
 from hfta_func.step.check import Check
-from hfta_func.step.commit import choose, commit
+from hfta_func.step.commit import commit
 from hfta_func.step.gradients import Gradients
 from hfta_func.step.judge import judge
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
+from hfta_func.step.update import choose
 
 
 def make_train_step(
@@ -135,8 +136,8 @@ class TrainStep:
         self._check(state, batch)
         found = self._gradients(state, batch)
         verdict = judge(state, found, self.options)
-        after = commit(state, found, verdict, self.optimizer, self._update, self.options.donate)
-        return after, {**verdict.report, **found.metrics}
+        update = self._update(self.optimizer, state, found)
+        return commit(state, found, verdict, update, self.options), {**verdict.report, **found.metrics}
 
     def init(
         self,

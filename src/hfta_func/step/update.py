@@ -1,0 +1,64 @@
+"""The ways to update parameters: to new tensors, in place, or rounded to bfloat16.
+
+Each way makes an :data:`Update`, and only :func:`hfta_func.step.commit.commit` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from hfta_func._tree import where
+from hfta_func._types import Params, Tree
+from hfta_func.optim import GradientTransformation, apply_updates, update_
+from hfta_func.step import amp
+from hfta_func.step.gradients import Found
+from hfta_func.step.options import Options
+from hfta_func.step.state import TrainState
+
+Update = Callable[["Tensor | None"], tuple[Params, Tree]]
+"""``update(keep) -> (params, opt_state)``, new for members where ``keep`` (``bool[M]``, None is all) is True."""
+
+Way = Callable[[GradientTransformation, TrainState, Found], Update]
+
+
+def choose(options: Options, rewrites_params: bool) -> Way:
+    """The way to update that the options ask for.
+
+    Args:
+        options: The step's options.
+        rewrites_params: Whether the model writes its parameters, so that gradients are computed in a copy of them.
+    """
+    if options.stochastic_rounding:
+        return rounded
+    return in_place if options.donate and not rewrites_params else plain
+
+
+def plain(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
+    """Update into new tensors."""
+    updates, opt_state = optimizer.update(found.grads, state.opt_state, found.params)
+    return _renewing(state, apply_updates(found.params, updates), opt_state)
+
+
+def in_place(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
+    """Update into the state's own tensors, which saves memory and, for large models, time."""
+
+    def update(keep: Tensor | None) -> tuple[Params, Tree]:
+        update_(optimizer, found.grads, state.opt_state, found.params, keep)
+        return found.params, state.opt_state
+
+    return update
+
+
+def rounded(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
+    """Update in float32 and round at random to the parameters' own bfloat16."""
+    wide = amp.widen(found.params)
+    updates, opt_state = optimizer.update(amp.widen(found.grads), state.opt_state, wide)
+    params = amp.round_stochastically(state.keys, state.step, apply_updates(wide, updates), found.params)
+    return _renewing(state, params, opt_state)
+
+
+def _renewing(state: TrainState, params: Params, opt_state: Tree) -> Update:
+    old = {path: state.params[path] for path in params}, state.opt_state
+    return lambda keep: (params, opt_state) if keep is None else where(keep, (params, opt_state), old)
