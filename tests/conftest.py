@@ -1,6 +1,8 @@
 """What every test runs under: no slow vmap fallback, one fixed seed, few threads, Ctrl-C as Python has it."""
 
+import gc
 import os
+import re
 import signal
 
 import pytest
@@ -12,6 +14,50 @@ torch._C._functorch._set_vmap_fallback_enabled(False)
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 # Shells start what runs in the background with the signal ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Tests that take seconds each and have quicker siblings, by file and the beginning of the name: they run in `make test-all`.
+EXHAUSTIVE = {
+    "test_amp": ["autocast_is_that_of_torch.*aot_eager", "parameters_in_bfloat16_take_small_steps.True"],
+    "test_benchmarks": [""],
+    "test_checkpoint": ["compiled_it_runs_plainly.resnet"],
+    "test_composition": ["inductor", "dynamic_batches"],
+    "test_contract": ["compiled_by_inductor", "masks_of_transformers", "chained_clipping_and_schedules_under_compile"],
+    "test_convergence": [""],
+    "test_examples": [
+        *("ctrl_c_keeps", "every_array_is_compiled", "array_then_a_member", "compiled", "testing_after_every_epoch"),
+        *("a_run_goes_on", "batches_too_small", "a_run_that_is_resumed", "every_seed_of_64_bits", "the_last_test"),
+        *("mixed_precision", "member_i_is_the_solo_run_i", "an_example_run_by_its_path", "every_example_runs_by"),
+    ],
+    "test_failures": [
+        "donated_states_are_written.*inductor",
+        "failures_stay_where_they_happen.*-True.$",
+        "raising.inductor",
+    ],
+    "test_lowering": ["compiled_products", "compilers_leave", "overrides_of_submodules_reach_eager_and_compiled"],
+    "test_modules": ["module.*-float32"],
+    "test_norm": ["a_compiled_array_takes_batches_of_any_size", "autocast_under_compile"],
+    "test_optim": ["compiled_once", "in_place_compiled"],
+    "test_properties": ["widening_to_a_size_seen_before"],
+    "test_random": ["compiled_noise_comes(?!.*nn.Dropout])", "compiled_draws", "call_sites_go_on.*True"],
+    "test_recurrent": ["under_compile"],
+    "test_rules": ["processes_with_different_rules", "under_compile"],
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        names = EXHAUSTIVE.get(item.path.stem, [])
+        if any(re.match(f"test_{name}", item.name) for name in names):
+            item.add_marker(pytest.mark.exhaustive)
+
+
+@pytest.fixture
+def small_heap():
+    """Collecting garbage is quick, also in a process in which a compiler has left millions of objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,8 @@ from hfta_func.run import memory, plan
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes
 from hfta_func.run.plan import _line
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 
 def _array(name: str = "mlp", count: int = 2, **options: Any) -> tuple[Any, hfta.TrainState, Any]:
     members = models(name, count)

@@ -129,5 +129,5 @@ def test_metadata_may_hold_tensors(tmp_path):
     assert found["metadata"]["epoch"] == 3
     assert torch.equal(found["metadata"]["sums"][0], about["sums"][0])
     assert torch.equal(found["metadata"]["sums"][1]["step"], about["sums"][1]["step"])
-    with pytest.raises(TypeError, match="a set cannot be kept in a file"):
+    with pytest.raises(TypeError, match="a set cannot be saved"):
         storage.write(path, {}, {"metadata": {1, 2}})
