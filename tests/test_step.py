@@ -418,7 +418,7 @@ def test_parameters_of_other_types_are_not_rounded() -> None:
 # --- Memory.
 
 
-def test_donating_takes_less_memory() -> None:
+def test_donating_takes_less_room() -> None:
     def peak(donate: bool) -> int:
         _, step, state = _array(lambda: nn.Linear(64, 256), optimizer=hfta.adam(lr=0.1), donate=donate)
         x = torch.randn(M, 2, 64)
