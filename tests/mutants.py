@@ -150,6 +150,7 @@ def mutants(file: str) -> list[Mutant]:
     text = (SOURCE / file).read_text()
     tree, lines = ast.parse(text), text.splitlines()
     found: list[Mutant] = []
+    alike: collections.Counter[tuple[int, str]] = collections.Counter()
     for parent, field, place, node, function in list(_walk(tree)):
         for what, changed, value in changes(node, function):
             old = getattr(parent, field) if not changed else getattr(node, changed)
@@ -159,6 +160,9 @@ def mutants(file: str) -> list[Mutant]:
                 setattr(parent, field, [*old[:place], ast.copy_location(value, node), *old[place + 1 :]])
             else:
                 setattr(parent, field, value)
+            alike[node.lineno, what] += 1
+            # The same change may fit a line more than once.
+            what += "" if alike[node.lineno, what] == 1 else f" ({alike[node.lineno, what]})"
             line, source = node.lineno, ast.unparse(ast.fix_missing_locations(tree))
             found.append(Mutant(file, len(found), line, what, lines[line - 1].strip().replace("|", "¦"), source))
             setattr(*((node, changed, old) if changed else (parent, field, old)))
