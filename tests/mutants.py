@@ -192,7 +192,7 @@ class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.source, str(self.path), "exec"), vars(module))
 
 
-def tests_of(file: str) -> list[str]:
+def quick_tests(file: str) -> list[str]:
     """The files of tests to run, most specific entry of the table first."""
     names = TESTS.get(file) or TESTS[file.partition("/")[0]]
     return [str(ROOT / "tests" / name) for name in names if (ROOT / "tests" / name).exists()]
@@ -343,7 +343,7 @@ def run_tests(sample: list[Mutant], words: str, jobs: int) -> list[Mutant]:
     chosen = ["-k", words] if words else []
     limits: dict[tuple[str, ...], float] = {}
     red: dict[tuple[str, ...], list[str]] = {}
-    groups = {tuple(tests_of(mutant.file)): mutant.file for mutant in sample}
+    groups = {tuple(quick_tests(mutant.file)): mutant.file for mutant in sample}
     baselines: list[Task] = [(tests, file, None, list(tests), chosen, 1800.0) for tests, file in groups.items()]
     for tests, status, seconds, log in _all(jobs, baselines):
         red[tests] = _failed(log)
@@ -355,7 +355,7 @@ def run_tests(sample: list[Mutant], words: str, jobs: int) -> list[Mutant]:
             print("left out, because they fail without any change:", *red[tests], sep="\n  ", flush=True)
     work: list[Task] = []
     for number, mutant in enumerate(sample):
-        tests = tuple(tests_of(mutant.file))
+        tests = tuple(quick_tests(mutant.file))
         options = [*chosen, *(f"--deselect={name}" for name in red[tests])]
         work.append((number, mutant.file, mutant.source, list(tests), options, limits[tests]))
     survived = []
