@@ -149,6 +149,7 @@ def mutants(file: str) -> list[Mutant]:
     text = (SOURCE / file).read_text()
     tree, lines = ast.parse(text), text.splitlines()
     found: list[Mutant] = []
+    alike: collections.Counter[tuple[int, str]] = collections.Counter()
     for parent, field, place, node, function in list(_walk(tree)):
         for what, changed, value in changes(node, function):
             old = getattr(parent, field) if not changed else getattr(node, changed)
@@ -158,6 +159,9 @@ def mutants(file: str) -> list[Mutant]:
                 setattr(parent, field, [*old[:place], ast.copy_location(value, node), *old[place + 1 :]])
             else:
                 setattr(parent, field, value)
+            alike[node.lineno, what] += 1
+            # The same change may fit a line more than once.
+            what += "" if alike[node.lineno, what] == 1 else f" ({alike[node.lineno, what]})"
             line, source = node.lineno, ast.unparse(ast.fix_missing_locations(tree))
             found.append(Mutant(file, len(found), line, what, lines[line - 1].strip().replace("|", "¦"), source))
             setattr(*((node, changed, old) if changed else (parent, field, old)))
@@ -187,7 +191,7 @@ class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.source, str(self.path), "exec"), vars(module))
 
 
-def tests_of(file: str) -> list[str]:
+def quick_tests(file: str) -> list[str]:
     """The files of tests to run, most specific entry of the table first."""
     names = TESTS.get(file) or TESTS[file.partition("/")[0]]
     return [str(ROOT / "tests" / name) for name in names if (ROOT / "tests" / name).exists()]
@@ -338,7 +342,7 @@ def run_tests(sample: list[Mutant], words: str, jobs: int) -> list[Mutant]:
     chosen = ["-k", words] if words else []
     limits: dict[tuple[str, ...], float] = {}
     red: dict[tuple[str, ...], list[str]] = {}
-    groups = {tuple(tests_of(mutant.file)): mutant.file for mutant in sample}
+    groups = {tuple(quick_tests(mutant.file)): mutant.file for mutant in sample}
     baselines: list[Task] = [(tests, file, None, list(tests), chosen, 1800.0) for tests, file in groups.items()]
     for tests, status, seconds, log in _all(jobs, baselines):
         red[tests] = _failed(log)
@@ -350,7 +354,7 @@ def run_tests(sample: list[Mutant], words: str, jobs: int) -> list[Mutant]:
             print("left out, because they fail without any change:", *red[tests], sep="\n  ", flush=True)
     work: list[Task] = []
     for number, mutant in enumerate(sample):
-        tests = tuple(tests_of(mutant.file))
+        tests = tuple(quick_tests(mutant.file))
         options = [*chosen, *(f"--deselect={name}" for name in red[tests])]
         work.append((number, mutant.file, mutant.source, list(tests), options, limits[tests]))
     survived = []

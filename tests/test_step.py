@@ -418,7 +418,7 @@ def test_parameters_of_other_types_are_not_rounded() -> None:
 # --- Memory.
 
 
-def test_donating_takes_less_memory() -> None:
+def test_donating_takes_less_room() -> None:
     def peak(donate: bool) -> int:
         _, step, state = _array(lambda: nn.Linear(64, 256), optimizer=hfta.adam(lr=0.1), donate=donate)
         x = torch.randn(M, 2, 64)
@@ -437,3 +437,9 @@ def test_failures_keep_their_numbers() -> None:
     assert {failure.name: failure.value for failure in hfta.Failure} == {
         **{"NONE": 0, "LOSS": 1, "GRADIENT": 2, "OVERFLOW": 3},
     }
+
+
+def test_numbers_that_the_loss_does_not_take_are_refused() -> None:
+    models, step, _ = _array()
+    with pytest.raises(hfta.HyperparameterError, match=r"smoothing.*third argument"):
+        step.init(*hfta.stack_params(models), seeds=SEEDS, hparams={"smoothing": 0.1})

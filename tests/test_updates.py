@@ -212,3 +212,17 @@ def test_dampening_without_momentum_is_ignored() -> None:
         updates, state = optimizer.update(grads, state, params)
         params = hfta.apply_updates(params, updates)
     torch.testing.assert_close([*params.values()], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("keep", [None, [True, False, True]])
+def test_an_optimizer_that_only_makes_new_tensors_updates_in_place(keep: list[bool] | None) -> None:
+    inner = hfta.sgd(lr=[0.1, 0.2, 0.3], momentum=0.9)
+    optimizer, params = hfta.GradientTransformation(inner.init, inner.update), _params()
+    mask, state = None if keep is None else torch.tensor(keep), inner.init(params)
+    ours_, theirs_ = (optree.tree_map(torch.clone, (params, state)) for _ in range(2))
+    for grads in _grads(params):
+        update_(optimizer, optree.tree_map(torch.clone, grads), ours_[1], ours_[0], mask)
+        update_(inner, grads, theirs_[1], theirs_[0], mask)
+        for a, b in zip(optree.tree_leaves(ours_), optree.tree_leaves(theirs_), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert all(not torch.equal(ours_[0][path][0], param[0]) for path, param in params.items())
