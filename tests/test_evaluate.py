@@ -247,3 +247,20 @@ def test_training_and_evaluation_take_the_same_batches(case: int, size: Any) -> 
     trained = outcome(lambda: step(state, batch))
     assert trained == outcome(lambda: evaluate(state, batch))
     assert trained is None if accepted else trained is not None and trained[0] is hfta.BatchError
+
+
+@pytest.mark.parametrize("make", [hfta.make_train_step, hfta.make_eval_step])
+@pytest.mark.parametrize("dims", [1, -1, "x", True, (0, 2), {"inputs": 1}])
+def test_the_model_axis_of_a_batch_is_the_first(make: Any, dims: Any) -> None:
+    more = (hfta.sgd(),) if make is hfta.make_train_step else ()
+    with pytest.raises(ValueError, match="batch_dims has .*; it must be 0, None, or a tree of these"):
+        make(nn.Linear(4, 1), outputs, *more, batch_dims=dims)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_compiled_it_is_the_eager_one(members: Any, state: hfta.TrainState, inputs: Tensor, stacked: bool) -> None:
+    torch._dynamo.reset()
+    evaluate = hfta.make_eval_step(members[0], outputs)
+    held: Any = hfta.Stacked(state.params, state.buffers) if stacked else state
+    compiled = torch.compile(evaluate, fullgraph=True, backend="aot_eager", dynamic=False)
+    torch.testing.assert_close(compiled(held, inputs), evaluate(held, inputs), rtol=1e-12, atol=1e-12)

@@ -75,7 +75,10 @@ class EvalStep:
             StateError: if the state does not belong to this model.
             BatchError: if a leaf has no model axis where ``batch_dims`` is 0.
         """
-        count = num_models((state.params, state.buffers))
+        count = next(iter(state.params.values())).shape[0]
+        # A graph is compiled for the sizes of its inputs.
+        if not torch.compiler.is_compiling():
+            num_models((state.params, state.buffers))
         check_state((state.params, state.buffers), self._shapes)
         check_batch(self.options.batch_dims, batch, count)
         if isinstance(state, TrainState):

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import optree
 import torch
 
 from hfta_func._types import PerModel, Tree
@@ -30,8 +31,13 @@ class Options:
     donate: bool = False
 
     def __post_init__(self) -> None:
+        for dim in optree.tree_leaves(self.batch_dims, none_is_leaf=True):
+            if dim is not None and (dim != 0 or isinstance(dim, bool)):
+                raise ValueError(
+                    f"batch_dims has {dim!r}; it must be 0, None, or a tree of these in the batch's structure"
+                )
         size: Any = self.chunk_size
-        if not (size is None or size == "auto" or (isinstance(size, int) and size >= 1)):
+        if not (size is None or size == "auto" or (isinstance(size, int) and size >= 1 and size is not True)):
             raise ValueError(f"chunk_size is {size!r}; it must be at least 1, 'auto', or None for all members at once")
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"autocast is {self.autocast!r}; it must be torch.bfloat16, torch.float16, or None")
