@@ -248,7 +248,8 @@ def test_nothing_is_compiled_after_the_first_steps(mode: str) -> None:
     for _ in range(3):
         state, _ = run(state, first)
     opt_state = _on("xla", hfta.with_hyperparams(_on("cpu", state.opt_state), lr=[0.2, 0.1, 0.3]))
-    torch_xla.sync()
+    # What earlier steps, of other tests too, have left to compile is compiled before it counts.
+    torch_xla.sync(wait=True)
     state, count = state._replace(opt_state=opt_state), metrics.counter_value("UncachedCompile")
     for batch in rest:
         state, _ = run(state, batch)
