@@ -253,7 +253,7 @@ def test_training_and_evaluation_take_the_same_batches(case: int, size: Any) -> 
 @pytest.mark.parametrize("dims", [1, -1, "x", True, (0, 2), {"inputs": 1}])
 def test_the_model_axis_of_a_batch_is_the_first(make: Any, dims: Any) -> None:
     more = (hfta.sgd(),) if make is hfta.make_train_step else ()
-    with pytest.raises(ValueError, match="batch_dims has .*; it must be 0, None, or a tree of these"):
+    with pytest.raises(ValueError, match=r"batch_dims has .*; it must be 0, None, or a tree of these"):
         make(nn.Linear(4, 1), outputs, *more, batch_dims=dims)
 
 
