@@ -28,7 +28,12 @@ def _decomposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # [M,1,O] + [M,P,I], [M,I,O] -> [M,P,O]
     weight = weight.transpose(1, 2)
-    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight)
+    if bias is None:
+        return torch.bmm(x, weight)
+    if torch.compiler.is_compiling():
+        # A compiler adds the bias in the kernel of whatever follows; the product would start from a copy of it.
+        return torch.bmm(x, weight) + bias.unsqueeze(1)
+    return torch.baddbmm(bias.unsqueeze(1), x, weight)
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
