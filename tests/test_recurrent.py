@@ -346,14 +346,28 @@ def test_jvp_of_the_layer_with_a_fused_kernel() -> None:
     torch.testing.assert_close(tangents, [y.float() for y in exact], rtol=1e-4, atol=1e-5)
 
 
+def runs_in_bfloat16(layer: nn.Module, x: Tensor) -> bool:
+    """Whether PyTorch has a kernel for it; that of oneDNN needs AVX-512."""
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            layer(x)
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        return False
+    return True
+
+
 @pytest.mark.parametrize(("kind", "setting"), ROWS)
 def test_autocast(kind: str, setting: str) -> None:
     modules = layers(kind, torch.float32, **SETTINGS[setting])
     member, params = array_of(modules)
     x = torch.randn(M, T, N, I, requires_grad=True)
-    members = [member]
+    members = [] if kind == "lstm" and not runs_in_bfloat16(modules[0], x[0]) else [member]
     if not SETTINGS[setting].get("batch_first"):
         members.append(packed_member(modules[0], LENGTHS))
+    if not members:
+        pytest.skip("PyTorch itself does not run it in bfloat16 on this processor")
     for one in members:
         results = []
         for lowering in ("batched", "loop"):
