@@ -148,7 +148,9 @@ def _operator(op: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None, chooses: bool) -> Callable[..., Any]:
+def _kernel(
+    op: str, rule: Rule | None, key: str, otherwise: Callable[..., Any] | None, chooses: bool
+) -> Callable[..., Any]:
     operator = _operator(op)
     only = TABLE[op][0].lowering
 
@@ -172,7 +174,7 @@ def _kernel(op: str, rule: Rule, key: str, otherwise: Callable[..., Any] | None,
             if not (chooses or _choice.is_simple(op)):
                 values, axes = (*plain, *kwargs.values()), (*dims, *named_dims.values())
                 lowering = _choice.lowering(make_case(op, num_models, values, axes))
-            if lowering == "loop":
+            if rule is None or lowering == "loop":
                 outputs, out_dims = one_by_one(operator, num_models, plain, dims, kwargs, named_dims)
             else:
                 outputs, out_dims = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **kwargs)

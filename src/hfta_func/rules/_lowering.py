@@ -149,7 +149,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
     "convolution_weight_grad": (_LOOP_ON_XLA, _ONE_PIXEL, _FEW_PIXELS, _LARGE, *_SMALL),
     **dict.fromkeys(
-        ("multi_margin_loss", "multilabel_margin_loss", "multilabel_margin_loss_forward"),
+        ("multi_margin_loss", "multilabel_margin_loss"),
         (
             Row(lambda case: case.shapes[0] == (), "loop", "a number, which has no rows to fold"),
             Row(_always, "folded", "members join the rows"),
@@ -186,10 +186,10 @@ FAMILIES: dict[str, str] = {"convolution_input_grad": "conv", "convolution_weigh
 """The family of each operator with a rule."""
 
 
-def enter(op: str, family: str, reason: str) -> None:
+def enter(op: str, family: str, reason: str, lowering: str = "folded") -> None:
     """Add an operator to a family, and to the table if it is missing there."""
     FAMILIES[op] = family
-    TABLE.setdefault(op, (Row(_always, "folded", reason),))
+    TABLE.setdefault(op, (Row(_always, lowering, reason),))
 
 
 def known_lowerings(name: str) -> set[str]:

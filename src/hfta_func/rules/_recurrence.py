@@ -19,10 +19,14 @@ from torch import Tensor
 from hfta_func.rules._operator import Operator
 
 
-def lstm(
+def _steps(x: Tensor | None, count: int) -> Any:
+    return (None,) * count if x is None else x.unbind(1)
+
+
+def _lstm_forward(
     base: Tensor, weight: Tensor, h: Tensor, c: Tensor, project: Tensor | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Long short-term memory.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Long short-term memory (Hochreiter and Schmidhuber, Neural Computation 9(8), 1997; Sak et al., arXiv:1402.1128).
 
     Args:
         base: The part of the gates i, f, g, o that inputs and biases contribute, ``[B,T,N,4H]``.
@@ -33,45 +37,8 @@ def lstm(
         mask: Where sequences are still running, ``bool[B|1,T,N,1]``; elsewhere the state stays the same.
 
     Returns:
-        States ``[B,T,N,H]`` or ``[B,T,N,P]``, and cells ``[B,T,N,H]``.
-
-    References:
-        Hochreiter and Schmidhuber, Neural Computation 9(8), 1997; Sak et al., arXiv:1402.1128 (projection).
+        States ``[B,T,N,H]`` or ``[B,T,N,P]``, cells ``[B,T,N,H]``, and gates for the backward pass.
     """
-    return _lstm(base, weight, h, c, project, mask)[:2]
-
-
-def gru(base: Tensor, weight: Tensor, h: Tensor, mask: Tensor | None) -> Tensor:
-    """Gated recurrent unit.
-
-    Args:
-        base: ``[B,T,N,4H]``: the contribution of inputs and biases to the gates r and z, the bias of the state's part of
-            n, and the input's part of n.
-        weight: From the state to r, z and n, ``[B,3H,H]``.
-        h: The state before the first step, ``[B,N,H]``.
-        mask: As in :func:`lstm`.
-
-    Returns:
-        States ``[B,T,N,H]``.
-
-    References:
-        Cho et al., arXiv:1406.1078.
-    """
-    return _gru(base, weight, h, mask)[0]
-
-
-def rnn(base: Tensor, weight: Tensor, h: Tensor, mask: Tensor | None, relu: bool) -> Tensor:
-    """Elman network with tanh or relu: ``base`` is ``[B,T,N,H]``, ``weight`` ``[B,H,H]``, the rest as in :func:`lstm`."""
-    return _rnn(base, weight, h, mask, relu)
-
-
-def _steps(x: Tensor | None, count: int) -> Any:
-    return (None,) * count if x is None else x.unbind(1)
-
-
-def _lstm_forward(
-    base: Tensor, weight: Tensor, h: Tensor, c: Tensor, project: Tensor | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
     weight, size = weight.mT, c.shape[-1]
     hidden, cells, gates = [], [], []
     for inputs, on in zip(base.unbind(1), _steps(mask, base.shape[1]), strict=True):
@@ -113,6 +80,11 @@ def _lstm_backward(ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None, grad_
 
 
 def _gru_forward(base: Tensor, weight: Tensor, h: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gated recurrent unit (Cho et al., arXiv:1406.1078): states ``[B,T,N,H]``, and gates for the backward pass.
+
+    ``base`` is ``[B,T,N,4H]``: the contribution of inputs and biases to the gates r and z, the bias of the state's part of n,
+    and the input's part of n. ``weight`` leads from the state to r, z and n, ``[B,3H,H]``; the rest is as in the LSTM.
+    """
     weight, size = weight.mT, h.shape[-1]
     hidden, gates = [], []
     inputs = zip(*(part.unbind(1) for part in base.split((3 * size, size), -1)), strict=True)
@@ -145,6 +117,7 @@ def _gru_backward(ctx: Any, grad_h: Tensor | None, grad_z: Tensor | None) -> Any
 
 
 def _rnn_forward(base: Tensor, weight: Tensor, h: Tensor, mask: Tensor | None, relu: bool) -> Tensor:
+    """Elman network with tanh or relu: ``base`` is ``[B,T,N,H]``, ``weight`` ``[B,H,H]``, the rest as in the LSTM."""
     weight, hidden = weight.mT, []
     for inputs, on in zip(base.unbind(1), _steps(mask, base.shape[1]), strict=True):
         z = torch.baddbmm(inputs, h, weight)
@@ -245,15 +218,15 @@ def _product(grad: Tensor, x: Tensor) -> Tensor:
     return torch.bmm(grad.flatten(1, 2).mT, x.flatten(1, 2))
 
 
-_lstm = Operator(
+lstm = Operator(
     "lstm(Tensor base, Tensor weight, Tensor h, Tensor c, Tensor? project, Tensor? mask) -> (Tensor, Tensor, Tensor)",
     *(_lstm_forward, _lstm_context, _lstm_backward),
 )
-_gru = Operator(
+gru = Operator(
     "gru(Tensor base, Tensor weight, Tensor h, Tensor? mask) -> (Tensor, Tensor)",
     *(_gru_forward, _gru_context, _gru_backward),
 )
-_rnn = Operator(
+rnn = Operator(
     "rnn(Tensor base, Tensor weight, Tensor h, Tensor? mask, bool relu) -> Tensor",
     *(_rnn_forward, _rnn_context, _rnn_backward),
 )

@@ -46,7 +46,7 @@ Rule = Callable[..., Result]
 class Entry(NamedTuple):
     """A rule and the options that it was registered with, see :func:`register`."""
 
-    rule: Rule
+    rule: Rule | None  # None runs one member after another
     key: str
     otherwise: Callable[..., Any] | None
     chooses: bool
@@ -78,6 +78,13 @@ def register(
         return rule
 
     return add
+
+
+def register_looped(family: str, *ops: str) -> None:
+    """Have rare operators run for one member after another: those that only gradients inside ``vmap`` call."""
+    for op in ops:
+        RULES[op] = Entry(None, BATCHED, None, False)
+        enter(op, family, "rare: one member after another", "loop")
 
 
 def register_decomposed(*ops: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func.rules._layout import align, each, expand, front
-from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._registry import Call, Result, register, register_looped
 
 _DIRECT = 2  # PyTorch's number for a distance computed without a matrix product
 
@@ -27,27 +27,8 @@ def cdist(call: Call, first: Tensor, second: Tensor, p: float = 2.0, compute_mod
 def pdist(call: Call, x: Tensor, p: float = 2.0) -> Result:
     """Distances between all pairs of rows, ``[M,P,D] -> [M,P(P-1)/2]``."""
     x = front(x, call.dims[0])
-    rows, columns = _pairs(x)
+    rows, columns = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
     return torch.ops.aten.cdist.default(x, x, p, _DIRECT)[:, rows, columns], 0
 
 
-register("_pdist_forward", "distance")(pdist)
-
-
-@register("_pdist_backward", "distance")
-def pdist_backward(call: Call, grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Result:
-    """Gradient of the rows ``[M,P,D]``."""
-    grad, x, _, distances = each(expand, (grad, x, p, distances), call.dims, call.num_models)
-    rows, columns = _pairs(x)
-
-    def square(values: Tensor) -> Tensor:
-        full = values.new_zeros(len(x), x.shape[1], x.shape[1])
-        full = torch.ops.aten.index_put.default(full, [None, rows, columns], values)
-        return full + full.mT
-
-    # Each pair of rows occurs in the square twice and counts for its first row each time.
-    return torch.ops.aten._cdist_backward.default(square(grad), x, x, p, square(distances)), 0
-
-
-def _pairs(x: Tensor) -> Tensor:
-    return torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
+register_looped("distance", "_pdist_forward", "_pdist_backward")

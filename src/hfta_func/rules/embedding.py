@@ -15,7 +15,7 @@ from hfta_func._torch import is_wrapped, num_dispatch_modes
 from hfta_func.rules._layout import each, expand, fold, front, split
 from hfta_func.rules._lowering import one_by_one
 from hfta_func.rules._operator import Operator
-from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._registry import Call, Result, register, register_looped
 
 
 @register("embedding", "embedding")
@@ -105,21 +105,11 @@ def embedding_bag(
 register("embedding_bag.padding_idx", "embedding")(embedding_bag)
 
 
-def _native(op: str) -> None:
-    """A rule for an operator that is called only if the gradient is taken inside ``vmap``."""
-    operator = getattr(torch.ops.aten, op).default
-
-    @register(op, "embedding")
-    def rule(call: Call, *args: Any) -> Result:
-        """One member after another."""
-        return one_by_one(operator, call.num_models, args, call.dims, {}, {})
-
-
-for _op in (
+register_looped(
+    "embedding",
     *("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward"),
     "_embedding_bag_per_sample_weights_backward",
-):
-    _native(_op)
+)
 
 
 def _rows(indices: Tensor, size: int) -> Tensor:

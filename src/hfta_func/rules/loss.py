@@ -6,7 +6,6 @@ letters: M models, N batch, C classes, S space, D features.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from hfta_func.rules._layout import align, each, expand, front
 from hfta_func.rules._lowering import member_shape
-from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._registry import Call, Result, register, register_looped
 
 aten: Any = torch.ops.aten
 _NONE, _MEAN = 0, 1
@@ -110,7 +109,7 @@ def _native_nll(op: str) -> None:
         tensors, own_dims = (grad, target, total_weight), (dims[0], dims[2], dims[6])
         grad, target, total_weight = each(expand, tensors, own_dims, call.num_models)
         grad = grad / total_weight if reduction == _MEAN else grad
-        grad = _spread(grad, target.shape, _NONE)
+        grad = align(grad, 0, target.dim() - 1).expand(target.shape)
         if weight is not None:
             grad = grad * _weights(weight, dims[3], target, target != ignore_index)
         # Without a reduction the kernel does not read the total weight.
@@ -142,26 +141,6 @@ def multi_margin_loss(
     return _reduce(losses, reduction), 0
 
 
-@register("multi_margin_loss_backward", "loss")
-def multi_margin_loss_backward(
-    call: Call,
-    grad: Tensor,
-    input: Tensor,
-    target: Tensor,
-    p: float,
-    margin: float,
-    weight: Tensor | None = None,
-    reduction: int = _MEAN,
-) -> Result:
-    """Gradient of the inputs ``[M,N,C]``."""
-    rows, target = _Rows(call, input, 1), expand(target, call.dims[2], call.num_models)
-    grad = _spread(expand(grad, call.dims[0], call.num_models), target.shape, reduction)
-    if weight is not None:
-        grad = grad * _weights(weight, call.dims[5], target)
-    grad, classes = rows.of(grad).flatten(), rows.of(target).flatten()
-    return rows.split(aten.multi_margin_loss_backward.default(grad, rows.input, classes, p, margin, None, _NONE)), 0
-
-
 @register("multilabel_margin_loss", "loss")
 def multilabel_margin_loss(call: Call, input: Tensor, target: Tensor, reduction: int = _MEAN) -> Result:
     """Hinge losses of the true classes against the others, ``[M,N,C] -> [M]`` or ``[M,N]``."""
@@ -169,38 +148,11 @@ def multilabel_margin_loss(call: Call, input: Tensor, target: Tensor, reduction:
     return _reduce(rows.split(aten.multilabel_margin_loss.default(rows.input, rows.of(target), _NONE)), reduction), 0
 
 
-@register("multilabel_margin_loss_forward", "loss")
-def multilabel_margin_loss_forward(call: Call, input: Tensor, target: Tensor, reduction: int) -> Result:
-    """The same, and which classes are true."""
-    rows, target = _Rows(call, input), expand(target, call.dims[1], call.num_models)
-    losses, is_target = aten.multilabel_margin_loss_forward.default(rows.input, rows.of(target), _NONE)
-    return (_reduce(rows.split(losses), reduction), rows.split(is_target)), (0, 0)
-
-
-@register("multilabel_margin_loss_backward", "loss")
-def multilabel_margin_loss_backward(
-    call: Call, grad: Tensor, input: Tensor, target: Tensor, reduction: int, is_target: Tensor
-) -> Result:
-    """Gradient of the inputs ``[M,N,C]``."""
-    rows, dims = _Rows(call, input, 1), (call.dims[0], call.dims[2], call.dims[4])
-    grad, target, is_target = each(expand, (grad, target, is_target), dims, call.num_models)
-    grad, target, is_target = map(rows.of, (_spread(grad, target.shape[:-1], reduction), target, is_target))
-    return rows.split(aten.multilabel_margin_loss_backward.default(grad, rows.input, target, _NONE, is_target)), 0
-
-
 @register("soft_margin_loss", "loss")
 def soft_margin_loss(call: Call, input: Tensor, target: Tensor, reduction: int = _MEAN) -> Result:
     """Logistic losses of every entry, any shape."""
     input, target = each(expand, (input, target), call.dims, call.num_models)
     return _reduce(aten.soft_margin_loss.default(input, target, _NONE), reduction), 0
-
-
-@register("soft_margin_loss_backward", "loss")
-def soft_margin_loss_backward(call: Call, grad: Tensor, input: Tensor, target: Tensor, reduction: int) -> Result:
-    """Gradient of the inputs, any shape."""
-    grad, input, target = each(expand, (grad, input, target), call.dims, call.num_models)
-    grad = _spread(grad, input.shape, reduction)
-    return aten.soft_margin_loss_backward.default(grad, input, target, _NONE), 0
 
 
 @register("cosine_embedding_loss", "loss")
@@ -212,6 +164,13 @@ def cosine_embedding_loss(
     others = map(rows.of, each(expand, (second, target), call.dims[1:], call.num_models))
     losses = aten.cosine_embedding_loss.default(rows.input, *others, margin, _NONE)
     return _reduce(rows.split(losses), reduction), 0
+
+
+register_looped(
+    "loss",
+    *("multi_margin_loss_backward", "multilabel_margin_loss_forward", "multilabel_margin_loss_backward"),
+    "soft_margin_loss_backward",
+)
 
 
 def _broadcasting(op: str) -> None:
@@ -293,10 +252,3 @@ def _reduce(losses: Tensor, reduction: int) -> Tensor:
     if reduction == _NONE:
         return losses
     return _flat(losses).mean(1) if reduction == _MEAN else _flat(losses).sum(1)
-
-
-def _spread(grad: Tensor, shape: torch.Size, reduction: int) -> Tensor:
-    """The gradient of all losses ``[M,...]`` from that of each member's sum or mean ``[M]``."""
-    if grad.dim() == 1:
-        grad = grad.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape)
-    return grad / math.prod(shape[1:]) if reduction == _MEAN else grad
