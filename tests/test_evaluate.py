@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -229,10 +231,21 @@ BATCH_DIMS: list[tuple[Any, Any, bool]] = [
     ({"x": 0, "y": (0, None)}, {**PARTS, "y": (torch.zeros(2), torch.zeros(5))}, True),
     ({"x": 0, "y": (0, 0)}, {**PARTS, "y": (torch.zeros(2), torch.zeros(5))}, False),
     ({"x": 0, "y": (0,)}, {**PARTS, "y": (torch.zeros(2), torch.zeros(2))}, False),
+    ({"x": 0, "y": [0]}, {**PARTS, "y": (torch.zeros(2),)}, False),
+    ({"x": 0, "y": (0,)}, {**PARTS, "y": [torch.zeros(2)]}, False),
+    ({"x": 0, "y": (0,)}, PARTS, False),
+    ({"x": 0, "y": 0, "z": 0}, PARTS, False),
+    ((0, 0), PARTS, False),
+    (0, collections.OrderedDict(PARTS), True),
+    ({"y": None, "x": 0}, collections.OrderedDict(PARTS), True),
+    (None, collections.UserDict(PARTS), True),
+    (0, collections.UserDict(PARTS), False),
+    ({"x": 0, "y": 0}, collections.UserDict(PARTS), False),
+    (0, types.MappingProxyType(PARTS), False),
 ]
 
 
-@pytest.mark.parametrize("size", [None, 1, "auto"])
+@pytest.mark.parametrize("size", [None, 1, 2, "auto"])
 @pytest.mark.parametrize("case", range(len(BATCH_DIMS)))
 def test_training_and_evaluation_take_the_same_batches(case: int, size: Any) -> None:
     dims, batch, accepted = BATCH_DIMS[case]
@@ -264,3 +277,75 @@ def test_compiled_it_is_the_eager_one(members: Any, state: hfta.TrainState, inpu
     held: Any = hfta.Stacked(state.params, state.buffers) if stacked else state
     compiled = torch.compile(evaluate, fullgraph=True, backend="aot_eager", dynamic=False)
     torch.testing.assert_close(compiled(held, inputs), evaluate(held, inputs), rtol=1e-12, atol=1e-12)
+
+
+class Rewriting(nn.Module):
+    """Writes its input and, in one way or another, a parameter."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.rows = nn.Embedding(6, 4, max_norm=0.1 if way == "max_norm" else None)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "in place":
+            with torch.no_grad():
+                self.rows.weight.mul_(0.5)
+        return self.relu(x) + self.rows(torch.arange(x.shape[0]))
+
+
+@pytest.mark.parametrize("way", ["max_norm", "in place"])
+@pytest.mark.parametrize("size", [None, 1, 2, "auto"])
+@pytest.mark.parametrize("dims", [0, None])
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_a_model_writes_is_its_own_copy(way: str, size: Any, dims: Any, count: int) -> None:
+    models = [Rewriting(way) for _ in range(count)]
+    stacked = hfta.stack_params(models)
+    x = torch.randn(5, 4) if dims is None else torch.randn(count, 5, 4)
+    held = optree.tree_map(torch.clone, (stacked, x))
+    evaluate = hfta.make_eval_step(models[0], lambda model, x: model(x), batch_dims=dims, chunk_size=size)
+    for _ in range(2):
+        evaluate(stacked, x)
+        assert all(map(torch.equal, optree.tree_leaves((stacked, x)), optree.tree_leaves(held)))
+
+
+def test_metrics_take_the_hparams_of_a_training_state() -> None:
+    models = [nn.Linear(4, 1) for _ in range(3)]
+    x = torch.randn(3, 7, 4)
+
+    def weighted(model: nn.Module, x: Tensor, hparams: dict[str, Tensor]) -> Tensor:
+        return hparams["scale"] * model(x).mean()
+
+    step = hfta.make_train_step(models[0], weighted, hfta.sgd(lr=0.0), chunk_size=2)
+    state = step.init(*hfta.stack_params(models), seeds=[0, 1, 2], hparams={"scale": [1.0, 2.0, 4.0]})
+    evaluate = hfta.make_eval_step(models[0], weighted, batch_dims=0, chunk_size=2)
+    assert torch.equal(evaluate(state, x)["weighted"], step(state, x)[1]["loss"])
+    with pytest.raises(hfta.StateError, match="weighted takes hparams, which a Stacked does not hold"):
+        evaluate(hfta.stack_params(models), x)
+
+
+@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"a": 1.5}, "metric 'a' is a float; metrics must be tensors"),
+        ({"a": {"b": torch.zeros(())}}, "metric 'a' is a dict; metrics must be tensors"),
+        (None, "metric 'metric' is a NoneType; metrics must be tensors"),
+        ((torch.zeros(()), {}), "metric 'metric' is a tuple; metrics must be tensors"),
+    ],
+)
+def test_metrics_that_are_no_tensors(value: Any, named: str, size: int | None) -> None:
+    def metric(model: nn.Module, x: Tensor) -> Any:
+        return value
+
+    evaluate = hfta.make_eval_step(nn.Linear(4, 1), metric, chunk_size=size)
+    with pytest.raises(hfta.LossError, match=named):
+        evaluate(hfta.stack_params([nn.Linear(4, 1)] * 2), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("state", [None, {}, (), ({}, {})])
+def test_something_that_is_no_state(state: Any) -> None:
+    evaluate = hfta.make_eval_step(nn.Linear(4, 1), outputs)
+    with pytest.raises(hfta.StateError, match=f"expected a TrainState or Stacked but got {type(state).__qualname__}"):
+        evaluate(state, torch.zeros(3, 4))

@@ -16,6 +16,13 @@ from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
 
+def require(state: Any, *others: type) -> None:
+    """Raise a StateError unless ``state`` is a TrainState, or of one of the ``others``."""
+    if not isinstance(state, (TrainState, *others)):
+        kinds = " or ".join(kind.__qualname__ for kind in (TrainState, *others))
+        raise StateError(f"expected a {kinds} but got {type(state).__qualname__}; make one with step.init(...)")
+
+
 class Check:
     """``check(state, batch)`` raises unless both fit the step; see :meth:`TrainStep.__call__`."""
 
@@ -28,8 +35,7 @@ class Check:
 
     def __call__(self, state: TrainState, batch: Tree) -> None:
         """Raise a StateError or a BatchError that names what does not fit."""
-        if not isinstance(state, TrainState):
-            raise StateError(f"expected a TrainState but got {type(state).__qualname__}; make one with step.init(...)")
+        require(state)
         check_state((state.params, state.buffers), self._shapes)
         # A graph is compiled for the structure of its inputs, so the compiler checks it by itself.
         if not torch.compiler.is_compiling():

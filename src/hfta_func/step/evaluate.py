@@ -9,14 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._tree import num_models
+from hfta_func._errors import StateError
+from hfta_func._torch import can_look, writes
+from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, Tree
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.rules.vmap import vmap_routed
-from hfta_func.step.batch import check_batch
+from hfta_func.step.batch import check_batch, own_copy
+from hfta_func.step.check import require
 from hfta_func.step.chunks import Chunks
-from hfta_func.step.gradients import autocasting
+from hfta_func.step.gradients import autocasting, check_metrics, num_positional, rewrites_params
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -33,7 +36,8 @@ def make_eval_step(
 
     Args:
         model: Any module of the architecture.
-        metric_fn: ``metric_fn(model, batch)`` of ONE model: returns a tensor, or a dict of tensors.
+        metric_fn: ``metric_fn(model, batch)`` or ``metric_fn(model, batch, hparams)`` of ONE model: returns a tensor, or a
+            dict of tensors. ``hparams`` are those of a training state.
         batch_dims: None if all members share one batch ``[N, ...]``, 0 if every leaf is ``[M, N, ...]``, or a tree of these.
         chunk_size: Members that run together, as for :func:`make_train_step`.
         autocast: Run in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does.
@@ -64,34 +68,53 @@ class EvalStep:
         self.options = options
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
         self._name = getattr(metric_fn, "__name__", "metric")
-        self._metrics = bind(model, metric_fn, training=False)
         self._shapes = shapes(model)
+        self._takes_hparams = num_positional(metric_fn) >= 3
+        self._metrics = bind(model, metric_fn, training=False)
+        self._rewrites_params = rewrites_params(model)
+        self._tried = False
 
     @torch.no_grad()
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
         """The metrics of every member.
 
         Raises:
-            StateError: if the state does not belong to this model.
+            StateError: if the state does not belong to this model, or has no ``hparams`` where the metrics take them.
             BatchError: if a leaf has no model axis where ``batch_dims`` is 0.
+            LossError: if a metric is not a tensor.
         """
-        count = next(iter(state.params.values())).shape[0]
+        require(state, Stacked)
         # A graph is compiled for the sizes of its inputs.
         if not torch.compiler.is_compiling():
             num_models((state.params, state.buffers))
         check_state((state.params, state.buffers), self._shapes)
-        check_batch(self.options.batch_dims, batch, count)
+        first = leaves((state.params, state.buffers))[0]
+        check_batch(self.options.batch_dims, batch, first.shape[0])
         if isinstance(state, TrainState):
-            keys = random.fold_in(state.keys, ~state.step)
+            keys, hparams = random.fold_in(state.keys, ~state.step), state.hparams
+        elif self._takes_hparams:
+            raise StateError(
+                f"{self._name} takes hparams, which a Stacked does not hold; pass a state of step.init(...)"
+            )
         else:
-            keys = torch.zeros(count, dtype=torch.int64, device=next(iter(state.params.values())).device)
-        return self.chunks(self._run, (keys, state.params, state.buffers), batch)
+            keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
+        params = state.params
+        # The first call finds out whether the model writes its parameters; the compiler must not see that flag.
+        looks = not torch.compiler.is_compiling() and not self._tried and can_look(keys)
+        if looks or self._rewrites_params:
+            params = {path: param.clone() for path, param in params.items()}
+        metrics = self.chunks(self._run, (keys, params, state.buffers, hparams), batch)
+        if looks:
+            self._tried = True
+            self._rewrites_params |= any(writes(param) for param in params.values())
+        return metrics
 
-    def _run(self, members: tuple[Tensor, Params, Params], batch: Tree) -> dict[str, Tensor]:
-        run = vmap_routed(self._member, in_dims=(0, 0, 0, self.options.batch_dims))
+    def _run(self, members: tuple[Tensor, Params, Params, Params], batch: Tree) -> dict[str, Tensor]:
+        run = vmap_routed(self._member, in_dims=(0, 0, 0, 0, self.options.batch_dims))
         with autocasting(members[0].device, self.options.autocast):
-            return run(*members, batch)
+            return run(*members, own_copy(batch))
 
-    def _member(self, key: Tensor, params: Params, buffers: Params, batch: Tree) -> dict[str, Tensor]:
-        metrics, _ = self._metrics(params, buffers, batch, key=key)
-        return metrics if isinstance(metrics, dict) else {self._name: metrics}
+    def _member(self, key: Tensor, params: Params, buffers: Params, hparams: Params, batch: Tree) -> dict[str, Tensor]:
+        args = (batch, hparams) if self._takes_hparams else (batch,)
+        metrics, _ = self._metrics(params, buffers, *args, key=key)
+        return check_metrics(metrics if isinstance(metrics, dict) else {self._name: metrics})

@@ -18,6 +18,7 @@ from hfta_func._types import Params, Tree
 from hfta_func.models.functional import bind
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step import amp
+from hfta_func.step.batch import own_copy
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
@@ -40,8 +41,8 @@ class Gradients:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], trainable: frozenset[str], options: Options):
         self.takes_hparams = num_positional(loss_fn) >= 3
-        # A look-up table with max_norm rescales rows in place before it reads them: in a copy, where the update starts from.
-        self.rewrites_params = any(getattr(module, "max_norm", None) is not None for module in model.modules())
+        # In a copy, where the update starts from.
+        self.rewrites_params = rewrites_params(model)
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
         self._loss = bind(model, loss_fn, options.checkpoint)
         self._trainable = trainable
@@ -65,8 +66,7 @@ class Gradients:
 
     def _run(self, members: tuple[Tensor, Params, Params, Params, Params, Any], batch: Tree) -> Any:
         keys, trained, frozen, buffers, hparams, scale = members
-        # A model may write its input, as ReLU(inplace=True) does in a first layer; the batch is the caller's.
-        batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        batch = own_copy(batch)
         run = vmap_routed(self._member, in_dims=(0, 0, 0, 0, 0, self._options.batch_dims))
 
         def total(trained: Params) -> tuple[Tensor, Any]:
@@ -137,12 +137,23 @@ def check_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
         raise LossError(f"the loss is {loss.dtype}; it must be floating point to have a gradient")
     if not isinstance(metrics, dict):
         raise LossError(f"the loss function returned (loss, {type(metrics).__qualname__}); metrics must be a dict")
-    for name, value in metrics.items():
+    for name in metrics:
         if name in _REPORTED:
             raise LossError(f"metric '{name}' hides what the step reports; name it none of {', '.join(_REPORTED)}")
+    return loss, check_metrics(metrics)
+
+
+def check_metrics(metrics: dict[str, Any]) -> dict[str, Tensor]:
+    """Raise a LossError unless every metric is a tensor; give them back."""
+    for name, value in metrics.items():
         if not isinstance(value, Tensor):
             raise LossError(f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors")
-    return loss, metrics
+    return metrics
+
+
+def rewrites_params(model: nn.Module) -> bool:
+    """Whether the model writes its parameters: a look-up table with max_norm rescales rows before it reads them."""
+    return any(getattr(module, "max_norm", None) is not None for module in model.modules())
 
 
 def num_positional(func: Callable[..., Any]) -> int:
