@@ -379,3 +379,19 @@ def test_measuring_leaves_the_garbage_collector_as_it_was(enabled: bool) -> None
         assert gc.isenabled() == enabled and during == [False]
     finally:
         (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+def test_a_limit_below_one_model(limit: int) -> None:
+    with pytest.raises(ValueError, match=f"limit is {limit}; it must be at least 1 model"):
+        hfta.plan(*_array(), limit=limit)
+
+
+def test_a_compiled_step_shares_its_batch_as_the_step_does() -> None:
+    step = hfta.make_train_step(
+        torch.nn.Linear(4, 1), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), batch_dims=None
+    )
+    state = step.init(*hfta.init_params(lambda: torch.nn.Linear(4, 1), [0, 1, 2]), seeds=[0, 1, 2])
+    compiled = torch.compile(step, backend="eager")
+    assert hfta.max_models(compiled, state, torch.randn(5, 4), limit=2) == 2
+    hfta.testing.assert_matches_solo(compiled, state, [torch.randn(5, 4)], members=[1], rtol=1e-5)

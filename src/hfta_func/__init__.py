@@ -5,9 +5,11 @@ Data flow: ``stack_params`` -> ``make_train_step`` -> ``step`` -> ``unstack_para
 
 from hfta_func import callbacks as callbacks
 from hfta_func import optim as optim
+from hfta_func import plot as plot
 from hfta_func import random as random
 from hfta_func import rules as rules
 from hfta_func import schedules as schedules
+from hfta_func import testing as testing
 from hfta_func._errors import BatchError as BatchError
 from hfta_func._errors import CheckpointError as CheckpointError
 from hfta_func._errors import HFTAError as HFTAError

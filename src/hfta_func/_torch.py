@@ -155,7 +155,10 @@ def untraced(reason: str) -> Callable[[F], F]:
 
 def original(func: Callable[..., Any]) -> Callable[..., Any]:
     """What a compiled function was made of; any other function is its own."""
-    return getattr(func, "_torchdynamo_orig_callable", func)
+    func = getattr(func, "_torchdynamo_orig_callable", func)
+    # An object with a ``__call__``, such as a step, is compiled inside a function of the compiler's.
+    held = getattr(func, "__wrapped__", func)
+    return func if isinstance(held, types.FunctionType) else held
 
 
 def tell_compiler_of_overrides(functions: Iterable[Any]) -> None:

@@ -53,7 +53,9 @@ def bands(
         from matplotlib import pyplot
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError(f"plots need {error.name}, which is not installed; pip install 'hfta_func[plot]'") from error
+        raise ImportError(
+            f"plots need {error.name or 'pandas'}, which is not installed; pip install 'hfta_func[plot]'"
+        ) from error
     missing = [name for name in ("member", metric, x, by) if name is not None and name not in frame.columns]
     if missing:
         raise ValueError(f"the frame has no column '{missing[0]}'; it has {', '.join(map(str, frame.columns))}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, paths, take, tree_map
 from hfta_func._types import Tree
 from hfta_func.step.batch import take_batch
@@ -28,7 +29,7 @@ def assert_matches_solo(
     """Train an array, and its members alone from the same state on the same batches, and compare the final states.
 
     Args:
-        step: The step, not compiled; it also trains each member as an array of one.
+        step: The step; it also trains each member as an array of one, for which a compiled step compiles once more.
         state: The initial state; it is not written, even if the step was made with ``donate=True``.
         batches: The array's batches, of which a member alone gets its own part.
         members: The members to compare; all by default.
@@ -50,14 +51,16 @@ def assert_matches_solo(
         >>> state = step.init(*stack_params(models), seeds=[0, 1, 2])
         >>> state = assert_matches_solo(step, state, [torch.randn(3, 8, 4).double() for _ in range(5)])
     """
-    batches = list(batches)
+    batches, held = list(batches), original(step)
+    assert isinstance(held, TrainStep), f"step is a {type(held).__qualname__}; pass a TrainStep, compiled or not"
+    dims = held.batch_dims
     after = tree_map(torch.clone, state)
     for batch in batches:
         after, _ = (run or step)(after, batch)
     for member in range(num_models(state)) if members is None else members:
         solo = take(state, [member])
         for batch in batches:
-            solo, _ = step(solo, take_batch(step.batch_dims, batch, slice(member, member + 1)))
+            solo, _ = step(solo, take_batch(dims, batch, slice(member, member + 1)))
         for path, mine, alone in zip(paths(solo, "state"), leaves(take(after, [member])), leaves(solo), strict=True):
             difference = _difference(mine, alone)
             assert difference <= rtol, (

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, take
 from hfta_func._types import Tree
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, release
@@ -94,7 +95,7 @@ def plan(
         The measurements and the recommendation; if only one size fits, predictions are proportional to it.
 
     Raises:
-        ValueError: if there are fewer than two sizes, or they are not ascending and positive.
+        ValueError: if there are fewer than two sizes, they are not ascending and positive, or ``limit`` is less than 1.
         StateError: if the free memory of the device cannot be read.
         MemoryError: if the smallest size does not fit.
         Exception: any other error of the step.
@@ -110,6 +111,8 @@ def plan(
     sizes = tuple(sizes)
     if len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
         raise ValueError(f"sizes are {list(sizes)}; pass at least two numbers of models, ascending from 1 or more")
+    if limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1 model")
     device = state.keys.device
     free = free_bytes(device) if free is None else free
     held = sum(leaf.nbytes for leaf in leaves(state)) // num_models(state)
@@ -203,7 +206,7 @@ class _Array:
     """An array of ``size`` members, taken repeatedly from a given array, that trains on one batch."""
 
     def __init__(self, step: Run, state: TrainState, batch: Tree, size: int):
-        count, dims = num_models(state), getattr(step, "batch_dims", 0)
+        count, dims = num_models(state), getattr(original(step), "batch_dims", 0)
         check_batch(dims, batch, count)
         members = torch.arange(size, device=state.keys.device) % count
         self._run, self._state, self._batch = step, take(state, members), take_batch(dims, batch, members)
