@@ -210,3 +210,17 @@ def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r"TensorBoard is not installed; pip install 'hfta_func\[tensorboard\]'"):
         hfta.tensorboard(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (4, 2), (4, 4)])
+@pytest.mark.parametrize("make", [lambda path: hfta.early_stopping("m", 1), lambda path: hfta.keep_best(path, "m")])
+def test_a_metric_that_is_not_one_number_per_model(run, tmp_path, make, shape):
+    history = hfta.History(torch.tensor(SEEDS))
+    history.epochs = [{"m": torch.zeros(shape)}]
+    _, _, (state,) = run([[1.0, 2.0, 3.0, 4.0]])
+    path = tmp_path / "best.safetensors"
+    with pytest.raises(
+        ValueError, match=r"metric 'm' has shape \[.*\] per epoch; a callback needs one number per model"
+    ):
+        make(path)(state, history)
+    assert not path.exists()

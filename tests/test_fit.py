@@ -538,3 +538,49 @@ def test_save_every_needs_a_file_and_a_number(setting, resume, save_every):
         ValueError, match=f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file"
     ):
         hfta.fit(step, state, loader, epochs=1, resume=resume, save_every=save_every)
+
+
+def test_loader_whose_only_batch_is_not_full(setting):
+    step, state, _ = setting
+    loader = hfta.ArrayLoader((torch.zeros(2, 3), torch.zeros(2, 2)), 4, seeds=[0, 1, 2], drop_last=True)
+    with pytest.raises(ValueError, match="no larger batch_size than there are rows if it has drop_last"):
+        hfta.fit(step, state, loader, epochs=1, progress=False)
+
+
+@pytest.mark.parametrize("epochs", [-1, 2.5, "3", None])
+def test_epochs_that_are_no_number_of_epochs(setting, epochs):
+    step, state, loader = setting
+    with pytest.raises(ValueError, match=rf"epochs is {epochs!r}; it must be an integer, at least 0"):
+        hfta.fit(step, state, loader, epochs=epochs, progress=False)
+
+
+@pytest.mark.parametrize("metrics", [None, 0.5, {"score": 0.5}])
+def test_evaluation_without_metrics(setting, metrics):
+    step, state, loader = setting
+    with pytest.raises(ValueError, match=r"evaluate returned .*; return a dict of tensors, one number per model each"):
+        hfta.fit(step, state, loader, epochs=1, evaluate=lambda state: metrics, progress=False)
+
+
+def test_evaluation_that_hides_what_the_step_reports(setting):
+    step, state, loader = setting
+    with pytest.raises(ValueError, match="evaluate returned 'loss', which the step reports too; give it another name"):
+        hfta.fit(step, state, loader, epochs=1, evaluate=lambda state: {"loss": torch.zeros(3)}, progress=False)
+
+
+def test_callbacks_that_are_none(setting):
+    step, state, loader = setting
+    with pytest.raises(ValueError, match=r"callbacks is a single function; pass a list of them, \[callback\]"):
+        hfta.fit(step, state, loader, epochs=1, callbacks=lambda state, history: None, progress=False)
+    with pytest.raises(hfta.StateError, match="expected a TrainState but got bool"):
+        hfta.fit(step, state, loader, epochs=1, callbacks=[lambda state, history: True], progress=False)
+
+
+def test_training_something_that_is_no_state(setting):
+    step, state, loader = setting
+    with pytest.raises(hfta.StateError, match="expected a TrainState but got Stacked"):
+        hfta.fit(step, hfta.Stacked(state.params, state.buffers), loader, epochs=1, progress=False)
+
+
+def test_a_metric_before_the_first_epoch():
+    with pytest.raises(KeyError, match="no metric 'loss', because no epoch has ended"):
+        hfta.History(torch.tensor([1]))["loss"]

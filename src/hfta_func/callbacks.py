@@ -7,6 +7,7 @@ import pathlib
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from hfta_func._tree import where
 from hfta_func.files.checkpoint import load, read_metadata, save
@@ -42,7 +43,7 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
         raise ValueError(f"patience is {patience}; it must be at least 1 epoch")
 
     def stop(state: TrainState, history: History) -> TrainState:
-        values = sign * history[metric]
+        values = sign * _per_member(history, metric)
         best = torch.full_like(values[0], float("inf"))
         waited = torch.zeros_like(values[0])
         for value in values:
@@ -106,7 +107,7 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
     sign = _sign(mode)
 
     def keep(state: TrainState, history: History) -> None:
-        value = history[metric][-1].double()
+        value = _per_member(history, metric)[-1].double()
         epoch = torch.full_like(value, len(history), dtype=torch.int64)
         if len(history) > 1 and os.path.exists(path):
             held = read_metadata(path)["metadata"]
@@ -152,6 +153,17 @@ def tensorboard(writer: Any) -> Callback:
         writer.flush()
 
     return record
+
+
+def _per_member(history: History, metric: str) -> Tensor:
+    """A metric ``[epochs, M]``."""
+    values = history[metric]
+    if values.shape[1:] != history.seeds.shape:
+        raise ValueError(
+            f"metric '{metric}' has shape {list(values.shape[1:])} per epoch; a callback needs one number per model "
+            f"{list(history.seeds.shape)}"
+        )
+    return values
 
 
 def _sign(mode: str) -> int:

@@ -67,9 +67,14 @@ class ArrayLoader:
             seeds = seeds or 0
         elif seeds is None or isinstance(seeds, int):
             raise HyperparameterError("pass seeds=[...], one integer per model, or shared=True for one batch for all")
-        if batch_size < 1:
-            raise HyperparameterError(f"batch_size is {batch_size}; it must be at least 1")
-        self.data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise HyperparameterError(f"batch_size is {batch_size!r}; it must be at least 1, and an integer")
+        try:
+            self.data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BatchError(
+                f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets)"
+            ) from error
         tensors = leaves(self.data)
         sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]
         if not tensors or len(sizes) < len(tensors) or len(set(sizes)) > 1 or sizes[0] == 0:

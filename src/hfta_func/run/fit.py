@@ -17,6 +17,7 @@ from hfta_func._errors import CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.storage import PathLike
 from hfta_func.run.history import Callback, History, Metrics, Running
+from hfta_func.step.check import require
 from hfta_func.step.state import TrainState
 
 
@@ -62,7 +63,8 @@ def fit(
         The last state, and the history: the step's metrics, averaged over each epoch, and the metrics of ``evaluate``.
 
     Raises:
-        ValueError: if the loader has no batch, or ``save_every`` is given without ``resume`` or is less than 1.
+        ValueError: if the loader has no batch, ``epochs`` is no number of epochs, ``evaluate`` returns no metrics or one
+            that the step reports too, or ``save_every`` is given without ``resume`` or is less than 1.
         CheckpointError: if ``resume`` is damaged or does not hold a run.
         StateError: if ``resume`` holds a run of another model, optimizer or seeds.
 
@@ -79,6 +81,11 @@ def fit(
     """
     if save_every is not None and (resume is None or save_every < 1):
         raise ValueError(f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file to save to")
+    if not isinstance(epochs, int) or epochs < 0:
+        raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
+    if callable(callbacks):
+        raise ValueError("callbacks is a single function; pass a list of them, [callback]")
+    require(state)
     history, running = History(state.keys), Running()
     # What it has besides iteration is optional.
     source: Any = loader
@@ -118,12 +125,18 @@ def fit(
                     save()
             else:
                 if running.batches == 0:
-                    raise ValueError("the loader has no batch; pass an iterable that yields its batches in every epoch")
+                    raise ValueError(
+                        "the loader has no batch; pass an iterable that yields its batches in every epoch, and no larger "
+                        "batch_size than there are rows if it has drop_last"
+                    )
                 metrics = running.close(history, evaluate(state) if evaluate is not None else {})
                 running, batches = Running(), loader
                 bar.set_postfix_str(_summary(metrics))
                 for callback in callbacks:
-                    state = callback(state, history) or state
+                    changed = callback(state, history)
+                    if changed is not None:
+                        require(changed)
+                        state = changed
             save()
         history.interrupted = pressed()
     return Result(state, history)

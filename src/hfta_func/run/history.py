@@ -59,6 +59,8 @@ class History:
 
     def __getitem__(self, name: str) -> Tensor:
         """One metric over all epochs: ``[epochs, M]``."""
+        if not self.epochs:
+            raise KeyError(f"no metric '{name}', because no epoch has ended")
         for epoch, metrics in enumerate(self.epochs, start=1):
             if name not in metrics:
                 raise KeyError(f"epoch {epoch} has no metric '{name}'; it has {', '.join(metrics)}")
@@ -81,7 +83,7 @@ class History:
             import pandas
         except ImportError as error:
             raise ImportError(
-                f"frames need {error.name}, which is not installed; pip install 'hfta_func[plot]'"
+                f"frames need {error.name or 'pandas'}, which is not installed; pip install 'hfta_func[plot]'"
             ) from error
         count = len(self.seeds)
         given = {name: v.tolist() if isinstance(v, Tensor) else list(v) for name, v in columns.items()}
@@ -144,6 +146,11 @@ class Running:
     def close(self, history: History, further: Metrics) -> Metrics:
         """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""
         means = {name: value / self.batches for name, value in self.sums.items()}
+        if not isinstance(further, dict) or not all(isinstance(value, Tensor) for value in further.values()):
+            raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
+        hidden = means.keys() & further.keys()
+        if hidden:
+            raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
         metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
         history.epochs.append(metrics)
         if self.failed:
