@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import inspect
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import optree
@@ -1177,3 +1179,87 @@ def test_chunk_size():
     for size in (0, -1):
         with pytest.raises(ValueError, match=f"chunk_size is {size}; it must be at least 1, 'auto', or None"):
             hfta.make_train_step(nn.Linear(4, 2), square, hfta.sgd(), chunk_size=size)
+
+
+def _loss(model, batch):
+    return model(batch).mean()
+
+
+def _init(**options):
+    step = hfta.make_train_step(Net(), _loss, hfta.sgd(lr=0.1))
+    return step.init(**{**hfta.stack_params([Net(), Net()])._asdict(), "seeds": [0, 1], **options})
+
+
+MISUSES = {
+    "a factory for a model": (
+        lambda: hfta.make_train_step(Net, _loss, hfta.sgd(lr=0.1)),
+        "Net is not a torch.nn.Module; pass a model, such as a factory makes when it is called",
+    ),
+    "evaluating a factory": (lambda: hfta.make_eval_step(Net, _loss), "Net is not a torch.nn.Module"),
+    "a factory made functional": (lambda: hfta.functional(Net), "Net is not a torch.nn.Module"),
+    "a factory to import into": (lambda: hfta.import_models(Net, [{}]), "Net is not a torch.nn.Module"),
+    "a model for a factory": (lambda: hfta.init_params(Net(), [0]), "the factory is a model; pass a function"),
+    "an optimizer that was not called": (
+        lambda: hfta.make_train_step(Net(), _loss, hfta.sgd),
+        "optimizer is sgd, not a GradientTransformation; call one of hfta_func, e.g. hfta.sgd(lr=0.1)",
+    ),
+    "an optimizer of PyTorch": (
+        lambda: hfta.make_train_step(Net(), _loss, torch.optim.SGD(Net().parameters())),
+        "optimizer is SGD, not a GradientTransformation",
+    ),
+    "a list for a chain": (lambda: hfta.chain([hfta.sgd(lr=0.1)]), "part 0 of the chain is list"),
+    "accumulating for none": (lambda: hfta.accumulate(hfta.sgd, 2), "accumulate's optimizer is sgd"),
+    "a group without optimizer": (lambda: hfta.partition({"": "a"}, {"a": hfta.sgd}), "group 'a' is sgd"),
+    "params that hold buffers too": (
+        lambda: _init(params=hfta.stack_params([Net()])),
+        "params is a Stacked, which holds params and buffers; pass both: step.init(*stacked, seeds=...)",
+    ),
+    "one seed": (lambda: _init(seeds=3), "seeds is 3; pass a list with one integer per model"),
+    "words for a number": (lambda: hfta.sgd(lr="0.1"), "lr is '0.1'; give one number, or one per model"),
+    "None among numbers": (lambda: hfta.sgd(lr=[0.1, None]), "lr is [0.1, None]; give one number, or one per model"),
+    "words for a loss scale": (lambda: hfta.LossScale("auto"), "init_scale is 'auto'; give one number"),
+    "a schedule in the state": (
+        lambda: hfta.with_hyperparams(_init(), lr=schedules.constant(0.1)),
+        "lr is a schedule, which goes into an optimizer when it is made; here give one number, or one per model",
+    ),
+    "a model for a tree": (lambda: hfta.num_models(Net()), "tree is a Net; every leaf must be a tensor [M, ...]"),
+    "a data set for data": (
+        lambda: hfta.ArrayLoader(torch.utils.data.TensorDataset(torch.zeros(3, 2)), 1, seeds=[0]),
+        "pass tensors with one row per sample, such as (inputs, targets)",
+    ),
+    "part of a row": (
+        lambda: hfta.ArrayLoader(torch.zeros(3), 1.5, seeds=[0]),
+        "batch_size is 1.5; it must be at least 1, and an integer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_something_else_than_what_is_asked_for(name):
+    call, message = MISUSES[name]
+    with pytest.raises((hfta.HFTAError, TypeError)) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("checkpoint", value) for value in (None, 5, ["0", 1])),
+        *((name, value) for name in ("donate", "stochastic_rounding") for value in ("no", None, 1)),
+        *(("batch_dims", value) for value in (0.0, False, torch.tensor(0))),
+    ],
+)
+def test_option_of_another_type(option, value):
+    with pytest.raises(ValueError, match=rf"^{option} (is|has) .*; it must be "):
+        hfta.make_train_step(Net(), _loss, hfta.sgd(lr=0.1), **{option: value})
+
+
+def test_modules_are_reached_from_one_import():
+    code = "import hfta_func as hfta; print(hfta.plot.bands.__name__, hfta.testing.assert_matches_solo.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["bands", "assert_matches_solo"]
+
+
+def test_integers_of_numpy_are_seeds():
+    assert hfta.random.keys(np.arange(3)).tolist() == [0, 1, 2]

@@ -44,7 +44,10 @@ def num_models(tree: Tree) -> int:
         >>> num_models({"weight": torch.zeros(4, 10, 2), "bias": torch.zeros(4, 10)})
         4
     """
-    found = zip(paths(tree, "tree"), leaves(tree), strict=True)
+    found = [*zip(paths(tree, "tree"), leaves(tree), strict=True)]
+    for path, leaf in found:
+        if not isinstance(leaf, Tensor):
+            raise StackError(f"{path} is a {type(leaf).__qualname__}; every leaf must be a tensor [M, ...]")
     sizes = {path: (leaf.shape[0] if leaf.dim() else None) for path, leaf in found}
     if not sizes:
         raise StackError("tree has no tensors, so it has no members; pass the result of stack_params or a state")

@@ -12,7 +12,8 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -48,10 +49,12 @@ def keys(seeds: Sequence[int] | Tensor, *, device: torch.device | str | None = N
         if seeds.dtype.is_floating_point or seeds.dtype in (torch.bool, torch.complex64, torch.complex128):
             raise HyperparameterError(f"seeds are {seeds.dtype}; seeds must be integers")
         return seeds.to(device=device, dtype=torch.int64)
-    for member, seed in enumerate(seeds):
-        if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+    if not isinstance(seeds, Iterable):
+        raise HyperparameterError(f"seeds is {seeds!r}; pass a list with one integer per model")
+    for member, seed in enumerate(seeds := list(seeds)):
+        if not isinstance(seed, Integral) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
             raise HyperparameterError(f"model {member}: seed {seed!r} is not a 64-bit integer; pass one int per model")
-    return torch.tensor(list(seeds), dtype=torch.int64, device=device)
+    return torch.tensor(seeds, dtype=torch.int64, device=device)
 
 
 # Not `>>`, which XLA computes as a division that rounds towards zero.

@@ -20,6 +20,7 @@ from hfta_func._types import HYPERPARAMS, Tree
 from hfta_func.files import storage
 from hfta_func.files.storage import PathLike
 from hfta_func.models.stack import Stacked, stack_params, unstack_params
+from hfta_func.models.structure import check_materialised
 from hfta_func.step.state import TrainState
 
 T = TypeVar("T")
@@ -144,6 +145,7 @@ def import_models(model: nn.Module, checkpoints: Iterable[Mapping[str, Any] | Pa
         >>> torch.equal(params["bias"], torch.stack([layer.bias for layer in layers]))
         True
     """
+    check_materialised(model)
     if isinstance(checkpoints, (str, os.PathLike, Mapping)):
         raise StackError("expected a list of checkpoints but got a single one; pass [checkpoint]")
     return stack_params(_imported(model, number, checkpoint) for number, checkpoint in enumerate(checkpoints))

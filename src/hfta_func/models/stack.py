@@ -66,6 +66,8 @@ def init_params(factory: Callable[[], nn.Module], seeds: Sequence[int] | Tensor)
         >>> torch.equal(params["weight"][1], torch.nn.Linear(2, 10).weight)
         True
     """
+    if isinstance(factory, nn.Module):
+        raise StackError("the factory is a model; pass a function that makes one, e.g. lambda: MLP(64, 10)")
     values = random.keys(seeds).tolist()
 
     def build() -> Iterable[nn.Module]:

@@ -42,7 +42,10 @@ def check_same_structure(model: nn.Module, first: nn.Module, member: int) -> Non
 
 
 def check_materialised(model: nn.Module, owner: str = "") -> None:
-    """Raise a StackError if a lazy module of the model has not seen its first input."""
+    """Raise a StackError if this is no module, or a lazy module of it has not seen its first input."""
+    if not isinstance(model, nn.Module):
+        what = getattr(model, "__qualname__", type(model).__qualname__)
+        raise StackError(f"{what} is not a torch.nn.Module; pass a model, such as a factory makes when it is called")
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise StackError(

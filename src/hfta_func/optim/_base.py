@@ -45,6 +45,13 @@ class GradientTransformation(NamedTuple):
     update_: UpdateInPlace | None = None
 
 
+def check_transformation(name: str, value: Any) -> None:
+    """Raise a TypeError unless ``value``, called ``name``, is an optimizer of this package or a part of one."""
+    if not isinstance(value, GradientTransformation):
+        what = value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else type(value).__qualname__
+        raise TypeError(f"{name} is {what}, not a GradientTransformation; call one of hfta_func, e.g. hfta.sgd(lr=0.1)")
+
+
 def apply_updates(params: Params, updates: Params) -> Params:
     """``params + updates``, leaf by leaf.
 
@@ -175,7 +182,11 @@ def zero_count(params: Params) -> Tensor:
 
 
 def per_member(name: str, spec: Any, count: int, device: torch.device) -> Tensor:
-    """A plain hyperparameter as ``float64[M]``; raises if it is out of range or has another length than M."""
+    """A plain hyperparameter as ``float64[M]``; raises if it is a schedule, out of range or has another length than M."""
+    if isinstance(spec, Schedule):
+        raise HyperparameterError(
+            f"{name} is a schedule, which goes into an optimizer when it is made; here give one number, or one per model"
+        )
     check(name, spec)
     return vector(name, spec, count, device)
 
@@ -191,7 +202,10 @@ def check(name: str, spec: Any, allowed: Range | None = None) -> None:
         for knob, label in labels(name, spec.knobs).items():
             check(label, spec.knobs[knob])
         return
-    values = torch.as_tensor(spec, dtype=torch.float64)
+    try:
+        values = torch.as_tensor(spec, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise HyperparameterError(f"{name} is {spec!r}; give one number, or one per model") from None
     if values.dim() > 1:
         raise HyperparameterError(f"{name} has shape {list(values.shape)}; give one number, or one per model")
     low, high, words = (allowed or _RANGES.get(name, Range.FINITE)).value

@@ -13,7 +13,16 @@ from hfta_func._errors import HyperparameterError
 from hfta_func._torch import can_look
 from hfta_func._tree import per_model, where
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import GradientTransformation, Knobs, Range, apply_updates, in_place, restrict, zero_count
+from hfta_func.optim._base import (
+    GradientTransformation,
+    Knobs,
+    Range,
+    apply_updates,
+    check_transformation,
+    in_place,
+    restrict,
+    zero_count,
+)
 
 restrict(max_norm=Range.POSITIVE, clip_value=Range.POSITIVE, every=Range.AT_LEAST_ONE, decay=Range.DECAY)
 
@@ -31,6 +40,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         >>> updates["w"]
         tensor([[-0.0600, -0.0800]])
     """
+    for number, transformation in enumerate(transformations):
+        check_transformation(f"part {number} of the chain", transformation)
 
     def init(params: Params) -> tuple[Any, ...]:
         return tuple(transformation.init(params) for transformation in transformations)
@@ -162,6 +173,7 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
         >>> updates["w"].flatten()
         tensor([-3., -2.])
     """
+    check_transformation("accumulate's optimizer", optimizer)
     knobs = Knobs(every=every)
 
     def init(params: Params) -> AccumulateState:
@@ -252,6 +264,8 @@ def partition(
         >>> {path: update.sum().item() for path, update in updates.items()}
         {'embed.weight': 0.0, 'head.bias': -2.0, 'body.bias': -0.20000000298023224}
     """
+    for name, group in groups.items():
+        check_transformation(f"group '{name}'", group)
 
     def parts(params: Params, *trees: Params) -> Iterator[tuple[str, Any]]:
         found: dict[str, list[str]] = {name: [] for name in groups}

@@ -32,7 +32,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for dim in optree.tree_leaves(self.batch_dims, none_is_leaf=True):
-            if dim is not None and (dim != 0 or isinstance(dim, bool)):
+            if dim is not None and (type(dim) is not int or dim != 0):
                 raise ValueError(
                     f"batch_dims has {dim!r}; it must be 0, None, or a tree of these in the batch's structure"
                 )
@@ -43,6 +43,14 @@ class Options:
             raise ValueError(f"autocast is {self.autocast!r}; it must be torch.bfloat16, torch.float16, or None")
         if self.nonfinite not in ("skip", "freeze", "raise"):
             raise ValueError(f"nonfinite is {self.nonfinite!r}; it must be 'skip', 'freeze' or 'raise'")
+        for name in ("stochastic_rounding", "donate"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        paths: Any = self.checkpoint
+        if not isinstance(paths, bool | str) and not (
+            isinstance(paths, Sequence) and all(isinstance(path, str) for path in paths)
+        ):
+            raise ValueError(f"checkpoint is {paths!r}; it must be True, False, or paths of submodules")
         scale = self.loss_scale
         if scale is None and self.autocast == torch.float16:
             scale = LossScale()

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._errors import HyperparameterError, LossError
+from hfta_func._errors import HyperparameterError, LossError, StateError
 from hfta_func._tree import num_models
 from hfta_func._types import Params, PerModel, Tree
-from hfta_func.models.stack import check_state, shapes
-from hfta_func.optim._base import GradientTransformation, per_member
+from hfta_func.models.stack import Stacked, check_state, shapes
+from hfta_func.optim._base import GradientTransformation, check_transformation, per_member
 from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.amp import LossScale
@@ -98,6 +98,8 @@ class TrainStep:
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: GradientTransformation, options: Options
     ):
+        self._shapes = shapes(model)
+        check_transformation("optimizer", optimizer)
         parameters = dict(model.named_parameters())
         if options.stochastic_rounding and all(param.dtype != torch.bfloat16 for param in parameters.values()):
             raise ValueError("stochastic_rounding is for bfloat16 parameters, and this model has none; leave it out")
@@ -106,7 +108,6 @@ class TrainStep:
             raise LossError("no parameter of the model requires grad, so there is nothing to train")
         self.optimizer = optimizer
         self.options = options
-        self._shapes = shapes(model)
         self._check = Check(self._shapes, self.trainable, optimizer, options)
         self._gradients = Gradients(model, loss_fn, self.trainable, options)
         self._update = choose(options, self._gradients.rewrites_params)
@@ -159,6 +160,10 @@ class TrainStep:
             StateError: if params or buffers do not belong to the model.
             HyperparameterError: if the length of seeds, ``hparams`` or an optimizer's hyperparameter is not M.
         """
+        if isinstance(params, Stacked):
+            raise StateError(
+                "params is a Stacked, which holds params and buffers; pass both: step.init(*stacked, seeds=...)"
+            )
         buffers = dict(buffers or {})
         count = num_models((params, buffers))
         check_state((params, buffers), self._shapes)
