@@ -1110,6 +1110,66 @@ def test_the_line_that_cannot_run_as_an_array(loss_fn, error, what):
         step(state, torch.randn(3, 8, 4))
 
 
+def test_an_operator_of_another_library_without_a_rule():
+    library = torch.library.Library("hfta_func_test", "DEF")
+    library.define("doubled(Tensor x) -> Tensor")
+    library.impl("doubled", lambda x: x + x, "CompositeExplicitAutograd")
+
+    def loss_fn(model, batch):
+        return torch.ops.hfta_func_test.doubled(model(batch)).mean()
+
+    step, state = linear_step(loss_fn, model=nn.Linear(4, 4))
+    cure = "or make the step with chunk_size=1"
+    with refused(
+        hfta.TraceError, "calls hfta_func_test::doubled, for which there is no batching rule", cure, spared=state
+    ):
+        step(state, torch.randn(3, 8, 4))
+
+
+def _evaluation(model):
+    return hfta.make_eval_step(model, square)
+
+
+def _training(model):
+    return hfta.make_train_step(model, square, hfta.sgd())
+
+
+@pytest.mark.parametrize("make", [hfta.functional, _evaluation, _training])
+def test_a_class_where_a_module_is_expected(make):
+    with pytest.raises(hfta.StackError, match=r"the model is <class '.*Linear'>, not a module; pass any module of the"):
+        make(nn.Linear)
+
+
+def test_a_module_where_a_factory_is_expected():
+    with pytest.raises(hfta.StackError, match=r"factory is a module \(Linear\); pass a function that makes one"):
+        hfta.init_params(nn.Linear(2, 1), [0, 1])
+
+
+@pytest.mark.parametrize("optimizer", [hfta.adam, torch.optim.SGD])
+def test_an_optimizer_that_is_none(optimizer):
+    with pytest.raises(
+        ValueError, match=r"^optimizer is <.*>; pass one of this package, such as hfta_func.adam\(lr=1e-3\)"
+    ):
+        hfta.make_train_step(nn.Linear(2, 1), square, optimizer)
+
+
+def test_parameters_where_stacked_ones_or_a_state_are_expected():
+    stacked = hfta.init_params(lambda: nn.Linear(4, 4), [0, 1, 2])
+    step, _ = linear_step(lambda model, batch: model(batch).mean(), model=nn.Linear(4, 4))
+    with pytest.raises(hfta.StateError, match=r"params is a Stacked; unpack .*: step.init\(\*stacked, seeds=seeds\)"):
+        step.init(stacked, seeds=[0, 1, 2])
+    evaluate = hfta.make_eval_step(nn.Linear(4, 4), lambda model, batch: model(batch).mean())
+    with pytest.raises(
+        hfta.StateError, match=r"expected a TrainState or Stacked but got dict; .* Stacked\(params, buffers\)"
+    ):
+        evaluate(stacked.params, torch.randn(8, 4))
+
+
+def test_an_output_that_is_no_tensor():
+    with pytest.raises(ValueError, match=r"must return tensors only, but one output is of type int$"):
+        hfta.vmap(lambda x: (x, 1))(torch.zeros(2))
+
+
 def test_other_errors_of_the_model_stay_what_they_are():
     def loss_fn(model, batch):
         raise RuntimeError("the user's own")

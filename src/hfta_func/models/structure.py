@@ -42,7 +42,11 @@ def check_same_structure(model: nn.Module, first: nn.Module, member: int) -> Non
 
 
 def check_materialised(model: nn.Module, owner: str = "") -> None:
-    """Raise a StackError if a lazy module of the model has not seen its first input."""
+    """Raise a StackError if the model is no module, or a lazy module of it has not seen its first input."""
+    if not isinstance(model, nn.Module):
+        raise StackError(
+            f"the model is {model!r}, not a module; pass any module of the architecture, such as make_model()"
+        )
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise StackError(

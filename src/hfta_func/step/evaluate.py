@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
+from hfta_func._errors import StateError
 from hfta_func._tree import num_models
 from hfta_func._types import Params, Tree
 from hfta_func.models.functional import bind
@@ -35,6 +36,7 @@ def make_eval_step(
         model: Any module of the architecture.
         metric_fn: ``metric_fn(model, batch)`` of ONE model: returns a tensor, or a dict of tensors.
         batch_dims: None if all members share one batch ``[N, ...]``, 0 if every leaf is ``[M, N, ...]``, or a tree of these.
+            The default is not that of :func:`make_train_step`.
         chunk_size: Members that run together, as for :func:`make_train_step`.
         autocast: Run in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does.
 
@@ -44,6 +46,7 @@ def make_eval_step(
         the members' keys, independently of training; without a training state all members draw the noise of seed 0.
 
     Raises:
+        StackError: if ``model`` is not a module, or a lazy one has not been run yet.
         ValueError: if an argument has an invalid value.
 
     Example:
@@ -64,8 +67,8 @@ class EvalStep:
         self.options = options
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
         self._name = getattr(metric_fn, "__name__", "metric")
-        self._metrics = bind(model, metric_fn, training=False)
         self._shapes = shapes(model)
+        self._metrics = bind(model, metric_fn, training=False)
 
     @torch.no_grad()
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
@@ -75,6 +78,11 @@ class EvalStep:
             StateError: if the state does not belong to this model.
             BatchError: if a leaf has no model axis where ``batch_dims`` is 0.
         """
+        if not hasattr(state, "params"):
+            raise StateError(
+                f"expected a TrainState or Stacked but got {type(state).__qualname__}; pass a state of the step, or "
+                f"Stacked(params, buffers)"
+            )
         count = next(iter(state.params.values())).shape[0]
         # A graph is compiled for the sizes of its inputs.
         if not torch.compiler.is_compiling():

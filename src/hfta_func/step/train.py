@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._errors import HyperparameterError, LossError
+from hfta_func._errors import HyperparameterError, LossError, StateError
 from hfta_func._tree import num_models
 from hfta_func._types import Params, PerModel, Tree
 from hfta_func.models.stack import check_state, shapes
@@ -74,6 +74,7 @@ def make_train_step(
         A :class:`TrainStep`; ``torch.compile(step)`` works.
 
     Raises:
+        StackError: if ``model`` is not a module, or a lazy one has not been run yet.
         LossError: if no parameter of the model requires grad.
         ValueError: if ``checkpoint`` names an unknown submodule or an argument has an invalid value.
 
@@ -98,6 +99,9 @@ class TrainStep:
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: GradientTransformation, options: Options
     ):
+        self._shapes = shapes(model)
+        if not hasattr(optimizer, "init"):
+            raise ValueError(f"optimizer is {optimizer!r}; pass one of this package, such as hfta_func.adam(lr=1e-3)")
         parameters = dict(model.named_parameters())
         if options.stochastic_rounding and all(param.dtype != torch.bfloat16 for param in parameters.values()):
             raise ValueError("stochastic_rounding is for bfloat16 parameters, and this model has none; leave it out")
@@ -106,7 +110,6 @@ class TrainStep:
             raise LossError("no parameter of the model requires grad, so there is nothing to train")
         self.optimizer = optimizer
         self.options = options
-        self._shapes = shapes(model)
         self._check = Check(self._shapes, self.trainable, optimizer, options)
         self._gradients = Gradients(model, loss_fn, self.trainable, options)
         self._update = choose(options, self._gradients.rewrites_params)
@@ -159,6 +162,11 @@ class TrainStep:
             StateError: if params or buffers do not belong to the model.
             HyperparameterError: if the length of seeds, ``hparams`` or an optimizer's hyperparameter is not M.
         """
+        if not isinstance(params, Mapping):
+            raise StateError(
+                f"params is a {type(params).__qualname__}; unpack what init_params or stack_params returns: "
+                f"step.init(*stacked, seeds=seeds)"
+            )
         buffers = dict(buffers or {})
         count = num_models((params, buffers))
         check_state((params, buffers), self._shapes)
