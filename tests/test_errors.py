@@ -1112,6 +1112,42 @@ def test_the_line_that_cannot_run_as_an_array(loss_fn, error, what):
         step(state, torch.randn(3, 8, 4))
 
 
+def test_an_operator_of_another_library_without_a_rule():
+    library = torch.library.Library("hfta_func_test", "DEF")
+    library.define("doubled(Tensor x) -> Tensor")
+    library.impl("doubled", lambda x: x + x, "CompositeExplicitAutograd")
+
+    def loss_fn(model, batch):
+        return torch.ops.hfta_func_test.doubled(model(batch)).mean()
+
+    step, state = linear_step(loss_fn, model=nn.Linear(4, 4))
+    cure = "or make the step with chunk_size=1"
+    with refused(
+        hfta.TraceError, "calls hfta_func_test::doubled, for which there is no batching rule", cure, spared=state
+    ):
+        step(state, torch.randn(3, 8, 4))
+
+
+def test_a_module_where_a_factory_is_expected():
+    with pytest.raises(hfta.StackError, match=r"factory is a module \(Linear\); pass a function that makes one"):
+        hfta.init_params(nn.Linear(2, 1), [0, 1])
+
+
+def test_parameters_where_stacked_ones_or_a_state_are_expected():
+    stacked = hfta.init_params(lambda: nn.Linear(4, 4), [0, 1, 2])
+    step, _ = linear_step(lambda model, batch: model(batch).mean(), model=nn.Linear(4, 4))
+    with pytest.raises(hfta.StateError, match=r"params is a Stacked; unpack .*: step.init\(\*stacked, seeds=seeds\)"):
+        step.init(stacked, seeds=[0, 1, 2])
+    evaluate = hfta.make_eval_step(nn.Linear(4, 4), lambda model, batch: model(batch).mean())
+    with pytest.raises(hfta.StateError, match=r"expected a TrainState or Stacked but got dict; make one with"):
+        evaluate(stacked.params, torch.randn(8, 4))
+
+
+def test_an_output_that_is_no_tensor():
+    with pytest.raises(ValueError, match=r"must return tensors only, but one output is of type int$"):
+        hfta.vmap(lambda x: (x, 1))(torch.zeros(2))
+
+
 def test_other_errors_of_the_model_stay_what_they_are():
     def loss_fn(model, batch):
         raise RuntimeError("the user's own")
@@ -1198,7 +1234,7 @@ MISUSES = {
     "evaluating a factory": (lambda: hfta.make_eval_step(Net, _loss), "Net is not a torch.nn.Module"),
     "a factory made functional": (lambda: hfta.functional(Net), "Net is not a torch.nn.Module"),
     "a factory to import into": (lambda: hfta.import_models(Net, [{}]), "Net is not a torch.nn.Module"),
-    "a model for a factory": (lambda: hfta.init_params(Net(), [0]), "the factory is a model; pass a function"),
+    "a model for a factory": (lambda: hfta.init_params(Net(), [0]), "factory is a module (Net); pass a function"),
     "an optimizer that was not called": (
         lambda: hfta.make_train_step(Net(), _loss, hfta.sgd),
         "optimizer is sgd, not a GradientTransformation; call one of hfta_func, e.g. hfta.sgd(lr=0.1)",
@@ -1212,7 +1248,7 @@ MISUSES = {
     "a group without optimizer": (lambda: hfta.partition({"": "a"}, {"a": hfta.sgd}), "group 'a' is sgd"),
     "params that hold buffers too": (
         lambda: _init(params=hfta.stack_params([Net()])),
-        "params is a Stacked, which holds params and buffers; pass both: step.init(*stacked, seeds=...)",
+        "params is a Stacked; unpack what init_params or stack_params returns: step.init(*stacked, seeds=seeds)",
     ),
     "one seed": (lambda: _init(seeds=3), "seeds is 3; pass a list with one integer per model"),
     "words for a number": (lambda: hfta.sgd(lr="0.1"), "lr is '0.1'; give one number, or one per model"),

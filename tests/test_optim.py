@@ -440,6 +440,11 @@ def test_hyperparameters_of_one_group_and_of_all() -> None:
         (lambda path, shape: "heads", "'matrix' is labelled 'heads', but the groups are body, rest; add an optimizer"),
         (lambda path, shape: "body", "group 'rest' has no parameters"),
         ({"matrix": "body", "vector": "rest"}, "'number' is in no group; name it, or label all others with ''"),
+        (
+            {"": "body", "matrx": "rest"},
+            r"'matrx' is not the path of a module or parameter that is trained; use one of \['matrix'",
+        ),
+        ({"": "body", "matri": None}, "'matri' is not the path of a module or parameter that is trained"),
     ],
 )
 def test_groups_that_do_not_fit(label: Any, message: str) -> None:

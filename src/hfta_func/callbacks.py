@@ -21,6 +21,8 @@ Mode = Literal["min", "max"]
 def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "min") -> Callback:
     """Make each member inactive once it has stopped improving.
 
+    A member keeps the parameters that it has then; :func:`keep_best` saves those of its best epoch.
+
     Args:
         metric: Name of a metric in the history, one number per member.
         patience: Number of consecutive epochs without improvement after which a member stops.

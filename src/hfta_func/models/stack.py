@@ -58,7 +58,7 @@ def init_params(factory: Callable[[], nn.Module], seeds: Sequence[int] | Tensor)
 
     Raises:
         HyperparameterError: if a seed is not an integer.
-        StackError: if there is no seed, or :func:`stack_params` refuses the factory's models.
+        StackError: if there is no seed, ``factory`` is itself a module, or :func:`stack_params` refuses its models.
 
     Example:
         >>> params, _ = init_params(lambda: torch.nn.Linear(2, 10), seeds=[0, 1])
@@ -67,7 +67,10 @@ def init_params(factory: Callable[[], nn.Module], seeds: Sequence[int] | Tensor)
         True
     """
     if isinstance(factory, nn.Module):
-        raise StackError("the factory is a model; pass a function that makes one, e.g. lambda: MLP(64, 10)")
+        raise StackError(
+            f"factory is a module ({type(factory).__qualname__}); pass a function that makes one, so that every seed "
+            f"gets weights of its own"
+        )
     values = random.keys(seeds).tolist()
 
     def build() -> Iterable[nn.Module]:

@@ -243,7 +243,7 @@ def partition(
     label: Callable[[str, torch.Size], str | None] | Mapping[str, str | None],
     groups: Mapping[str, GradientTransformation],
 ) -> GradientTransformation:
-    """One optimizer per group of parameters; parameters in no group are frozen.
+    """One optimizer per group of parameters; parameters labelled None are frozen.
 
     In :func:`with_hyperparams`, ``"group.lr"`` is the ``lr`` of one group and ``lr`` that of all groups.
 
@@ -254,7 +254,8 @@ def partition(
         groups: The optimizers by name.
 
     Raises:
-        HyperparameterError: if a group has no optimizer or no parameters, or a mapping matches no path of a parameter.
+        HyperparameterError: if a group has no optimizer or no parameters, or a mapping leaves out a parameter or names a path
+            that no parameter has.
 
     Example:
         >>> optimizer = partition({"": "body", "head": "head", "embed": None}, {"body": sgd(lr=0.1), "head": sgd(lr=1.0)})
@@ -286,6 +287,12 @@ def partition(
             yield name, [{path: tree[path] for path in paths} for tree in trees]
 
     def init(params: Params) -> PartitionState:
+        for name in label if isinstance(label, Mapping) else ():
+            if not any(_covers(name, path) for path in params):
+                raise HyperparameterError(
+                    f"'{name}' is not the path of a module or parameter that is trained; use one of {[*params]} or its "
+                    f"beginning, or pass a function of path and shape"
+                )
         return PartitionState({name: groups[name].init(own) for name, (own,) in parts(params, params)})
 
     def update(grads: Params, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
@@ -305,8 +312,12 @@ def partition(
     return GradientTransformation(init, update, update_)
 
 
+def _covers(name: str, path: str) -> bool:
+    return not name or path == name or path.startswith(f"{name}.")
+
+
 def _longest(labels: Mapping[str, str | None], path: str) -> str | None:
-    matching = [name for name in labels if not name or path == name or path.startswith(f"{name}.")]
+    matching = [name for name in labels if _covers(name, path)]
     if not matching:
         raise HyperparameterError(f"'{path}' is in no group; name it, or label all others with '', None to freeze them")
     return labels[max(matching, key=len)]

@@ -51,7 +51,7 @@ def override(*, modules: str | Iterable[str] | None = None, **lowerings: str) ->
 
     Args:
         modules: Paths of submodules, such as ``"layer4"``, which include the modules below them; None for everywhere.
-            Operators of the backward pass belong to no module.
+            Operators of the backward pass belong to no module, except a convolution's gradients. Paths are not checked.
         lowerings: One lowering per family or operator, for example ``conv="loop"``; ``all="loop"`` covers all operators.
 
     Returns:
@@ -169,7 +169,8 @@ class Explanation(list[Choice]):
 def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Run ``func(*args, **kwargs)`` and list how each operator was lowered, and why.
 
-    Changes of shape and operators that PyTorch itself batches, such as additions and activations, are left out.
+    Changes of shape and operators that PyTorch itself batches, such as additions and activations, are left out. A
+    convolution chooses the lowerings of its two gradients beforehand, so they are listed in evaluation, too.
 
     Args:
         func: A training step, an evaluation step, or any function that uses ``vmap``. If it is compiled, the original runs.

@@ -145,7 +145,7 @@ def _check_outputs(outputs: tuple[Any, ...]) -> None:
     for output in outputs:
         if not isinstance(output, Tensor):
             raise ValueError(
-                f"a function under vmap must return tensors only, but it returned a {type(output).__qualname__}"
+                f"a function under vmap must return tensors only, but one output is of type {type(output).__qualname__}"
             )
 
 
@@ -162,15 +162,15 @@ def _advice(error: RuntimeError) -> Exception | None:
             f"torch.rand, torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
         )
     unsupported = re.search(
-        r"(aten::\w+(?:\.\w+)?)\.? hit the vmap fallback|rule not implemented for (aten::\w+(?:\.\w+)?)|"
+        r"(\w+::\w+(?:\.\w+)?)\.? hit the vmap fallback|rule not implemented for (aten::\w+(?:\.\w+)?)|"
         r"vmap over (torch\.\w+)",
         text,
     )
     operator = next(filter(None, unsupported.groups())) if unsupported else ""
     if operator and operator not in ("aten::equal", "torch.allclose"):
         return TraceError(
-            f"{where} calls {operator}, for which there is no batching rule; write it with operators that have one, or "
-            f"register one with torch.library.register_vmap"
+            f"{where} calls {operator}, for which there is no batching rule; write it with operators that have one, "
+            f"register one with torch.library.register_vmap, or make the step with chunk_size=1, which needs none"
         )
     if "dynamic shape" in text or "differently shaped" in text:
         called = re.search(r"(aten::|torch\.)\w+", text)

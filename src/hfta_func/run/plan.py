@@ -61,9 +61,9 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         shown = sorted({*self.sizes, self.num_models} - {0})
-        head = f"{'models':>8}{'ms':>12}{'ms a model':>12}{'MiB':>12}"
+        head = f"{'models':>8}{'ms':>12}{'ms per model':>14}{'MiB':>12}"
         rows = [
-            f"{size:8d}{1e3 * self.time(size):12.3f}{1e3 * self.time(size) / size:12.3f}{self.memory(size) / 2**20:12.1f}"
+            f"{size:8d}{1e3 * self.time(size):12.3f}{1e3 * self.time(size) / size:14.3f}{self.memory(size) / 2**20:12.1f}"
             + ("" if size in self.sizes else "  predicted")
             for size in shown
         ]

@@ -39,6 +39,7 @@ def make_eval_step(
         metric_fn: ``metric_fn(model, batch)`` or ``metric_fn(model, batch, hparams)`` of ONE model: returns a tensor, or a
             dict of tensors. ``hparams`` are those of a training state.
         batch_dims: None if all members share one batch ``[N, ...]``, 0 if every leaf is ``[M, N, ...]``, or a tree of these.
+            The default is not that of :func:`make_train_step`.
         chunk_size: Members that run together, as for :func:`make_train_step`.
         autocast: Run in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does.
 
@@ -48,6 +49,7 @@ def make_eval_step(
         the members' keys, independently of training; without a training state all members draw the noise of seed 0.
 
     Raises:
+        StackError: if ``model`` is not a module, or a lazy one has not been run yet.
         ValueError: if an argument has an invalid value.
 
     Example:

@@ -12,7 +12,7 @@ from hfta_func import random
 from hfta_func._errors import HyperparameterError, LossError, StateError
 from hfta_func._tree import num_models
 from hfta_func._types import Params, PerModel, Tree
-from hfta_func.models.stack import Stacked, check_state, shapes
+from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import GradientTransformation, check_transformation, per_member
 from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
@@ -74,6 +74,7 @@ def make_train_step(
         A :class:`TrainStep`; ``torch.compile(step)`` works.
 
     Raises:
+        StackError: if ``model`` is not a module, or a lazy one has not been run yet.
         LossError: if no parameter of the model requires grad.
         ValueError: if ``checkpoint`` names an unknown submodule or an argument has an invalid value.
 
@@ -160,9 +161,10 @@ class TrainStep:
             StateError: if params or buffers do not belong to the model.
             HyperparameterError: if the length of seeds, ``hparams`` or an optimizer's hyperparameter is not M.
         """
-        if isinstance(params, Stacked):
+        if not isinstance(params, Mapping):
             raise StateError(
-                "params is a Stacked, which holds params and buffers; pass both: step.init(*stacked, seeds=...)"
+                f"params is a {type(params).__qualname__}; unpack what init_params or stack_params returns: "
+                f"step.init(*stacked, seeds=seeds)"
             )
         buffers = dict(buffers or {})
         count = num_models((params, buffers))
