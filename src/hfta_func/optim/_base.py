@@ -194,6 +194,8 @@ def check(name: str, spec: Any, allowed: Range | None = None) -> None:
     values = torch.as_tensor(spec, dtype=torch.float64)
     if values.dim() > 1:
         raise HyperparameterError(f"{name} has shape {list(values.shape)}; give one number, or one per model")
+    if isinstance(spec, Tensor) and torch.compiler.is_compiling():
+        return  # a graph cannot read its values
     low, high, words = (allowed or _RANGES.get(name, Range.FINITE)).value
     for member, value in enumerate(values.reshape(-1).tolist()):
         if not (math.isfinite(value) and low <= value < high):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import can_look
+from hfta_func._torch import can_look, inside_transform
 from hfta_func._tree import per_model, write
 from hfta_func._types import Params
 from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
@@ -101,12 +101,24 @@ def leafwise(
         write(held, wide)
         return direction, decay if decoupled else None
 
+    def functional(grad: Tensor, param: Tensor, k: Mapping[str, Any], held: list[Tensor]) -> Any:
+        """:func:`change` that returns the next slots; rules write in place, which a gradient around them does not allow."""
+
+        def changed(grad: Tensor, param: Tensor, k: Any, held: list[Tensor]) -> Any:
+            fresh = [slot.clone() for slot in held]
+            direction, factor = change(grad, param, k, fresh)
+            return direction, factor, fresh
+
+        around = inside_transform() and not torch.compiler.is_compiling()
+        return (torch.func.functionalize(changed) if around else changed)(grad, param, k, held)
+
     def update(grads: Params, held: Any, params: Params) -> tuple[Params, Any]:
         numbers, new = begin(held)
         updates, after = {}, {name: {} for name in slots}
         for path, grad in grads.items():
-            param, own = params[path], [getattr(held, name)[path].clone() for name in used]
+            param, own = params[path], [getattr(held, name)[path] for name in used]
             pieces = numbers.pieces(param, elementwise)
+            own = [slot.clone() for slot in own] if pieces else own
             out = torch.empty_like(_wide(param)) if pieces else None
             for row, k in pieces:
                 direction, factor = change(grad[row], param[row], k, [slot[row] for slot in own])
@@ -115,7 +127,7 @@ def leafwise(
                     out[row].add_(param[row], alpha=factor)  # pyright: ignore
             if out is None:
                 k = numbers.like(param)
-                direction, factor = change(grad, param, k, own)
+                direction, factor, own = functional(grad, param, k, own)
                 out = direction * k["step"]
                 out = out if factor is None else out + factor * param
             updates[path] = out

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._errors import HyperparameterError, LossError
+from hfta_func._torch import inside_transform
 from hfta_func._tree import num_models
 from hfta_func._types import Params, PerModel, Tree
 from hfta_func.models.stack import check_state, shapes
@@ -116,9 +117,8 @@ class TrainStep:
         """Which parts of a batch have a model axis."""
         return self.options.batch_dims
 
-    @torch.no_grad()
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
-        """Take one step with every active member.
+        """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.
 
         A member whose loss or gradient is not finite keeps its parameters, buffers and optimizer state, and
         ``metrics["failure"]`` says why. Inactive members keep everything.
@@ -133,11 +133,13 @@ class TrainStep:
             LossError: if a loss is not a floating-point scalar.
             NonFiniteError: with ``nonfinite="raise"``, if a member fails.
         """
-        self._check(state, batch)
-        found = self._gradients(state, batch)
-        verdict = judge(state, found, self.options)
-        update = self._update(self.optimizer, state, found)
-        return commit(state, found, verdict, update, self.options), {**verdict.report, **found.metrics}
+        # Only a transform around the step keeps what its gradient needs.
+        with torch.set_grad_enabled(inside_transform()):
+            self._check(state, batch)
+            found = self._gradients(state, batch)
+            verdict = judge(state, found, self.options)
+            update = self._update(self.optimizer, state, found)
+            return commit(state, found, verdict, update, self.options), {**verdict.report, **found.metrics}
 
     def init(
         self,
