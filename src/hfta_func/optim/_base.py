@@ -174,9 +174,9 @@ def zero_count(params: Params) -> Tensor:
     return torch.zeros(num_models(params), dtype=torch.int64, device=next(iter(params.values())).device)
 
 
-def per_member(name: str, spec: Any, count: int, device: torch.device) -> Tensor:
+def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: Range | None = None) -> Tensor:
     """A plain hyperparameter as ``float64[M]``; raises if it is out of range or has another length than M."""
-    check(name, spec)
+    check(name, spec, allowed)
     return vector(name, spec, count, device)
 
 

@@ -116,7 +116,8 @@ def leafwise(
         numbers, new = begin(held)
         updates, after = {}, {name: {} for name in slots}
         for path, grad in grads.items():
-            param, own = params[path], [getattr(held, name)[path] for name in used]
+            back = torch.view_as_complex if grad.is_complex() else lambda real: real
+            grad, param, *own = map(_real, (grad, params[path], *(getattr(held, name)[path] for name in used)))
             pieces = numbers.pieces(param, elementwise)
             own = [slot.clone() for slot in own] if pieces else own
             out = torch.empty_like(_wide(param)) if pieces else None
@@ -130,16 +131,16 @@ def leafwise(
                 direction, factor, own = functional(grad, param, k, own)
                 out = direction * k["step"]
                 out = out if factor is None else out + factor * param
-            updates[path] = out
+            updates[path] = back(out)
             for name, slot in zip(used, own, strict=True):
-                after[name][path] = slot
+                after[name][path] = back(slot)
         return updates, held._replace(**new, **after)
 
     def update_(grads: Params, held: Any, params: Params, keep: Tensor | None, apply: bool) -> Params:
         numbers, new = begin(held)
         kept = None if keep is None or not can_look(keep) else keep.tolist()
         for path, grad in grads.items():
-            param, own = params[path], [getattr(held, name)[path] for name in used]
+            grad, param, *own = map(_real, (grad, params[path], *(getattr(held, name)[path] for name in used)))
             pieces = numbers.pieces(param, elementwise)
             for row, k in pieces:
                 if kept is None or kept[row[0].start]:
@@ -192,6 +193,11 @@ class _Numbers:
         length = max(1, leaf.shape[1] * _PIECE // size)
         starts = range(0, leaf.shape[1], length)
         return [((slice(member, member + 1), slice(at, at + length)), k) for member, k in self._rows for at in starts]
+
+
+def _real(leaf: Tensor) -> Tensor:
+    """Complex numbers as pairs, as ``torch.optim`` updates them: ``[M, ...] -> [M, ..., 2]``."""
+    return torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
 
 
 def _wide(leaf: Tensor) -> Tensor:

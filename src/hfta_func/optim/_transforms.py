@@ -169,7 +169,7 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
 
     def update(grads: Params, state: AccumulateState, params: Params) -> tuple[Params, AccumulateState]:
         seen = state.seen + 1
-        mean = _lerp(state.grads, grads, 1 / seen)
+        mean = _lerp(state.grads, grads, 1 / seen.double())
         due = seen >= knobs.at(state.hyperparams, state.seen)["every"]
         nothing = _zeros(grads)
         if can_look(due) and not bool(due.any()):
@@ -242,7 +242,8 @@ def partition(
         groups: The optimizers by name.
 
     Raises:
-        HyperparameterError: if a group has no optimizer or no parameters, or a mapping matches no path of a parameter.
+        HyperparameterError: if a group has no optimizer or no parameters, or a path of the mapping or of a parameter
+            matches nothing.
 
     Example:
         >>> optimizer = partition({"": "body", "head": "head", "embed": None}, {"body": sgd(lr=0.1), "head": sgd(lr=1.0)})
@@ -272,6 +273,12 @@ def partition(
             yield name, [{path: tree[path] for path in paths} for tree in trees]
 
     def init(params: Params) -> PartitionState:
+        for name in label if isinstance(label, Mapping) else ():
+            if not any(_matches(name, path) for path in params):
+                raise HyperparameterError(
+                    f"the labels name '{name}', which is no path of a trained parameter or of a module that has one; the "
+                    f"parameters are {', '.join(params)}"
+                )
         return PartitionState({name: groups[name].init(own) for name, (own,) in parts(params, params)})
 
     def update(grads: Params, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
@@ -292,10 +299,14 @@ def partition(
 
 
 def _longest(labels: Mapping[str, str | None], path: str) -> str | None:
-    matching = [name for name in labels if not name or path == name or path.startswith(f"{name}.")]
+    matching = [name for name in labels if _matches(name, path)]
     if not matching:
         raise HyperparameterError(f"'{path}' is in no group; name it, or label all others with '', None to freeze them")
     return labels[max(matching, key=len)]
+
+
+def _matches(name: str, path: str) -> bool:
+    return not name or path == name or path.startswith(f"{name}.")
 
 
 def _zeros(tree: Params) -> Params:

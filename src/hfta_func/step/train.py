@@ -14,7 +14,7 @@ from hfta_func._torch import inside_transform
 from hfta_func._tree import num_models
 from hfta_func._types import Params, PerModel, Tree
 from hfta_func.models.stack import check_state, shapes
-from hfta_func.optim._base import GradientTransformation, per_member
+from hfta_func.optim._base import GradientTransformation, Range, per_member
 from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.amp import LossScale
@@ -177,7 +177,9 @@ class TrainStep:
         if keys.device.type == "cpu":
             keep_memory_once()
         trained = {path: param for path, param in params.items() if path in self.trainable}
-        dtype, scaling = next(iter(trained.values())).dtype, self.options.scaling
+        kind, scaling = next(iter(trained.values())).dtype, self.options.scaling
+        # In fewer bits, a rate such as 0.999 would be 1.
+        dtype = torch.promote_types(kind.to_real(), torch.float32)
         return TrainState(
             params=dict(params),
             buffers=buffers,
@@ -185,7 +187,8 @@ class TrainStep:
             keys=keys,
             step=torch.zeros(count, dtype=torch.int64, device=keys.device),
             hparams={
-                name: per_member(name, value, count, keys.device).to(dtype) for name, value in (hparams or {}).items()
+                name: per_member(name, value, count, keys.device, Range.FINITE).to(dtype)
+                for name, value in (hparams or {}).items()
             },
             active=torch.ones(count, dtype=torch.bool, device=keys.device),
             loss_scale=() if scaling is None else scaling.init(count, keys.device),
