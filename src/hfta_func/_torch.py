@@ -218,6 +218,11 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
     return {**module._parameters, **module._buffers}
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether the backward pass calls somebody with the gradient of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def forget_flat_weights(module: nn.RNNBase) -> None:
     """Have a recurrent layer make the list of its weights anew in every call.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hfta_func._types import PerModel

@@ -43,9 +43,10 @@ def with_hyperparams(state: S, **new: Any) -> S:
     changed = _replace(state, new, known)
     unknown = [name for name in new if name not in known]
     if unknown:
+        names = ", ".join(sorted(name for name in known if not name.startswith(f"{HPARAMS}."))) or "none"
         raise HyperparameterError(
-            f"unknown hyperparameter '{unknown[0]}'; this state has {', '.join(sorted(known)) or 'none'} (the plain "
-            f"number 0 leaves one out; to keep it, give one number per model)"
+            f"unknown hyperparameter '{unknown[0]}'; this state has {names} (the plain number 0 leaves one out; to keep it, "
+            f"give one number per model)"
         )
     return changed
 
@@ -146,8 +147,10 @@ def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
         if field == HPARAMS:
             own = {name: new[name] for name in value if name in new and name not in known}
             own |= {name: new[f"{field}.{name}"] for name in value if f"{field}.{name}" in new}
-            fields[field] = value | {name: _renew(name, value[name], given, Range.FINITE) for name, given in own.items()}
-            known.update(own, (f"{field}.{name}" for name in value))
+            fields[field] = value | {
+                name: _renew(name, value[name], given, Range.FINITE) for name, given in own.items()
+            }
+            known.update(value, (f"{field}.{name}" for name in value))
         elif field in HYPERPARAMS:
             known.update(value)
             fields[field] = value | {name: _renew(name, value[name], new[name]) for name in value if name in new}

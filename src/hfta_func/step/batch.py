@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from hfta_func._errors import BatchError
+from hfta_func._tree import tree_map
 from hfta_func._types import Tree
+
+
+def plain(batch: Tree) -> Tree:
+    """The batch as a tree: mappings of all kinds, such as tokenizers return, and dataclasses become dicts."""
+    if isinstance(batch, Mapping):
+        return {name: plain(child) for name, child in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return _with_parts(batch, [plain(child) for child in batch])
+    if _is_record(batch):
+        return {field.name: plain(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+    return batch
+
+
+def restored(tree: Tree, batch: Tree) -> Any:
+    """What :func:`plain` has made of a batch, in the containers of that batch."""
+    if isinstance(batch, Mapping):
+        parts = {name: restored(tree[name], child) for name, child in batch.items()}
+        if type(batch) is dict:
+            return parts
+        filled: Any = copy.copy(batch)
+        filled.update(parts)
+        return filled
+    if isinstance(batch, (tuple, list)):
+        return _with_parts(batch, [restored(part, child) for part, child in zip(tree, batch, strict=True)])
+    if _is_record(batch):
+        filled = copy.copy(batch)
+        for name, part in tree.items():
+            # Frozen dataclasses refuse setattr.
+            object.__setattr__(filled, name, restored(part, getattr(batch, name)))
+        return filled
+    return tree
+
+
+def copied(tree: Tree) -> Tree:
+    """The tree in tensors of its own: a model may write its input, as ReLU(inplace=True) does in a first layer."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def check_batch(dims: Tree, batch: Tree, count: int, path: str = "batch") -> None:
     """Raise a BatchError unless every leaf has M parts along axis 0 where ``dims`` is 0."""
-    if dims is None:
+    if dims is None or batch is None:
         return
     if isinstance(batch, Mapping):
         for name, child in batch.items():
@@ -36,15 +76,26 @@ def check_batch(dims: Tree, batch: Tree, count: int, path: str = "batch") -> Non
 
 def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
     """The parts of a batch that belong to the members at ``index``, along axis 0 where ``dims`` is 0; the rest is shared."""
-    if dims is None:
-        return batch
-    if isinstance(batch, Mapping):
-        return {
-            name: take_batch(dims[name] if isinstance(dims, Mapping) else dims, child, index)
-            for name, child in batch.items()
-        }
-    if isinstance(batch, (tuple, list)):
-        inner = dims if isinstance(dims, (tuple, list)) else [dims] * len(batch)
-        parts = [take_batch(dim, child, index) for dim, child in zip(inner, batch, strict=True)]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch[index]
+    return restored(_over(lambda dim, leaf: leaf if dim is None else leaf[index], dims, plain(batch)), batch)
+
+
+def spread(dims: Tree, tree: Tree) -> Tree:
+    """One entry of ``dims`` for each leaf of a batch that :func:`plain` has made, None where there is no tensor."""
+    return _over(lambda dim, leaf: dim, dims, tree)
+
+
+def _over(func: Callable[[Any, Any], Any], dims: Tree, tree: Tree) -> Tree:
+    if isinstance(tree, dict):
+        return {name: _over(func, dims[name] if isinstance(dims, Mapping) else dims, tree[name]) for name in tree}
+    if isinstance(tree, (tuple, list)):
+        inner = dims if isinstance(dims, (tuple, list)) else [dims] * len(tree)
+        return _with_parts(tree, [_over(func, dim, part) for dim, part in zip(inner, tree, strict=True)])
+    return func(dims if isinstance(tree, Tensor) else None, tree)
+
+
+def _with_parts(sequence: Any, parts: list[Any]) -> Any:
+    return type(sequence)(*parts) if hasattr(sequence, "_fields") else type(sequence)(parts)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

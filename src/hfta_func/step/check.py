@@ -11,7 +11,7 @@ from hfta_func._tree import difference
 from hfta_func._types import Tree
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.optim import GradientTransformation
-from hfta_func.step.batch import check_batch
+from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -34,7 +34,7 @@ class Check:
         # A graph is compiled for the structure of its inputs, so the compiler checks it by itself.
         if not torch.compiler.is_compiling():
             self._check_opt_state(state)
-        check_batch(self._options.batch_dims, batch, state.keys.shape[0])
+        check_batch(self._options.batch_dims, plain(batch), state.keys.shape[0])
 
     def _check_opt_state(self, state: TrainState) -> None:
         if bool(state.loss_scale) != (self._options.scaling is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from hfta_func._types import Params, Tree
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.rules.vmap import vmap_routed
-from hfta_func.step.batch import check_batch
+from hfta_func.step.batch import check_batch, copied, plain, restored, spread
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.gradients import autocasting
 from hfta_func.step.options import Options
@@ -80,18 +81,19 @@ class EvalStep:
         if not torch.compiler.is_compiling():
             num_models((state.params, state.buffers))
         check_state((state.params, state.buffers), self._shapes)
-        check_batch(self.options.batch_dims, batch, count)
+        check_batch(self.options.batch_dims, plain(batch), count)
         if isinstance(state, TrainState):
             keys = random.fold_in(state.keys, ~state.step)
         else:
             keys = torch.zeros(count, dtype=torch.int64, device=next(iter(state.params.values())).device)
-        return self.chunks(self._run, (keys, state.params, state.buffers), batch)
+        return self.chunks(functools.partial(self._run, batch), (keys, state.params, state.buffers), plain(batch))
 
-    def _run(self, members: tuple[Tensor, Params, Params], batch: Tree) -> dict[str, Tensor]:
-        run = vmap_routed(self._member, in_dims=(0, 0, 0, self.options.batch_dims))
+    def _run(self, batch: Tree, members: tuple[Tensor, Params, Params], tree: Tree) -> dict[str, Tensor]:
+        tree = copied(tree)
+        run = vmap_routed(functools.partial(self._member, batch), (0, 0, 0, spread(self.options.batch_dims, tree)))
         with autocasting(members[0].device, self.options.autocast):
-            return run(*members, batch)
+            return run(*members, tree)
 
-    def _member(self, key: Tensor, params: Params, buffers: Params, batch: Tree) -> dict[str, Tensor]:
-        metrics, _ = self._metrics(params, buffers, batch, key=key)
+    def _member(self, like: Tree, key: Tensor, params: Params, buffers: Params, tree: Tree) -> dict[str, Tensor]:
+        metrics, _ = self._metrics(params, buffers, restored(tree, like), key=key)
         return metrics if isinstance(metrics, dict) else {self._name: metrics}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hfta_func import random
 from hfta_func._errors import HyperparameterError, LossError
 from hfta_func._torch import inside_transform
-from hfta_func._tree import num_models
+from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, PerModel, Tree
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import GradientTransformation, Range, per_member
@@ -139,7 +139,9 @@ class TrainStep:
             found = self._gradients(state, batch)
             verdict = judge(state, found, self.options)
             update = self._update(self.optimizer, state, found)
-            return commit(state, found, verdict, update, self.options), {**verdict.report, **found.metrics}
+            # A metric may be a tensor of the state, which is overwritten.
+            metrics = tree_map(torch.clone, found.metrics) if self.options.donate else found.metrics
+            return commit(state, found, verdict, update, self.options), {**verdict.report, **metrics}
 
     def init(
         self,
