@@ -70,6 +70,16 @@ RandomnessType = _functorch.RandomnessType
 outside_transforms = _pyfunctorch.temporarily_clear_interpreter_stack
 
 
+def constant_to_compiler(func: F) -> F:
+    """Have the compiler run ``func`` while it traces and treat the result as a constant.
+
+    As ``torch.compiler.assume_constant_result``, which would import all of the compiler.
+    """
+    func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return func
+
+
+@constant_to_compiler
 def inside_transform() -> bool:
     """Whether a transform of torch.func is running around this call."""
     return peek_interpreter() is not None
@@ -131,15 +141,6 @@ def writes(tensor: Tensor) -> int:
 
 
 # --- The compiler. Its modules are imported only once it is used, because that takes seconds.
-
-
-def constant_to_compiler(func: F) -> F:
-    """Have the compiler run ``func`` while it traces and treat the result as a constant.
-
-    As ``torch.compiler.assume_constant_result``, which would import all of the compiler.
-    """
-    func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-    return func
 
 
 def untraced(reason: str) -> Callable[[F], F]:
@@ -218,6 +219,11 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
     """Parameters and buffers that a module itself holds, by name; None where it has registered a name only."""
     return {**module._parameters, **module._buffers}
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether the backward pass calls somebody with the gradient of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:

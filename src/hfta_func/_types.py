@@ -33,5 +33,6 @@ class Schedule:
 PerModel: TypeAlias = "float | Sequence[float] | Tensor | Schedule"
 """One value for all members, one value per member, or a schedule."""
 
-HYPERPARAMS = ("hyperparams", "hparams")
+HPARAMS = "hparams"
+HYPERPARAMS = ("hyperparams", HPARAMS)
 """State fields that hold hyperparameters: of an optimizer or loss scale, and of the loss function."""

@@ -179,10 +179,15 @@ def randint(key: Tensor | Stream, low: int, high: int, shape: Sequence[int]) -> 
         high: One more than the largest.
         shape: What one key draws.
 
+    Raises:
+        ValueError: if there is no integer in between.
+
     Example:
         >>> randint(keys([1, 2]), 7, 8, (2,))
         tensor([[7, 7], [7, 7]])
     """
+    if high <= low:
+        raise ValueError(f"randint draws from low={low} up to high={high}, excluded; high must be larger than low")
     return _shift(bits(key, shape), 1) % (high - low) + low
 
 

@@ -6,6 +6,7 @@ A handler is ``handler(keys, func, *args, **kwargs)`` with the arguments of the 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -142,10 +143,29 @@ def _factory(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         keys: _Keys, func: Any, *size: Any, dtype: Any = None, device: Any = None, generator: Any = None, **rest: Any
     ) -> Tensor:
         _no_generator(func, generator)
-        shape = rest.get("size", size[0] if size and not isinstance(size[0], int) else size)
-        return draw(keys.next_key(), tuple(shape), dtype=dtype or torch.get_default_dtype()).to(device)
+        shape = rest.get("size", size[0] if size and isinstance(size[0], (list, tuple)) else size)
+        dtype, sizes = dtype or torch.get_default_dtype(), tuple(map(_size, shape))
+        if dtype.is_complex:
+            # Real and imaginary part; a complex normal number has variance 1 in all.
+            parts = draw(keys.next_key(), (*sizes, 2), dtype=dtype.to_real())
+            drawn = torch.view_as_complex(parts * math.sqrt(0.5) if draw is random.normal else parts)
+        else:
+            drawn = draw(keys.next_key(), sizes, dtype=dtype)
+        return _placed(drawn.to(device), **rest)
 
     return factory
+
+
+def _size(size: Any) -> Any:
+    """A length as PyTorch takes it, numpy's included; a compiler's own sizes are left alone."""
+    return size if isinstance(size, (int, torch.SymInt)) else operator.index(size)
+
+
+def _placed(drawn: Tensor, out: Tensor | None = None, **_: Any) -> Tensor:
+    """What was drawn, in ``out`` if there is one; the remaining options do not change values."""
+    if out is None:
+        return drawn
+    return (out if out.shape == drawn.shape else out.resize_(drawn.shape)).copy_(drawn)
 
 
 def _randint(keys: _Keys, func: Any, *args: Any, dtype: Any = None, device: Any = None, **rest: Any) -> Tensor:
@@ -157,12 +177,13 @@ def _randint(keys: _Keys, func: Any, *args: Any, dtype: Any = None, device: Any 
         low, high = args[0] if args else rest.get("low", 0), rest["high"]
     else:
         low, high = (0, *args)[-2:]
-    return random.randint(keys.next_key(), low, high, tuple(size)).to(device, dtype or torch.int64)
+    drawn = random.randint(keys.next_key(), low, high, tuple(map(_size, size))).to(device, dtype or torch.int64)
+    return _placed(drawn, **rest)
 
 
 def _randperm(keys: _Keys, func: Any, n: int, *, generator: Any = None, dtype: Any = None, **rest: Any) -> Tensor:
     _no_generator(func, generator)
-    return random.permutation(keys.next_key(), n).to(dtype or torch.int64)
+    return _placed(random.permutation(keys.next_key(), n).to(dtype or torch.int64), **rest)
 
 
 def _bernoulli(keys: _Keys, func: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:

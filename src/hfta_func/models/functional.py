@@ -15,7 +15,7 @@ from hfta_func._types import Params
 from hfta_func.calls.body import Body
 from hfta_func.calls.routing import routed
 from hfta_func.models.remat import rematerialise
-from hfta_func.models.structure import check_materialised
+from hfta_func.models.structure import check_materialised, check_no_backward_hooks
 
 
 def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
@@ -48,27 +48,49 @@ def bind(
     func: Callable[..., Any],
     checkpoint: bool | Sequence[str] = False,
     training: bool | None = None,
+    renorms: bool = False,
 ) -> Callable[..., tuple[Any, Params]]:
     """``func(model, *args, **kwargs)`` as a pure function ``(params, buffers, *args, key=None, **kwargs)``.
 
     ``func`` gets an ordinary module that holds the given tensors, to call, take apart or read as it likes. ``checkpoint``
     names submodules to rematerialise in the backward pass, see :func:`make_train_step`. ``training`` sets train or eval
-    mode; None keeps the model's own.
+    mode; None keeps the model's own. Look-up tables with ``max_norm`` shorten rows of the given parameters if ``renorms``
+    holds, else of copies.
     """
     inner = skeleton(model)
-    body = Body(inner if training is None else inner.train(training), func)
-    rematerialise(body.model, checkpoint)
-    holders = _holders(body.model)
+    inner = inner if training is None else inner.train(training)
+
+    def make() -> Body:
+        body = Body(copy.deepcopy(inner), func)
+        rematerialise(body.model, checkpoint)
+        return body
+
+    # A call puts its tensors into a module, so calls at the same time, of other threads, need modules of their own.
+    first, idle = make(), []
+    holders, rewritten = _holders(inner), () if renorms else tables_with_max_norm(inner)
 
     def apply(params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
         given = {**params, **{path: tensor.clone() for path, tensor in buffers.items()}}
+        given |= {path: params[path].clone() for path in rewritten if path in params}
         tensors = {f"model.{name}": tensor for path, tensor in given.items() for name in holders.get(path, (path,))}
-        with routed(key):
-            output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
+        body = first if torch.compiler.is_compiling() else idle.pop() if idle else make()
+        try:
+            with routed(key):
+                output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
+        finally:
+            # The backward pass runs rematerialised modules again.
+            if not (checkpoint or torch.compiler.is_compiling()):
+                idle.append(body)
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 
     return apply
+
+
+def tables_with_max_norm(model: nn.Module) -> tuple[str, ...]:
+    """The paths of look-up tables that shorten rows in place before they read them."""
+    tables = {id(module.weight) for module in model.modules() if getattr(module, "max_norm", None) is not None}
+    return tuple(path for path, parameter in model.named_parameters() if id(parameter) in tables)
 
 
 def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -85,6 +107,7 @@ def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def skeleton(model: nn.Module) -> nn.Module:
     """A copy of the model whose parameters and buffers have shapes but no storage."""
     check_materialised(model)
+    check_no_backward_hooks(model)
     memo: dict[int, Any] = {}
     for own in model.parameters():
         memo[id(own)] = nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=own.requires_grad)

@@ -19,18 +19,22 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from hfta_func._errors import StackError
-from hfta_func._torch import MODULE_ATTRIBUTES, own_tensors
+from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, own_tensors
 
 T = TypeVar("T")
 
-# Tensors and children are compared separately; hooks are code, of which only the number is compared.
+# Tensors and children are compared separately.
 _HOOKS = tuple(name for name in sorted(MODULE_ATTRIBUTES) if name.endswith("_hooks"))
+_BACKWARD_HOOKS = tuple(name for name in _HOOKS if "backward" in name)
 
 
 def check_same_structure(model: nn.Module, first: nn.Module, member: int) -> None:
     """Raise a StackError that names the first difference between ``model`` (the given member) and member 0."""
-    for path, mine, theirs in pairs(dict(model.named_modules()), dict(first.named_modules()), member, "module "):
-        _check_module(mine, theirs, path, member)
+    found = [*pairs(dict(model.named_modules()), dict(first.named_modules()), member, "module ")]
+    # Hooks may be methods of any module; those of one path are compared here.
+    known = {(id(mine), id(theirs)): (mine, theirs) for _, mine, theirs in found}
+    for path, mine, theirs in found:
+        _check_module(mine, theirs, path, member, known)
     mine, theirs = ties(model), ties(first)
     for path in {**theirs, **mine}:
         if mine.get(path) != theirs.get(path):
@@ -72,7 +76,23 @@ def ties(model: nn.Module) -> dict[str, str]:
     return {path: found for path, tensor in named if (found := first.setdefault(id(tensor), path)) != path}
 
 
-def _check_module(mine: nn.Module, theirs: nn.Module, path: str, member: int) -> None:
+def check_no_backward_hooks(model: nn.Module) -> None:
+    """Raise a StackError if the backward pass of one model would call hooks, which an array has nobody to call for."""
+    hooked = [(f"parameter '{path}'", has_hooks(parameter)) for path, parameter in model.named_parameters()]
+    for path, module in model.named_modules():
+        where = f"module '{path}'" if path else "the model"
+        hooked.append((where, any(getattr(module, name, None) for name in _BACKWARD_HOOKS)))
+    for where, found in hooked:
+        if found:
+            raise StackError(
+                f"{where} has a hook for the backward pass, which members that run as one do not have one by one; remove it, "
+                f"and change gradients in the optimizer: chain(...)"
+            )
+
+
+def _check_module(
+    mine: nn.Module, theirs: nn.Module, path: str, member: int, known: dict[tuple[int, int], Any]
+) -> None:
     where = f"'{path}'" if path else "the model"
     if _kind(mine) != _kind(theirs):
         raise StackError(
@@ -85,6 +105,7 @@ def _check_module(mine: nn.Module, theirs: nn.Module, path: str, member: int) ->
             f"model {member}: {where} is in {mode} mode but in model 0 it is in {other} mode; call .train() or .eval() "
             f"on all of them"
         )
+    own = {id(tensor) for module in (mine, theirs) for tensor in own_tensors(module).values()}
     for name in _HOOKS:
         count, other = len(getattr(mine, name, ())), len(getattr(theirs, name, ()))
         if count != other:
@@ -92,10 +113,15 @@ def _check_module(mine: nn.Module, theirs: nn.Module, path: str, member: int) ->
                 f"model {member}: {where} has {count} {name.strip('_')} but model 0 has {other}; register the same hooks "
                 f"on all models or on none"
             )
-    own = {id(tensor) for module in (mine, theirs) for tensor in own_tensors(module).values()}
+        hooks = [tuple(getattr(module, name, {}).values()) for module in (mine, theirs)]
+        if not _equal(hooks[0], hooks[1], own, dict(known)):
+            raise StackError(
+                f"model {member}: the {name.strip('_')} of {where} are not those of model 0, whose code runs for all "
+                f"members; register hooks that hold the same values"
+            )
     for name in sorted({*vars(mine), *vars(theirs)} - MODULE_ATTRIBUTES):
         a, b = vars(mine).get(name, _UNSET), vars(theirs).get(name, _UNSET)
-        if not _equal(a, b, own, {}):
+        if not _equal(a, b, own, dict(known)):
             raise StackError(f"model {member}: {_setting_difference(a, b, f'{path}.{name}'.lstrip('.'), own, {})}")
 
 

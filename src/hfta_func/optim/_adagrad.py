@@ -53,6 +53,7 @@ def adagrad(
 
     def start(path: str, param: Tensor) -> Tensor:
         values = per_member("initial_accumulator_value", initial_accumulator_value, param.shape[0], param.device)
+        values = torch.complex(values, values) if param.is_complex() else values
         return torch.zeros_like(param) + per_model(values, param)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hfta_func._types import PerModel
@@ -59,7 +58,7 @@ def adam(
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, square: Tensor, *most: Tensor) -> Tensor:
         decay_mean(mean, grad, k["1-beta1"])
         decay_square(square, k["beta2"], grad, k["1-beta2"])
-        largest = most[0].copy_(torch.maximum(most[0], square)) if most else square
+        largest = most[0].clamp_min_(square) if most else square
         return mean / largest.sqrt().add_(k["eps"])
 
     knobs, unused = knobs.without_zeros("weight_decay"), () if amsgrad else ("max_exp_avg_sq",)

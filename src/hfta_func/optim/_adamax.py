@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hfta_func._types import PerModel
@@ -51,7 +50,7 @@ def adamax(
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor, largest: Tensor) -> Tensor:
         decay_mean(mean, grad, k["1-beta1"])
-        largest.copy_(torch.maximum(largest * k["beta2"], grad.abs().add_(k["eps"])))
+        largest.mul_(k["beta2"]).clamp_min_(grad.abs().add_(k["eps"]))
         return mean / largest
 
     return leafwise(AdamaxState, knobs.without_zeros("weight_decay"), rule, prepare, maximize=maximize)

@@ -181,13 +181,13 @@ def zero_count(params: Params) -> Tensor:
     return torch.zeros(num_models(params), dtype=torch.int64, device=next(iter(params.values())).device)
 
 
-def per_member(name: str, spec: Any, count: int, device: torch.device) -> Tensor:
+def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: Range | None = None) -> Tensor:
     """A plain hyperparameter as ``float64[M]``; raises if it is a schedule, out of range or has another length than M."""
     if isinstance(spec, Schedule):
         raise HyperparameterError(
             f"{name} is a schedule, which goes into an optimizer when it is made; here give one number, or one per model"
         )
-    check(name, spec)
+    check(name, spec, allowed)
     return vector(name, spec, count, device)
 
 
@@ -208,6 +208,8 @@ def check(name: str, spec: Any, allowed: Range | None = None) -> None:
         raise HyperparameterError(f"{name} is {spec!r}; give one number, or one per model") from None
     if values.dim() > 1:
         raise HyperparameterError(f"{name} has shape {list(values.shape)}; give one number, or one per model")
+    if isinstance(spec, Tensor) and torch.compiler.is_compiling():
+        return  # a graph cannot read its values
     low, high, words = (allowed or _RANGES.get(name, Range.FINITE)).value
     for member, value in enumerate(values.reshape(-1).tolist()):
         if not (math.isfinite(value) and low <= value < high):

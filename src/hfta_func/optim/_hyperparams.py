@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._errors import HyperparameterError
-from hfta_func._types import HYPERPARAMS
+from hfta_func._types import HPARAMS, HYPERPARAMS
 from hfta_func.optim._base import Range, check, check_choice, labels, per_member, vector
 from hfta_func.optim._transforms import PartitionState
 
@@ -24,7 +24,8 @@ def with_hyperparams(state: S, **new: Any) -> S:
     Args:
         state: A training or optimizer state.
         new: By name, a number, one number per member, or a function of the current values, ``float64[M] -> float64[M]``.
-            For a schedule, these replace its initial value, and a dict replaces its knobs by name.
+            For a schedule, these replace its initial value, and a dict replaces its knobs by name. Where the optimizer and
+            the loss function both have an ``lr``, it is the optimizer's, and ``"hparams.lr"`` is the loss function's.
 
     Raises:
         HyperparameterError: if no part of the state has a hyperparameter of that name, or a value is NaN, out of range
@@ -42,9 +43,10 @@ def with_hyperparams(state: S, **new: Any) -> S:
     changed = _replace(state, new, known)
     unknown = [name for name in new if name not in known]
     if unknown:
+        names = ", ".join(sorted(name for name in known if not name.startswith(f"{HPARAMS}."))) or "none"
         raise HyperparameterError(
-            f"unknown hyperparameter '{unknown[0]}'; this state has {', '.join(sorted(known)) or 'none'} (the plain "
-            f"number 0 leaves one out; to keep it, give one number per model)"
+            f"unknown hyperparameter '{unknown[0]}'; this state has {names} (the plain number 0 leaves one out; to keep it, "
+            f"give one number per model)"
         )
     return changed
 
@@ -140,12 +142,18 @@ def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
     if names is None:
         return tuple(_replace(child, new, known) for child in node)
     fields: dict[str, Any] = {}
-    for field, value in zip(names, node, strict=True):
-        if field in HYPERPARAMS:
-            known.update(value)
-            fields[field] = {
-                name: _renew(name, held, new[name]) if name in new else held for name, held in value.items()
+    # The loss function's come last: a plain name that the optimizer has is the optimizer's.
+    for field, value in sorted(zip(names, node, strict=True), key=lambda pair: pair[0] == HPARAMS):
+        if field == HPARAMS:
+            own = {name: new[name] for name in value if name in new and name not in known}
+            own |= {name: new[f"{field}.{name}"] for name in value if f"{field}.{name}" in new}
+            fields[field] = value | {
+                name: _renew(name, value[name], given, Range.FINITE) for name, given in own.items()
             }
+            known.update(value, (f"{field}.{name}" for name in value))
+        elif field in HYPERPARAMS:
+            known.update(value)
+            fields[field] = value | {name: _renew(name, value[name], new[name]) for name in value if name in new}
         else:
             fields[field] = _replace(value, new, known)
     return type(node)(**fields)
@@ -160,10 +168,10 @@ def _replace_group(group: str, node: Any, new: Mapping[str, Any], known: set[str
     return changed
 
 
-def _renew(name: str, held: Any, value: Any) -> Any:
+def _renew(name: str, held: Any, value: Any, allowed: Range | None = None) -> Any:
     if isinstance(held, Tensor):
         value = value(held) if callable(value) else value
-        return per_member(name, value, held.shape[0], held.device).to(held.dtype)
+        return per_member(name, value, held.shape[0], held.device, allowed).to(held.dtype)
     changes = value if isinstance(value, Mapping) else {next(iter(held)): value}
     unknown = [knob for knob in changes if knob not in held]
     if unknown:

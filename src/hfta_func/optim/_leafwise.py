@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import can_look
+from hfta_func._torch import can_look, inside_transform
 from hfta_func._tree import per_model, write
 from hfta_func._types import Params
 from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
@@ -101,12 +101,25 @@ def leafwise(
         write(held, wide)
         return direction, decay if decoupled else None
 
+    def functional(grad: Tensor, param: Tensor, k: Mapping[str, Any], held: list[Tensor]) -> Any:
+        """:func:`change` that returns the next slots; rules write in place, which a gradient around them does not allow."""
+
+        def changed(grad: Tensor, param: Tensor, k: Any, held: list[Tensor]) -> Any:
+            fresh = [slot.clone() for slot in held]
+            direction, factor = change(grad, param, k, fresh)
+            return direction, factor, fresh
+
+        around = inside_transform() and not torch.compiler.is_compiling()
+        return (torch.func.functionalize(changed) if around else changed)(grad, param, k, held)
+
     def update(grads: Params, held: Any, params: Params) -> tuple[Params, Any]:
         numbers, new = begin(held)
         updates, after = {}, {name: {} for name in slots}
         for path, grad in grads.items():
-            param, own = params[path], [getattr(held, name)[path].clone() for name in used]
+            back = torch.view_as_complex if grad.is_complex() else lambda real: real
+            grad, param, *own = map(_real, (grad, params[path], *(getattr(held, name)[path] for name in used)))
             pieces = numbers.pieces(param, elementwise)
+            own = [slot.clone() for slot in own] if pieces else own
             out = torch.empty_like(_wide(param)) if pieces else None
             for row, k in pieces:
                 direction, factor = change(grad[row], param[row], k, [slot[row] for slot in own])
@@ -115,19 +128,19 @@ def leafwise(
                     out[row].add_(param[row], alpha=factor)  # pyright: ignore
             if out is None:
                 k = numbers.like(param)
-                direction, factor = change(grad, param, k, own)
+                direction, factor, own = functional(grad, param, k, own)
                 out = direction * k["step"]
                 out = out if factor is None else out + factor * param
-            updates[path] = out
+            updates[path] = back(out)
             for name, slot in zip(used, own, strict=True):
-                after[name][path] = slot
+                after[name][path] = back(slot)
         return updates, held._replace(**new, **after)
 
     def update_(grads: Params, held: Any, params: Params, keep: Tensor | None, apply: bool) -> Params:
         numbers, new = begin(held)
         kept = None if keep is None or not can_look(keep) else keep.tolist()
         for path, grad in grads.items():
-            param, own = params[path], [getattr(held, name)[path] for name in used]
+            grad, param, *own = map(_real, (grad, params[path], *(getattr(held, name)[path] for name in used)))
             pieces = numbers.pieces(param, elementwise)
             for row, k in pieces:
                 if kept is None or kept[row[0].start]:
@@ -180,6 +193,11 @@ class _Numbers:
         length = max(1, leaf.shape[1] * _PIECE // size)
         starts = range(0, leaf.shape[1], length)
         return [((slice(member, member + 1), slice(at, at + length)), k) for member, k in self._rows for at in starts]
+
+
+def _real(leaf: Tensor) -> Tensor:
+    """Complex numbers as pairs, as ``torch.optim`` updates them: ``[M, ...] -> [M, ..., 2]``."""
+    return torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
 
 
 def _wide(leaf: Tensor) -> Tensor:

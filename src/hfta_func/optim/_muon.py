@@ -67,10 +67,11 @@ def muon(
     knobs = Knobs(lr=lr, weight_decay=weight_decay, momentum=momentum).without_zeros("weight_decay")
 
     def start(path: str, param: Tensor) -> Tensor:
-        if param.dim() != 3:
+        if param.dim() != 3 or param.is_complex():
+            kind = "complex " if param.is_complex() else ""
             raise HyperparameterError(
-                f"muon takes only matrices, but '{path}' of one model is {list(param.shape[1:])}; use partition(...) to "
-                f"give it another optimizer"
+                f"muon takes only real matrices, but '{path}' of one model is {kind}{list(param.shape[1:])}; use "
+                f"partition(...) to give it another optimizer"
             )
         return torch.zeros_like(param)
 

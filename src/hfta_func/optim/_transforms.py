@@ -181,7 +181,7 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
 
     def update(grads: Params, state: AccumulateState, params: Params) -> tuple[Params, AccumulateState]:
         seen = state.seen + 1
-        mean = _lerp(state.grads, grads, 1 / seen)
+        mean = _lerp(state.grads, grads, 1 / seen.double())
         due = seen >= knobs.at(state.hyperparams, state.seen)["every"]
         nothing = _zeros(grads)
         if can_look(due) and not bool(due.any()):
@@ -321,6 +321,10 @@ def _longest(labels: Mapping[str, str | None], path: str) -> str | None:
     if not matching:
         raise HyperparameterError(f"'{path}' is in no group; name it, or label all others with '', None to freeze them")
     return labels[max(matching, key=len)]
+
+
+def _matches(name: str, path: str) -> bool:
+    return not name or path == name or path.startswith(f"{name}.")
 
 
 def _zeros(tree: Params) -> Params:

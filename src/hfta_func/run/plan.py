@@ -13,7 +13,7 @@ from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, take
 from hfta_func._types import Tree
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, release
-from hfta_func.step.batch import check_batch, take_batch
+from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
 from hfta_func.step.state import TrainState
 
@@ -207,7 +207,7 @@ class _Array:
 
     def __init__(self, step: Run, state: TrainState, batch: Tree, size: int):
         count, dims = num_models(state), getattr(original(step), "batch_dims", 0)
-        check_batch(dims, batch, count)
+        check_batch(dims, plain(batch), count)
         members = torch.arange(size, device=state.keys.device) % count
         self._run, self._state, self._batch = step, take(state, members), take_batch(dims, batch, members)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,65 +13,102 @@ from hfta_func._errors import BatchError
 from hfta_func._tree import tree_map
 from hfta_func._types import Tree
 
-# Of these the transforms take the parts; anything else, such as another mapping, would be a leaf to them.
-_DICTS = (dict, OrderedDict, defaultdict)
+
+def plain(batch: Tree) -> Tree:
+    """The batch as a tree: mappings of all kinds, such as tokenizers return, and dataclasses become dicts."""
+    if isinstance(batch, Mapping):
+        return {name: plain(child) for name, child in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return _with_parts(batch, [plain(child) for child in batch])
+    if _is_record(batch):
+        return {field.name: plain(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+    return batch
 
 
-def check_batch(dims: Tree, batch: Tree, count: int, path: str = "batch") -> None:
-    """Raise a BatchError unless ``dims`` has the structure of the batch, whose leaves have M parts where it is 0."""
-    if dims is None:
+def restored(tree: Tree, batch: Tree) -> Any:
+    """What :func:`plain` has made of a batch, in the containers of that batch."""
+    if isinstance(batch, Mapping):
+        parts = {name: restored(tree[name], child) for name, child in batch.items()}
+        if type(batch) is dict:
+            return parts
+        if not hasattr(batch, "update"):
+            # One that cannot be changed, such as a MappingProxyType, can be made of a dict.
+            return type(batch)(parts)  # pyright: ignore[reportCallIssue]
+        filled: Any = copy.copy(batch)
+        filled.update(parts)
+        return filled
+    if isinstance(batch, (tuple, list)):
+        return _with_parts(batch, [restored(part, child) for part, child in zip(tree, batch, strict=True)])
+    if _is_record(batch):
+        filled = copy.copy(batch)
+        for name, part in tree.items():
+            # Frozen dataclasses refuse setattr.
+            object.__setattr__(filled, name, restored(part, getattr(batch, name)))
+        return filled
+    return tree
+
+
+def copied(tree: Tree) -> Tree:
+    """The tree in tensors of its own: a model may write its input, as ReLU(inplace=True) does in a first layer."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None:
+    """Raise a BatchError unless ``dims`` fits what :func:`plain` makes of a batch, and leaves have M parts where it is 0."""
+    if dims is None or tree is None:
         return
-    parts = _parts(batch)
+    parts = _parts(tree)
     if not isinstance(dims, int):
         own = _parts(dims)
-        if parts is None or own is None or _kind(dims) is not _kind(batch):
+        if parts is None or own is None or isinstance(dims, Mapping) is not isinstance(tree, Mapping):
             raise BatchError(
-                f"{path} is a {type(batch).__qualname__} but batch_dims has a {type(dims).__qualname__} there; give "
+                f"{path} is a {type(tree).__qualname__} but batch_dims has a {type(dims).__qualname__} there; give "
                 f"batch_dims the structure of the batch"
             )
         if parts.keys() != own.keys():
-            names, others = ([*held] if isinstance(batch, dict) else f"{len(held)} parts" for held in (parts, own))
+            names, others = ([*held] if isinstance(tree, dict) else f"{len(held)} parts" for held in (parts, own))
             raise BatchError(f"{path} has {names} but batch_dims has {others}; give one entry per part")
     if parts is not None:
         for name, child in parts.items():
             check_batch(dims if isinstance(dims, int) else dims[name], child, count, f"{path}[{name!r}]")
-    elif not isinstance(batch, Tensor):
-        cure = "; pass dict(...) of it" if isinstance(batch, Mapping) else ""
-        raise BatchError(f"{path} is a {type(batch).__qualname__}; the leaves of a batch must be tensors{cure}")
-    elif batch.dim() == 0 or batch.shape[0] != count:
+    elif not isinstance(tree, Tensor):
+        raise BatchError(f"{path} is a {type(tree).__qualname__}; the leaves of a batch must be tensors")
+    elif tree.dim() == 0 or tree.shape[0] != count:
         raise BatchError(
-            f"{path} is {list(batch.shape)} but the array has {count} models; give every model its own part "
+            f"{path} is {list(tree.shape)} but the array has {count} models; give every model its own part "
             f"[{count}, N, ...], or make the step with batch_dims=None to share one batch"
         )
 
 
-def _kind(tree: Tree) -> type:
-    return dict if type(tree) in _DICTS else type(tree)
-
-
-def _parts(tree: Tree) -> dict[Any, Tree] | None:
-    """The parts of a dict, a tuple, a NamedTuple or a list by name or position; None for a leaf."""
-    if type(tree) in _DICTS:
-        return tree
-    return dict(enumerate(tree)) if type(tree) in (tuple, list) or hasattr(tree, "_fields") else None
-
-
-def own_copy(batch: Tree) -> Tree:
-    """A copy for a model to write, as ReLU(inplace=True) does in a first layer; the batch is the caller's."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-
-
 def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
     """The parts of a batch that belong to the members at ``index``, along axis 0 where ``dims`` is 0; the rest is shared."""
-    if dims is None:
-        return batch
-    if isinstance(batch, dict):
-        return {
-            name: take_batch(dims[name] if isinstance(dims, dict) else dims, child, index)
-            for name, child in batch.items()
-        }
-    if isinstance(batch, (tuple, list)):
-        inner = dims if isinstance(dims, (tuple, list)) else [dims] * len(batch)
-        parts = [take_batch(dim, child, index) for dim, child in zip(inner, batch, strict=True)]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch[index]
+    return restored(_over(lambda dim, leaf: leaf if dim is None else leaf[index], dims, plain(batch)), batch)
+
+
+def spread(dims: Tree, tree: Tree) -> Tree:
+    """One entry of ``dims`` for each leaf of a batch that :func:`plain` has made, None where there is no tensor."""
+    return _over(lambda dim, leaf: dim, dims, tree)
+
+
+def _over(func: Callable[[Any, Any], Any], dims: Tree, tree: Tree) -> Tree:
+    if isinstance(tree, dict):
+        return {name: _over(func, dims[name] if isinstance(dims, Mapping) else dims, tree[name]) for name in tree}
+    if isinstance(tree, (tuple, list)):
+        inner = dims if isinstance(dims, (tuple, list)) else [dims] * len(tree)
+        return _with_parts(tree, [_over(func, dim, part) for dim, part in zip(inner, tree, strict=True)])
+    return func(dims if isinstance(tree, Tensor) else None, tree)
+
+
+def _parts(tree: Tree) -> Mapping[Any, Tree] | None:
+    """The parts of a dict, a tuple, a NamedTuple or a list by name or position; None for a leaf."""
+    if isinstance(tree, Mapping):
+        return tree
+    return dict(enumerate(tree)) if isinstance(tree, (tuple, list)) else None
+
+
+def _with_parts(sequence: Any, parts: list[Any]) -> Any:
+    return type(sequence)(*parts) if hasattr(sequence, "_fields") else type(sequence)(parts)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hfta_func._errors import StateError
+from hfta_func._torch import can_look, writes
 from hfta_func._tree import difference
-from hfta_func._types import Tree
+from hfta_func._types import Params, Tree
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.optim import GradientTransformation
-from hfta_func.step.batch import check_batch
+from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -21,6 +24,24 @@ def require(state: Any, *others: type) -> None:
     if not isinstance(state, (TrainState, *others)):
         kinds = " or ".join(kind.__qualname__ for kind in (TrainState, *others))
         raise StateError(f"expected a {kinds} but got {type(state).__qualname__}; make one with step.init(...)")
+
+
+@contextlib.contextmanager
+def _unwritten(params: Params) -> Iterator[None]:
+    before = {path: writes(param) for path, param in params.items()}
+    yield
+    for path, count in before.items():
+        if writes(params[path]) != count:
+            raise StateError(
+                f"the model writes its parameter '{path}' in place, which a step must not do; make it a buffer, which a step "
+                f"returns anew, or change it between steps: state._replace(params=...)"
+            )
+
+
+def unwritten(params: Params) -> contextlib.AbstractContextManager[None]:
+    """A block that raises a StateError if it writes parameters, where that can be seen: a compiler makes copies."""
+    looks = params and can_look(next(iter(params.values())))
+    return _unwritten(params) if looks else contextlib.nullcontext()
 
 
 class Check:
@@ -40,7 +61,7 @@ class Check:
         # A graph is compiled for the structure of its inputs, so the compiler checks it by itself.
         if not torch.compiler.is_compiling():
             self._check_opt_state(state)
-        check_batch(self._options.batch_dims, batch, state.keys.shape[0])
+        check_batch(self._options.batch_dims, plain(batch), state.keys.shape[0])
 
     def _check_opt_state(self, state: TrainState) -> None:
         if bool(state.loss_scale) != (self._options.scaling is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,16 +11,15 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._errors import StateError
-from hfta_func._torch import can_look, writes
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, Tree
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.rules.vmap import vmap_routed
-from hfta_func.step.batch import check_batch, own_copy
-from hfta_func.step.check import require
+from hfta_func.step.batch import check_batch, copied, plain, restored, spread
+from hfta_func.step.check import require, unwritten
 from hfta_func.step.chunks import Chunks
-from hfta_func.step.gradients import autocasting, check_metrics, num_positional, rewrites_params
+from hfta_func.step.gradients import autocasting, check_metrics, num_positional
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -73,7 +73,6 @@ class EvalStep:
         self._shapes = shapes(model)
         self._takes_hparams = num_positional(metric_fn) >= 3
         self._metrics = bind(model, metric_fn, training=False)
-        self._rewrites_params = rewrites_params(model)
         self._tried = False
 
     @torch.no_grad()
@@ -91,7 +90,7 @@ class EvalStep:
             num_models((state.params, state.buffers))
         check_state((state.params, state.buffers), self._shapes)
         first = leaves((state.params, state.buffers))[0]
-        check_batch(self.options.batch_dims, batch, first.shape[0])
+        check_batch(self.options.batch_dims, plain(batch), first.shape[0])
         if isinstance(state, TrainState):
             keys, hparams = random.fold_in(state.keys, ~state.step), state.hparams
         elif self._takes_hparams:
@@ -100,23 +99,27 @@ class EvalStep:
             )
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
-        params = state.params
-        # The first call finds out whether the model writes its parameters; the compiler must not see that flag.
-        looks = not torch.compiler.is_compiling() and not self._tried and can_look(keys)
-        if looks or self._rewrites_params:
-            params = {path: param.clone() for path, param in params.items()}
-        metrics = self.chunks(self._run, (keys, params, state.buffers, hparams), batch)
-        if looks:
+        # A metric may write its numbers, which are the state's; the first call finds out whether a model writes its
+        # parameters, and the compiler must not see that flag.
+        hparams, params = copied(hparams), state.params
+        if not torch.compiler.is_compiling() and not self._tried:
+            params = copied(params)
+        with unwritten(params):
+            run = functools.partial(self._run, batch)
+            metrics = self.chunks(run, (keys, params, state.buffers, hparams), plain(batch))
+        if not torch.compiler.is_compiling():
             self._tried = True
-            self._rewrites_params |= any(writes(param) for param in params.values())
         return metrics
 
-    def _run(self, members: tuple[Tensor, Params, Params, Params], batch: Tree) -> dict[str, Tensor]:
-        run = vmap_routed(self._member, in_dims=(0, 0, 0, 0, self.options.batch_dims))
+    def _run(self, batch: Tree, members: tuple[Tensor, Params, Params, Params], tree: Tree) -> dict[str, Tensor]:
+        in_dims = (0, 0, 0, 0, spread(self.options.batch_dims, tree))
         with autocasting(members[0].device, self.options.autocast):
-            return run(*members, own_copy(batch))
+            return vmap_routed(functools.partial(self._member, batch), in_dims)(*members, copied(tree))
 
-    def _member(self, key: Tensor, params: Params, buffers: Params, hparams: Params, batch: Tree) -> dict[str, Tensor]:
+    def _member(
+        self, like: Tree, key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree
+    ) -> dict[str, Tensor]:
+        batch = restored(tree, like)
         args = (batch, hparams) if self._takes_hparams else (batch,)
         metrics, _ = self._metrics(params, buffers, *args, key=key)
         return check_metrics(metrics if isinstance(metrics, dict) else {self._name: metrics})

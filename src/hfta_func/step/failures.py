@@ -31,16 +31,19 @@ def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
     if can_look(losses) and bool(torch.stack([leaf.sum() for leaf in leaves]).isfinite().all()):
         # Nothing infinite and no NaN can have gone into a finite sum.
         return torch.zeros(losses.shape[0], dtype=torch.int64)
-    # In float64, sums of narrower values do not overflow. One reduction at the end, so that the compiler computes the
-    # flags once and not for every leaf that reads them.
+    # One reduction at the end, so that the compiler computes the flags once and not for every leaf that reads them.
     sums = torch.stack([_sum(leaf) for leaf in leaves]).isfinite()
     failure = torch.where(sums.all(0), int(Failure.NONE), int(Failure.GRADIENT))
     return torch.where(sums[0], failure, int(Failure.LOSS))
 
 
 def _sum(leaf: Tensor) -> Tensor:
+    """A number for each member that is finite exactly if all of its values are."""
+    wide = torch.promote_types(leaf.dtype, torch.float64)
+    # In float64, sums of narrower values do not overflow, and of values that are as wide, not if they are scaled down.
+    leaf = leaf * 2.0**-64 if leaf.dtype == wide else leaf
     # Over all axes, in whatever order they are in memory: a gradient may be transposed.
-    return leaf.sum([*range(1, leaf.dim())], dtype=torch.float64) if leaf.dim() > 1 else leaf.double()
+    return leaf.sum([*range(1, leaf.dim())], dtype=wide) if leaf.dim() > 1 else leaf.to(wide)
 
 
 def refuse(failure: Tensor, step: Tensor) -> Tensor:

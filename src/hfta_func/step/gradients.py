@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._errors import LossError, StateError
-from hfta_func._torch import can_look, inside_transform, writes
+from hfta_func._errors import LossError
+from hfta_func._torch import inside_transform
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
-from hfta_func.models.functional import bind
+from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step import amp
-from hfta_func.step.batch import own_copy
+from hfta_func.step.batch import copied, plain, restored, spread
+from hfta_func.step.check import unwritten
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
@@ -41,10 +43,10 @@ class Gradients:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], trainable: frozenset[str], options: Options):
         self.takes_hparams = num_positional(loss_fn) >= 3
-        # In a copy, where the update starts from.
-        self.rewrites_params = rewrites_params(model)
+        # A look-up table with max_norm shortens rows in place before it reads them: in a copy, where the update starts from.
+        self.rewrites_params = bool(tables_with_max_norm(model))
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
-        self._loss = bind(model, loss_fn, options.checkpoint)
+        self._loss = bind(model, loss_fn, options.checkpoint, renorms=True)
         self._trainable = trainable
         self._options = options
         self._tried = False
@@ -58,20 +60,22 @@ class Gradients:
         frozen = {path: param for path, param in params.items() if path not in self._trainable}
         keys = random.fold_in(state.keys, state.step)
         scale = () if self._options.scaling is None else state.loss_scale.scale
-        members = (keys, trained, frozen, state.buffers, state.hparams, scale)
-        grads, losses, metrics, buffers = self.chunks(self._run, members, batch)
+        # A loss may write its numbers, which are the state's.
+        hparams = {name: value.clone() for name, value in state.hparams.items()}
+        members = (keys, trained, frozen, state.buffers, hparams, scale)
+        grads, losses, metrics, buffers = self.chunks(functools.partial(self._run, batch), members, plain(batch))
         if self._options.scaling is not None:
             grads = amp.unscaled(grads, state.loss_scale.scale)
         return Found(trained, grads, losses, metrics, buffers)
 
-    def _run(self, members: tuple[Tensor, Params, Params, Params, Params, Any], batch: Tree) -> Any:
+    def _run(self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params, Any], tree: Tree) -> Any:
         keys, trained, frozen, buffers, hparams, scale = members
-        batch = own_copy(batch)
-        run = vmap_routed(self._member, in_dims=(0, 0, 0, 0, 0, self._options.batch_dims))
+        member = functools.partial(self._member, batch)
+        run = vmap_routed(member, in_dims=(0, 0, 0, 0, 0, spread(self._options.batch_dims, tree)))
 
         def total(trained: Params) -> tuple[Tensor, Any]:
             with autocasting(keys.device, self._options.autocast):
-                losses, metrics, new_buffers = run(trained, frozen, buffers, keys, hparams, batch)
+                losses, metrics, new_buffers = run(trained, frozen, buffers, keys, hparams, copied(tree))
             # Members are independent, so the gradient of the sum holds each member's own gradient.
             scaled = losses if self._options.scaling is None else losses * scale
             return scaled.sum(), (losses, metrics, new_buffers)
@@ -79,22 +83,17 @@ class Gradients:
         # The compiler must not see the flag, or it would compile again when an eager call has set it.
         if not torch.compiler.is_compiling() and not self._tried:
             # Once, so that a model that writes them is found out before it has changed the caller's.
-            frozen = {path: param.clone() for path, param in frozen.items()}
-        before = {path: writes(param) for path, param in frozen.items()} if can_look(keys) else {}
-        grads, aux = grad_and_aux(trained, total)
-        for path, count in before.items():
-            if writes(frozen[path]) != count:
-                raise StateError(
-                    f"the model writes '{path}' in place, a parameter that does not require grad; make it a "
-                    f"buffer, which a step returns anew"
-                )
+            trained, frozen = (trained if self.rewrites_params else copied(trained)), copied(frozen)
+        with unwritten(frozen if self.rewrites_params else trained | frozen):
+            grads, aux = grad_and_aux(trained, total)
         if not torch.compiler.is_compiling():
             self._tried = True
         return grads, *aux
 
     def _member(
-        self, trained: Params, frozen: Params, buffers: Params, key: Tensor, hparams: Params, batch: Tree
+        self, like: Tree, trained: Params, frozen: Params, buffers: Params, key: Tensor, hparams: Params, tree: Tree
     ) -> tuple[Tensor, Params, Params]:
+        batch = restored(tree, like)
         args = (batch, hparams) if self.takes_hparams else (batch,)
         result, buffers = self._loss({**trained, **frozen}, buffers, *args, key=key)
         return *check_result(result), buffers
@@ -149,11 +148,6 @@ def check_metrics(metrics: dict[str, Any]) -> dict[str, Tensor]:
         if not isinstance(value, Tensor):
             raise LossError(f"metric '{name}' is a {type(value).__qualname__}; metrics must be tensors")
     return metrics
-
-
-def rewrites_params(model: nn.Module) -> bool:
-    """Whether the model writes its parameters: a look-up table with max_norm rescales rows before it reads them."""
-    return any(getattr(module, "max_norm", None) is not None for module in model.modules())
 
 
 def num_positional(func: Callable[..., Any]) -> int:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._errors import HyperparameterError, LossError, StateError
-from hfta_func._tree import num_models
+from hfta_func._torch import inside_transform
+from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, PerModel, Tree
 from hfta_func.models.stack import check_state, shapes
-from hfta_func.optim._base import GradientTransformation, check_transformation, per_member
+from hfta_func.optim._base import GradientTransformation, Range, check_transformation, per_member
 from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.amp import LossScale
@@ -118,9 +119,8 @@ class TrainStep:
         """Which parts of a batch have a model axis."""
         return self.options.batch_dims
 
-    @torch.no_grad()
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
-        """Take one step with every active member.
+        """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.
 
         A member whose loss or gradient is not finite keeps its parameters, buffers and optimizer state, and
         ``metrics["failure"]`` says why. Inactive members keep everything.
@@ -135,11 +135,15 @@ class TrainStep:
             LossError: if a loss is not a floating-point scalar.
             NonFiniteError: with ``nonfinite="raise"``, if a member fails.
         """
-        self._check(state, batch)
-        found = self._gradients(state, batch)
-        verdict = judge(state, found, self.options)
-        update = self._update(self.optimizer, state, found)
-        return commit(state, found, verdict, update, self.options), {**verdict.report, **found.metrics}
+        # Only a transform around the step keeps what its gradient needs.
+        with torch.set_grad_enabled(inside_transform()):
+            self._check(state, batch)
+            found = self._gradients(state, batch)
+            verdict = judge(state, found, self.options)
+            update = self._update(self.optimizer, state, found)
+            # A metric may be a tensor of the state, which is overwritten.
+            metrics = tree_map(torch.clone, found.metrics) if self.options.donate else found.metrics
+            return commit(state, found, verdict, update, self.options), {**verdict.report, **metrics}
 
     def init(
         self,
@@ -182,7 +186,9 @@ class TrainStep:
         if keys.device.type == "cpu":
             keep_memory_once()
         trained = {path: param for path, param in params.items() if path in self.trainable}
-        dtype, scaling = next(iter(trained.values())).dtype, self.options.scaling
+        kind, scaling = next(iter(trained.values())).dtype, self.options.scaling
+        # In fewer bits, a rate such as 0.999 would be 1.
+        dtype = torch.promote_types(kind.to_real(), torch.float32)
         return TrainState(
             params=dict(params),
             buffers=buffers,
@@ -190,7 +196,8 @@ class TrainStep:
             keys=keys,
             step=torch.zeros(count, dtype=torch.int64, device=keys.device),
             hparams={
-                name: per_member(name, value, count, keys.device).to(dtype) for name, value in (hparams or {}).items()
+                name: per_member(name, value, count, keys.device, Range.FINITE).to(dtype)
+                for name, value in (hparams or {}).items()
             },
             active=torch.ones(count, dtype=torch.bool, device=keys.device),
             loss_scale=() if scaling is None else scaling.init(count, keys.device),
