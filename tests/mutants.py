@@ -35,7 +35,7 @@ TESTS = {
     "step": _STEP,
     "optim": _OPTIM,
     "random.py": ["test_random.py", "test_data.py"],
-    "files": ["test_storage.py", "test_durable.py"],
+    "files": ["test_atomic.py", "test_storage.py", "test_durable.py"],
     "step/amp.py": ["test_step.py", "test_amp.py"],
     "step/options.py": ["test_evaluate.py", "test_step.py", "test_amp.py"],
     "step/evaluate.py": ["test_evaluate.py", "test_errors.py"],

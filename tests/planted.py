@@ -180,17 +180,17 @@ PLANTED = [
     ),
     Planted(
         "files are not forced to the disk",
-        *("files/storage.py", "            os.fsync(file.fileno())\n", ""),
+        *("files/atomic.py", "        os.fsync(file.fileno())\n", ""),
         "test_storage.py::test_files_are_on_the_disk_before_they_take_the_place_of_others",
     ),
     Planted(
         "directories are not forced to the disk",
-        *("files/storage.py", "os.fsync(directory)", "pass"),
+        *("files/atomic.py", "os.fsync(directory)", "pass"),
         "test_storage.py::test_files_are_on_the_disk_before_they_take_the_place_of_others",
     ),
     Planted(
         "files are forced to the disk before they are written out",
-        *("files/storage.py", "            file.flush()\n", ""),
+        *("files/atomic.py", "        file.flush()\n", ""),
         "test_storage.py::test_files_are_on_the_disk_before_they_take_the_place_of_others",
     ),
     Planted(

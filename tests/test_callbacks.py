@@ -118,17 +118,20 @@ def test_a_metric_that_is_not_there(run, tmp_path, make):
 def test_keep_checkpoints(run, tmp_path):
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
-    for other in ("epoch-000077.safetensors", "notes.txt"):
+    others = ["epoch-000001-best.safetensors", "epoch-0000002.safetensors", "epoch-1.safetensors", "notes.txt"]
+    for other in [*others, "epoch-000077.safetensors"]:
         (folder / other).touch()
+    (folder / "epoch-000001.safetensors").symlink_to("notes.txt")
     names = []
 
     def look(state, history):
-        names.append([int(name[6:12]) for name in sorted(os.listdir(folder)) if name[:6] == "epoch-"][:-1])
+        names.append([n for n in range(1, 77) if (folder / f"epoch-{n:06d}.safetensors").is_file() and n > 1])
 
     callbacks = [hfta.keep_checkpoints(folder, keep=2, every=2), look]
     state, _, states = run([[1.0] * 4] * 7, callbacks=callbacks)
     assert names == [[], [2], [2], [2, 4], [2, 4], [4, 6], [4, 6]]
-    assert sorted(os.listdir(folder)) == [*(f"epoch-0000{n}.safetensors" for n in ("04", "06", "77")), "notes.txt"]
+    own = [f"epoch-0000{n}.safetensors" for n in ("01", "04", "06", "77")]
+    assert sorted(os.listdir(folder)) == sorted([*others, *own])
     for epoch in (4, 6):
         path = folder / f"epoch-{epoch:06d}.safetensors"
         loaded = hfta.load(path, like=state)
@@ -161,13 +164,47 @@ def test_keep_best(run, tmp_path, mode, broken_off):
         assert int(loaded.step[member]) == 2 * epoch
     record = hfta.read_metadata(path)["metadata"]
     assert record["epoch"] == best and (record["metric"], record["mode"]) == ("score", mode)
-    assert record["value"][:3] == pytest.approx([sign * 1.0, sign * 0.1, sign * 4.0])
+    assert record["value"][:3] == pytest.approx([sign * 1.0, sign * 0.1, sign * 4.0]) and record["value"][3] == "nan"
     if broken_off:
         written = path.read_bytes()
         assert held != written
         os.replace(tmp_path / "copy", tmp_path / "run")
         run(table, callbacks=[hfta.keep_best(path, "score", mode)], resume=tmp_path / "run")
         assert path.read_bytes() == written
+
+
+def test_checkpoints_after_the_millionth_epoch(run, tmp_path):
+    names = [f"epoch-{epoch}.safetensors" for epoch in (999_998, 999_999, 1_000_000)]
+    for name in names:
+        (tmp_path / name).touch()
+    state, history, _ = run([[1.0] * 4])
+    history.epochs *= 1_000_000
+    hfta.keep_checkpoints(tmp_path, keep=2)(state, history)
+    assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
+
+
+def test_keep_best_refuses_other_files(run, tmp_path):
+    state, history, _ = run([[1.0] * 4] * 2)
+    path = tmp_path / "best.safetensors"
+    for metadata in (
+        {},
+        {"value": [1.0] * 4, "epoch": [1, 2]},
+        {"value": None, "epoch": [1] * 4},
+        {"value": ["a"] * 4},
+    ):
+        hfta.save(state, path, metadata=metadata)
+        with pytest.raises(
+            hfta.CheckpointError, match=r"best.safetensors is not a file of keep_best; pass a file of its"
+        ):
+            hfta.keep_best(path, "score")(state, history)
+
+
+def test_infinite_values_are_compared_after_a_break(run, tmp_path):
+    table = [[INF, -INF, NAN, 1.0], [1.0, 0.0, INF, NAN]]
+    for epochs in (1, 2):
+        run(table, epochs=epochs, callbacks=[hfta.keep_best(tmp_path / "best", "score")], resume=tmp_path / "run")
+    found = hfta.read_metadata(tmp_path / "best")["metadata"]
+    assert found["epoch"] == [2, 1, 2, 1] and found["value"] == [1.0, "-inf", "inf", 1.0]
 
 
 def test_tensorboard(run, tmp_path):

@@ -212,6 +212,27 @@ def test_mapped_bytes_are_made_once_for_a_key(tmp_path):
     assert torch.equal(files.mapped(tmp_path / "a-1-5", ["key", 1], (30, 2), not_again), other)
 
 
+def test_mapped_bytes_remove_files_of_exactly_their_names(tmp_path):
+    digest = "0123456789abcdef"
+    others = [
+        "a-1.backup.npy",
+        f"a-1.{digest}.npy.bak",
+        f"a-1.{digest}0.npy",
+        f"a-1.{digest.upper()}.npy",
+        f"a.1.{digest}.npy",
+    ]
+    for name in [*others, f"a-1.{digest}.npy"]:
+        (tmp_path / name).touch()
+    (tmp_path / "a-1.0000000000000000.npy").mkdir()
+    files.mapped(tmp_path / "a-1", ["key", 1], (3,), fill_with(1))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {*others, "a-1.0000000000000000.npy"} and f"a-1.{digest}.npy" not in names and len(names) == 7
+    # A point in a name is no pattern.
+    (tmp_path / "axb.0123456789abcdef.npy").touch()
+    files.mapped(tmp_path / "a.b", [], (3,), fill_with(1))
+    assert (tmp_path / "axb.0123456789abcdef.npy").exists()
+
+
 def test_a_loader_takes_mapped_bytes_as_they_are(tmp_path):
     data = files.mapped(tmp_path / "a", [], (6, 2), fill_with(3))
     loader = hfta.ArrayLoader(data, 4, seeds=[0, 1])

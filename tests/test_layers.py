@@ -45,7 +45,7 @@ FILES_IN = {
         *("state", "allocator", "batch", "failures", "amp", "options", "chunks", "check", "gradients", "judge"),
         *("update", "commit", "train", "evaluate"),
     ],
-    "files": ["storage", "checkpoint"],
+    "files": ["atomic", "storage", "checkpoint"],
     "run": ["memory", "history", "data", "fit", "plan"],
 }
 LAST = {"optim": ["_hyperparams", "__init__"], "rules": ["__init__"]}

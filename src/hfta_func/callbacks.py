@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hfta_func._errors import CheckpointError
 from hfta_func._tree import where
-from hfta_func.files.checkpoint import load, read_metadata, save
-from hfta_func.files.storage import PathLike
+from hfta_func.files.atomic import PathLike
+from hfta_func.files.checkpoint import load, plain, read_metadata, save
 from hfta_func.run.history import Callback, History
 from hfta_func.step.state import TrainState
 
@@ -57,7 +58,7 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
 
 
 def keep_checkpoints(directory: PathLike, keep: int = 3, every: int = 1) -> Callback:
-    """Save the state as ``epoch-000012.safetensors`` and remove all but the latest such files.
+    """Save the state as ``epoch-000012.safetensors`` and remove all but the latest files with exactly such names.
 
     Args:
         directory: Folder of the files; it is created if it does not exist.
@@ -79,11 +80,12 @@ def keep_checkpoints(directory: PathLike, keep: int = 3, every: int = 1) -> Call
         if len(history) % every:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"epoch-{len(history):06d}.safetensors"
-        save(state, path, metadata={"epoch": len(history)})
-        older = sorted(file for file in folder.glob("epoch-*.safetensors") if file.name <= path.name)
-        for file in older[:-keep]:
-            file.unlink()
+        names = [f"epoch-{epoch:06d}.safetensors" for epoch in range(1, len(history) + 1)]
+        save(state, folder / names[-1], metadata={"epoch": len(history)})
+        with os.scandir(folder) as entries:
+            there = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+        for name in [name for name in names if name in there][:-keep]:
+            (folder / name).unlink(missing_ok=True)
 
     return keep_latest
 
@@ -92,7 +94,8 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
     """Keep a file with the state of each member after its own best epoch.
 
     ``load(path, like=state)`` reads it, and ``read_metadata(path)["metadata"]`` has each member's ``epoch`` and ``value``.
-    NaN is never best; a member that has only had NaN is kept as of its first epoch.
+    NaN is never best; a member that has only had NaN is kept as of its first epoch. NaN and infinity are strings in
+    ``value``, which ``float`` reads.
 
     Args:
         path: The file; the first epoch of a run replaces it.
@@ -113,13 +116,17 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
         epoch = torch.full_like(value, len(history), dtype=torch.int64)
         if len(history) > 1 and os.path.exists(path):
             held = read_metadata(path)["metadata"]
-            best = torch.tensor(held["value"], dtype=torch.float64)
+            try:
+                best = torch.tensor([float(number) for number in held["value"]], dtype=torch.float64)
+                epochs = torch.tensor(held["epoch"]).view_as(best)
+            except (LookupError, TypeError, ValueError, RuntimeError):
+                raise CheckpointError(f"{path} is not a file of keep_best; pass a file of its own") from None
             better = ~value.isnan() & ~(sign * value >= sign * best)
             if not better.any():
                 return
             state = where(better.to(state.active.device), state, load(path, like=state))
-            value, epoch = torch.where(better, value, best), torch.where(better, epoch, torch.tensor(held["epoch"]))
-        found = {"metric": metric, "mode": mode, "epoch": epoch.tolist(), "value": value.tolist()}
+            value, epoch = torch.where(better, value, best), torch.where(better, epoch, epochs)
+        found = {"metric": metric, "mode": mode, "epoch": epoch.tolist(), "value": plain(value.tolist())}
         save(state, path, metadata=found)
 
     return keep

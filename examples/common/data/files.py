@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
+import re
 import struct
 import tarfile
 import urllib.request
@@ -146,7 +147,7 @@ def mapped(stem: Path, key: Iterable[Any], shape: tuple[int, ...], fill: Callabl
     """Bytes that ``fill`` writes, kept in a file and mapped into memory, which they may exceed; not to be written to.
 
     Args:
-        stem: The file's name without ``.<digest of the key>.npy``. Files of the same stem and another key are removed.
+        stem: The file's name without ``.<digest of the key>.npy``. Files of this form with another digest are removed.
         key: All that the bytes follow from.
         shape: Of the bytes.
         fill: Writes the whole array that it is given; that is in memory if the file cannot be written.
@@ -157,8 +158,9 @@ def mapped(stem: Path, key: Iterable[Any], shape: tuple[int, ...], fill: Callabl
     path = stem.with_name(f"{stem.name}.{digest.hexdigest()[:16]}.npy")
     if not path.exists():
         try:
-            for old in stem.parent.glob(f"{stem.name}.*.npy"):
-                old.unlink(missing_ok=True)
+            for old in stem.parent.iterdir():
+                if re.fullmatch(rf"{re.escape(stem.name)}\.[0-9a-f]{{16}}\.npy", old.name) and old.is_file():
+                    old.unlink(missing_ok=True)
             with _aside(path) as part:
                 array = _allocate(part, shape)
                 fill(array)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import math
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from hfta_func._errors import CheckpointError, StackError, StateError
 from hfta_func._tree import leaves, num_models, paths, take
 from hfta_func._types import HYPERPARAMS, Tree
 from hfta_func.files import storage
-from hfta_func.files.storage import PathLike
+from hfta_func.files.atomic import PathLike
 from hfta_func.models.stack import Stacked, stack_params, unstack_params
 from hfta_func.models.structure import check_materialised
 from hfta_func.step.state import TrainState
@@ -31,12 +31,13 @@ def save(state: Tree, path: PathLike, *, metadata: Mapping[str, Any] | None = No
 
     Args:
         state: A tree whose leaves are ``[M, ...]``.
-        path: Usually ends in ``.safetensors``. Only one process at a time may write it.
-        metadata: JSON data that :func:`read_metadata` returns under ``"metadata"``.
+        path: Usually ends in ``.safetensors``. If several processes write it at once, the last one's file stays, whole.
+        metadata: JSON data that :func:`read_metadata` returns under ``"metadata"``: strings as keys, finite numbers.
 
     Raises:
-        StackError: if a leaf is not a stacked tensor.
-        CheckpointError: if the file cannot be written, or safetensors does not support the dtype of a leaf.
+        StackError: if a leaf is not a stacked tensor, or two leaves have the same path.
+        CheckpointError: if ``path`` is a link, a directory or a device, the file cannot be written, or safetensors does
+            not support the dtype of a leaf.
         TypeError: if JSON cannot hold the metadata.
 
     Example:
@@ -49,8 +50,8 @@ def save(state: Tree, path: PathLike, *, metadata: Mapping[str, Any] | None = No
         True
     """
     try:
-        json.dumps(metadata)
-    except (TypeError, ValueError) as error:
+        storage.to_json(metadata or {})
+    except TypeError as error:
         raise TypeError(f"JSON cannot hold the metadata: {error}; pass numbers, strings, lists and dicts") from None
     write(path, state, metadata or {})
 
@@ -90,7 +91,8 @@ def read_metadata(path: PathLike) -> dict[str, Any]:
 
     Returns:
         ``format_version``, ``package_version``, ``num_models``; ``shapes`` of one member by path; ``hyperparameters`` by
-        path and ``seeds``, with one value per member; and the ``metadata`` given to :func:`save`.
+        path and ``seeds``, with one value per member (NaN and infinity as strings, which ``float`` reads); and the
+        ``metadata`` given to :func:`save`.
 
     Raises:
         CheckpointError: if the header is damaged, not a checkpoint's, or of a later format.
@@ -103,7 +105,7 @@ def read_metadata(path: PathLike) -> dict[str, Any]:
         >>> header["num_models"], header["shapes"], header["metadata"]
         (2, {"state['bias']": [5]}, {'epoch': 3})
     """
-    return storage.read_header(path)
+    return _checked(storage.read_header(path), path)
 
 
 def export_model(model: nn.Module, state: TrainState | Stacked, index: int) -> nn.Module:
@@ -153,23 +155,26 @@ def import_models(model: nn.Module, checkpoints: Iterable[Mapping[str, Any] | Pa
 
 def write(path: PathLike, state: Tree, metadata: Mapping[str, Any]) -> None:
     """:func:`save` whose ``metadata`` may also hold tensors."""
-    tensors = _named(state)
-    about = {
-        "num_models": num_models(state),
-        "shapes": {name: list(tensor.shape[1:]) for name, tensor in tensors.items()},
-        "hyperparameters": {
-            name: tensor.tolist()
-            for name, tensor in tensors.items()
-            if any(f".{field}[" in name for field in HYPERPARAMS)
-        },
-        "seeds": tensors["state.keys"].tolist() if "state.keys" in tensors else None,
-    }
-    storage.write(path, tensors, about | {"metadata": metadata})
+    storage.write(path, *_content(state, metadata))
+
+
+def check(state: Tree, metadata: Mapping[str, Any]) -> None:
+    """Raise what :func:`write` would raise for any path."""
+    storage.encode(*_content(state, metadata))
+
+
+def plain(values: Any) -> Any:
+    """Nested lists of numbers with NaN and infinity as strings, because JSON has neither."""
+    if isinstance(values, list):
+        return [plain(value) for value in values]
+    return values if math.isfinite(values) else str(values)
 
 
 def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
     """:func:`load`, and the metadata."""
     about, held = storage.read(path)
+    if any(tensor.shape[:1] != (_checked(about, path)["num_models"],) for tensor in held.values()):
+        raise storage.damaged(path)
     expected = _named(like)
     differences = []
     for name in [*expected, *sorted(held.keys() - expected.keys())]:
@@ -193,11 +198,35 @@ def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
     return state, about["metadata"]
 
 
+def _content(state: Tree, metadata: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = _named(state)
+    return tensors, {
+        "num_models": num_models(state),
+        "shapes": {name: list(tensor.shape[1:]) for name, tensor in tensors.items()},
+        "hyperparameters": {
+            name: plain(tensor.tolist())
+            for name, tensor in tensors.items()
+            if any(f".{field}[" in name for field in HYPERPARAMS)
+        },
+        "seeds": tensors["state.keys"].tolist() if "state.keys" in tensors else None,
+        "metadata": metadata,
+    }
+
+
+def _checked(about: dict[str, Any], path: PathLike) -> dict[str, Any]:
+    if not about.keys() >= {"num_models", "shapes", "hyperparameters", "seeds", "metadata"}:
+        raise storage.damaged(path)
+    return about
+
+
 def _named(tree: Tree) -> dict[str, Tensor]:
-    named = dict(zip(paths(tree, "state"), leaves(tree), strict=True))
-    for name, leaf in named.items():
+    named: dict[str, Tensor] = {}
+    for name, leaf in zip(paths(tree, "state"), leaves(tree), strict=True):
         if not isinstance(leaf, Tensor):
             raise StackError(f"{name} is a {type(leaf).__qualname__}; every leaf must be a tensor [M, ...]")
+        if name in named:
+            raise StackError(f"two leaves are called {name}; use keys with different reprs")
+        named[name] = leaf
     return named
 
 

@@ -1,7 +1,7 @@
 """Files of tensors that are written atomically and notice damage.
 
 A file is in the safetensors format, so other tools can read its tensors; it begins with a SHA-256 of the rest, and its
-metadata is JSON. It is written to ``<name>.tmp``, synchronised and renamed, so a process may be killed at any moment.
+metadata is JSON. A checksum does not keep anybody from making a file by hand, so what the header says is checked, too.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ import hashlib
 import json
 import math
 import mmap
+import operator
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from hfta_func._errors import CheckpointError
-
-PathLike: TypeAlias = "str | os.PathLike[str]"
+from hfta_func.files import atomic
+from hfta_func.files.atomic import PathLike
 
 _FORMAT = 1
+# The length of a header that safetensors reads, and a depth of nesting that JSON is read to wherever it is called.
+_LONGEST, _DEEPEST = 100_000_000, 100
+# Names with another meaning in a file, and what is no Unicode.
+_RESERVED = re.compile("__metadata__\\Z|metadata\\[|.*[\ud800-\udfff]", re.DOTALL)
 # How files of every version begin, after the eight bytes of the header's length.
 _BEGINNING = b'{"__metadata__":{"checksum":"'
 _CHECKSUM = slice(8 + len(_BEGINNING), 8 + len(_BEGINNING) + 64)
@@ -39,8 +45,27 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write tensors by name, and metadata: JSON data that may also hold tensors."""
-    # A link stays, and the file that it points to is replaced.
-    path = os.path.realpath(path)
+    header, ordered = encode(tensors, metadata)
+    digest = hashlib.sha256(header[: _CHECKSUM.start] + header[_CHECKSUM.stop :])
+    with atomic.replacing(path) as file:
+        file.write(header)
+        for tensor in ordered:
+            # One tensor at a time is copied, to contiguous memory of the host.
+            plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+            data = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
+            file.write(data)
+            digest.update(data)
+        file.seek(_CHECKSUM.start)
+        file.write(digest.hexdigest().encode())
+
+
+def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
+    """The beginning of a file up to its data, and the tensors in the order of the data.
+
+    Raises:
+        CheckpointError: if a file cannot hold a name or dtype, or the header is too long.
+        TypeError: if it cannot hold the metadata.
+    """
     inner: dict[str, Tensor] = {}
 
     def place(value: Any) -> dict[str, str]:
@@ -52,7 +77,9 @@ def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
         return {"__tensor__": name}
 
     versions = {"format_version": _FORMAT, "package_version": _package_version()}
-    text = json.dumps(versions | dict(metadata), default=place)
+    text = to_json(versions | dict(metadata), place)
+    if reserved := [name for name in tensors if not isinstance(name, str) or _RESERVED.match(name)]:
+        raise CheckpointError(f"a tensor in a file cannot be called {reserved[0]!r}; give it another name")
     # Wide dtypes first, so that every tensor is aligned.
     ordered = dict(sorted({**tensors, **inner}.items(), key=lambda item: -item[1].element_size()))
     entries, end = {}, 0
@@ -64,18 +91,22 @@ def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
     entries = {"__metadata__": {"checksum": "0" * 64, "hfta_func": text}, **entries}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    header = len(header).to_bytes(8, "little") + header
-    digest = hashlib.sha256(header[: _CHECKSUM.start] + header[_CHECKSUM.stop :])
-    with _replacing(path) as file:
-        file.write(header)
-        for tensor in ordered.values():
-            # One tensor at a time is copied, to contiguous memory of the host.
-            plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-            data = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
-            file.write(data)
-            digest.update(data)
-        file.seek(_CHECKSUM.start)
-        file.write(digest.hexdigest().encode())
+    if len(header) > _LONGEST:
+        raise CheckpointError(f"the header has {len(header)} bytes, the limit is {_LONGEST}; save less metadata")
+    return len(header).to_bytes(8, "little") + header, list(ordered.values())
+
+
+def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> str:
+    """JSON that is read back as it was, but for tuples; ``default`` as in :func:`json.dumps`.
+
+    Raises:
+        TypeError: if there is none.
+    """
+    _check_nesting(value)
+    try:
+        return json.dumps(value, default=default, allow_nan=False)
+    except ValueError as error:
+        raise TypeError(f"{error}; write such a number as a string or a tensor") from None
 
 
 def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -86,27 +117,39 @@ def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
     digest = hashlib.sha256(mapped[: _CHECKSUM.start])
     digest.update(memoryview(mapped)[_CHECKSUM.stop :])
     if digest.hexdigest().encode() != mapped[_CHECKSUM]:
-        raise _damaged(path)
-    text, entries = _parse(mapped[8 : 8 + length], path)
-    tensors = {}
-    for name, entry in entries.items():
-        dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        raise damaged(path)
+    text, entries = _parse(mapped[8 : 8 + length], len(mapped) - 8 - length, path)
+    tensors, inner = {}, {}
+    for name, (dtype, shape, start) in entries.items():
         flat = torch.empty(0, dtype=dtype, device="cpu")
-        if end > start:
-            flat = torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=8 + length + start)
-        tensors[name] = flat.reshape(shape)
+        if count := math.prod(shape):
+            flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=8 + length + start)
+        with _trusting(path):
+            tensors[name] = flat.reshape(shape)
+        if name.startswith("metadata["):
+            inner[name] = tensors.pop(name).clone()
 
     def put_back(held: dict[str, Any]) -> Any:
-        return tensors.pop(held["__tensor__"]).clone() if "__tensor__" in held else held
+        return inner.pop(held["__tensor__"]) if "__tensor__" in held else held
 
-    return json.loads(text, object_hook=put_back), tensors
+    with _trusting(path):
+        about = json.loads(text, object_hook=put_back)
+    if inner or not isinstance(about, dict):
+        raise damaged(path)
+    return about, tensors
 
 
 def read_header(path: PathLike) -> dict[str, Any]:
-    """The metadata, unchecked."""
+    """The metadata, without the checksum."""
     with open(path, "rb") as file:
-        text, _ = _parse(file.read(_header_length(file, path)), path)
+        length = _header_length(file, path)
+        text, _ = _parse(file.read(length), os.fstat(file.fileno()).st_size - 8 - length, path)
     return json.loads(text)
+
+
+def damaged(path: PathLike) -> CheckpointError:
+    """The error of a file that is not what was written."""
+    return CheckpointError(f"{path} is damaged: truncated, or changed after it was saved; load another copy of it")
 
 
 def _header_length(file: BinaryIO, path: PathLike) -> int:
@@ -117,59 +160,66 @@ def _header_length(file: BinaryIO, path: PathLike) -> int:
             f"{path} is not a file of hfta_func.save, or its header is damaged; read a plain state_dict with import_models"
         )
     length = int.from_bytes(start[:8], "little")
-    if length > os.fstat(file.fileno()).st_size - 8:
-        raise _damaged(path)
+    if length > min(os.fstat(file.fileno()).st_size - 8, _LONGEST):
+        raise damaged(path)
     file.seek(8)
     return length
 
 
-def _parse(header: bytes, path: PathLike) -> tuple[str, dict[str, Any]]:
-    """Metadata as JSON; dtype, shape and offsets of every tensor."""
-    try:
-        entries = json.loads(header)
+def _parse(header: bytes, size: int, path: PathLike) -> tuple[str, dict[str, tuple[torch.dtype, list[int], int]]]:
+    """Metadata as JSON; dtype, shape and start of every tensor, which together fill the ``size`` bytes of data."""
+    with _trusting(path):
+        entries = json.loads(header.decode(), object_pairs_hook=_unique)
         text = entries.pop("__metadata__")["hfta_func"]
-        version = int(json.loads(text)["format_version"])
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise _damaged(path) from None
-    if version > _FORMAT:
-        raise CheckpointError(
-            f"{path} has format version {version}, but hfta_func {_package_version()} reads versions up to {_FORMAT}; "
-            f"install a later hfta_func"
-        )
-    return text, entries
+        version = operator.index(json.loads(text)["format_version"])
+        if version > _FORMAT:
+            raise CheckpointError(
+                f"{path} has format version {version}, but hfta_func {_package_version()} reads versions up to {_FORMAT}; "
+                f"install a later hfta_func"
+            )
+        found, place = {}, 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+            if (
+                not whole
+                or start != place
+                or start % dtype.itemsize
+                or end - start != math.prod(shape) * dtype.itemsize
+            ):
+                raise ValueError(name)
+            found[name], place = (dtype, shape, start), end
+        if place != size:
+            raise ValueError(size)
+    return text, found
 
 
-def _damaged(path: PathLike) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: truncated, or changed after it was saved; load another copy of it")
+@contextlib.contextmanager
+def _trusting(path: PathLike) -> Iterator[None]:
+    """Whatever is raised by code that takes a header to be what :func:`encode` makes, the file is damaged."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, MemoryError):
+        raise damaged(path) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name stands there twice")
+    return found
+
+
+def _check_nesting(value: Any, depth: int = 0) -> None:
+    if depth > _DEEPEST:
+        raise TypeError(f"metadata is nested more than {_DEEPEST} deep; flatten it")
+    if isinstance(value, dict):
+        if wrong := [key for key in value if not isinstance(key, str) or key == "__tensor__"]:
+            raise TypeError(f"metadata has the key {wrong[0]!r}; use strings, other than '__tensor__'")
+        value = value.values()
+    for held in value:
+        if isinstance(held, (dict, list, tuple)):
+            _check_nesting(held, depth + 1)
 
 
 def _package_version() -> str:
     return sys.modules["hfta_func"].__version__
-
-
-@contextlib.contextmanager
-def _replacing(path: str) -> Iterator[BinaryIO]:
-    """A file that replaces another one if the block succeeds, and is removed otherwise."""
-    temporary = f"{path}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"{path} cannot be written: {error.strerror}; its former content is unchanged. Save to an existing, "
-                f"writable directory with free space"
-            ) from error
-        raise
-    if os.name == "posix":
-        # A rename is durable once its directory is synchronised.
-        directory = os.open(os.path.dirname(path), os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

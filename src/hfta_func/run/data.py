@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -135,7 +136,7 @@ class ArrayLoader:
                 f"the loader's state has {sorted(state_dict)}, but an ArrayLoader's has 'epoch' and 'batches'; pass what "
                 f"its state_dict() returned"
             )
-        epoch, batches = state_dict["epoch"], state_dict["batches"]
+        epoch, batches = operator.index(state_dict["epoch"]), operator.index(state_dict["batches"])
         if epoch < 0 or not 0 <= batches <= len(self):
             raise StateError(
                 f"the loader's state is at batch {batches} of epoch {epoch}, but an epoch has {len(self)} batches; use the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import operator
 import os
 import signal
 import threading
@@ -14,8 +15,8 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from hfta_func._errors import CheckpointError, StateError
-from hfta_func.files import checkpoint
-from hfta_func.files.storage import PathLike
+from hfta_func.files import atomic, checkpoint
+from hfta_func.files.atomic import PathLike
 from hfta_func.run.history import Callback, History, Metrics, Running
 from hfta_func.step.check import require
 from hfta_func.step.state import TrainState
@@ -56,7 +57,8 @@ def fit(
         resume: A file for state, history and position, written after each epoch and on Ctrl-C; :func:`load` reads its
             state. If it exists, training continues from it with the same bits as without interruption, and ``state`` only
             gives structure and device. A loader continues by its ``state_dict`` and ``load_state_dict``, or, without
-            these, by skipping the batches already seen.
+            these, by skipping the batches already seen. What would keep the file from being written is found before the
+            first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends, even if killed.
         save_every: Also write the file after every ``save_every`` steps of an epoch.
 
     Returns:
@@ -65,7 +67,8 @@ def fit(
     Raises:
         ValueError: if the loader has no batch, ``epochs`` is no number of epochs, ``evaluate`` returns no metrics or one
             that the step reports too, or ``save_every`` is given without ``resume`` or is less than 1.
-        CheckpointError: if ``resume`` is damaged or does not hold a run.
+        CheckpointError: if ``resume`` is damaged, does not hold a run, cannot be written, or another run is using it.
+        TypeError: if JSON and tensors cannot hold the loader's ``state_dict``.
         StateError: if ``resume`` holds a run of another model, optimizer or seeds.
 
     Example:
@@ -90,27 +93,37 @@ def fit(
     # What it has besides iteration is optional.
     source: Any = loader
     batches = loader
-    if resume is not None and os.path.exists(resume):
-        state, batches = _resume(resume, state, history, running, loader)
+
+    def run() -> dict[str, Any]:
+        position = source.state_dict() if _has_position(source) else None
+        return {"run": {"history": history.state_dict(), "running": running.state_dict(), "loader": position}}
 
     def save() -> None:
         if resume is not None:
-            position = source.state_dict() if _has_position(source) else None
-            run = {"history": history.state_dict(), "running": running.state_dict(), "loader": position}
-            checkpoint.write(resume, state, {"run": run})
+            checkpoint.write(resume, state, run())
 
     length = len(source) if hasattr(source, "__len__") else 0
-    bar = tqdm(
-        total=epochs * length or None,
-        initial=len(history) * length + running.batches,
-        disable=not progress,
-        unit="step",
-        dynamic_ncols=True,
-    )
-    with _ctrl_c() as pressed, bar:
+    unchecked = resume is not None
+    with contextlib.ExitStack() as stack:
+        if resume is not None:
+            stack.enter_context(atomic.holding(resume))
+            if os.path.exists(resume):
+                state, batches = _resume(resume, state, history, running, loader)
+        bar = tqdm(
+            total=epochs * length or None,
+            initial=len(history) * length + running.batches,
+            disable=not progress,
+            unit="step",
+            dynamic_ncols=True,
+        )
+        pressed, bar = stack.enter_context(_ctrl_c()), stack.enter_context(bar)
         while len(history) < epochs and not pressed() and bool(state.active.any()):
             bar.set_description(f"epoch {len(history) + 1}/{epochs}")
             for batch in batches:
+                if unchecked:
+                    # What no file can hold is refused now and not after an epoch; loaders may only know their position here.
+                    checkpoint.check(state, run())
+                    unchecked = False
                 # A copy, because a step with donate=True writes the state.
                 active = state.active.clone()
                 state, metrics = step(state, batch)
@@ -147,7 +160,7 @@ def _resume(
 ) -> tuple[TrainState, Iterable[Any]]:
     """Read the state, and fill the history and the running means; also returns the batches left in the epoch."""
     state, metadata = checkpoint.read(path, like)
-    if "run" not in metadata:
+    if not isinstance(metadata, dict) or "run" not in metadata:
         raise CheckpointError(
             f"{path} holds a state but no run; start from it with fit(step, load(path, like=state), ...) and pass another "
             f"path as resume"
@@ -157,12 +170,21 @@ def _resume(
             f"{path} holds a run with seeds {state.keys.tolist()} but the state has {like.keys.tolist()}; use a file of its "
             f"own for every run, or remove this one to start again"
         )
-    run = metadata["run"]
-    history.load_state_dict(run["history"])
-    running.load_state_dict(run["running"], like.keys.device)
-    if run["loader"] is not None and _has_position(loader):
-        loader.load_state_dict(run["loader"])
-        return state, loader
+    try:
+        held = metadata["run"]
+        history.load_state_dict(held["history"])
+        running.load_state_dict(held["running"], like.keys.device)
+        if operator.index(running.batches) < 0:
+            raise ValueError(f"{running.batches} batches")
+        if held["loader"] is not None and _has_position(loader):
+            loader.load_state_dict(held["loader"])
+            return state, loader
+    except StateError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} holds a run that cannot be read ({type(error).__name__}: {error}); load another copy of it"
+        ) from error
     return state, itertools.islice(loader, running.batches, None)
 
 

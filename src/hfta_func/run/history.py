@@ -110,7 +110,7 @@ class History:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the epochs and failures of :meth:`state_dict`."""
         self.epochs = [
-            {name: values[number] for name, values in block.items()}
+            {name: values[number].cpu() for name, values in block.items()}
             for length, block in state_dict["epochs"]
             for number in range(length)
         ]

@@ -1,0 +1,169 @@
+"""Files that are replaced as a whole, and held by one run at a time.
+
+A file is written under a name of its own in the same folder, synchronised and renamed, so a process may be killed at any
+moment, and several may write at once. Both locks here are the kernel's, which ends them with their process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import BinaryIO, TypeAlias
+
+from hfta_func._errors import CheckpointError
+
+if sys.platform != "win32":
+    import fcntl
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+
+_TEMPORARY = re.compile(r"hfta-[0-9a-f]{16}\.tmp")
+
+
+@contextlib.contextmanager
+def replacing(path: PathLike) -> Iterator[BinaryIO]:
+    """A file that replaces another one if the block succeeds, and is removed otherwise.
+
+    Raises:
+        CheckpointError: if ``path`` is not a regular file, or cannot be written.
+    """
+    with _writing(path), _beside(path) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        if sys.platform == "win32":
+            # Only closed files can be renamed there; elsewhere the file stays locked until it has its final name.
+            file.close()
+        os.replace(file.name, path)
+    if os.name == "posix":
+        # A rename is durable once its directory is synchronised.
+        directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+@contextlib.contextmanager
+def holding(path: PathLike) -> Iterator[None]:
+    """Refuse what :func:`replacing` would refuse, by making a file in the same folder: a lock against others that hold it.
+
+    Raises:
+        CheckpointError: if ``path`` cannot be written, or is held.
+    """
+    name = f"{os.path.abspath(path)}.hfta-lock"
+    with _writing(path):
+        file = _locked(name, "ab")
+        if file is None:
+            raise CheckpointError(
+                f"{path} belongs to a run that has not ended; wait until it has, or pass another file (the run holds {name})"
+            )
+    if hasattr(os, "register_at_fork"):
+        # A lock lasts as long as any process has the file open, and workers of a loader may outlive a killed run.
+        os.register_at_fork(after_in_child=file.close)
+    with file:
+        try:
+            if _lock(file) is None:
+                # Rather than refusing to train there.
+                warnings.warn(
+                    f"the file system of {path} has no locks; start no second run with this file", stacklevel=5
+                )
+            yield
+        finally:
+            # It is removed while it is locked, so that nobody else's is.
+            with contextlib.suppress(OSError):
+                if _is_at_its_name(file):
+                    os.unlink(name)
+
+
+@contextlib.contextmanager
+def _writing(path: PathLike) -> Iterator[None]:
+    try:
+        _check_regular(path)
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}; its former content is unchanged. Save to an existing, writable "
+            f"directory with free space"
+        ) from error
+
+
+def _check_regular(path: PathLike) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        # An empty path is the current directory.
+        kind = stat.S_IFMT(os.lstat(path or ".").st_mode)
+        if kind == stat.S_IFLNK:
+            raise CheckpointError(f"{path} is a link; pass the file that it leads to, {os.path.realpath(path)}")
+        if kind != stat.S_IFREG:
+            found = "a directory" if kind == stat.S_IFDIR else "a device, pipe or socket"
+            raise CheckpointError(f"{path} is {found}; pass the name of a regular file")
+
+
+@contextlib.contextmanager
+def _beside(path: PathLike) -> Iterator[BinaryIO]:
+    """A new file in the same folder, removed at the end if it still has its name."""
+    folder = os.path.dirname(path) or "."
+    _remove_stale(folder)
+    while (file := _locked(os.path.join(folder, f"hfta-{secrets.token_hex(8)}.tmp"), "xb")) is None:
+        pass
+    try:
+        with file:
+            yield file
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+
+
+def _remove_stale(folder: str) -> None:
+    """Remove what killed processes left in a folder: files with our names that nobody has locked."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _TEMPORARY.fullmatch(entry.name):
+                with contextlib.suppress(OSError), open(entry.path, "r+b", opener=_open) as file:
+                    if _lock(file):
+                        os.unlink(entry.path)
+
+
+def _locked(name: str, mode: str) -> BinaryIO | None:
+    """A file, open and locked; None if somebody else has locked it."""
+    while True:
+        file: BinaryIO = open(name, mode, opener=_open)  # pyright: ignore[reportAssignmentType]
+        if _lock(file) is False:
+            file.close()
+            return None
+        # Whoever had it locked before may have removed it.
+        if _is_at_its_name(file):
+            return file
+        file.close()
+
+
+def _open(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def _lock(file: BinaryIO) -> bool | None:
+    """Lock a file until it is closed; False if somebody else has, None if the file system has no locks."""
+    if sys.platform == "win32":
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at_its_name(file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except FileNotFoundError:
+        return False
