@@ -37,7 +37,7 @@ PLANTED = [
     ),
     Planted(
         "evaluation without a state draws from other seeds",
-        *("step/evaluate.py", "torch.zeros(count, dtype", "torch.ones(count, dtype"),
+        *("step/evaluate.py", "torch.zeros(first.shape[0]", "torch.ones(first.shape[0]"),
         "test_evaluate.py::test_without_a_training_state_all_draw_from_seed_0",
     ),
     Planted(
@@ -149,7 +149,7 @@ PLANTED = [
         "the finite check sums in float32",
         *(
             "step/failures.py",
-            "leaf.sum([*range(1, leaf.dim())], dtype=torch.float64)",
+            "leaf.sum([*range(1, leaf.dim())], dtype=wide)",
             "leaf.sum([*range(1, leaf.dim())])",
         ),
         "test_step.py::test_a_gradient_whose_sum_overflows_is_finite",
@@ -251,8 +251,33 @@ PLANTED = [
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
+        "a step has no gradient by its hyperparameters",
+        *("step/train.py", "torch.set_grad_enabled(inside_transform())", "torch.no_grad()"),
+        "test_meta.py::test_gradients_by_hyperparameters",
+    ),
+    Planted(
+        "threads share one module",
+        *("models/functional.py", "idle.pop() if idle else make()", "first"),
+        "test_promises.py::test_steps_run_in_several_threads_at_once",
+    ),
+    Planted(
+        "a mean of gradients loses digits",
+        *("optim/_transforms.py", "1 / seen.double()", "1 / seen"),
+        "test_promises.py::test_accumulated_means_in_float64",
+    ),
+    Planted(
+        "numbers of the loss lose bits",
+        *("step/train.py", "torch.promote_types(kind.to_real(), torch.float32)", "kind"),
+        "test_promises.py::test_numbers_of_the_loss_are_copies_and_keep_their_bits",
+    ),
+    Planted(
+        "the imaginary part of a gradient is not looked at",
+        *("step/failures.py", "return leaf.sum(", "return leaf.real.sum("),
+        "test_promises.py::test_a_gradient_whose_imaginary_part_is_not_finite",
+    ),
+    Planted(
         "a step writes the caller's batch",
-        *("step/gradients.py", "leaf.clone() if isinstance(leaf, Tensor) else leaf, batch", "leaf, batch"),
+        *("step/batch.py", "leaf.clone() if isinstance(leaf, Tensor) else leaf, tree", "leaf, tree"),
         "test_step.py::test_donating_writes_the_state_alone",
     ),
     Planted(
@@ -285,7 +310,7 @@ PLANTED = [
     ),
     Planted(
         "evaluation does not look at its batch",
-        *("step/evaluate.py", "        check_batch(self.options.batch_dims, batch, count)\n", ""),
+        *("step/evaluate.py", "        check_batch(self.options.batch_dims, plain(batch), first.shape[0])\n", ""),
         "test_evaluate.py::test_training_and_evaluation_take_the_same_batches",
     ),
     Planted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import optree
@@ -74,6 +75,12 @@ def test_autocast_is_that_of_torch(norm: str, dtype: torch.dtype, backend: str |
 def test_members_under_autocast_are_arrays_of_one(dtype: torch.dtype) -> None:
     _, step, state = _array(autocast=dtype)
     assert_matches_solo(step, state, _batches(3), rtol=2e-2)
+
+
+def test_defaults_of_a_loss_scale_are_those_of_torch() -> None:
+    theirs = inspect.signature(torch.amp.GradScaler).parameters
+    ours = inspect.signature(hfta.LossScale).parameters
+    assert {name: own.default for name, own in ours.items()} == {name: theirs[name].default for name in ours}
 
 
 def test_evaluation_under_autocast() -> None:

@@ -1212,7 +1212,7 @@ def test_something_that_is_no_state():
 
 
 def test_chunk_size():
-    for size in (0, -1):
+    for size in (0, -1, True, 1.0):
         with pytest.raises(ValueError, match=f"chunk_size is {size}; it must be at least 1, 'auto', or None"):
             hfta.make_train_step(nn.Linear(4, 2), square, hfta.sgd(), chunk_size=size)
 

@@ -52,6 +52,11 @@ class Complex(nn.Module):
         return (x.to(torch.complex128) @ self.weight).abs() + self.bias
 
 
+class Pair(NamedTuple):
+    inputs: Tensor
+    targets: Tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
     inputs: Tensor
@@ -75,7 +80,7 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     if isinstance(batch, Record):
         inputs, targets = batch.inputs, batch.targets
     else:
-        assert type(batch) in (tuple, list, collections.UserDict)
+        assert type(batch) in (tuple, list, Pair, collections.UserDict)
         inputs, targets = batch.values() if isinstance(batch, collections.UserDict) else batch
     return (model(inputs) - targets).square().mean()
 
@@ -107,6 +112,7 @@ PROMISES = [
         refused="hook",
     ),
     Promise("a hook on the output", hooked(lambda m: m[0].register_forward_hook(lambda m, a, y: 2 * y))),
+    Promise("a batch that is a NamedTuple", wrap=Pair),
     Promise("a batch that is a list", wrap=lambda *pair: list(pair)),
     Promise("a batch that is a mapping", wrap=lambda x, y: collections.UserDict(inputs=x, targets=y)),
     Promise("a batch that is a dataclass", wrap=Record),
