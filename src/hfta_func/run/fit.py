@@ -18,7 +18,6 @@ from hfta_func._errors import CheckpointError, StateError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.history import Callback, History, Metrics, Running
-from hfta_func.step.check import require
 from hfta_func.step.state import TrainState
 
 
@@ -88,7 +87,7 @@ def fit(
         raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
     if callable(callbacks):
         raise ValueError("callbacks is a single function; pass a list of them, [callback]")
-    require(state)
+    _check_state(state)
     history, running = History(state.keys), Running()
     # What it has besides iteration is optional.
     source: Any = loader
@@ -148,11 +147,20 @@ def fit(
                 for callback in callbacks:
                     changed = callback(state, history)
                     if changed is not None:
-                        require(changed)
+                        _check_state(changed)
                         state = changed
             save()
         history.interrupted = pressed()
     return Result(state, history)
+
+
+def _check_state(state: Any) -> None:
+    # Steps with more than one model, such as a GAN's, have states of their own.
+    if not all(hasattr(state, name) for name in ("keys", "step", "active")):
+        raise StateError(
+            f"expected a TrainState, or another state with keys, step and active, but got {type(state).__qualname__}; make "
+            f"one with step.init(...)"
+        )
 
 
 def _resume(
