@@ -163,7 +163,7 @@ def _advice(error: RuntimeError) -> Exception | None:
         )
     unsupported = re.search(
         r"(aten::\w+(?:\.\w+)?)\.? hit the vmap fallback|rule not implemented for (aten::\w+(?:\.\w+)?)|"
-        r"vmap over (torch\.\w+)",
+        r"(aten::\w+) requires special handling|vmap over (torch\.\w+)",
         text,
     )
     operator = next(filter(None, unsupported.groups())) if unsupported else ""
