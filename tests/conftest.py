@@ -37,6 +37,7 @@ EXHAUSTIVE = {
     "test_lowering": ["compiled_products", "compilers_leave", "overrides_of_submodules_reach_eager_and_compiled"],
     "test_modules": ["module.*-float32"],
     "test_norm": ["a_compiled_array_takes_batches_of_any_size", "autocast_under_compile"],
+    "test_op_db": ["operator", "composed"],
     "test_optim": ["compiled_once", "in_place_compiled"],
     "test_promises": ["promise.*compiled"],
     "test_properties": ["widening_to_a_size_seen_before"],

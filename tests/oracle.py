@@ -44,6 +44,7 @@ def assert_array_is_loop(
     inputs: Sequence[Tensor],
     tolerance: float,
     in_dims: Sequence[int | None] | None = None,
+    compiled: bool = False,
 ) -> None:
     """Outputs, gradients, and what is written into the inputs: members as an array against each member alone.
 
@@ -55,20 +56,27 @@ def assert_array_is_loop(
             compared.
         tolerance: Relative and absolute.
         in_dims: 0 or None for each input; all 0 if left out.
+        compiled: Whether the array is compiled, to one graph.
     """
     in_dims = in_dims or [0] * len(inputs)
-    outputs, grads, written = _run_array(array, inputs, in_dims)
+    outputs, grads, written = _run_array(array, inputs, in_dims, compiled)
     expected_outputs, expected_grads, expected_written = _run_alone(array, alone, inputs, in_dims)
     _close("outputs", outputs, expected_outputs, tolerance)
     _close("inputs afterwards", [written[i] for i in expected_written], list(expected_written.values()), tolerance)
     _close("gradients", grads, expected_grads, tolerance)
 
 
-def _run_array(array: Any, inputs: Sequence[Tensor], in_dims: Sequence[int | None]) -> tuple[Any, list[Tensor], Any]:
+def _run_array(
+    array: Any, inputs: Sequence[Tensor], in_dims: Sequence[int | None], compiled: bool
+) -> tuple[Any, list[Tensor], Any]:
     # Copies, because a leaf that requires a gradient may not be written.
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
     copies = [x.clone() for x in leaves]
-    outputs = _tensors(hfta.vmap(array, (0, *in_dims))(_keys(inputs), *copies))
+    mapped = hfta.vmap(array, (0, *in_dims))
+    if compiled:
+        torch._dynamo.reset()
+        mapped = torch.compile(mapped, fullgraph=True, backend="aot_eager")
+    outputs = _tensors(mapped(_keys(inputs), *copies))
     return outputs, _grads(outputs, [x for x in leaves if x.requires_grad]), copies
 
 

@@ -508,6 +508,14 @@ RESAMPLING = [
 SHAPE = [
     RuleCase("view after conv2d", lambda x, w: F.conv2d(x, w).view(-1), _randn((2, 3, 4, 4), (5, 3, 2, 2))),
     RuleCase("view after linear", lambda x, w: F.linear(x, w).view(6, -1), _randn((6, 4, 3), (5, 3))),
+    RuleCase("select_scatter", lambda x, y: torch.select_scatter(x, y, -1, 1), _randn((4, 3), (4,))),
+    RuleCase("index_put by a mask", lambda x, m, v: x.index_put((m > 0,), v.detach()), _randn((4, 3), (4,), ())),
+    RuleCase(
+        "index_put by a mask, rows", lambda x, m, v: x.index_put((m > 0,), v.detach()), _randn((4, 3), (4,), (3,))
+    ),
+    RuleCase("masked_fill", lambda x, m, v: x.masked_fill(m > 0, v), _randn((4, 3), (3,), ())),
+    RuleCase("index_fill", lambda x, v: x.index_fill(-1, torch.tensor([2, 0]), v), _randn((4, 3), ())),
+    RuleCase("pinv", lambda x, tol: torch.linalg.pinv(x, atol=tol.detach().abs() / 100), _randn((4, 3), ())),
 ]
 
 RULE_CASES = [

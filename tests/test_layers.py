@@ -33,6 +33,7 @@ FILES_IN = {
             "_packed",
             "_products",
             "_lowering",
+            "_loop",
             "_choice",
             "_registry",
             "_operator",

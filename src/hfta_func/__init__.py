@@ -14,6 +14,7 @@ from hfta_func._errors import BatchError as BatchError
 from hfta_func._errors import CheckpointError as CheckpointError
 from hfta_func._errors import HFTAError as HFTAError
 from hfta_func._errors import HyperparameterError as HyperparameterError
+from hfta_func._errors import LoopWarning as LoopWarning
 from hfta_func._errors import LossError as LossError
 from hfta_func._errors import NonFiniteError as NonFiniteError
 from hfta_func._errors import RandomnessError as RandomnessError

@@ -39,3 +39,7 @@ class RandomnessError(HFTAError, RuntimeError):
 
 class TraceError(HFTAError, RuntimeError):
     """Model code that reads the value of a tensor while all members run together."""
+
+
+class LoopWarning(UserWarning):
+    """An operator without a batching rule, which runs one member after another; given once per operator."""

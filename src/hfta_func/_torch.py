@@ -6,6 +6,7 @@ raise ``NEWEST`` here and the requirement in ``pyproject.toml``.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
@@ -121,6 +122,63 @@ def below_batching() -> Any:
 def taken_apart(operator: Any, forward: Callable[..., Any]) -> None:
     """Have graph capture replace an operator by what ``forward`` is made of, below autograd."""
     operator.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(forward)
+
+
+def operators_without(key: str) -> set[str]:
+    """The names of all operators that have no kernel at a dispatch key, nor at its alias for decompositions."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key
+    return set(torch._C._dispatch_get_all_op_names()).difference(registered(key), registered(f"{key}Decomposition"))
+
+
+def out_of_place(name: str) -> str | None:
+    """The operator that computes what an operator in place writes, if there is one with the same arguments."""
+    packet, dot, overload = name.partition(".")
+    sibling = f"{packet[:-1]}{dot}{overload}"
+    if packet[-1] != "_" or not torch._C._dispatch_has_kernel(sibling):
+        return None
+    own, others = (
+        [argument.name for argument in torch._C._get_schema(one, overload).arguments] for one in (packet, packet[:-1])
+    )
+    return sibling if own == others else None
+
+
+def num_libraries() -> tuple[int, ...]:
+    """Numbers of which one has grown if operators may have been added: of definitions, of libraries and of modules."""
+    return len(torch.library._defs), len(torch.ops.loaded_libraries), len(sys.modules)
+
+
+def implement(library: torch.library.Library, op: str, key: str, kernel: Callable[..., Any]) -> None:
+    """Register a kernel that gets the keyset, in a way that later kernels of anyone may replace it."""
+    assert library.m is not None
+    library.m.impl(op, key, kernel, True)
+
+
+@functools.cache
+def written_by(operator: Any) -> tuple[frozenset[int | str], tuple[int | str | None, ...]]:
+    """The arguments that an operator writes, by position and by name, and for each of its results the one that it is."""
+    schema = operator._schema
+    if not schema.is_mutable:
+        return frozenset(), ()
+    places = {arg.name if arg.kwarg_only else i: arg.alias_info for i, arg in enumerate(schema.arguments)}
+    written = {key: alias for key, alias in places.items() if alias is not None and alias.is_write}
+    owners = {name: key for key, alias in written.items() for name in alias.before_set}
+    results = (next(iter(x.alias_info.before_set), "") if x.alias_info else "" for x in schema.returns)
+    return frozenset(written), tuple(owners.get(name) for name in results)
+
+
+def why_not_looped(operator: Any) -> str | None:
+    """Why an operator cannot run member by member, if it cannot: PyTorch's own words."""
+    schema = operator._schema
+    if schema.returns and not any("Tensor" in str(x.type) for x in schema.returns):
+        return f"Batching rule not implemented for {operator.name()}, which returns no tensor"
+    if not schema.is_mutable and any(x.alias_info for x in schema.returns):
+        return f"Batching rule not implemented for {operator.name()}, which returns a view"
+    return None
+
+
+def draws(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def destroy(library: torch.library.Library) -> None:

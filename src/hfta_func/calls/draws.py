@@ -123,7 +123,8 @@ def _rrelu(
 
 
 def _rrelu_(keys: _Keys, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return input.copy_(_rrelu(keys, func, input, *args, **kwargs))
+    # Of a copy, because the gradient needs what is overwritten.
+    return input.copy_(_rrelu(keys, func, input.clone(), *args, **kwargs))
 
 
 def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:

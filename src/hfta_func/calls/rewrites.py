@@ -5,6 +5,7 @@ PyTorch's versions read the values of their tensors, or properties that tensors 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,24 @@ def _float32(value: Any) -> Any:
     return value
 
 
+def _without_layout(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves out a memory format that needs four or five axes, of which an array has one more; it changes no values."""
+
+    @functools.wraps(func)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+            del kwargs["memory_format"]
+        return func(*args, **kwargs)
+
+    return plain
+
+
+_CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int long short to".split()
+
 LOWERED: dict[Any, Callable[..., Any]] = {
+    **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
+    **{func: _without_layout(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
+    **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -11,12 +12,20 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
+from hfta_func._errors import LoopWarning
 from hfta_func.rules import _choice
-from hfta_func.rules._lowering import TABLE, make_case, one_by_one
+from hfta_func.rules._loop import one_by_one
+from hfta_func.rules._lowering import TABLE, enter, make_case
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, RULES, Call, Rule, fingerprint
 
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
+_others: dict[str, torch.library.Library] = {}
+"""What operators without a rule are registered with, by namespace."""
+_unruled: set[str] = set()
+"""Their names."""
+_seen: tuple[int, ...] = ()
+"""What of PyTorch's libraries had been loaded when operators were last looked for."""
 
 
 def is_installed() -> bool:
@@ -34,6 +43,8 @@ def install() -> None:
     """Install the rules for every ``vmap`` of this process. First use does so by itself; repeated calls do nothing."""
     global _library
     if _library is not None:
+        if _seen != _torch.num_libraries():
+            _loop_the_rest()
         return
     with _lock:
         if _library is not None:
@@ -52,7 +63,53 @@ def install() -> None:
         except BaseException:
             _torch.destroy(library)
             raise
+        _loop_the_rest()
         _library = library
+
+
+def _loop_the_rest() -> None:
+    """Have operators without a rule run one member after another, those of other libraries too, whenever they are loaded."""
+    global _seen
+    with _lock:
+        _seen = _torch.num_libraries()
+        for name in _torch.operators_without(BATCHED):
+            _unruled.add(name)
+            namespace, _, op = name.partition("::")
+            if namespace not in _others:
+                _others[namespace] = torch.library.Library(namespace, "IMPL")
+            _torch.implement(_others[namespace], op, BATCHED, functools.partial(_looped, name))
+
+
+def _looped(name: str, *args: Any, **kwargs: Any) -> Any:
+    """An operator without a rule, which is not in the table before it is called."""
+    return _loop(name)(*args, **kwargs)
+
+
+@functools.cache
+def _loop(name: str) -> Callable[..., Any]:
+    op, sibling = name.removeprefix("aten::"), _torch.out_of_place(name)
+    if sibling is not None and sibling not in _unruled:
+        return functools.partial(_copied, _operator(sibling))
+    refusal = _torch.why_not_looped(_operator(op))
+    if refusal is not None:
+        raise RuntimeError(refusal)
+    enter(op, "rest", "no batching rule: one member after another", "loop")
+    warnings.warn(
+        f"{name} has no batching rule and runs one member after another; register a rule with torch.library.register_vmap, "
+        f"or silence this with warnings.filterwarnings('ignore', category=hfta_func.LoopWarning)",
+        LoopWarning,
+        stacklevel=4,
+    )
+    return _kernel(op, None, BATCHED, None, False)
+
+
+def _copied(sibling: Any, keyset: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """An operator in place by its sibling out of place, which has a rule."""
+    # Of a copy, because gradients may need what is overwritten.
+    result = sibling(x.clone(), *args, **kwargs)
+    if not torch.can_cast(result.dtype, x.dtype):
+        raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {x.dtype}")
+    return x.copy_(result)
 
 
 @_torch.constant_to_compiler
@@ -122,8 +179,12 @@ def uninstall() -> None:
     global _library
     with _lock:
         if _library is not None:
-            _torch.destroy(_library)
+            for library in (_library, *_others.values()):
+                _torch.destroy(library)
             _library = None
+            _others.clear()
+            _unruled.clear()
+            _loop.cache_clear()
             _hand_back()
         _torch.mark_graphs("hfta_func.rules", None)
 
@@ -144,21 +205,25 @@ def _hand_back() -> None:
 
 
 def _operator(op: str) -> Any:
-    packet, _, overload = op.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    """An operator by its name, which names the library unless that is ``aten``."""
+    namespace, _, name = op.rpartition("::")
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default")
 
 
 def _kernel(
     op: str, rule: Rule | None, key: str, otherwise: Callable[..., Any] | None, chooses: bool
 ) -> Callable[..., Any]:
     operator = _operator(op)
-    only = TABLE[op][0].lowering
+    own = torch.library.get_kernel(operator, key)
+    only, is_random, written = TABLE[op][0].lowering, _torch.draws(operator), _torch.written_by(operator)[0]
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         interpreter = _torch.peek_interpreter()
         if otherwise is not None and interpreter.key() != _torch.TransformType.Vmap:
             return otherwise(*args, **kwargs)
         level = interpreter.level()
+        named, arguments = kwargs, (*args, *kwargs.values())
         plain, dims = _unwrap(args, level)
         if kwargs:
             values, found = _unwrap(kwargs.values(), level)
@@ -169,17 +234,25 @@ def _kernel(
         with lower():
             if key != MODE and _are_shared(dims) and _are_shared(named_dims.values()):
                 return operator(*plain, **kwargs)
-            num_models = _torch.VmapInterpreter(interpreter).batchSize()
+            vmap = _torch.VmapInterpreter(interpreter)
+            num_models = vmap.batchSize()
             lowering = only
             if not (chooses or _choice.is_simple(op)):
                 values, axes = (*plain, *kwargs.values()), (*dims, *named_dims.values())
                 lowering = _choice.lowering(make_case(op, num_models, values, axes))
             if rule is None or lowering == "loop":
-                outputs, out_dims = one_by_one(operator, num_models, plain, dims, kwargs, named_dims)
+                if rule is None and is_random and vmap.randomness() != _torch.RandomnessType.Different:
+                    raise RuntimeError(f"vmap: called random operation while in randomness error mode: {op}")
+                found = one_by_one(operator, num_models, plain, dims, kwargs, named_dims)
             else:
-                outputs, out_dims = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **kwargs)
-        if isinstance(outputs, tuple):
-            return tuple(_wrap(output, dim, level) for output, dim in zip(outputs, out_dims, strict=True))
+                found = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **kwargs)
+        if found is NotImplemented:
+            return own.call_boxed(keyset, *args, **named)
+        outputs, out_dims = found
+        if rule is None and written:
+            # What is written in place is returned as it came.
+            given = {id(one): whole for one, whole in zip((*plain, *kwargs.values()), arguments, strict=True)}
+            return _wrap(outputs, out_dims, level, given)
         return _wrap(outputs, out_dims, level)
 
     return kernel
@@ -206,5 +279,11 @@ def _are_shared(dims: Iterable[Any]) -> bool:
     return True
 
 
-def _wrap(output: Any, dim: int | None, level: int) -> Any:
-    return output if dim is None or not isinstance(output, Tensor) else _torch.add_batch_dim(output, dim, level)
+def _wrap(output: Any, dim: Any, level: int, given: dict[int, Any] | None = None) -> Any:
+    if isinstance(output, (tuple, list)):
+        return tuple(_wrap(one, axis, level, given) for one, axis in zip(output, dim, strict=True))
+    if not isinstance(output, Tensor):
+        return output
+    if given and id(output) in given:
+        return given[id(output)]
+    return output if dim is None else _torch.add_batch_dim(output, dim, level)

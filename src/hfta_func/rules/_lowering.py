@@ -212,28 +212,3 @@ def member_shape(x: Any, dim: int | None) -> tuple[int, ...] | None:
         return None
     shape = tuple(x.shape)
     return shape if dim is None else shape[:dim] + shape[dim + 1 :]
-
-
-def one_by_one(
-    operator: Callable[..., Any], num_models: int, args: Iterable[Any], dims: Any, kwargs: Any, named_dims: Any
-) -> tuple[Any, Any]:
-    """The lowering that every operator has: one member after another."""
-    # One unbind, because the gradients of M separate selections would be M arrays.
-    parts = [_unbind(x, dim, num_models) for x, dim in zip(args, dims, strict=True)]
-    named = {name: _unbind(x, named_dims[name], num_models) for name, x in kwargs.items()}
-    outputs = [
-        operator(*(part[i] for part in parts), **{name: part[i] for name, part in named.items()})
-        for i in range(num_models)
-    ]
-    if isinstance(outputs[0], Tensor):
-        return torch.stack(outputs), 0
-    columns = list(zip(*outputs, strict=True))
-    stacks = tuple(torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns)
-    return stacks, tuple(0 if isinstance(stack, Tensor) else None for stack in stacks)
-
-
-def _unbind(value: Any, dim: Any, num_models: int) -> Any:
-    """One value per member."""
-    if isinstance(dim, tuple):
-        return list(zip(*(_unbind(x, d, num_models) for x, d in zip(value, dim, strict=True)), strict=True))
-    return [value] * num_models if dim is None else value.unbind(dim)

@@ -40,7 +40,8 @@ class Call(NamedTuple):
 
 
 Rule = Callable[..., Result]
-"""``rule(call, *args, **kwargs) -> (outputs, dims)``, on plain tensors; ``dims`` has one entry per output."""
+"""``rule(call, *args, **kwargs) -> (outputs, dims)``, on plain tensors; ``dims`` has one entry per output. ``NotImplemented``
+leaves a call to PyTorch's own rule."""
 
 
 class Entry(NamedTuple):

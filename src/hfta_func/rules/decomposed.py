@@ -9,6 +9,7 @@ from hfta_func.rules._registry import register_decomposed
 
 register_decomposed(
     *("_weight_norm", "bilinear", "chain_matmul", "column_stack", "diagflat", "fill_diagonal_"),
-    *("isclose", "istft", "nanquantile", "nanquantile.scalar", "native_channel_shuffle"),
+    *("isclose", "istft", "nanquantile", "nanquantile.scalar", "narrow.Tensor"),
+    *("native_channel_shuffle", "tensor_split.tensor_indices_or_sections", "fft_ihfft2", "fft_ihfftn", "moveaxis.int"),
     *("norm_except_dim", "quantile", "quantile.scalar", "stft", "stft.center", "vander"),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from hfta_func._errors import TraceError
 from hfta_func._torch import is_wrapped, num_dispatch_modes
 from hfta_func.rules._layout import each, expand, fold, front, split
-from hfta_func.rules._lowering import one_by_one
+from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register, register_looped
 

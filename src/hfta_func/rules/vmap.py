@@ -162,8 +162,8 @@ def _advice(error: RuntimeError) -> Exception | None:
             f"torch.rand, torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
         )
     unsupported = re.search(
-        r"(\w+::\w+(?:\.\w+)?)\.? hit the vmap fallback|rule not implemented for (aten::\w+(?:\.\w+)?)|"
-        r"vmap over (torch\.\w+)",
+        r"(\w+::\w+(?:\.\w+)?)\.? hit the vmap fallback|rule not implemented for (\w+::\w+(?:\.\w+)?)|"
+        r"(aten::\w+) requires special handling|vmap over (torch\.\w+)",
         text,
     )
     operator = next(filter(None, unsupported.groups())) if unsupported else ""

@@ -1,0 +1,88 @@
+"""The lowering that every operator has: one member after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._torch import written_by
+
+
+def one_by_one(
+    operator: Any, num_models: int, args: Sequence[Any], dims: Any, kwargs: Any, named_dims: Any
+) -> tuple[Any, Any]:
+    """Call an operator once per member.
+
+    It writes in place into copies of the members, from which the array is then written at once: for every write into one of
+    its members, autograd would copy all of it.
+    """
+    values, axes = {**dict(enumerate(args)), **kwargs}, {**dict(enumerate(dims)), **named_dims}
+    writes, results = written_by(operator)
+    # One unbind, because the gradients of M separate selections would be M arrays.
+    parts = {
+        key: _copies(operator, value, axes[key], num_models) if key in writes else _unbind(value, axes[key], num_models)
+        for key, value in values.items()
+    }
+    outputs = [
+        operator(*(parts[i][m] for i in range(len(args))), **{name: parts[name][m] for name in kwargs})
+        for m in range(num_models)
+    ]
+    for key in writes & values.keys():
+        _write(operator, values[key], axes[key], parts[key])
+    if not results:
+        return _stack(operator, outputs)
+    # What an operator returns is in part, or all, what it has written.
+    columns = [outputs] if len(results) == 1 else zip(*outputs, strict=True)
+    pairs = [
+        _stack(operator, column) if key is None else (values[key], axes[key])
+        for column, key in zip(columns, results, strict=True)
+    ]
+    return pairs[0] if len(pairs) == 1 else tuple(zip(*pairs, strict=True))  # type: ignore[return-value]
+
+
+def _unbind(value: Any, dim: Any, num_models: int) -> Sequence[Any]:
+    """One value per member."""
+    if isinstance(dim, tuple):
+        return list(zip(*(_unbind(x, d, num_models) for x, d in zip(value, dim, strict=True)), strict=True))
+    return [value] * num_models if dim is None else value.unbind(dim)
+
+
+def _copies(operator: Any, value: Any, dim: Any, num_models: int) -> Sequence[Any]:
+    """A copy per member of what the operator writes."""
+    if isinstance(dim, tuple):
+        columns = (_copies(operator, x, d, num_models) for x, d in zip(value, dim, strict=True))
+        return list(zip(*columns, strict=True))
+    if dim is None and isinstance(value, Tensor):
+        raise RuntimeError(f"vmap: inplace arithmetic of {operator.name()} into a tensor that all members share")
+    return [x.clone() if isinstance(x, Tensor) else x for x in _unbind(value, dim, num_models)]
+
+
+def _write(operator: Any, value: Any, dim: Any, parts: Sequence[Any]) -> None:
+    if isinstance(dim, tuple):
+        for x, d, column in zip(value, dim, zip(*parts, strict=True), strict=True):
+            _write(operator, x, d, column)
+    elif dim is not None:
+        written, _ = _stack(operator, parts)
+        if written.dim() != value.dim() or written.shape[1:] != value.select(dim, 0).shape:
+            raise RuntimeError(
+                f"{operator.name()} resizes a tensor, but the members' tensors are one; make a new tensor"
+            )
+        value.copy_(written.movedim(0, dim))
+
+
+def _stack(operator: Any, column: Sequence[Any]) -> tuple[Any, Any]:
+    """The members' results as one, and their model axis."""
+    first, *others = column
+    if isinstance(first, Tensor):
+        if any(other.shape != first.shape for other in others):
+            raise RuntimeError(f"differently shaped results of {operator.name()}")
+        return torch.stack(list(column)), 0
+    if isinstance(first, (tuple, list)):
+        if any(len(other) != len(first) for other in others):
+            raise RuntimeError(f"differently shaped results of {operator.name()}")
+        pairs = [_stack(operator, each) for each in zip(*column, strict=True)]
+        return tuple(x for x, _ in pairs), tuple(d for _, d in pairs)
+    return first, None

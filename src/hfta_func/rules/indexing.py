@@ -1,0 +1,77 @@
+"""Selected entries of M members' tensors, where PyTorch's own rule is missing, wrong, or refuses what has a fixed shape.
+
+Dimension letters: M models, S shape of a member, K number of indices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func.rules._layout import align, each, expand, front
+from hfta_func.rules._loop import one_by_one
+from hfta_func.rules._registry import Call, Result, register
+
+
+@register("select_scatter", "indexing")
+def select_scatter(call: Call, x: Tensor, source: Tensor, dim: int, index: int) -> Result:
+    """One selection in the tensor of all members; PyTorch's rule has a wrong gradient."""
+    # [M,*S], [M,*S without dim] -> [M,*S]
+    x, source = each(expand, (x, source), call.dims, call.num_models)
+    return torch.select_scatter(x, source, dim + (dim >= 0), index), 0
+
+
+@register("masked_fill.Tensor", "indexing")
+def masked_fill(call: Call, x: Tensor, mask: Tensor, value: Tensor) -> Result:
+    """Elementwise."""
+    rank = max(one.dim() - (dim is not None) for one, dim in zip((x, mask), call.dims, strict=False))
+    dtype = x.dtype
+    x, mask, value = each(align, (x, mask, value), call.dims, rank)
+    return torch.where(mask, value.to(dtype), x), 0
+
+
+@register("index_fill.int_Tensor", "indexing")
+def index_fill(call: Call, x: Tensor, dim: int, index: Tensor, value: Tensor) -> Result:
+    """Elementwise, by a mask; PyTorch's rule is wrong for a shared tensor."""
+    # [M,*S], [M,K], [M] -> [M,*S]
+    x, index, value = each(expand, (x, index, value), (call.dims[0], *call.dims[2:]), call.num_models)
+    size, index = (x.shape[dim + (dim >= 0)] if x.dim() > 1 else 1), index.reshape(call.num_models, -1)
+    index = torch.where(index < 0, index + size, index)
+    mask = torch.zeros(call.num_models, size, dtype=torch.bool, device=x.device).scatter(1, index, True)
+    ones = [1] * (x.dim() - 1)
+    if ones:
+        ones[dim] = size
+    value = value.to(x.dtype).reshape(call.num_models, *(1,) * (x.dim() - 1))
+    return torch.where(mask.reshape(call.num_models, *ones), value, x), 0
+
+
+def _index_put(op: str) -> None:
+    operator = getattr(torch.ops.aten, op).default
+
+    @register(op, "indexing")
+    def index_put(call: Call, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+        """One number where a mask is set is written elementwise; PyTorch's rule has all but masks, which it refuses."""
+        dims = call.first_dims(4)
+        masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
+        if not masks:
+            return NotImplemented
+        in_place, is_number = op.endswith("_"), values.dim() - (dims[2] is not None) == 0
+        if accumulate or not is_number or len(masks) < sum(one is not None for one in indices) or len(masks) > 1:
+            return one_by_one(operator, call.num_models, (x, indices, values, accumulate), dims, {}, {})
+        if in_place and dims[0] is None:
+            raise RuntimeError("vmap: inplace arithmetic of index_put_ into a tensor that all members share")
+        place = next(i for i, one in enumerate(indices) if one is not None)
+        mask = expand(masks[0].bool(), dims[1][place], call.num_models)
+        whole = expand(x, dims[0], call.num_models)
+        mask = mask.reshape(call.num_models, *(1,) * place, *mask.shape[1:], *(1,) * (whole.dim() - mask.dim() - place))
+        result = torch.where(mask, align(values, dims[2], whole.dim() - 1).to(x.dtype), whole)
+        if not in_place:
+            return result, 0
+        front(x, dims[0]).copy_(result)
+        return x, dims[0]
+
+
+for _op in ("index_put", "index_put_"):
+    _index_put(_op)
