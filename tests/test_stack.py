@@ -355,7 +355,7 @@ def test_model_that_writes_in_place_writes_nothing_of_the_callers(what, chunk_si
     batch = torch.randn(3, 8, 4)
     before = leaves((state, batch))
     if what == "frozen":
-        with pytest.raises(hfta.StateError, match=r"writes 'frozen' in place.* make it a buffer"):
+        with pytest.raises(hfta.StateError, match=r"writes its parameter 'frozen' in place.* make it a buffer"):
             step(state, batch)
     else:
         step(state, batch)

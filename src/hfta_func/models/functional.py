@@ -60,8 +60,10 @@ def bind(
     inner = skeleton(model)
     inner = inner if training is None else inner.train(training)
 
+    shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
+
     def make() -> Body:
-        body = Body(copy.deepcopy(inner), func)
+        body = Body(copy.deepcopy(inner, dict(shared)), func)
         rematerialise(body.model, checkpoint)
         return body
 

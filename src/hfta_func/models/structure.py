@@ -30,10 +30,10 @@ _BACKWARD_HOOKS = tuple(name for name in _HOOKS if "backward" in name)
 
 def check_same_structure(model: nn.Module, first: nn.Module, member: int) -> None:
     """Raise a StackError that names the first difference between ``model`` (the given member) and member 0."""
-    found = [*pairs(dict(model.named_modules()), dict(first.named_modules()), member, "module ")]
-    # Hooks may be methods of any module; those of one path are compared here.
-    known = {(id(mine), id(theirs)): (mine, theirs) for _, mine, theirs in found}
-    for path, mine, theirs in found:
+    own, others = dict(model.named_modules()), dict(first.named_modules())
+    # Hooks may be methods of any module; modules of one path are compared here.
+    known = {(id(own[path]), id(others[path])): (own[path], others[path]) for path in own.keys() & others.keys()}
+    for path, mine, theirs in pairs(own, others, member, "module "):
         _check_module(mine, theirs, path, member, known)
     mine, theirs = ties(model), ties(first)
     for path in {**theirs, **mine}:

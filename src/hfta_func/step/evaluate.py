@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._errors import StateError
+from hfta_func._torch import can_look
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, Tree
 from hfta_func.models.functional import bind
@@ -102,12 +103,13 @@ class EvalStep:
         # A metric may write its numbers, which are the state's; the first call finds out whether a model writes its
         # parameters, and the compiler must not see that flag.
         hparams, params = copied(hparams), state.params
-        if not torch.compiler.is_compiling() and not self._tried:
+        tries = can_look(keys) and not self._tried
+        if tries:
             params = copied(params)
         with unwritten(params):
             run = functools.partial(self._run, batch)
             metrics = self.chunks(run, (keys, params, state.buffers, hparams), plain(batch))
-        if not torch.compiler.is_compiling():
+        if tries:
             self._tried = True
         return metrics
 

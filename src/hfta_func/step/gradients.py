@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._errors import LossError
-from hfta_func._torch import inside_transform
+from hfta_func._torch import can_look, inside_transform
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.models.functional import bind, tables_with_max_norm
@@ -80,13 +80,14 @@ class Gradients:
             scaled = losses if self._options.scaling is None else losses * scale
             return scaled.sum(), (losses, metrics, new_buffers)
 
-        # The compiler must not see the flag, or it would compile again when an eager call has set it.
-        if not torch.compiler.is_compiling() and not self._tried:
-            # Once, so that a model that writes them is found out before it has changed the caller's.
+        # Once, so that a model that writes parameters is found out before it has changed the caller's. The compiler must not
+        # see the flag, or it would compile again when an eager call has set it.
+        tries = can_look(keys) and not self._tried
+        if tries:
             trained, frozen = (trained if self.rewrites_params else copied(trained)), copied(frozen)
         with unwritten(frozen if self.rewrites_params else trained | frozen):
             grads, aux = grad_and_aux(trained, total)
-        if not torch.compiler.is_compiling():
+        if tries:
             self._tried = True
         return grads, *aux
 
