@@ -159,6 +159,10 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(_is_large, "loop", "2 MB or more: a kernel per member scales and shifts in one pass"),
         Row(_always, "folded", "all members' rows at once, then scale and shift"),
     ),
+    "linalg_pinv.atol_rtol_tensor": (
+        Row(lambda case: case.device == "xla", "loop", "XLA mixes up the tolerances of several matrices"),
+        Row(_always, "folded", "a batch of matrices"),
+    ),
     "lstm.input": (
         Row(lambda case: case.tangents, "batched", "forward mode: PyTorch's fused kernel has no derivative"),
         Row(_is_fused_lstm_beyond_cache, "loop", "a fused kernel per member, whose weights stay in the cache"),

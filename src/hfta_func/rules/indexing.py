@@ -37,7 +37,7 @@ def index_fill(call: Call, x: Tensor, dim: int, index: Tensor, value: Tensor) ->
     """Elementwise, by a mask; PyTorch's rule is wrong for a shared tensor."""
     # [M,*S], [M,K], [M] -> [M,*S]
     x, index, value = each(expand, (x, index, value), (call.dims[0], *call.dims[2:]), call.num_models)
-    size, index = (x.shape[dim + (dim >= 0)] if x.dim() > 1 else 1), index.reshape(call.num_models, -1)
+    size, index = (x.shape[dim + (dim >= 0)] if x.dim() > 1 else 1), index.reshape(call.num_models, -1).to(x.device)
     index = torch.where(index < 0, index + size, index)
     mask = torch.zeros(call.num_models, size, dtype=torch.bool, device=x.device).scatter(1, index, True)
     ones = [1] * (x.dim() - 1)
