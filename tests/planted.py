@@ -22,7 +22,7 @@ class Planted(NamedTuple):
 PLANTED = [
     Planted(
         "evaluation does not switch to eval mode",
-        *("step/evaluate.py", "bind(model, metric_fn, training=False)", "bind(model, metric_fn)"),
+        *("step/evaluate.py", "bind(model, self._measure, training=False)", "bind(model, self._measure)"),
         "test_evaluate.py::test_it_runs_in_eval_mode",
     ),
     Planted(
@@ -61,8 +61,28 @@ PLANTED = [
     ),
     Planted(
         "one dropout mask at every step",
-        *("step/gradients.py", "random.fold_in(state.keys, state.step)", "random.fold_in(state.keys, 0)"),
+        *("step/gradients.py", "random.fold_in(state.keys, state.step + _NOISE)", "random.fold_in(state.keys, 0)"),
         "test_step.py::test_noise_is_that_of_seed_and_step",
+    ),
+    Planted(
+        "users who fold in the step get the noise of the step",
+        *("step/gradients.py", "state.step + _NOISE", "state.step"),
+        "test_step.py::test_noise_is_that_of_seed_and_step",
+    ),
+    Planted(
+        "what is written through a view is lost",
+        *("rules/vmap.py", "if known.front or not watch.is_torn():", "if True:"),
+        "test_promises.py::test_promise",
+    ),
+    Planted(
+        "one member may do what many may not",
+        *("rules/vmap.py", "if not (known.tried or known.reads):", "if False:"),
+        "test_promises.py::test_what_many_members_cannot_do_is_refused_for_one",
+    ),
+    Planted(
+        "one mask for all samples of an inner vmap",
+        *("calls/routing.py", 'if randomness == "same":', "if True:"),
+        "test_random.py::test_an_inner_vmap_has_its_own_randomness",
     ),
     Planted(
         "auto picks the slowest in training",
@@ -257,7 +277,7 @@ PLANTED = [
     ),
     Planted(
         "threads share one module",
-        *("models/functional.py", "idle.pop() if idle else make()", "first"),
+        *("models/functional.py", "self._idle.pop() if self._idle else _with_attributes(self._make())", "self._first"),
         "test_promises.py::test_steps_run_in_several_threads_at_once",
     ),
     Planted(
@@ -374,22 +394,47 @@ PLANTED = [
         "ties are lost when modules come back",
         *(
             "models/stack.py",
-            "return copy.deepcopy(model, memo)",
-            "return copy.deepcopy(model).load_state_dict({**params, **buffers}, strict=False) and model",
+            "member = copy.deepcopy(model, memo)",
+            "member = copy.deepcopy(model).load_state_dict({**params, **buffers}, strict=False) and model",
         ),
         "test_stack.py::test_ties_stay_ties",
     ),
     Planted(
         "tied parameters are trained apart",
-        *("models/functional.py", "for name in holders.get(path, (path,))}", "for name in (path,)}"),
+        *("models/functional.py", "for name in self._holders.get(path, (path,))", "for name in (path,)"),
         "test_stack.py::test_tied_and_frozen_parameters_train_as_in_a_loop",
+    ),
+    Planted(
+        "attributes stay after a call",
+        *("models/functional.py", "undo(attributes.undoing(changed))", "pass"),
+        "test_attributes.py::test_no_tensor_of_a_call_outlives_it",
+    ),
+    Planted(
+        "what an earlier call has left is never tried",
+        *("models/attributes.py", "for altered in (first, not first):", "for altered in (not first, first)[:1] * 2:"),
+        "test_attributes.py::test_what_is_carried_is_refused",
+    ),
+    Planted(
+        "a compiled step may do what an eager one refuses",
+        *("step/check.py", "        self._rehearse(layout, *found)", "        pass"),
+        "test_attributes.py::test_compiled_it_is_refused_in_the_same_words",
+    ),
+    Planted(
+        "members share the gradient of what they share",
+        *("calls/autodiff.py", "[_only(member, start) for start in starts]", "starts"),
+        "test_autodiff.py::test_the_array_equals_the_loop",
+    ),
+    Planted(
+        "a model's own checkpoints leave no module to run again",
+        *("models/functional.py", "if not (self._checkpoint or checkpoints):", "if not self._checkpoint:"),
+        "test_own_checkpoints.py::test_the_numbers_are_those_without",
     ),
     Planted(
         "parts that run again draw other noise",
         *(
             "models/remat.py",
-            "with routed(key, site) as inner",
-            "with routed(key, site if out_spec is None else site + 1) as inner",
+            "with again, routed(key, site) as inner",
+            "with again, routed(key, site if out_spec is None else site + 1) as inner",
         ),
         "test_checkpoint.py::test_the_bits_are_those_of_a_step_without",
     ),

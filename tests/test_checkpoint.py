@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn
@@ -296,6 +297,86 @@ def test_the_parts_run_twice_and_hold_less() -> None:
     assert without.alive == with_.alive
 
 
+def _needs_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
+class Saving(Tower):
+    """Rematerialises its blocks by itself, with noise and statistics between them."""
+
+    def __init__(self, save: Any = None):
+        super().__init__()
+        self.save, self.norm = save, nn.BatchNorm1d(64)
+        # As fine-tuning of adapters needs it; every model's handle has a number of its own.
+        self.handle = self.inlet.register_forward_hook(_needs_gradient)
+
+    def block(self, layer: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+        return self.norm(F.dropout(layer(x) * scale, 0.3, self.training))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.inlet(x.flatten(1)), 0.1)
+        for layer in self.blocks:
+            block = functools.partial(self.block, layer, scale=self.head.weight.square().mean() + 1)
+            x = block(x) if self.save is None else self.save(block, x)
+        return self.head(F.dropout(x, 0.1))
+
+
+SAVES = {
+    "the function": torch_checkpoint,
+    "not reentrant": functools.partial(torch_checkpoint, use_reentrant=False),
+    "reentrant": functools.partial(torch_checkpoint, use_reentrant=True, preserve_rng_state=False),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 2}, {"checkpoint": ["blocks.1"]}], ids=str)
+@pytest.mark.parametrize("save", SAVES)
+def test_what_a_model_saves_by_itself(save: str, options: dict[str, Any]) -> None:
+    members = [Saving().double() for _ in range(M)]
+    plain, saving = (
+        hfta.make_train_step(model, loss_fn, hfta.sgd(lr=[0.1, 0.05, 0.02]), **own)
+        for model, own in ((members[0], {**options, "checkpoint": False}), (Saving(SAVES[save]).double(), options))
+    )
+    state = plain.init(*hfta.stack_params(members), seeds=SEEDS)
+    _assert_same_steps(plain, saving, state, batches(M, 3))
+
+
+def test_what_a_model_saves_inside_a_vmap_of_arrays_and_under_grad() -> None:
+    members = [Saving().double() for _ in range(M)]
+    plain, saving = (
+        hfta.make_train_step(model, loss_fn, hfta.sgd(lr=[0.1, 0.05, 0.02]))
+        for model in (members[0], Saving(torch_checkpoint).double())
+    )
+    state = plain.init(*hfta.stack_params(members), seeds=SEEDS)
+    states, data = (
+        optree.tree_map(lambda *leaves: torch.stack(leaves), *pair)
+        for pair in ((state, state._replace(keys=state.keys + 1)), batches(M, 2))
+    )
+    _assert_identical(hfta.vmap(saving)(states, data), hfta.vmap(plain)(states, data))
+
+    (batch,) = batches(M, 1)
+
+    def total(step: Any, lr: Tensor) -> Tensor:
+        after, _ = step(hfta.with_hyperparams(state, lr=lr), batch)
+        return after.params["head.weight"].square().sum()
+
+    lr = torch.tensor([0.1, 0.05, 0.02], dtype=torch.float64)
+    slopes = [torch.func.grad(functools.partial(total, step))(lr) for step in (saving, plain)]
+    torch.testing.assert_close(*slopes, rtol=1e-10, atol=0)
+
+
+def test_what_a_model_saves_runs_twice_and_holds_less() -> None:
+    rows = 512
+    members = [Saving().double() for _ in range(M)]
+    plain, saving = (
+        hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1))
+        for model in (members[0], Saving(torch_checkpoint).double())
+    )
+    state, (batch,) = plain.init(*hfta.stack_params(members), seeds=SEEDS), batches(M, 1, rows)
+    without, with_ = _count(plain, state, batch), _count(saving, state, batch)
+    assert with_.calls["tanh"] == 2 * without.calls["tanh"] == 2 * 12
+    assert without.peak - with_.peak >= 2 * 3 * M * rows * 64 * 8
+
+
 def test_the_blocks_of_a_model() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
@@ -350,7 +431,7 @@ def test_errors_keep_their_place() -> None:
 
     class Gate(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x if x.sum() > 0 else -x
+            return x if x.sum().item() > 0 else -x
 
     model = Branching().double()
     step = hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), checkpoint=True)

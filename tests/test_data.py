@@ -222,6 +222,12 @@ def test_data_that_is_not_a_tensor_yet():
             r"\[\[4, 3\], \[5\]\]; every leaf needs one row per sample",
         ),
         ((torch.zeros(4), torch.tensor(1.0)), {"seeds": SEEDS}, hfta.BatchError, r"\[\[4\], \[\]\]; every leaf needs"),
+        (
+            (torch.zeros(len(SEEDS), 50, 2), torch.zeros(len(SEEDS), 50)),
+            {"seeds": SEEDS},
+            hfta.BatchError,
+            rf"seems to have a model axis.*batches \[{len(SEEDS)}, N, \.\.\.\]",
+        ),
     ],
 )
 def test_bad_input(data, options, error, message):

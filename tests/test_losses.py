@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
@@ -222,3 +222,25 @@ def test_fractional_pooling_draws_from_the_members_key() -> None:
     pooled = hfta.vmap(pool)(x, keys)
     assert torch.equal(pooled[0], pooled[2]) and not torch.equal(pooled[0], pooled[1])
     torch.testing.assert_close(pooled[1], pool(x[1], keys[1]), rtol=0, atol=0)
+
+
+def test_ctc_in_a_vmap_of_ones_own() -> None:
+    class Recogniser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.loss = nn.Linear(4, 5), nn.CTCLoss()
+
+        def forward(self, x: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+            return self.loss(self.head(x).log_softmax(-1), *targets)
+
+    models = [Recogniser().double() for _ in range(3)]
+    params, _ = hfta.stack_params(models)
+    lengths = torch.tensor([[7, 6], [5, 7], [7, 7]]), torch.tensor([[3, 2], [1, 3], [2, 2]])
+    batch = torch.randn(3, 7, 2, 4).double(), torch.randint(1, 5, (3, 2, 3)), *lengths
+    call = lambda params, *batch: torch.func.functional_call(models[0], params, batch)  # noqa: E731
+    grads, losses = hfta.vmap(torch.func.grad_and_value(call))(params, *batch)
+    for member, model in enumerate(models):
+        loss = model(*(part[member] for part in batch))
+        loss.backward()
+        torch.testing.assert_close(losses[member], loss.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(grads["head.weight"][member], model.head.weight.grad, rtol=1e-10, atol=1e-12)

@@ -314,6 +314,34 @@ def test_cumulative_average_in_a_step(compiled: bool) -> None:
     _close((state.params, state.buffers), (dict(params), dict(buffers)))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_cumulative_average_in_a_vmap_of_ones_own(shared: bool) -> None:
+    modules = [nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, momentum=None)).double() for _ in range(M)]
+    for i, module in enumerate(modules):
+        for _ in range(i):
+            module(torch.randn(5, 2, dtype=torch.float64))
+    params, buffers = hfta.stack_params(modules)
+
+    def apply(params: Any, buffers: Any, x: Tensor) -> Any:
+        buffers = {path: buffer.clone() for path, buffer in buffers.items()}
+        return torch.func.functional_call(modules[0], (params, buffers), (x,)), buffers
+
+    for _ in range(3):
+        x = torch.randn(5, 2, dtype=torch.float64) if shared else torch.randn(M, 5, 2, dtype=torch.float64)
+        output, buffers = hfta.vmap(apply, in_dims=(0, 0, None if shared else 0))(params, buffers, x)
+        rows = [module(x if shared else x[i]) for i, module in enumerate(modules)]
+        _close(output.detach(), torch.stack(rows).detach())
+        _close(buffers, hfta.stack_params(modules).buffers)
+
+
+def test_counts_of_batches_are_no_values_elsewhere() -> None:
+    module = nn.BatchNorm1d(4, momentum=None)
+    with pytest.raises(hfta.TraceError, match="asks for the value of a tensor"):
+        hfta.vmap(lambda count: torch.ones(2) * float(count))(torch.arange(3))
+    with pytest.raises(hfta.TraceError, match="asks for the value of a tensor"):
+        hfta.vmap(lambda count: torch.ones(2) * float(module.num_batches_tracked + count))(torch.arange(3))
+
+
 def test_a_forward_of_ones_own_keeps_its_momentum() -> None:
     class Own(nn.BatchNorm1d):
         def forward(self, input: Tensor) -> Tensor:

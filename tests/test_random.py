@@ -127,6 +127,7 @@ DRAWS = {
     "bernoulli": lambda key: random.bernoulli(key, 0.3, (7, 3)),
     "bernoulli of a tensor": lambda key: random.bernoulli(key, torch.linspace(0, 1, 3), (7, 3)),
     "randint": lambda key: random.randint(key, -5, 100, (7, 3)),
+    "categorical": lambda key: random.categorical(key, torch.arange(90.0), (7, 3)),
     "permutation": lambda key: random.permutation(key, 21),
     "fold_in": lambda key: random.fold_in(key, 3),
 }
@@ -396,6 +397,10 @@ CALLS = {
     "normal_": lambda x: torch.empty_like(x).normal_(),
     "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(),
     "exponential_": lambda x: torch.empty_like(x).exponential_(),
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
+    "geometric_": lambda x: torch.empty_like(x).geometric_(0.01),
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
+    "multinomial": lambda x: torch.multinomial(x.flatten(0, -2), 9, True),
 }
 
 # Calls of the Python layer, and other ways to write those above.
@@ -428,6 +433,11 @@ FURTHER_CALLS = {
     "torch.normal of tensors": lambda x: torch.normal(x, x),
     "torch.normal std": lambda x: torch.normal(1.0, x),
     "torch.bernoulli p": lambda x: torch.bernoulli(x, 0.5),
+    "torch.multinomial without replacement": lambda x: x.flatten(0, -2).multinomial(2),
+    "torch.multinomial of one": lambda x: torch.multinomial(torch.ones(100), 1),
+    "torch.empty": lambda x: torch.empty(4, 3).normal_(),
+    "Tensor.new": lambda x: x.new(torch.Size([4, 3])).normal_(),
+    "Tensor.new_empty": lambda x: x.new_empty(4, 3).normal_(),
     "Tensor.bernoulli": lambda x: x.bernoulli(),
     "Tensor.bernoulli_ of a tensor": lambda x: torch.empty_like(x).bernoulli_(x),
     "Bernoulli": lambda x: torch.distributions.Bernoulli(x, validate_args=False).sample((5,)),
@@ -501,7 +511,7 @@ def test_compiled_noise_comes_from_the_member_s_key(name):
 
 
 @pytest.mark.parametrize(
-    "call", [lambda x: torch.multinomial(x, 2), torch.poisson, lambda x: torch.empty_like(x).geometric_(0.5)]
+    "call", [torch.poisson, lambda x: torch.binomial(x, x), lambda x: torch.empty_like(x).random_(3)]
 )
 def test_compiled_code_is_refused_other_noise(call):
     def noisy(x, key):
@@ -524,6 +534,8 @@ def sample(call, seeds=(5, 6), count=1 << 14):
 
 
 DISTRIBUTIONS = {
+    "cauchy_": (lambda x: torch.empty_like(x).cauchy_(2, 3), stats.cauchy(2, 3)),
+    "log_normal_": (lambda x: torch.empty_like(x).log_normal_(0.5, 0.3), stats.lognorm(0.3, scale=math.exp(0.5))),
     "rand": (lambda x: torch.rand(x.shape), stats.uniform()),
     "rand_like": (torch.rand_like, stats.uniform()),
     "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), stats.uniform(-1, 4)),
@@ -857,3 +869,54 @@ def test_call_sites_go_on_after_a_gradient_inside_the_loss(compiled, monkeypatch
         return run(state, torch.ones(3, 5, 4))[1]["loss"]
 
     assert torch.equal(losses(16), losses(1))
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+@pytest.mark.parametrize("num_models", [1, 3])
+def test_an_inner_vmap_has_its_own_randomness(num_models, backend):
+    """As in torch.func: one draw for each sample, one for all, or an error."""
+    x, keys = torch.ones(num_models, 4, 16), random.keys([1, 2, 1][:num_models])
+
+    def draw(randomness, inner=torch.func.vmap):
+        def member(x, key):
+            with hfta.routed(key):
+                return inner(lambda row: F.dropout(row, 0.5), randomness=randomness)(x), F.dropout(x[0], 0.5)
+
+        mapped = lambda x, keys: hfta.vmap(member)(x, keys)  # noqa: E731
+        torch._dynamo.reset()
+        return torch.compile(mapped, backend=backend, fullgraph=True) if backend else mapped
+
+    for inner in (torch.func.vmap, hfta.vmap):
+        rows, after = draw("different", inner)(x, keys)
+        for member in range(num_models):
+            assert len({tuple(row) for row in [*rows[member].tolist(), after[member].tolist()]}) == 5
+        same, after_same = draw("same", inner)(x, keys)
+        assert torch.equal(same, same[:, :1].expand_as(same)) and torch.equal(after, after_same)
+        for one, other in ((rows, after), (same, after_same)):
+            # Members 0 and 2 have the same seed.
+            assert all(torch.equal(y[0], y[-1]) for y in (one, other))
+            assert num_models == 1 or not torch.equal(one[0], one[1])
+    with pytest.raises(Exception, match="randomness error mode"):
+        draw("error")(x, keys)
+
+
+def test_gradients_of_samples_have_masks_of_their_own():
+    model = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+
+    def loss_fn(model, x):
+        params = dict(model.named_parameters())
+
+        def loss(params, row):
+            return torch.func.functional_call(model, params, (row,)).sum()
+
+        grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="different")(params, x)
+        return model(x).sum(), {"grads": grads["0.weight"]}
+
+    for num_models in (1, 2):
+        step = hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), batch_dims=None)
+        state = step.init(*hfta.stack_params([model] * num_models), seeds=range(num_models))
+        grads = step(state, torch.ones(4, 3))[1]["grads"]
+        masks = (grads != 0).any(-1)
+        assert len({tuple(mask) for mask in masks.flatten(0, 1).tolist()}) == 4 * num_models
+        alone = hfta.take(state, [0])
+        assert torch.equal(step(alone, torch.ones(4, 3))[1]["grads"][0] != 0, grads[0] != 0)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func.rules import _registry
+from oracle import KEYS, assert_array_is_loop
 from rule_cases import RULE_CASES, RuleCase
 
 M = 3
@@ -214,3 +215,47 @@ def test_pooling_to_one_pixel_of_channels_last_images():
     torch.testing.assert_close(hfta.vmap(pooled)(images), torch.stack([pooled(x) for x in images]))
     with pytest.raises(hfta.TraceError, match="as_strided_ reads memory outside of one member's tensor"):
         hfta.vmap(lambda x: x.clone().as_strided_((2, 2), (1, 2)))(torch.randn(3, 2, 2))
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    # Products of groups know no float64.
+    return torch._grouped_mm(x.float(), weight.float().transpose(-2, -1), ends).double()
+
+
+GROUPS = {
+    "rows": ((6, 4), (3, 8, 4), [[2, 2, 6], [0, 5, 6], [1, 2, 6]]),
+    "columns": ((8, 8), (4, 8), [[8], [8], [8]]),
+    "matrices": ((3, 8, 4), (3, 8, 4), None),
+}
+
+
+@pytest.mark.parametrize("mask", [(0, 0, 0), (0, None, 0), (None, 0, None), (None, None, 0)], ids=str)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_products_of_groups(groups: str, mask: tuple[int | None, ...]) -> None:
+    *shapes, ends = GROUPS[groups]
+    offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    inputs = [torch.randn(3, *shape, dtype=torch.float64) for shape in shapes]
+    if groups == "rows":
+        inputs.append(offs)
+    inputs = [x if dim == 0 else x[0] for x, dim in zip(inputs, mask, strict=False)]
+    inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
+    rest = () if groups == "rows" else (None if offs is None else offs[0],)
+
+    def array(key: Tensor, *tensors: Tensor) -> Tensor:
+        return _grouped(*tensors, *rest)
+
+    assert_array_is_loop(array, lambda i, *tensors: array(KEYS, *tensors), inputs, 1e-6, mask[: len(inputs)])
+
+
+def test_rows_behind_a_members_groups_are_nobodys() -> None:
+    x, weight = torch.randn(3, 6, 4, dtype=torch.float64), torch.randn(3, 2, 8, 4, dtype=torch.float64)
+    x[0, 4:] = float("nan")
+    ends = torch.tensor([[1, 4], [2, 6], [0, 6]], dtype=torch.int32)
+    x.requires_grad_(), weight.requires_grad_()
+    y = hfta.vmap(_grouped)(x, weight, ends)
+    for i in (1, 2):
+        found = torch.autograd.grad(y[i].square().sum(), (x, weight), retain_graph=True)
+        own = x[i].detach().requires_grad_(), weight[i].detach().requires_grad_()
+        expected = torch.autograd.grad(_grouped(*own, ends[i]).square().sum(), own)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one[i], other, rtol=1e-6, atol=1e-6)

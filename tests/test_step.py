@@ -69,13 +69,16 @@ def test_noise_is_that_of_seed_and_step(size: Any) -> None:
     state = state._replace(step=torch.tensor([0, 3, 2**40]))
     masks = []
     for _ in range(3):
-        keys = random.fold_in(state.keys, state.step)
+        keys = random.fold_in(state.keys, state.step - 2**62)
         state, metrics = step(state, _x())
         for i in range(M):
             with hfta.routed(keys[i]):
                 expected = _draws()
             for name, value in expected.items():
                 assert torch.equal(metrics[name][i], value)
+            # The noise of a user who folds in the step is another.
+            with hfta.routed(random.fold_in(state.keys[i], state.step[i] - 1)):
+                assert not torch.equal(_draws()["normal"], metrics["normal"][i])
         masks += metrics["mask"].tolist()
     # Every member draws another mask at every step.
     assert len(set(map(tuple, masks))) == 3 * M

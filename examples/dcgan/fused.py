@@ -117,7 +117,7 @@ def train(
     @torch.no_grad()
     def test(state: GANState) -> Metrics:
         def sample(number: int, count: int) -> Tensor:
-            latent = hfta.random.normal(hfta.random.fold_in(state.keys, -1 - number), (count, noise, 1, 1))
+            latent = hfta.random.normal(hfta.random.fold_in(state.keys, 2**61 + number), (count, noise, 1, 1))
             return generate(*state.generator, latent)[0].cpu()
 
         sizes = [len(part) for part in torch.arange(SAMPLES).split(flags.batch_size)]

@@ -42,4 +42,4 @@ class TraceError(HFTAError, RuntimeError):
 
 
 class LoopWarning(UserWarning):
-    """An operator without a batching rule, which runs one member after another; given once per operator."""
+    """Members that run apart: at an operator without a batching rule, or where they branch differently; given once each."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -13,6 +15,37 @@ Tree: TypeAlias = Any
 
 Params: TypeAlias = dict[str, Tensor]
 """Stacked parameters or buffers by their path in the module; axis 0 is the model axis."""
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def recorded(make: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Have what a constructor makes be pickled as the call that made it, since its own functions have no names to find.
+
+    The call is noted on a function that the result holds, see :func:`recipe`.
+    """
+    function = _function
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        value: Any = make(*args, **kwargs)
+        function(value).recipe = public, args, kwargs
+        return value
+
+    # With the globals of the constructor's module, by which tools tell where a function is from.
+    public = types.FunctionType(made.__code__, make.__globals__, closure=made.__closure__)  # pyright: ignore
+    return functools.update_wrapper(public, make)
+
+
+def recipe(value: Any, *parts: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What ``value.__reduce__`` returns: the call that made it, else its class and its parts."""
+    make, args, kwargs = getattr(_function(value), "recipe", (type(value), parts, {}))
+    return functools.partial(make, **kwargs), args
+
+
+def _function(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) else value.value
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +61,9 @@ class Schedule:
 
     knobs: Mapping[str, PerModel]
     value: Callable[..., Tensor]
+
+    def __reduce__(self) -> Any:
+        return recipe(self, self.knobs, self.value)
 
 
 PerModel: TypeAlias = "float | Sequence[float] | Tensor | Schedule"

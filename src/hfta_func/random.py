@@ -191,6 +191,28 @@ def randint(key: Tensor | Stream, low: int, high: int, shape: Sequence[int]) -> 
     return _shift(bits(key, shape), 1) % (high - low) + low
 
 
+def categorical(key: Tensor | Stream, weights: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """Classes ``int64[..., *shape]`` drawn in proportion to weights, by the inverse of their distribution function.
+
+    The weights are rounded to multiples of the largest one times ``C * 2^-52``, so that sums are exact in any order.
+
+    Args:
+        key: Keys ``[...]``.
+        weights: Not negative, ``[..., C]``; all axes but the last broadcast against ``[..., *shape]``. Others than finite
+            positive ones count as zero, and without a positive one the last class is drawn.
+        shape: What one key draws.
+
+    Example:
+        >>> categorical(keys([1, 2]), torch.tensor([0.0, 3.0, 0.0]), (2,))
+        tensor([[1, 1], [1, 1]])
+    """
+    num_classes, share = weights.shape[-1], weights / weights.amax(-1, keepdim=True)
+    share = torch.where(share > 0, share.double(), 0) * ((1 << 52) // num_classes)
+    edges = share.to(torch.int64).cumsum(-1)
+    drawn = (uniform(key, shape, dtype=torch.float64).unsqueeze(-1) * edges[..., -1:]).to(torch.int64)
+    return (edges <= drawn).sum(-1).clamp(max=num_classes - 1)
+
+
 def permutation(key: Tensor | Stream, n: int) -> Tensor:
     """A random order ``int64[..., n]`` of ``0`` to ``n - 1`` per key.
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hfta_func._types import PerModel, Schedule
+from hfta_func._types import PerModel, Schedule, recorded
 from hfta_func.optim._base import Knobs, Range, check_choice, restrict
 from hfta_func.optim._hyperparams import plateau as plateau
 
@@ -38,6 +38,7 @@ def values(schedule: Schedule, counts: Sequence[int]) -> Tensor:
     return knobs.at(knobs.init({"": torch.empty(len(counts), 0)}), torch.tensor(counts))["value"]
 
 
+@recorded
 def constant(value: PerModel) -> Schedule:
     """The same value at every count.
 
@@ -51,6 +52,7 @@ def constant(value: PerModel) -> Schedule:
     return Schedule({"value": value}, lambda count, value: value)
 
 
+@recorded
 def step_lr(value: PerModel, step_size: PerModel, gamma: PerModel = 0.1) -> Schedule:
     """``value * gamma ** floor(count / step_size)``, as in ``torch.optim.lr_scheduler.StepLR``.
 
@@ -67,6 +69,7 @@ def step_lr(value: PerModel, step_size: PerModel, gamma: PerModel = 0.1) -> Sche
     return Schedule(knobs, lambda count, value, step_size, gamma: value * gamma ** torch.floor(count / step_size))
 
 
+@recorded
 def multistep(value: PerModel, milestones: Sequence[PerModel], gamma: PerModel = 0.1) -> Schedule:
     """Multiply by ``gamma`` at every milestone, as ``torch.optim.lr_scheduler.MultiStepLR`` does.
 
@@ -86,6 +89,7 @@ def multistep(value: PerModel, milestones: Sequence[PerModel], gamma: PerModel =
     )
 
 
+@recorded
 def exponential(value: PerModel, gamma: PerModel) -> Schedule:
     """``value * gamma ** count``, as in ``torch.optim.lr_scheduler.ExponentialLR``.
 
@@ -100,6 +104,7 @@ def exponential(value: PerModel, gamma: PerModel) -> Schedule:
     return Schedule({"value": value, "gamma": gamma}, lambda count, value, gamma: value * gamma**count)
 
 
+@recorded
 def linear(
     value: PerModel, total_iters: PerModel, start_factor: PerModel = 1 / 3, end_factor: PerModel = 1.0
 ) -> Schedule:
@@ -123,6 +128,7 @@ def linear(
     )
 
 
+@recorded
 def polynomial(value: PerModel, total_iters: PerModel, power: PerModel = 1.0) -> Schedule:
     """``value * (1 - count / total_iters) ** power``, then 0, as in ``torch.optim.lr_scheduler.PolynomialLR``.
 
@@ -139,6 +145,7 @@ def polynomial(value: PerModel, total_iters: PerModel, power: PerModel = 1.0) ->
     return Schedule(knobs, lambda count, value, total_iters, power: value * (1 - _share(count, total_iters)) ** power)
 
 
+@recorded
 def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedule:
     """``eta_min + (value - eta_min) * (1 + cos(pi * count / T_max)) / 2``, as in ``CosineAnnealingLR`` of PyTorch.
 
@@ -155,6 +162,7 @@ def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedul
     return Schedule(knobs, lambda count, value, T_max, eta_min: _half_cosine(value, eta_min, count / T_max))
 
 
+@recorded
 def cosine_restarts(value: PerModel, T_0: PerModel, T_mult: PerModel = 1, eta_min: PerModel = 0.0) -> Schedule:
     """Half a cosine, restarted again and again, as in ``torch.optim.lr_scheduler.CosineAnnealingWarmRestarts``.
 
@@ -186,6 +194,7 @@ def cosine_restarts(value: PerModel, T_0: PerModel, T_mult: PerModel = 1, eta_mi
     return Schedule({"value": value, "T_0": T_0, "T_mult": T_mult, "eta_min": eta_min}, at)
 
 
+@recorded
 def one_cycle(
     max_lr: PerModel,
     total_steps: PerModel,
@@ -236,6 +245,7 @@ def one_cycle(
     return Schedule(knobs, at)
 
 
+@recorded
 def warmup(after: PerModel, steps: PerModel, start_factor: PerModel = 1 / 3) -> Schedule:
     """Rise linearly to the initial value of ``after`` in ``steps`` updates, then follow ``after`` from its start.
 
@@ -258,6 +268,7 @@ def warmup(after: PerModel, steps: PerModel, start_factor: PerModel = 1 / 3) -> 
     return Schedule({"after": after, "steps": steps, "start_factor": start_factor}, at)
 
 
+@recorded
 def chain(first: Schedule, *others: Schedule) -> Schedule:
     """The product of schedules, as ``torch.optim.lr_scheduler.ChainedScheduler`` of multiplicative ones.
 

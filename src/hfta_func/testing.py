@@ -9,18 +9,17 @@ import torch
 
 from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, paths, take, tree_map
-from hfta_func._types import Tree
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 
-Run = Callable[[TrainState, Tree], tuple[TrainState, Any]]
+Run = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
 
 def assert_matches_solo(
     step: TrainStep,
     state: TrainState,
-    batches: Iterable[Tree],
+    batches: Iterable[Any],
     *,
     members: Sequence[int] | None = None,
     rtol: float = 1e-10,

@@ -16,9 +16,14 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._errors import RandomnessError
+from hfta_func._torch import depth
+from hfta_func.calls import fills
 
 
 class _Keys(Protocol):
+    key: Tensor | None
+    depth: int
+
     def next_key(self) -> random.Stream: ...
 
 
@@ -189,7 +194,7 @@ def _randperm(keys: _Keys, func: Any, n: int, *, generator: Any = None, dtype: A
 
 def _bernoulli(keys: _Keys, func: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
     _no_generator(func, generator)
-    return _bernoulli_draw(keys.next_key(), input, input if p is None else p)
+    return fills.bernoulli(keys.next_key(), input, input if p is None else p)
 
 
 def _normal(
@@ -212,23 +217,31 @@ def _fill(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return fill
 
 
-def _uniform_draw(key: random.Stream, input: Tensor, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Tensor:
-    low = bounds.get("from", from_)
-    return random.uniform(key, input.shape, dtype=input.dtype) * (to - low) + low
+def _multinomial(
+    keys: _Keys,
+    func: Any,
+    input: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    generator: Any = None,
+    **rest: Any,
+) -> Tensor:
+    _no_generator(func, generator)
+    weights, rows = input.detach(), input.shape[:-1]
+    if replacement or num_samples == 1:
+        return _placed(random.categorical(keys.next_key(), weights.unsqueeze(-2), (*rows, num_samples)), **rest)
+    return _placed(fills.without_replacement(keys.next_key(), weights, num_samples), **rest)
 
 
-def _normal_draw(key: random.Stream, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return random.normal(key, input.shape, dtype=input.dtype) * std + mean
-
-
-def _bernoulli_draw(key: random.Stream, input: Tensor, p: Any = 0.5) -> Tensor:
-    return random.bernoulli(key, p, input.shape).to(input.dtype)
-
-
-def _exponential_draw(key: random.Stream, input: Tensor, lambd: float = 1.0) -> Tensor:
-    # Shifted by half a grid step, so that the logarithm is finite.
-    uniform = random.uniform(key, input.shape).double() + 2.0**-25
-    return (-uniform.log() / lambd).to(input.dtype)
+def _empty(keys: _Keys, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """A tensor of the member's own, so that what differs between members can be written into it."""
+    empty = func(*args, **kwargs)
+    assert keys.key is not None
+    if depth() < keys.depth:
+        # PyTorch's own code, outside of the levels that the key belongs to.
+        return empty
+    return keys.key.new_empty(empty.shape, dtype=empty.dtype, device=empty.device)
 
 
 def _recurrent(keys: _Keys, func: Any, *args: Any) -> Any:
@@ -299,10 +312,14 @@ ROUTED: dict[str, Callable[..., Any]] = {
     "randperm": _randperm,
     "bernoulli": _bernoulli,
     "normal": _normal,
-    "uniform_": _fill(_uniform_draw),
-    "normal_": _fill(_normal_draw),
-    "bernoulli_": _fill(_bernoulli_draw),
-    "exponential_": _fill(_exponential_draw),
+    "uniform_": _fill(fills.uniform),
+    "normal_": _fill(fills.normal),
+    "bernoulli_": _fill(fills.bernoulli),
+    "exponential_": _fill(fills.exponential),
+    "cauchy_": _fill(fills.cauchy),
+    "geometric_": _fill(fills.geometric),
+    "log_normal_": _fill(fills.log_normal),
+    "multinomial": _multinomial,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }
 """Handlers of operators that draw from the member's key."""
@@ -311,10 +328,6 @@ _OUTSIDE = "draw the values outside the model and pass them in the batch"
 
 REFUSED: dict[str, Callable[..., Any]] = {
     "binomial": _refused("sum draws of torch.bernoulli"),
-    "cauchy_": _refused("transform draws of torch.rand_like: tan(pi * (u - 0.5))"),
-    "geometric_": _refused("transform draws of torch.rand_like: ceil(log1p(-u) / log1p(-p))"),
-    "log_normal_": _refused("take the exponential of draws of torch.randn_like"),
-    "multinomial": _refused("draw classes with torch.nn.functional.gumbel_softmax(logits, hard=True).argmax(-1)"),
     "poisson": _refused(_OUTSIDE),
     "random_": _refused("draw with torch.randint"),
     "rrelu_with_noise": _refused("call torch.nn.functional.rrelu"),
@@ -322,5 +335,8 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "_standard_gamma": _refused(_OUTSIDE),
 }
 """Handlers of operators that cannot draw from a key: each raises a RandomnessError with its cure."""
+
+EMPTY = {func: _empty for func in (torch.empty, torch.empty_like, Tensor.new_empty, Tensor.new)}
+"""Handlers of functions that make tensors to write into."""
 
 _NAMES = {func: spelled for name in (*ROUTED, *REFUSED) for func, spelled in spellings(name)}

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from hfta_func._torch import BatchNorm, is_batched
+from hfta_func.calls.autodiff import AUTODIFF
+from hfta_func.calls.guards import GUARDED, in_float32
 
 
 class lowered(TorchFunctionMode):
@@ -50,6 +55,17 @@ def _gaussian_nll_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
+def _cross_entropy(*args: Any, label_smoothing: Any = 0.0, **kwargs: Any) -> Tensor:
+    """Takes smoothing that is a tensor, in which the loss is linear."""
+    if len(args) > 7:
+        args, label_smoothing = args[:7], args[7]
+    if not isinstance(label_smoothing, Tensor):
+        return F.cross_entropy(*args, label_smoothing=label_smoothing, **kwargs)
+    sharp, smooth = (F.cross_entropy(*args, label_smoothing=value, **kwargs) for value in (0.0, 1.0))
+    # A class that is impossible has an infinite smooth loss, which does not count without smoothing.
+    return (1 - label_smoothing) * sharp + torch.where(label_smoothing == 0, 0, label_smoothing * smooth)
+
+
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
     """Never in chunks: that operator reads ``requires_grad`` of its arguments, which is unknown under vmap."""
     return F.linear_cross_entropy(*args, **kwargs)
@@ -58,14 +74,15 @@ def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Ten
 def _binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> Tensor:
     """Casts to float32 under autocast, which never sees the operator, because vmap decomposes it first."""
     return F.binary_cross_entropy_with_logits(
-        *map(_float32, args), **{name: _float32(value) for name, value in kwargs.items()}
+        *map(in_float32, args), **{name: in_float32(value) for name, value in kwargs.items()}
     )
 
 
-def _float32(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-        return value.float() if torch.is_autocast_enabled(value.device.type) else value
-    return value
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Without a look at the values, which under vmap PyTorch leaves out only where no gradient is taken inside."""
+    if num_classes <= 0:
+        return F.one_hot(tensor, num_classes)
+    return tensor.new_zeros(*tensor.shape, num_classes).scatter(-1, tensor.unsqueeze(-1), 1)
 
 
 def _without_layout(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,14 +97,57 @@ def _without_layout(func: Callable[..., Any]) -> Callable[..., Any]:
     return plain
 
 
+def _float(x: Tensor) -> float:
+    """NaN where batch normalisation with ``momentum=None`` reads how many batches each member has seen."""
+    return math.nan if is_batched(x) and _averaging() is not None else float(x)
+
+
+def _averaging() -> Any:
+    """The batch normalisation whose forward calls what is being replaced, if it averages its statistics over all batches."""
+    frame = sys._getframe(2)
+    # Between the two are the mode and, for a function of Python, that function.
+    for _ in range(4):
+        if frame is not None and frame.f_code in (BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__):
+            return frame.f_locals["self"] if frame.f_locals["self"].momentum is None else None
+        frame = frame and frame.f_back
+    return None
+
+
+def _batch_norm(
+    input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Averages statistics over all batches where the momentum is that NaN."""
+    if momentum == momentum or (module := _averaging()) is None:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    stats = running_mean.clone(), running_var.clone()
+    output = F.batch_norm(input, *stats, weight, bias, training, 1.0, eps)
+    for average, stat in zip((running_mean, running_var), stats, strict=True):
+        average += (stat - average) / module.num_batches_tracked
+    return output
+
+
+def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
+    """Writes ``out``, as spectral normalisation has it, by an operator with a batching rule."""
+    normalized = F.normalize(input, p, dim, eps)
+    return normalized if out is None else out.copy_(normalized)
+
+
 _CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int long short to".split()
 
 LOWERED: dict[Any, Callable[..., Any]] = {
+    **GUARDED,
     **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
     **{func: _without_layout(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.cross_entropy: _cross_entropy,
     F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
+    F.batch_norm: _batch_norm,
+    F.normalize: _normalize,
+    Tensor.__float__: _float,
+    **AUTODIFF,
+    F.one_hot: _one_hot,
 }
 """Replacement by function."""
 

@@ -17,8 +17,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hfta_func import random
-from hfta_func._torch import constant_to_compiler, tell_compiler_of_overrides
-from hfta_func.calls.draws import REFUSED, ROUTED, spellings
+from hfta_func._errors import RandomnessError
+from hfta_func._torch import (
+    constant_to_compiler,
+    depth,
+    levels_above,
+    tell_compiler_of_overrides,
+    traced_add_batch_dim,
+    traced_unwrap_for_grad,
+)
+from hfta_func.calls.branches import truth
+from hfta_func.calls.draws import EMPTY, REFUSED, ROUTED, spellings
 from hfta_func.calls.rewrites import LOWERED
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
@@ -50,6 +59,7 @@ class routed(TorchFunctionMode):
         super().__init__()
         self.key = key
         self.site = site
+        self.depth = depth()
         self._blocks: dict[int, random.Stream] = {}
 
     def next_key(self) -> random.Stream:
@@ -61,7 +71,27 @@ class routed(TorchFunctionMode):
             sites = torch.arange(block * _SITES, (block + 1) * _SITES, device=self.key.device)
             self._blocks[block] = random.stream(random.fold_in(self.key, sites))
         start, stride = self._blocks[block]
-        return random.Stream(start[place], stride[place])
+        found = random.Stream(start[place], stride[place])
+        if depth() > self.depth:
+            for level in levels_above(self.depth):
+                found = self._inside(found, *level)
+        return found
+
+    def _inside(
+        self, found: random.Stream, level: int, size: int, randomness: str, derivatives: tuple[int, ...]
+    ) -> random.Stream:
+        """The stream inside a level of ``vmap`` that was entered within this block, as its ``randomness`` has it."""
+        if randomness == "same":
+            return found
+        if randomness == "error":
+            raise RandomnessError(
+                "vmap: called random operation while in randomness error mode; pass randomness='different' or 'same' to the "
+                "inner vmap, as for torch.func.vmap"
+            )
+        places = torch.arange(size, device=found.start.device)
+        for inner in derivatives:
+            places = traced_unwrap_for_grad(places, inner)
+        return random.stream(random.fold_in(found.start, traced_add_batch_dim(places, 0, level)))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,10 +101,9 @@ class routed(TorchFunctionMode):
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
-        func = LOWERED.get(func, func)
+        handler, func = _HANDLERS.get(func), _REPLACED.get(func, func)
         if self.key is None:
             return func(*args, **kwargs)
-        handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, *args, **kwargs)
         if func in _ENTERED:
@@ -114,7 +143,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     for func, _ in spellings(name)
     # alpha_dropout and rrelu are also in ROUTED, for torch's own spelling of them.
     if func not in _ENTERED
-}
+} | EMPTY
+
+
+_REPLACED = {**LOWERED, Tensor.__bool__: truth}
+"""Functions that every call replaces, with a key or without."""
 
 
 @constant_to_compiler

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 import os
@@ -236,7 +235,8 @@ def _imported(model: nn.Module, number: int, checkpoint: Mapping[str, Any] | Pat
         name, state_dict = f"{name} ({os.fspath(checkpoint)})", _plain(checkpoint)
     if not isinstance(state_dict, Mapping):
         raise StateError(f"{name} holds a {type(state_dict).__qualname__}; pass the state_dict of a model")
-    copied = copy.deepcopy(model)
+    # A deep copy that also copies what hooks have computed, which PyTorch refuses.
+    copied = unstack_params(model, *stack_params([model]))[0]
     try:
         copied.load_state_dict(state_dict)
     except RuntimeError as error:

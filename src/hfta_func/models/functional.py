@@ -10,12 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import BatchNorm, forget_flat_weights, own_tensors
+from hfta_func._torch import (
+    BatchNorm,
+    forget_flat_weights,
+    outside_transforms,
+    own_tensors,
+    pytree,
+)
 from hfta_func._types import Params
 from hfta_func.calls.body import Body
 from hfta_func.calls.routing import routed
-from hfta_func.models.remat import rematerialise
-from hfta_func.models.structure import check_materialised, check_no_backward_hooks
+from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
+from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
+from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
 
 
 def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
@@ -57,36 +64,96 @@ def bind(
     mode; None keeps the model's own. Look-up tables with ``max_norm`` shorten rows of the given parameters if ``renorms``
     holds, else of copies.
     """
-    inner = skeleton(model)
-    inner = inner if training is None else inner.train(training)
+    return Bound(model, func, checkpoint, training, renorms)
 
-    shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
 
-    def make() -> Body:
-        body = Body(copy.deepcopy(inner, dict(shared)), func)
-        rematerialise(body.model, checkpoint)
+class Bound:
+    """What :func:`bind` returns."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        func: Callable[..., Any],
+        checkpoint: bool | Sequence[str],
+        training: bool | None,
+        renorms: bool,
+    ):
+        inner = skeleton(model)
+        self._inner = inner if training is None else inner.train(training)
+        self._func, self._checkpoint = func, checkpoint
+        self._shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
+        self._holders, self._rewritten = _holders(inner), () if renorms else tables_with_max_norm(inner)
+        self._trained = {path for path, param in inner.named_parameters() if param.requires_grad}
+        # A call puts its tensors into a module, so calls at the same time, of other threads, need modules of their own.
+        self._first, self._idle = _with_attributes(self._make()), []
+        self._harmless: set[str] = set()
+        self._undoing: list[Undoing] = []
+
+    def _make(self) -> Body:
+        body = Body(copy.deepcopy(self._inner, dict(self._shared)), self._func)
+        rematerialise(body.model, self._checkpoint)
         return body
 
-    # A call puts its tensors into a module, so calls at the same time, of other threads, need modules of their own.
-    first, idle = make(), []
-    holders, rewritten = _holders(inner), () if renorms else tables_with_max_norm(inner)
+    def __call__(self, params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
+        """Call the function with one member's tensors; see :func:`bind`."""
+        if torch.compiler.is_compiling():
+            trace_through_checkpoint()
+            results = self._call(self._first[0], params, buffers, args, kwargs, key)
+            undo(self._undoing)
+            return results
+        body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
+        with checkpoints_of(body.model) as checkpoints:
+            results = self._call(body, params, buffers, args, kwargs, key)
+        changed = attributes.changed()
+        if not self._harmless.issuperset(changed):
+            self._examine(params, buffers, args, kwargs, key)
+            self._harmless.update(changed)
+            self._undoing = self._first[1].undoing(self._harmless)
+        # The backward pass runs rematerialised modules again.
+        if not (self._checkpoint or checkpoints):
+            undo(attributes.undoing(changed))
+            self._idle.append((body, attributes))
+        return results
 
-    def apply(params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
+    def _call(
+        self, body: Body, params: Params, buffers: Params, args: Any, kwargs: dict[str, Any], key: Tensor | None
+    ) -> tuple[Any, Params]:
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
         given = {**params, **{path: tensor.clone() for path, tensor in buffers.items()}}
-        given |= {path: params[path].clone() for path in rewritten if path in params}
-        tensors = {f"model.{name}": tensor for path, tensor in given.items() for name in holders.get(path, (path,))}
-        body = first if torch.compiler.is_compiling() else idle.pop() if idle else make()
-        try:
-            with routed(key):
-                output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
-        finally:
-            # The backward pass runs rematerialised modules again.
-            if not (checkpoint or torch.compiler.is_compiling()):
-                idle.append(body)
+        given |= {path: params[path].clone() for path in self._rewritten if path in params}
+        tensors = {
+            f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
+        }
+        with routed(key):
+            output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 
-    return apply
+    def _examine(self, *given: Any) -> None:
+        """Raise a StateError if the model carries something in attributes from call to call, by calling it with member 0."""
+
+        def part(leaf: Any, factor: float) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = first_member(leaf)
+            return leaf * factor if factor != 1 and leaf.is_floating_point() else leaf.clone()
+
+        def run(body: Body, altered: bool) -> Any:
+            params, buffers, args, kwargs, key = given
+            factor = 0.5 if altered else 1
+            # Halves are in the range of anything that is a probability, a variance or a mask.
+            params = {path: part(param, factor if path in self._trained else 1) for path, param in params.items()}
+            args, kwargs = pytree.tree_map(lambda leaf: part(leaf, factor), (args, kwargs))
+            buffers = {path: part(buffer, 1) for path, buffer in buffers.items()}
+            torch.manual_seed(altered)
+            return self._call(body, params, buffers, args, kwargs, None if key is None else part(key, 1) + altered)
+
+        device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
+        with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
+            check_no_carrying(run, self._make)
+
+
+def _with_attributes(body: Body) -> tuple[Body, Attributes]:
+    return body, Attributes(body.model)
 
 
 def tables_with_max_norm(model: nn.Module) -> tuple[str, ...]:
@@ -106,16 +173,27 @@ def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in found.values()}
 
 
-def skeleton(model: nn.Module) -> nn.Module:
+def outline(model: nn.Module) -> nn.Module:
     """A copy of the model whose parameters and buffers have shapes but no storage."""
     check_materialised(model)
-    check_no_backward_hooks(model)
     memo: dict[int, Any] = {}
     for own in model.parameters():
         memo[id(own)] = nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=own.requires_grad)
     for own in model.buffers():
         memo[id(own)] = torch.empty_like(own, device="meta")
+    made = {path: computed(module) for path, module in model.named_modules()}
+    memo |= {id(tensor): torch.empty(0) for tensors in made.values() for tensor in tensors.values()}
     copied = copy.deepcopy(model, memo)
+    for path, names in made.items():
+        for name in names:
+            delattr(copied.get_submodule(path), name)
+    return copied
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """An outline of the model, to be called with other tensors."""
+    copied = outline(model)
+    check_no_backward_hooks(model)
     for module in copied.modules():
         if isinstance(module, BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
             if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):

@@ -7,18 +7,22 @@ levels again. This way it can run again after the levels it was first called in 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import difflib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hfta_func import _torch
 from hfta_func._errors import StateError
 from hfta_func._torch import pytree
+from hfta_func.calls.autodiff import only_vmap
 from hfta_func.calls.routing import routed
+from hfta_func.rules._aliasing import current, watched
 
 
 def rematerialise(model: nn.Module, chosen: bool | Sequence[str]) -> None:
@@ -69,64 +73,126 @@ def _rematerialised(part: nn.Module, path: str) -> Callable[..., Any]:
 
     def rematerialised(*args: Any, **kwargs: Any) -> Any:
         # The compiler plans the memory of a graph, and the backward pass of torch.func.grad cannot run Python.
-        if torch.compiler.is_compiling() or not _only_vmap():
+        if torch.compiler.is_compiling() or not only_vmap():
             return forward(*args, **kwargs)
-        mode = next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
-        site, out_spec = mode.site, None
-        params, buffers = dict(part.named_parameters()), dict(part.named_buffers())
-        # The first run updates the buffers; later runs start from copies of what the first one found.
-        found = {name: buffer.clone() for name, buffer in buffers.items()}
-        leaves, spec = pytree.tree_flatten((mode.key, params, found, args, kwargs))
-
-        def run(*leaves: Any) -> tuple[Any, ...]:
-            nonlocal out_spec
-            key, params, found, args, kwargs = pytree.tree_unflatten(leaves, spec)
-            # Levels are numbered by depth, so tensors of the surrounding levels also fit those of the first run.
-            own = buffers if out_spec is None else {name: buffer.clone() for name, buffer in found.items()}
-            tensors = {**params, **own}
-            with routed(key, site) as inner, _torch.reparametrized(part, tensors, tie_weights=True):
-                output = forward(*args, **kwargs)
-            replaced = {name: tensors[name] for name, buffer in own.items() if tensors[name] is not buffer}
-            outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site))
-            return tuple(outputs)
-
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        versions = [_torch.writes(leaf) for leaf in inputs]
-        outputs = _outside_vmap(run, tuple(leaves), keyed=mode.key is not None)
-        if versions != [_torch.writes(leaf) for leaf in inputs]:
-            where = f"'{path}'" if path else "the model"
-            raise StateError(
-                f"{where} ({type(part).__qualname__}) writes its input in place, so it cannot run again from that input; "
-                f"leave it out of checkpoint, or let its first operation make a new tensor, e.g. ReLU(inplace=False)"
-            )
-        assert out_spec is not None
-        output, replaced, mode.site = pytree.tree_unflatten(outputs, out_spec)
-        for name, buffer in replaced.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(part.get_submodule(owner), attribute, buffer)
-        return output
+        where = f"'{path}'" if path else "the model"
+        return _run_twice(part, f"{where} ({type(part).__qualname__})", forward, args, kwargs, {})
 
     return rematerialised
 
 
-def _outside_vmap(run: Callable[..., tuple[Any, ...]], leaves: tuple[Any, ...], keyed: bool) -> tuple[Any, ...]:
+_Running = tuple[nn.Module, list[bool]]
+_running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("running", default=None)
+_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+@contextlib.contextmanager
+def checkpoints_of(model: nn.Module) -> Iterator[list[bool]]:
+    """A block in which the model's own calls of :func:`torch.utils.checkpoint.checkpoint` work, and the list of these."""
+    _torch.intercept_checkpoint(_checkpoint)
+    calls: list[bool] = []
+    token = _running.set((model, calls))
+    try:
+        yield calls
+    finally:
+        _running.reset(token)
+
+
+@functools.cache
+def _elsewhere() -> Callable[..., Any]:
+    return torch.compiler.disable(_torch.checkpoint)
+
+
+@_torch.constant_to_compiler
+def trace_through_checkpoint() -> bool:
+    """Have the compilation that is going on call functions under ``checkpoint`` plainly: it plans memory itself."""
+    before = _torch.trace_checkpoint(_traced)
+    if before is not _traced:
+        _torch.until_compiled(lambda: _torch.trace_checkpoint(before))
+    return True
+
+
+def _traced(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    # A graph inside a graph would be traced without the mode that routes noise.
+    return args[0].call_function(tx, args[1:], {name: kwargs[name] for name in kwargs if name not in _OPTIONS})
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``torch.utils.checkpoint.checkpoint`` is while a model runs, and outside of all models."""
+    running = _running.get()
+    if running is None:
+        return _elsewhere()(function, *args, **kwargs)
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    if not only_vmap():
+        return function(*args, **kwargs)
+    # A reentrant one would call a backward pass for all members; the gradients are the same.
+    options.pop("use_reentrant", None)
+    model, calls = running
+    calls.append(True)
+    owner = getattr(function, "__self__", function)
+    part = owner if isinstance(owner, nn.Module) else model
+    return _run_twice(part, "a function under torch.utils.checkpoint", function, args, kwargs, options)
+
+
+def _run_twice(
+    part: nn.Module, where: str, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: dict[str, Any]
+) -> Any:
+    """``forward(*args, **kwargs)``, which uses the tensors of ``part``, now and again in the backward pass."""
+    mode = next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
+    site, out_spec, watch = mode.site, None, current()
+    params, buffers = dict(part.named_parameters()), dict(part.named_buffers())
+    # The first run updates the buffers; later runs start from copies of what the first one found.
+    found = {name: buffer.clone() for name, buffer in buffers.items()}
+    leaves, spec = pytree.tree_flatten((mode.key, params, found, args, kwargs))
+
+    def run(*leaves: Any) -> tuple[Any, ...]:
+        nonlocal out_spec
+        key, params, found, args, kwargs = pytree.tree_unflatten(leaves, spec)
+        # Levels are numbered by depth, so tensors of the surrounding levels also fit those of the first run.
+        own = buffers if out_spec is None else {name: buffer.clone() for name, buffer in found.items()}
+        tensors = {**params, **own}
+        # A backward pass may run in a thread of its own.
+        again = contextlib.nullcontext() if watch is None else watched(watch.known)
+        with again, routed(key, site) as inner, checkpoints_of(part):
+            with _torch.reparametrized(part, tensors, tie_weights=True):
+                output = forward(*args, **kwargs)
+        replaced = {name: tensors[name] for name, buffer in own.items() if tensors[name] is not buffer}
+        outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site))
+        return tuple(outputs)
+
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    versions = [_torch.writes(leaf) for leaf in inputs]
+    # Noise from keys repeats by itself; PyTorch's generator must be set back.
+    if mode.key is not None:
+        options = {**options, "preserve_rng_state": False}
+    outputs = _outside_vmap(run, tuple(leaves), options)
+    if versions != [_torch.writes(leaf) for leaf in inputs]:
+        raise StateError(
+            f"{where} writes its input in place, so it cannot run again from that input; "
+            f"leave it out of checkpoint, or let its first operation make a new tensor, e.g. ReLU(inplace=False)"
+        )
+    assert out_spec is not None
+    output, replaced, mode.site = pytree.tree_unflatten(outputs, out_spec)
+    for name, buffer in replaced.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(part.get_submodule(owner), attribute, buffer)
+    return output
+
+
+def _outside_vmap(
+    run: Callable[..., tuple[Any, ...]], leaves: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, ...]:
     """``run(*leaves)``, checkpointed outside all levels of ``vmap``."""
     if _torch.interpreters() is None:
         if any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves):
             # XLA compiles the whole step and would merge the two runs.
             return run(*leaves)
-        # Noise from keys repeats by itself; PyTorch's generator must be set back.
-        return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=not keyed)
+        return _torch.checkpoint(run, *leaves, use_reentrant=False, **options)
     interpreter = _torch.current_interpreter()
     level = interpreter.level()
     # [N, ...] of each member -> [M, N, ...] and its dim, or [N, ...] and None where members share it
     plain, dims = _torch.unwrap_leaves(leaves, level)
     mapped = _torch.restore_vmap(run, dims, interpreter.batch_size(), interpreter.randomness())
     with interpreter.lower():
-        outputs, out_dims = _outside_vmap(mapped, plain, keyed)
+        outputs, out_dims = _outside_vmap(mapped, plain, options)
     return _torch.wrap_leaves(outputs, out_dims, level)
-
-
-def _only_vmap() -> bool:
-    """Whether every transform around this call is a ``vmap``."""
-    return all(interpreter.key() == _torch.TransformType.Vmap for interpreter in _torch.interpreters() or ())

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._errors import StackError, StateError
+from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import Params
-from hfta_func.models.structure import check_materialised, check_same_structure, pairs, ties
+from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
 
 
 class Stacked(NamedTuple):
@@ -151,7 +152,13 @@ def _member(model: nn.Module, params: Params, buffers: Params, index: int) -> nn
         memo[id(own)] = nn.Parameter(params[path][index].detach().clone(), requires_grad=own.requires_grad)
     for path, own in model.named_buffers():
         memo[id(own)] = buffers[path][index].detach().clone()
-    return copy.deepcopy(model, memo)
+    for own in model.modules():
+        memo |= {id(tensor): tensor.detach().clone() for tensor in computed(own).values()}
+    member = copy.deepcopy(model, memo)
+    for own in member.modules():
+        for name, compute in weight_hooks(own).items():
+            setattr(own, name, compute())
+    return member
 
 
 def _stack(models: Iterable[nn.Module], count: int) -> Stacked:

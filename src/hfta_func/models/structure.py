@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 from hfta_func._errors import StackError
-from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, own_tensors
+from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, own_tensors, weight_hooks
 
 T = TypeVar("T")
 
@@ -76,6 +77,12 @@ def ties(model: nn.Module) -> dict[str, str]:
     return {path: found for path, tensor in named if (found := first.setdefault(id(tensor), path)) != path}
 
 
+def computed(module: nn.Module) -> dict[str, Tensor]:
+    """The plain attributes that were computed from parameters, by hooks of PyTorch's or in a forward pass."""
+    tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return {name: value for name, value in tensors.items() if value.grad_fn is not None or name in weight_hooks(module)}
+
+
 def check_no_backward_hooks(model: nn.Module) -> None:
     """Raise a StackError if the backward pass of one model would call hooks, which an array has nobody to call for."""
     hooked = [(f"parameter '{path}'", has_hooks(parameter)) for path, parameter in model.named_parameters()]
@@ -114,18 +121,19 @@ def _check_module(
                 f"on all models or on none"
             )
         hooks = [tuple(getattr(module, name, {}).values()) for module in (mine, theirs)]
-        if not _equal(hooks[0], hooks[1], own, dict(known)):
+        if not equal(hooks[0], hooks[1], own, dict(known)):
             raise StackError(
                 f"model {member}: the {name.strip('_')} of {where} are not those of model 0, whose code runs for all "
                 f"members; register hooks that hold the same values"
             )
-    for name in sorted({*vars(mine), *vars(theirs)} - MODULE_ATTRIBUTES):
-        a, b = vars(mine).get(name, _UNSET), vars(theirs).get(name, _UNSET)
-        if not _equal(a, b, own, dict(known)):
+    made = computed(mine).keys() | computed(theirs).keys()
+    for name in sorted({*vars(mine), *vars(theirs)} - MODULE_ATTRIBUTES - made):
+        a, b = vars(mine).get(name, UNSET), vars(theirs).get(name, UNSET)
+        if not equal(a, b, own, dict(known)):
             raise StackError(f"model {member}: {_setting_difference(a, b, f'{path}.{name}'.lstrip('.'), own, {})}")
 
 
-_UNSET = object()
+UNSET = object()
 
 
 def _setting_difference(a: Any, b: Any, path: str, own: set[int], seen: dict[tuple[int, int], Any]) -> str:
@@ -138,7 +146,7 @@ def _setting_difference(a: Any, b: Any, path: str, own: set[int], seen: dict[tup
     whole = sequence and len(a) <= 4 and all(isinstance(value, int | float | str) for value in a)
     if parts and others and not whole and parts.keys() == others.keys():
         for key, part in parts.items():
-            if not _equal(part, others[key], own, dict(seen)):
+            if not equal(part, others[key], own, dict(seen)):
                 label = f"{path}[{key!r}]" if sequence or isinstance(a, dict) else f"{path}.{key}"
                 return _setting_difference(part, others[key], label, own, seen)
     shown, other = _show(a), _show(b)
@@ -159,7 +167,7 @@ def _kind(module: nn.Module) -> Any:
 
 def _show(value: Any) -> str:
     """A setting in a few words, without the values of arrays and without addresses."""
-    if value is _UNSET:
+    if value is UNSET:
         return "unset"
     if isinstance(value, nn.Module):
         return f"a module {type(value).__qualname__}"
@@ -173,7 +181,7 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _equal(a: Any, b: Any, own: set[int], seen: dict[tuple[int, int], Any]) -> bool:
+def equal(a: Any, b: Any, own: set[int], seen: dict[tuple[int, int], Any]) -> bool:
     """Equality of settings; what has parts is equal if all its parts are."""
     if a is b or (id(a), id(b)) in seen or (id(a) in own and id(b) in own):
         return True
@@ -186,12 +194,12 @@ def _equal(a: Any, b: Any, own: set[int], seen: dict[tuple[int, int], Any]) -> b
         return alike and (a.is_meta or bool(torch.equal(a, b)))
     parts, others = _parts(a), _parts(b)
     if parts is not None and others is not None:
-        return parts.keys() == others.keys() and all(_equal(parts[key], others[key], own, seen) for key in parts)
+        return parts.keys() == others.keys() and all(equal(parts[key], others[key], own, seen) for key in parts)
     if getattr(a, "shape", None) != getattr(b, "shape", None):
         return False
-    equal = (a == b) | ((a != a) & (b != b))
+    same = (a == b) | ((a != a) & (b != b))
     # Arrays compare element by element.
-    return bool(equal.all() if hasattr(equal, "all") else equal)
+    return bool(same.all() if hasattr(same, "all") else same)
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:
@@ -200,6 +208,9 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
         return value
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
+    if isinstance(value, RemovableHandle):
+        # A number by which a hook can be removed; the hooks themselves are compared.
+        return {}
     if isinstance(value, weakref.ref):
         return {"referent": value()}
     if isinstance(value, functools.partial):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hfta_func._types import PerModel
+from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_square, leafwise
 
@@ -17,6 +17,7 @@ AdadeltaState = namedtuple("AdadeltaState", [*FIELDS, "square_avg", "acc_delta"]
 """Averages of the squared gradients and of the squared updates."""
 
 
+@recorded
 def adadelta(
     lr: PerModel = 1.0,
     rho: PerModel = 0.9,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import per_model
-from hfta_func._types import PerModel
+from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, check, per_member, restrict
 from hfta_func.optim._leafwise import FIELDS, leafwise
 
@@ -19,6 +19,7 @@ AdagradState = namedtuple("AdagradState", [*FIELDS, "sum"])
 """Sums of the squared gradients."""
 
 
+@recorded
 def adagrad(
     lr: PerModel = 1e-2,
     lr_decay: PerModel = 0.0,

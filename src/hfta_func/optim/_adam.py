@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hfta_func._types import PerModel
+from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
@@ -15,6 +15,7 @@ AdamState = namedtuple("AdamState", [*FIELDS, "exp_avg", "exp_avg_sq", "max_exp_
 """Averages of the gradients and of their squares and, with ``amsgrad``, the maxima of the latter."""
 
 
+@recorded
 def adam(
     lr: PerModel = 1e-3,
     betas: tuple[PerModel, PerModel] = (0.9, 0.999),
@@ -66,6 +67,7 @@ def adam(
     return leafwise(AdamState, knobs, rule, prepare, unused=unused, decoupled=decoupled, maximize=maximize)
 
 
+@recorded
 def adamw(
     lr: PerModel = 1e-3,
     betas: tuple[PerModel, PerModel] = (0.9, 0.999),

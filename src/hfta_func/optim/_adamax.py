@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hfta_func._types import PerModel
+from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 
@@ -15,6 +15,7 @@ AdamaxState = namedtuple("AdamaxState", [*FIELDS, "exp_avg", "exp_inf"])
 """Averages of the gradients, and their decayed maximum magnitudes."""
 
 
+@recorded
 def adamax(
     lr: PerModel = 2e-3,
     betas: tuple[PerModel, PerModel] = (0.9, 0.999),

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hfta_func._errors import HyperparameterError
-from hfta_func._torch import inside_transform
+from hfta_func._torch import get_unwrapped, inside_transform, is_wrapped, outside_transforms
 from hfta_func._tree import num_models, write
-from hfta_func._types import Params, PerModel, Schedule, Tree
+from hfta_func._types import Params, PerModel, Schedule, Tree, recipe
 
 Update = Callable[[Params, Tree, Params], tuple[Params, Tree]]
 """``update(grads, opt_state, params) -> (updates, opt_state)``."""
@@ -43,6 +43,9 @@ class GradientTransformation(NamedTuple):
     init: Callable[[Params], Tree]
     update: Update
     update_: UpdateInPlace | None = None
+
+    def __reduce__(self) -> Any:
+        return recipe(self, *self)
 
 
 def check_transformation(name: str, value: Any) -> None:
@@ -211,10 +214,18 @@ def check(name: str, spec: Any, allowed: Range | None = None) -> None:
     if isinstance(spec, Tensor) and torch.compiler.is_compiling():
         return  # a graph cannot read its values
     low, high, words = (allowed or _RANGES.get(name, Range.FINITE)).value
-    for member, value in enumerate(values.reshape(-1).tolist()):
+    for member, value in enumerate(_numbers(values) if isinstance(spec, Tensor) else values.reshape(-1).tolist()):
         if not (math.isfinite(value) and low <= value < high):
             where = f"model {member}: " if values.dim() else ""
             raise HyperparameterError(f"{where}{name} is {value}; it must be {words}")
+
+
+def _numbers(values: Tensor) -> list[float]:
+    """The values, read outside of transforms, since PyTorch 2.9 cannot read them inside a gradient."""
+    while is_wrapped(values):
+        values = get_unwrapped(values)
+    with outside_transforms():
+        return values.reshape(-1).tolist()
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:

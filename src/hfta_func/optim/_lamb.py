@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import per_model
-from hfta_func._types import PerModel
+from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
@@ -17,6 +17,7 @@ LambState = namedtuple("LambState", [*FIELDS, "exp_avg", "exp_avg_sq"])
 """Averages of the gradients and of their squares."""
 
 
+@recorded
 def lamb(
     lr: PerModel = 1e-3,
     betas: tuple[PerModel, PerModel] = (0.9, 0.999),

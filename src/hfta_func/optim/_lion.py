@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._types import PerModel
+from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 
@@ -16,6 +16,7 @@ LionState = namedtuple("LionState", [*FIELDS, "exp_avg"])
 """Averages of the gradients."""
 
 
+@recorded
 def lion(
     lr: PerModel = 1e-4,
     betas: tuple[PerModel, PerModel] = (0.9, 0.99),

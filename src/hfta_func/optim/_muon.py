@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._errors import HyperparameterError
-from hfta_func._types import PerModel
+from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs, check_choice
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 
@@ -17,6 +17,7 @@ MuonState = namedtuple("MuonState", [*FIELDS, "momentum"])
 """Momentum buffers."""
 
 
+@recorded
 def muon(
     lr: PerModel = 1e-3,
     weight_decay: PerModel = 0.1,

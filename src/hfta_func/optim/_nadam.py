@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hfta_func._types import PerModel
+from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
@@ -17,6 +17,7 @@ NAdamState = namedtuple("NAdamState", [*FIELDS, "mu_product", "exp_avg", "exp_av
 """Products of momenta ``[M]``, and averages of the gradients and of their squares."""
 
 
+@recorded
 def nadam(
     lr: PerModel = 2e-3,
     betas: tuple[PerModel, PerModel] = (0.9, 0.999),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._types import PerModel
+from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
@@ -18,6 +18,7 @@ RMSpropState = namedtuple("RMSpropState", [*FIELDS, "square_avg", "grad_avg", "m
 """Averages of the squared gradients and, with ``centered``, of the gradients; momentum buffers if there is momentum."""
 
 
+@recorded
 def rmsprop(
     lr: PerModel = 1e-2,
     alpha: PerModel = 0.99,

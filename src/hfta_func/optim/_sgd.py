@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._types import PerModel
+from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs
 from hfta_func.optim._leafwise import FIELDS, leafwise
 
@@ -16,6 +16,7 @@ SGDState = namedtuple("SGDState", [*FIELDS, "momentum"])
 """Momentum buffers, if there is momentum."""
 
 
+@recorded
 def sgd(
     lr: PerModel = 1e-3,
     momentum: PerModel = 0.0,

@@ -12,7 +12,7 @@ from torch import Tensor
 from hfta_func._errors import HyperparameterError
 from hfta_func._torch import can_look
 from hfta_func._tree import per_model, where
-from hfta_func._types import Params, PerModel
+from hfta_func._types import Params, PerModel, recorded
 from hfta_func.optim._base import (
     GradientTransformation,
     Knobs,
@@ -27,6 +27,7 @@ from hfta_func.optim._base import (
 restrict(max_norm=Range.POSITIVE, clip_value=Range.POSITIVE, every=Range.AT_LEAST_ONE, decay=Range.DECAY)
 
 
+@recorded
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Apply transformations in order: the updates of each are the gradients of the next.
 
@@ -66,6 +67,7 @@ KnobState = namedtuple("KnobState", ["step", "hyperparams"])
 """Numbers of updates, and hyperparameters."""
 
 
+@recorded
 def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
     """Scale each member's gradients so that their total L2 norm is at most its ``max_norm``.
 
@@ -94,6 +96,7 @@ def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
     return _with_knob(rule, max_norm=max_norm)
 
 
+@recorded
 def clip_grad_value(clip_value: PerModel) -> GradientTransformation:
     """Clamp each member's gradients to between minus and plus its ``clip_value``.
 
@@ -116,6 +119,7 @@ def clip_grad_value(clip_value: PerModel) -> GradientTransformation:
     return _with_knob(rule, clip_value=clip_value)
 
 
+@recorded
 def add_decayed_weights(weight_decay: PerModel) -> GradientTransformation:
     """Add ``weight_decay * p``: before an optimizer, an L2 penalty.
 
@@ -153,6 +157,7 @@ AccumulateState = namedtuple("AccumulateState", ["seen", "hyperparams", "grads",
 """Numbers of gradients since the last update, ``every``, the mean of these gradients, and the optimizer's state."""
 
 
+@recorded
 def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTransformation:
     """Update once per ``every`` gradients, with their mean, as with batches that are larger by this factor.
 
@@ -199,6 +204,7 @@ EmaState = namedtuple("EmaState", ["step", "hyperparams", "average"])
 """Numbers of updates, ``decay``, and the averages of the parameters."""
 
 
+@recorded
 def ema(decay: PerModel = 0.999) -> GradientTransformation:
     """Keep an exponential moving average of the parameters in ``opt_state[-1].average``; updates pass unchanged.
 
@@ -239,6 +245,7 @@ PartitionState = namedtuple("PartitionState", ["groups"])
 """The state of each group's optimizer, by name."""
 
 
+@recorded
 def partition(
     label: Callable[[str, torch.Size], str | None] | Mapping[str, str | None],
     groups: Mapping[str, GradientTransformation],

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._errors import LoopWarning
-from hfta_func.rules import _choice
+from hfta_func.calls import validation
+from hfta_func.rules import _aliasing, _choice
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, RULES, Call, Rule, fingerprint
+
+_RULES, _LAYOUT = "hfta_func.rules", "hfta_func.layout"
+"""What tells compiled graphs on disk apart."""
 
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
@@ -64,6 +68,7 @@ def install() -> None:
             _torch.destroy(library)
             raise
         _loop_the_rest()
+        validation.install()
         _library = library
 
 
@@ -122,8 +127,21 @@ def install_for_compiler(overrides: str) -> bool:
         overrides: :data:`_choice.state`, passed so that the compiler guards on it and recompiles when it changes.
     """
     install()
-    _torch.mark_graphs("hfta_func.rules", fingerprint() + overrides)
+    _torch.mark_graphs(_RULES, fingerprint() + overrides)
     _set_up_until_compiled()
+    return True
+
+
+@_torch.constant_to_compiler
+def settle_layout() -> bool:
+    """Have a graph that writes copies which stand for views lay out its tensors member by member.
+
+    The compiler calls it while it traces with tensors that have shapes only, before batching rules run for the graph.
+    """
+    watch = _aliasing.current()
+    if watch is not None and not watch.known.front and watch.is_torn():
+        watch.known.front = True
+        _torch.mark_graphs(_LAYOUT, "front")
     return True
 
 
@@ -163,10 +181,13 @@ def _set_up_until_compiled() -> None:
     def end() -> None:
         global _compiling
         _compiling = False
+        watch.__exit__()
+        _torch.mark_graphs(_LAYOUT, None)
         _torch.allow_recurrent_layers(allowed)
         guard.__exit__()
 
     _compiling = True
+    watch = _aliasing.watched(_aliasing.Known()).__enter__()
     # Recurrent layers belong in graphs, because their rules decompose them.
     allowed = _torch.allow_recurrent_layers(True)
     guard.__enter__()
@@ -181,12 +202,13 @@ def uninstall() -> None:
         if _library is not None:
             for library in (_library, *_others.values()):
                 _torch.destroy(library)
+            validation.uninstall()
             _library = None
             _others.clear()
             _unruled.clear()
             _loop.cache_clear()
             _hand_back()
-        _torch.mark_graphs("hfta_func.rules", None)
+        _torch.mark_graphs(_RULES, None)
 
 
 def _hand_back() -> None:
@@ -217,6 +239,7 @@ def _kernel(
     operator = _operator(op)
     own = torch.library.get_kernel(operator, key)
     only, is_random, written = TABLE[op][0].lowering, _torch.draws(operator), _torch.written_by(operator)[0]
+    makes_new = not any(result.alias_info for result in operator._schema.returns)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         interpreter = _torch.peek_interpreter()
@@ -249,6 +272,9 @@ def _kernel(
         if found is NotImplemented:
             return own.call_boxed(keyset, *args, **named)
         outputs, out_dims = found
+        watch = _aliasing.current()
+        if watch is not None and watch.known.front and makes_new:
+            outputs, out_dims = _aliasing.in_front(outputs, out_dims)
         if rule is None and written:
             # What is written in place is returned as it came.
             given = {id(one): whole for one, whole in zip((*plain, *kwargs.values()), arguments, strict=True)}

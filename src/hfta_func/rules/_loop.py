@@ -40,7 +40,8 @@ def one_by_one(
         _stack(operator, column) if key is None else (values[key], axes[key])
         for column, key in zip(columns, results, strict=True)
     ]
-    return pairs[0] if len(pairs) == 1 else tuple(zip(*pairs, strict=True))  # type: ignore[return-value]
+    found, found_dims = zip(*pairs, strict=True)
+    return (found[0], found_dims[0]) if len(pairs) == 1 else (found, found_dims)
 
 
 def _unbind(value: Any, dim: Any, num_models: int) -> Sequence[Any]:

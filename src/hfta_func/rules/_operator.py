@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import SingleLevelFunction, below_autograd, has_tangents, single_level_functions, taken_apart
+from hfta_func._torch import (
+    SingleLevelFunction,
+    below_autograd,
+    has_tangents,
+    single_level_functions,
+    taken_apart,
+    without_views,
+)
 from hfta_func.rules._registry import fingerprint
 
 
@@ -44,6 +51,8 @@ class Operator:
     # Computes outputs of the right shapes and strides. With it compilers keep the operator whole; without it they see the
     # operations of its forward pass.
     fake: Callable[..., Any] | None = None
+    # What an outer vmap sees, where the gradient of the forward pass alone is another.
+    batched: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; under autocast in the lower precision, backward pass included, like PyTorch's own."""
@@ -69,7 +78,7 @@ class Operator:
 
         def below(*args: Any) -> Any:
             # The function disables gradients for its body, but an outer gradient transform still needs them below.
-            with below_autograd(), torch.enable_grad():
+            with below_autograd(), without_views(), torch.enable_grad():
                 return op(*args)
 
         methods = {"forward": below, "setup_context": self.setup_context, "backward": self.backward}
@@ -84,7 +93,7 @@ class Operator:
 
         library.impl(name, forward, "CompositeExplicitAutograd")
         library.impl(name, autograd, "Autograd")
-        library.impl(name, forward, "FuncTorchBatched")
+        library.impl(name, self.batched or forward, "FuncTorchBatched")
         if self.fake is None:
             # XLA tracks views above its kernels, so it must see the operations inside.
             library.impl(name, forward, "Functionalize")

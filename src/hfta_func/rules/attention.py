@@ -59,6 +59,9 @@ def attention(
         output, _ = math(*folded, mask, dropout_p, is_causal, **options)
     else:
         output = operator(*folded, mask, dropout_p, is_causal, **options)
+        if any(rank != 4 for rank in ranks):
+            # A fused kernel keeps its output for the gradient; alone, such a member gets none, and may write the output.
+            output = output.clone()
     output = output.unflatten(0, common[: rank - 2])
     return output.squeeze(1) if ranks[0] == 2 and rank == 3 else output, 0
 

@@ -23,6 +23,15 @@ def cdist(call: Call, first: Tensor, second: Tensor, p: float = 2.0, compute_mod
     return torch.ops.aten.cdist.default(*each(align, both, (0, 0), rank), p, compute_mode), 0
 
 
+@register("_cdist_backward", "distance")
+def cdist_backward(call: Call, grad: Tensor, first: Tensor, second: Tensor, p: float, distances: Tensor) -> Result:
+    """The gradient of ``first``; PyTorch's rule mixes members where some of the tensors are shared."""
+    values = each(expand, (grad, first, second, distances), (*call.dims[:3], call.dims[4]), call.num_models)
+    rank = max(x.dim() for x in values) - 1
+    grad, first, second, distances = (x.contiguous() for x in each(align, values, (0,) * 4, rank))
+    return torch.ops.aten._cdist_backward.default(grad, first, second, p, distances), 0
+
+
 @register("pdist", "distance")
 def pdist(call: Call, x: Tensor, p: float = 2.0) -> Result:
     """Distances between all pairs of rows, ``[M,P,D] -> [M,P(P-1)/2]``."""

@@ -137,6 +137,11 @@ def _forward(weight: Tensor, rows: Tensor, targets: Tensor, padding_idx: int, sc
     return torch.ops.aten.embedding.default(weight, rows)
 
 
+def _nested(weight: Tensor, rows: Tensor, targets: Tensor, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
+    found = torch.ops.aten.embedding.default(weight, rows, -1, scale_grad_by_freq)
+    return torch.where((targets == padding_idx).unsqueeze(-1), found.detach(), found)
+
+
 def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
     weight, _, targets, *ctx.options = inputs
     ctx.num_rows = weight.shape[0]
@@ -155,4 +160,5 @@ _embedding_bag = torch.ops.aten.embedding_bag.padding_idx
 _padded = Operator(
     "embedding(Tensor weight, Tensor rows, Tensor targets, int padding_idx, bool scale_grad_by_freq) -> Tensor",
     *(_forward, _setup, _backward),
+    batched=_nested,
 )

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func.rules._layout import align, each, fold, front, split
+from hfta_func.rules._layout import align, each, expand, fold, front, split
+from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._operator import Operator, lower_precision
 from hfta_func.rules._registry import FRONT, Call, Result, register
 
@@ -119,6 +120,21 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
         y, y_dim = mm(call._replace(dims=(x_dim, weight_dim)), x, weight)
         y = front(y, y_dim)
     return torch.add(bias if beta == 1 else beta * bias, y, alpha=alpha), 0
+
+
+@register("_grouped_mm", "linear")
+def grouped_mm(call: Call, x: Tensor, weight: Tensor, offs: Tensor | None = None, *rest: Any) -> Result:
+    """One product of all members' groups, where groups are rows of ``x``; of other groups one member after another."""
+    num_models, dims, operator = call.num_models, call.first_dims(5), torch.ops.aten._grouped_mm.default
+    ranks = [one.dim() - (dim is not None) for one, dim in zip((x, weight), dims, strict=False)]
+    if ranks != [2, 3] or offs is None:
+        return one_by_one(operator, num_models, (x, weight, offs, *rest), dims[: 3 + len(rest)], {}, {})
+    # [M,P,I], [M,G,I,O], [M,G] -> [MP,I], [MG,I,O], [MG] -> [MP,O] -> [M,P,O]
+    x, weight, ends = each(expand, (x, weight, offs), dims, num_models)
+    last = torch.arange(1, num_models + 1, device=ends.device).unsqueeze(1) * x.shape[1]
+    # Rows behind a member's last group have no result, and must not be the next member's.
+    ends = torch.cat((ends[:, :-1] + last - x.shape[1], last), 1).to(ends.dtype)
+    return split(operator(x.flatten(0, 1), weight.flatten(0, 1), ends.flatten(), *rest), 0, num_models), 0
 
 
 @register("_trilinear", "linear")

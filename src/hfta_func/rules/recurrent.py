@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func._errors import RandomnessError
+from hfta_func._torch import num_dispatch_modes
 from hfta_func.rules import _recurrence
 from hfta_func.rules._layout import each, expand, front
 from hfta_func.rules._packed import padding, refuse_own
@@ -138,7 +139,10 @@ def _sequences(
             forward, backward = output.chunk(2)
             output = torch.cat((forward, backward.flip(1)), -1)
         inputs = _Value(output, 0)
-    output = inputs.tensor
+    # A copy unless it is one already: a model may write its output, and the backward pass needs the states.
+    # A graph, captured under dispatch modes, has no writes, and XLA's would copy the states before they are computed.
+    is_copy = bidirectional or places is not None or num_dispatch_modes()
+    output = inputs.tensor if is_copy else inputs.tensor.clone()
     if places is not None:
         output = output.flatten(1, 2).index_select(1, places)
     elif batch_first:
@@ -164,7 +168,8 @@ def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | No
         # [M,N,I] -> [M,1,N,I] -> [M,1,N,H] -> [M,N,H]
         base = _base(kind, inputs._replace(tensor=inputs.tensor.unsqueeze(-3)), weights, num_models)
         states = each(expand, *_states(hx, hx_dims), num_models)
-        results = [y.squeeze(1) for y in _through_time(kind, [base], states, [weights], None, num_models, False)]
+        after = _through_time(kind, [base], states, [weights], None, num_models, False)
+        results = [y.squeeze(1).clone() for y in after]
         dim = 0
     return (tuple(results), (dim, dim)) if kind == "lstm" else (results[0], dim)
 

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hfta_func._errors import TraceError
+from hfta_func.rules._aliasing import current
 from hfta_func.rules._layout import front
 from hfta_func.rules._registry import Call, Result, register
 
 
 @register("view", "shape")
 def view(call: Call, x: Tensor, size: list[int]) -> Result:
-    """A view of all members if possible, else a copy, because one member's tensor has no model axis in between."""
+    """A view of all members if there is one, else a copy of which :mod:`hfta_func.rules._aliasing` keeps track."""
     # [.., M, ..] -> [M, *size]
-    dim = call.dims[0]
-    return (x.view(call.num_models, *size) if dim == 0 else front(x, dim).reshape(call.num_models, *size)), 0
+    x = front(x, call.dims[0])
+    return (_kept(x, x.reshape(call.num_models, *size)) if current() else x.view(call.num_models, *size)), 0
+
+
+@register("reshape", "shape")
+def reshape(call: Call, x: Tensor, size: list[int]) -> Result:
+    """As ``view``, which it is for most members alone."""
+    x = front(x, call.dims[0])
+    return _kept(x, x.reshape(call.num_models, *size)), 0
+
+
+@register("flatten.using_ints", "shape")
+def flatten(call: Call, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Result:
+    """As ``view``, which it is for most members alone."""
+    x, rank = front(x, call.dims[0]), x.dim() - 1
+    start, end = (dim + 1 if dim >= 0 else dim for dim in (start_dim, end_dim))
+    return _kept(x, x.flatten(start, end) if rank else x.unsqueeze(1)), 0
+
+
+@register("contiguous", "shape")
+def contiguous(call: Call, x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Result:
+    """The members themselves if they are contiguous, as most members alone are, else a copy."""
+    x = front(x, call.dims[0])
+    return _kept(x, x.contiguous()), 0
+
+
+def _kept(x: Tensor, view: Tensor) -> Tensor:
+    watch = current()
+    return view if watch is None else watch.note(x, view)
 
 
 @register("as_strided_", "shape")

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from hfta_func._errors import HFTAError, RandomnessError, TraceError
-from hfta_func._torch import add_batch_dim, remove_batch_dim, vmap_level
+from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
 from hfta_func.calls.body import place
+from hfta_func.calls.branches import Diverged
 from hfta_func.calls.rewrites import lowered
 from hfta_func.rules import _choice
-from hfta_func.rules._install import install, install_for_compiler, no_fallback
+from hfta_func.rules._aliasing import Known, watched
+from hfta_func.rules._install import install, install_for_compiler, no_fallback, settle_layout
 
 
 def vmap(
@@ -55,42 +57,80 @@ def vmap(
 
     if not torch.compiler.is_compiling():
         functools.update_wrapper(member, func)
-    return _vmap(member, in_dims, out_dims, randomness, chunk_size, routed=False)
+    return _vmap(member, in_dims, out_dims, randomness, chunk_size, Known(), routed=False)
 
 
-def vmap_routed(func: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
-    """``vmap`` of a function that enters :class:`hfta_func.routed` itself; a single member runs without ``vmap``."""
-    return _vmap(func, in_dims, 0, "error", None, routed=True)
+def vmap_routed(func: Callable[..., Any], in_dims: Any, known: Known) -> Callable[..., Any]:
+    """``vmap`` of a function that enters :class:`hfta_func.routed` itself; a single member runs without ``vmap``.
+
+    The function must not write its arguments, because it may run a second time, see :mod:`hfta_func.rules._aliasing`.
+    """
+    return _vmap(func, in_dims, 0, "error", None, known, routed=True)
 
 
 def _vmap(
-    func: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, chunk_size: int | None, routed: bool
+    func: Callable[..., Any],
+    in_dims: Any,
+    out_dims: Any,
+    randomness: str,
+    chunk_size: int | None,
+    known: Known,
+    routed: bool,
 ) -> Callable[..., Any]:
     mapped = torch.func.vmap(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
+
+    def run(args: Any, kwargs: Any) -> Any:
+        if kwargs or out_dims != 0:
+            return mapped(*args, **kwargs)
+        return _mapped_flat(func, args, in_dims, randomness, chunk_size, known if routed else None)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             install_for_compiler(_choice.state)
-            return mapped(*args, **kwargs)
+            outputs = mapped(*args, **kwargs)
+            settle_layout()
+            return outputs
         install()
+        given = [] if routed or known.front else [(x, writes(x)) for x in _tensors((args, kwargs))]
         try:
             with no_fallback():
-                if kwargs or out_dims != 0:
-                    return mapped(*args, **kwargs)
-                return _mapped_flat(func, args, in_dims, randomness, chunk_size, routed)
+                with watched(known) as watch:
+                    outputs = run(args, kwargs)
+                if known.front or not watch.is_torn():
+                    return outputs
+                if any(writes(x) != before for x, before in given):
+                    raise TraceError(
+                        "a function under vmap writes its input, and into a view that is a copy here, because members' "
+                        "tensors lie apart; copy the input first: x = x.clone()"
+                    )
+                known.front = True
+                with watched(known):
+                    return run(args, kwargs)
         except RuntimeError as error:
+            if routed and isinstance(error, Diverged):
+                raise
             raise _advice(error) or error from error.__cause__
 
     return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func)
 
 
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _mapped_flat(
-    func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, chunk_size: int | None, routed: bool
+    func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, chunk_size: int | None, known: Known | None
 ) -> Any:
     """``torch.func.vmap`` on flat lists, because optree flattens trees much faster than torch's pytree in Python."""
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
     if not isinstance(in_dims, int):
-        in_dims = tuple(optree.broadcast_prefix(in_dims, args, none_is_leaf=True))
+        try:
+            in_dims = tuple(optree.broadcast_prefix(in_dims, args, none_is_leaf=True))
+        except ValueError:
+            raise ValueError(
+                f"in_dims is {in_dims!r}, which does not fit the {len(args)} arguments; give an int, None, or a tree of "
+                f"these in the structure of the arguments"
+            ) from None
     out_spec: Any = None
 
     def flat(*leaves: Any) -> Any:
@@ -102,10 +142,15 @@ def _mapped_flat(
     count = _num_models(leaves, dims) if chunk_size is None else None
     if count is None:
         outputs = torch.func.vmap(flat, in_dims, 0, randomness, chunk_size=chunk_size)(*leaves)
-    elif count == 1 and routed:
-        outputs = _alone(flat, leaves, dims)
+    elif count == 1 and known is not None:
+        if not (known.tried or known.reads):
+            # What an array of many models cannot do is refused for one as well.
+            _mapped_level(flat, leaves, dims, 1, randomness)
+        outputs = (_alone if known.tried or not known.reads else _alone_without_draws)(flat, leaves, dims)
     else:
         outputs = _mapped_level(flat, leaves, dims, count, randomness)
+    if known is not None:
+        known.tried = True
     return optree.tree_unflatten(out_spec, outputs)
 
 
@@ -134,6 +179,20 @@ def _mapped_level(
         return tuple(remove_batch_dim(output, level, count, 0) for output in outputs)
 
 
+def _alone_without_draws(
+    func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """As :func:`_alone`, but it refuses draws that are not the member's own."""
+    generators = default_generators(leaves[0].device)
+    before = [generator.get_state() for generator in generators]
+    outputs = _alone(func, leaves, dims)
+    for generator, state in zip(generators, before, strict=True):
+        if not torch.equal(generator.get_state(), state):
+            generator.set_state(state)
+            raise RandomnessError(f"the model or the loss {_UNROUTED}")
+    return outputs
+
+
 def _alone(func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """One member without ``vmap``, as fast as a solo run."""
     outputs = func(*(leaf if dim is None else leaf.squeeze(dim) for leaf, dim in zip(leaves, dims, strict=True)))
@@ -149,6 +208,12 @@ def _check_outputs(outputs: tuple[Any, ...]) -> None:
             )
 
 
+_UNROUTED = (
+    "draws from PyTorch's global generator in a way that cannot be routed to the members' keys; draw with torch.rand, "
+    "torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
+)
+
+
 def _advice(error: RuntimeError) -> Exception | None:
     """An error that says which line is at fault and what to do; None for errors that need no advice."""
     text, where = str(error), place(error)
@@ -157,10 +222,7 @@ def _advice(error: RuntimeError) -> Exception | None:
         named = traceback.extract_tb(error.__traceback__)[-1].filename == __file__ or where == "this function"
         return None if named else type(error)(f"in {where.rstrip(',')}: {text}")
     if "called random operation while in randomness error mode" in text:
-        return RandomnessError(
-            f"{where} draws from PyTorch's global generator in a way that cannot be routed to the members' keys; draw with "
-            f"torch.rand, torch.randn, torch.bernoulli or dropout inside a step or functional(model)(..., key=)"
-        )
+        return RandomnessError(f"{where} {_UNROUTED}")
     unsupported = re.search(
         r"(\w+::\w+(?:\.\w+)?)\.? hit the vmap fallback|rule not implemented for (\w+::\w+(?:\.\w+)?)|"
         r"(aten::\w+) requires special handling|vmap over (torch\.\w+)",
@@ -178,7 +240,7 @@ def _advice(error: RuntimeError) -> Exception | None:
             f"{where} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), and each "
             f"member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some"
         )
-    if "inplace arithmetic" in text:
+    if "inplace arithmetic" in text or "(self, *extra_args) is not possible" in text:
         return TraceError(
             f"{where} writes a value per member in place into a tensor that all members share; make a new tensor instead, "
             f"e.g. torch.randn(shape) for torch.empty(shape).normal_()"

@@ -40,7 +40,7 @@ class ArrayLoader:
 
     Raises:
         HyperparameterError: if ``seeds`` does not fit ``shared``, or ``batch_size`` is not positive.
-        BatchError: if there is no data, or two leaves have different numbers of rows.
+        BatchError: if there is no data, two leaves have different numbers of rows, or all leaves seem to be ``[M, n, ...]``.
 
     Example:
         >>> loader = ArrayLoader((torch.arange(6), torch.arange(6)), batch_size=4, seeds=[0, 1, 2])
@@ -86,6 +86,18 @@ class ArrayLoader:
         self.rows, device = sizes[0], tensors[0].device
         self.shared = shared
         self.keys = random.keys([seeds] if isinstance(seeds, int) else seeds, device=device)
+        second = {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
+        if (
+            not shared
+            and len(tensors) > 1
+            and self.rows == len(self.keys)
+            and len(second) == 1 < self.rows < max(second)
+        ):
+            raise BatchError(
+                f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]} for {self.rows} models, so it "
+                f"seems to have a model axis; an ArrayLoader deals the same rows [n, ...] to every model. For rows of each "
+                f"model's own, give the step batches [{self.rows}, N, ...] of your own, such as leaf[:, start:stop]"
+            )
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last

@@ -48,6 +48,24 @@ def restored(tree: Tree, batch: Tree) -> Any:
     return tree
 
 
+def is_plain(batch: Tree) -> bool:
+    """Whether :func:`plain` would change nothing."""
+    if isinstance(batch, Mapping):
+        return type(batch) is dict and all([is_plain(child) for child in batch.values()])
+    return all([is_plain(child) for child in batch]) if isinstance(batch, (tuple, list)) else not _is_record(batch)
+
+
+def numbered(tree: Tree) -> tuple[Tree, list[Any]]:
+    """The tree with a number for every leaf, and the leaves by number."""
+    found: list[Any] = []
+
+    def number(leaf: Any) -> int:
+        found.append(leaf)
+        return len(found) - 1
+
+    return tree_map(number, tree), found
+
+
 def copied(tree: Tree) -> Tree:
     """The tree in tensors of its own: a model may write its input, as ReLU(inplace=True) does in a first layer."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)

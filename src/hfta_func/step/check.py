@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from hfta_func._errors import StateError
-from hfta_func._torch import can_look, writes
-from hfta_func._tree import difference
+from hfta_func._torch import can_look, constant_to_compiler, inside_transform, set_compiling, writes
+from hfta_func._tree import difference, tree_map
 from hfta_func._types import Params, Tree
+from hfta_func.calls.autodiff import rehearsing
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.optim import GradientTransformation
-from hfta_func.step.batch import check_batch, plain
+from hfta_func.step.batch import check_batch, is_plain, numbered, plain, take_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -44,6 +46,40 @@ def unwritten(params: Params) -> contextlib.AbstractContextManager[None]:
     return _unwritten(params) if looks else contextlib.nullcontext()
 
 
+class Rehearsal:
+    """Runs the first member eagerly while a compiler traces, so that both find out and refuse the same."""
+
+    def __init__(self, run: Callable[[Tree, Any, Tree], Any], batch_dims: Tree):
+        self._run = run
+        self._batch_dims = batch_dims
+        self._done = False
+
+    def __call__(self, members: tuple[Any, ...], batch: Tree) -> None:
+        """Call ``run(batch, members, batch)`` for one member, once."""
+        # A compiler knows the values of a graph's inputs, in containers that it can take apart.
+        if torch.compiler.is_compiling() and not inside_transform() and is_plain(batch) and not self._is_done():
+            layout, found = numbered((*members, batch))
+            self._rehearse(layout, *found)
+
+    @constant_to_compiler
+    def _is_done(self) -> bool:
+        return self._done
+
+    @constant_to_compiler
+    def _rehearse(self, layout: Tree, *found: Any) -> bool:
+        compiling, context = set_compiling(False), contextvars.copy_context()
+        try:
+            context.run(rehearsing.set, True)
+            *members, batch = tree_map(lambda place: found[place], layout)
+            first = tree_map(lambda leaf: leaf[:1].detach().clone(), tuple(members))
+            batch = take_batch(self._batch_dims, batch, slice(0, 1))
+            context.run(self._run, batch, first, batch)
+        finally:
+            set_compiling(compiling)
+        self._done = True
+        return True
+
+
 class Check:
     """``check(state, batch)`` raises unless both fit the step; see :meth:`TrainStep.__call__`."""
 
@@ -57,6 +93,10 @@ class Check:
     def __call__(self, state: TrainState, batch: Tree) -> None:
         """Raise a StateError or a BatchError that names what does not fit."""
         require(state)
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            raise StateError(
+                "a training step needs gradients, and inside torch.inference_mode() there are none; leave it"
+            )
         check_state((state.params, state.buffers), self._shapes)
         # A graph is compiled for the structure of its inputs, so the compiler checks it by itself.
         if not torch.compiler.is_compiling():

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from hfta_func._errors import LoopWarning
 from hfta_func._torch import inside_transform
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
+from hfta_func.calls.body import place
+from hfta_func.calls.branches import Diverged
 from hfta_func.step.batch import take_batch
 
 _ROUNDS = 3
@@ -41,12 +46,30 @@ class Chunks:
 
     def _grouped(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int, size: int) -> Any:
         if size >= count:
+            return self._together(run, members, batch)
+        return self._apart(run, members, batch, [*range(0, count, size), count])
+
+    def _together(self, run: Run, members: tuple[Any, ...], batch: Tree) -> Any:
+        """The results of members that run as one, or in smaller groups if they branch differently."""
+        try:
             return run(members, batch)
+        except Diverged as error:
+            where, sides = place(error), error.sides
+        warnings.warn(
+            f"{where.rstrip(',')} branches on the value of a tensor, and members with different values run in groups; "
+            f"compute with tensors instead (torch.where, masks), or silence this with "
+            f"warnings.filterwarnings('ignore', category=hfta_func.LoopWarning)",
+            LoopWarning,
+            stacklevel=2,
+        )
+        turns = [i for i in range(1, len(sides)) if sides[i] != sides[i - 1]]
+        return self._apart(run, members, batch, [0, *turns, len(sides)])
+
+    def _apart(self, run: Run, members: tuple[Any, ...], batch: Tree, bounds: list[int]) -> Any:
         pieces = []
-        for start in range(0, count, size):
-            stop = start + size
+        for start, stop in itertools.pairwise(bounds):
             part = tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
-            pieces.append(run(part, take_batch(self.batch_dims, batch, slice(start, stop))))
+            pieces.append(self._together(run, part, take_batch(self.batch_dims, batch, slice(start, stop))))
         return tree_map(lambda *parts: torch.cat(parts), *pieces)
 
     def _fastest(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int) -> int:

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._errors import StateError
-from hfta_func._torch import can_look
+from hfta_func._torch import Compiled, can_look
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, Tree
-from hfta_func.models.functional import bind
+from hfta_func.models.functional import bind, outline
 from hfta_func.models.stack import Stacked, check_state, shapes
+from hfta_func.rules._aliasing import Known
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import check_batch, copied, plain, restored, spread
-from hfta_func.step.check import require, unwritten
+from hfta_func.step.check import Rehearsal, require, unwritten
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.gradients import autocasting, check_metrics, num_positional
 from hfta_func.step.options import Options
@@ -64,17 +65,24 @@ def make_eval_step(
     return EvalStep(model, metric_fn, Options(batch_dims, chunk_size, autocast))
 
 
-class EvalStep:
+class EvalStep(Compiled):
     """``evaluate(state, batch) -> metrics``, a pure function; made by :func:`make_eval_step`."""
 
     def __init__(self, model: nn.Module, metric_fn: Callable[..., Any], options: Options):
+        self._made_from = outline(model), metric_fn, options
         self.options = options
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
         self._name = getattr(metric_fn, "__name__", "metric")
         self._shapes = shapes(model)
         self._takes_hparams = num_positional(metric_fn) >= 3
-        self._metrics = bind(model, metric_fn, training=False)
+        self._metric_fn = metric_fn
+        self._metrics = bind(model, self._measure, training=False)
+        self._known = Known(reads=options.chunk_size == 1)
         self._tried = False
+        self._rehearse = Rehearsal(self._run, options.batch_dims)
+
+    def __reduce__(self) -> Any:
+        return EvalStep, self._made_from
 
     @torch.no_grad()
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
@@ -100,15 +108,15 @@ class EvalStep:
             )
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
-        # A metric may write its numbers, which are the state's; the first call finds out whether a model writes its
-        # parameters, and the compiler must not see that flag.
-        hparams, params = copied(hparams), state.params
+        # The first call finds out whether a model writes its parameters, and the compiler must not see that flag.
+        params = state.params
         tries = can_look(keys) and not self._tried
         if tries:
             params = copied(params)
+        members = keys, params, state.buffers, hparams
+        self._rehearse(members, batch)
         with unwritten(params):
-            run = functools.partial(self._run, batch)
-            metrics = self.chunks(run, (keys, params, state.buffers, hparams), plain(batch))
+            metrics = self.chunks(functools.partial(self._run, batch), members, plain(batch))
         if tries:
             self._tried = True
         return metrics
@@ -116,12 +124,15 @@ class EvalStep:
     def _run(self, batch: Tree, members: tuple[Tensor, Params, Params, Params], tree: Tree) -> dict[str, Tensor]:
         in_dims = (0, 0, 0, 0, spread(self.options.batch_dims, tree))
         with autocasting(members[0].device, self.options.autocast):
-            return vmap_routed(functools.partial(self._member, batch), in_dims)(*members, copied(tree))
+            return vmap_routed(functools.partial(self._member, batch), in_dims, self._known)(*members, tree)
 
     def _member(
         self, like: Tree, key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree
     ) -> dict[str, Tensor]:
-        batch = restored(tree, like)
-        args = (batch, hparams) if self._takes_hparams else (batch,)
-        metrics, _ = self._metrics(params, buffers, *args, key=key)
+        metrics, _ = self._metrics(params, buffers, tree, hparams, lambda: like, key=key)
         return check_metrics(metrics if isinstance(metrics, dict) else {self._name: metrics})
+
+    def _measure(self, model: nn.Module, tree: Tree, hparams: Params, like: Callable[[], Tree]) -> Any:
+        # A metric may write its batch and its numbers.
+        batch = restored(copied(tree), like())
+        return self._metric_fn(model, batch, copied(hparams)) if self._takes_hparams else self._metric_fn(model, batch)

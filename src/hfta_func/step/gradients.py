@@ -17,13 +17,17 @@ from hfta_func._torch import can_look, inside_transform
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.models.functional import bind, tables_with_max_norm
+from hfta_func.rules._aliasing import Known
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step import amp
 from hfta_func.step.batch import copied, plain, restored, spread
-from hfta_func.step.check import unwritten
+from hfta_func.step.check import Rehearsal, unwritten
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
+
+# Negative, as all numbers are that this package folds into the keys of a state: the others are left to the users.
+_NOISE = -(2**62)
 
 _REPORTED = ("loss", "finite", "failure", "loss_scale")
 
@@ -46,23 +50,25 @@ class Gradients:
         # A look-up table with max_norm shortens rows in place before it reads them: in a copy, where the update starts from.
         self.rewrites_params = bool(tables_with_max_norm(model))
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
-        self._loss = bind(model, loss_fn, options.checkpoint, renorms=True)
+        self._loss_fn = loss_fn
+        self._loss = bind(model, self._lose, options.checkpoint, renorms=True)
         self._trainable = trainable
         self._options = options
+        self._known = Known(reads=options.chunk_size == 1)
         self._tried = False
+        self._rehearse = Rehearsal(self._run, options.batch_dims)
 
     def __call__(self, state: TrainState, batch: Tree) -> Found:
         """Losses, gradients, metrics and buffers of every member."""
         params = state.params
         if self.rewrites_params:
-            params = {path: param.clone() for path, param in params.items()}
+            params = copied(params)
         trained = {path: param for path, param in params.items() if path in self._trainable}
         frozen = {path: param for path, param in params.items() if path not in self._trainable}
-        keys = random.fold_in(state.keys, state.step)
+        keys = random.fold_in(state.keys, state.step + _NOISE)
         scale = () if self._options.scaling is None else state.loss_scale.scale
-        # A loss may write its numbers, which are the state's.
-        hparams = {name: value.clone() for name, value in state.hparams.items()}
-        members = (keys, trained, frozen, state.buffers, hparams, scale)
+        members = (keys, trained, frozen, state.buffers, state.hparams, scale)
+        self._rehearse(members, batch)
         grads, losses, metrics, buffers = self.chunks(functools.partial(self._run, batch), members, plain(batch))
         if self._options.scaling is not None:
             grads = amp.unscaled(grads, state.loss_scale.scale)
@@ -71,11 +77,11 @@ class Gradients:
     def _run(self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params, Any], tree: Tree) -> Any:
         keys, trained, frozen, buffers, hparams, scale = members
         member = functools.partial(self._member, batch)
-        run = vmap_routed(member, in_dims=(0, 0, 0, 0, 0, spread(self._options.batch_dims, tree)))
+        run = vmap_routed(member, (0, 0, 0, 0, 0, spread(self._options.batch_dims, tree)), self._known)
 
         def total(trained: Params) -> tuple[Tensor, Any]:
             with autocasting(keys.device, self._options.autocast):
-                losses, metrics, new_buffers = run(trained, frozen, buffers, keys, hparams, copied(tree))
+                losses, metrics, new_buffers = run(trained, frozen, buffers, keys, hparams, tree)
             # Members are independent, so the gradient of the sum holds each member's own gradient.
             scaled = losses if self._options.scaling is None else losses * scale
             return scaled.sum(), (losses, metrics, new_buffers)
@@ -94,10 +100,13 @@ class Gradients:
     def _member(
         self, like: Tree, trained: Params, frozen: Params, buffers: Params, key: Tensor, hparams: Params, tree: Tree
     ) -> tuple[Tensor, Params, Params]:
-        batch = restored(tree, like)
-        args = (batch, hparams) if self.takes_hparams else (batch,)
-        result, buffers = self._loss({**trained, **frozen}, buffers, *args, key=key)
+        result, buffers = self._loss({**trained, **frozen}, buffers, tree, hparams, lambda: like, key=key)
         return *check_result(result), buffers
+
+    def _lose(self, model: nn.Module, tree: Tree, hparams: Params, like: Callable[[], Tree]) -> Any:
+        # A loss may write its batch and its numbers.
+        batch = restored(copied(tree), like())
+        return self._loss_fn(model, batch, copied(hparams)) if self.takes_hparams else self._loss_fn(model, batch)
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._errors import HyperparameterError, LossError, StateError
-from hfta_func._torch import inside_transform
+from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import Params, PerModel, Tree
+from hfta_func.models.functional import outline
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import GradientTransformation, Range, check_transformation, per_member
 from hfta_func.step import amp
@@ -94,12 +95,13 @@ def make_train_step(
     return TrainStep(model, loss_fn, optimizer, options)
 
 
-class TrainStep:
+class TrainStep(Compiled):
     """``step(state, batch) -> (state, metrics)``, a pure function; made by :func:`make_train_step`."""
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: GradientTransformation, options: Options
     ):
+        self._made_from = outline(model), loss_fn, optimizer, options
         self._shapes = shapes(model)
         check_transformation("optimizer", optimizer)
         parameters = dict(model.named_parameters())
@@ -113,6 +115,9 @@ class TrainStep:
         self._check = Check(self._shapes, self.trainable, optimizer, options)
         self._gradients = Gradients(model, loss_fn, self.trainable, options)
         self._update = choose(options, self._gradients.rewrites_params)
+
+    def __reduce__(self) -> Any:
+        return TrainStep, self._made_from
 
     @property
     def batch_dims(self) -> Tree:
@@ -145,6 +150,7 @@ class TrainStep:
             metrics = tree_map(torch.clone, found.metrics) if self.options.donate else found.metrics
             return commit(state, found, verdict, update, self.options), {**verdict.report, **metrics}
 
+    @torch.inference_mode(False)
     def init(
         self,
         params: Params,
@@ -173,6 +179,11 @@ class TrainStep:
         buffers = dict(buffers or {})
         count = num_models((params, buffers))
         check_state((params, buffers), self._shapes)
+        # Those made in inference mode can neither be trained nor written.
+        params, buffers = (
+            {path: leaf.clone() if leaf.is_inference() else leaf for path, leaf in tree.items()}
+            for tree in (params, buffers)
+        )
         keys = random.keys(seeds, device=next(iter(params.values())).device)
         if keys.shape != (count,):
             raise HyperparameterError(
@@ -190,7 +201,7 @@ class TrainStep:
         # In fewer bits, a rate such as 0.999 would be 1.
         dtype = torch.promote_types(kind.to_real(), torch.float32)
         return TrainState(
-            params=dict(params),
+            params=params,
             buffers=buffers,
             opt_state=self.optimizer.init(amp.widen(trained) if self.options.stochastic_rounding else trained),
             keys=keys,

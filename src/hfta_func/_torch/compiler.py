@@ -1,0 +1,130 @@
+"""The compiler, whose modules are imported only once it is used, because that takes seconds."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(reason: str) -> Callable[[F], F]:
+    """Have ``func`` run between graphs, as ``torch.compiler.disable`` does, which would import all of the compiler."""
+
+    def mark(func: Any) -> Any:
+        func._torchdynamo_disable = True
+        func._torchdynamo_disable_msg = reason
+        return func
+
+    return mark
+
+
+def original(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What a compiled function was made of; any other function is its own."""
+    func = getattr(func, "_torchdynamo_orig_callable", func)
+    # An object with a ``__call__``, such as a step, is compiled inside a function of the compiler's.
+    held = getattr(func, "__wrapped__", func)
+    return func if isinstance(held, types.FunctionType) else held
+
+
+class Compiled:
+    """An object with a ``__call__`` that ``torch.compile`` takes for a function with code of its own.
+
+    The compiler keeps what it knows by code, and all such objects would share that of a wrapper: the shapes of one would
+    become dynamic when another comes, and only a few of them could be compiled at all.
+    """
+
+    _numbers = itertools.count()
+
+    @property
+    def _torchdynamo_wrapper_id(self) -> int:
+        return id(self)
+
+    @property
+    def _torchdynamo_orig_callable(self) -> Callable[..., Any]:
+        if "_function" not in vars(self):
+            self._function: Any = _with_own_code(self, f"{type(self).__name__}_{next(self._numbers)}")
+        return self._function
+
+
+def _with_own_code(call: Any, name: str) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    code = function.__code__.replace(co_name=name)
+    own: Any = types.FunctionType(code, function.__globals__, name, closure=function.__closure__)
+    own.__wrapped__ = call
+    return own
+
+
+def tell_compiler_of_overrides(functions: Iterable[Any]) -> None:
+    """Have the compiler ask TorchFunctionModes about functions that its own list leaves out, such as ``randn_like``."""
+    variables: Any = importlib.import_module("torch._dynamo.variables.torch")
+    variables.get_overridable_functions().update(functions)
+
+
+def until_compiled(end: Callable[[], None]) -> None:
+    """Call ``end`` once, when the compilation that is going on has ended."""
+    handler: Any = importlib.import_module("torch._dynamo.callback").callback_handler
+
+    def once(*args: Any) -> None:
+        handler.remove_end_callback(once)
+        end()
+
+    handler.register_end_callback(once)
+
+
+def allow_recurrent_layers(allowed: bool) -> bool:
+    """Whether the compiler takes recurrent layers into graphs; returns what was so before."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    before, config.allow_rnn = config.allow_rnn, allowed
+    return before
+
+
+def set_compiling(compiling: bool) -> bool:
+    """Set what ``torch.compiler.is_compiling()`` says outside of graphs; returns what it said."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, compiling
+    return before
+
+
+def mark_graphs(name: str, version: str | None) -> None:
+    """Keep compiled graphs on disk apart by a ``version``; None takes the mark away.
+
+    PyTorch's cache of compiled graphs keys on inductor's configuration, among others, of which a table of versions is part.
+    """
+    if version is None and "torch._inductor.config" not in sys.modules:
+        return
+    config: Any = importlib.import_module("torch._inductor.config")
+    versions = {key: value for key, value in config.unsafe_marked_cacheable_functions.items() if key != name}
+    # Assigned, not updated in place: the configuration notices only assignments.
+    config.unsafe_marked_cacheable_functions = versions if version is None else {**versions, name: version}
+
+
+def dotted_path(expression: str) -> str:
+    """``getattr(root.features, '0')``, as the compiler spells paths of modules, as ``root.features.0``."""
+    while (plain := re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", expression)) != expression:
+        expression = plain
+    return re.sub(r"(\._modules)?\['?([^]']*)'?\]", r".\2", expression)
+
+
+# PyTorch's rematerialisation, without what is called in its place.
+checkpoint: Any = importlib.import_module("torch.utils.checkpoint").checkpoint.__wrapped__
+
+
+def intercept_checkpoint(handler: Callable[..., Any]) -> None:
+    """Have ``handler`` called for ``checkpoint``, by whatever name a model knows it: PyTorch looks here first."""
+    setattr(checkpoint, "__dynamo_disable", handler)
+
+
+def trace_checkpoint(call: Any) -> Any:
+    """Have the compiler trace ``checkpoint`` by ``call(self, tx, args, kwargs)``; returns what it did before."""
+    variable = importlib.import_module("torch._dynamo.variables.higher_order_ops").CheckpointHigherOrderVariable
+    before, variable.call_function = variable.call_function, call
+    return before

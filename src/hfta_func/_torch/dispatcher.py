@@ -1,0 +1,152 @@
+"""The dispatcher: kernels, operators and their tensors."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._torch.levels import _functorch, _vmap, get_unwrapped, is_batched
+
+# The decompositions that PyTorch registers at the first vmap, and the table that they come from.
+load_decompositions = _vmap.lazy_load_decompositions
+decompositions: Any = importlib.import_module("torch._decomp").decomposition_table
+# Whether operators without a batching rule run one member after another, one switch for the whole process.
+is_fallback_enabled = _functorch._is_vmap_fallback_enabled
+set_fallback_enabled = _functorch._set_vmap_fallback_enabled
+# Number of TorchDispatchModes in force; above zero the compiler may be tracing, with tensors that are fakes.
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+# The TorchFunctionModes in force, outermost first.
+function_modes: Any = importlib.import_module("torch.overrides")._get_current_function_mode_stack
+# Calls operators below autograd.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+# Autograd functions inside one level of a transform, as operators of C++ are.
+SingleLevelFunction: Any = importlib.import_module("torch.autograd.function")._SingleLevelFunction
+single_level_functions: Any = importlib.import_module("torch._functorch.utils").enable_single_level_autograd_function
+
+_BATCHING = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.FuncTorchVmapMode
+)
+
+
+def below_batching() -> Any:
+    """A context in which operators run below the keys of batching rules."""
+    return torch._C._ExcludeDispatchKeyGuard(_BATCHING)
+
+
+def without_views() -> Any:
+    """A context whose results are never views to autograd, which refuses writes into a view that a function returns."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+
+
+def taken_apart(operator: Any, forward: Callable[..., Any]) -> None:
+    """Have graph capture replace an operator by what ``forward`` is made of, below autograd."""
+    operator.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(forward)
+
+
+def operators_without(key: str) -> set[str]:
+    """The names of all operators that have no kernel at a dispatch key, nor at its alias for decompositions."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key
+    return set(torch._C._dispatch_get_all_op_names()).difference(registered(key), registered(f"{key}Decomposition"))
+
+
+def out_of_place(name: str) -> str | None:
+    """The operator that computes what an operator in place writes, if there is one with the same arguments."""
+    packet, dot, overload = name.partition(".")
+    sibling = f"{packet[:-1]}{dot}{overload}"
+    if packet[-1] != "_" or not torch._C._dispatch_has_kernel(sibling):
+        return None
+    own, others = (
+        [argument.name for argument in torch._C._get_schema(one, overload).arguments] for one in (packet, packet[:-1])
+    )
+    return sibling if own == others else None
+
+
+def num_libraries() -> tuple[int, ...]:
+    """Numbers of which one has grown if operators may have been added: of definitions, of libraries and of modules."""
+    return len(torch.library._defs), len(torch.ops.loaded_libraries), len(sys.modules)
+
+
+def implement(library: torch.library.Library, op: str, key: str, kernel: Callable[..., Any]) -> None:
+    """Register a kernel that gets the keyset, in a way that later kernels of anyone may replace it."""
+    assert library.m is not None
+    library.m.impl(op, key, kernel, True)
+
+
+@functools.cache
+def written_by(operator: Any) -> tuple[frozenset[int | str], tuple[int | str | None, ...]]:
+    """The arguments that an operator writes, by position and by name, and for each of its results the one that it is."""
+    schema = operator._schema
+    if not schema.is_mutable:
+        return frozenset(), ()
+    places = {arg.name if arg.kwarg_only else i: arg.alias_info for i, arg in enumerate(schema.arguments)}
+    written = {key: alias for key, alias in places.items() if alias is not None and alias.is_write}
+    owners = {name: key for key, alias in written.items() for name in alias.before_set}
+    results = (next(iter(x.alias_info.before_set), "") if x.alias_info else "" for x in schema.returns)
+    return frozenset(written), tuple(owners.get(name) for name in results)
+
+
+def why_not_looped(operator: Any) -> str | None:
+    """Why an operator cannot run member by member, if it cannot: PyTorch's own words."""
+    schema = operator._schema
+    if schema.returns and not any("Tensor" in str(x.type) for x in schema.returns):
+        return f"Batching rule not implemented for {operator.name()}, which returns no tensor"
+    if not schema.is_mutable and any(x.alias_info for x in schema.returns):
+        return f"Batching rule not implemented for {operator.name()}, which returns a view"
+    return None
+
+
+def draws(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def destroy(library: torch.library.Library) -> None:
+    """Take back everything that a library has registered."""
+    library._destroy()
+
+
+def has_tangents() -> bool:
+    """Whether derivatives forward are being taken."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def writes(tensor: Tensor) -> int:
+    """How often a tensor has been written in place, -1 if it was made in inference mode, where nobody counts."""
+    while is_batched(tensor):
+        tensor = get_unwrapped(tensor)
+    return -1 if tensor.is_inference() else tensor._version
+
+
+# Whether two tensors have the same storage.
+is_alias: Any = importlib.import_module("torch._C")._is_alias_of
+
+
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """The generators that a draw on a device may come from if nobody passes one."""
+    found = [torch.default_generator]
+    return [*found, torch.cuda.default_generators[device.index]] if device.type == "cuda" else found
+
+
+def replace_validation(is_left_out: Callable[[], bool]) -> Callable[[], None]:
+    """Have distributions leave out the checks of their values where ``is_left_out()``; call what it returns to end that."""
+    kind: Any = torch.distributions.Distribution
+    init, check = kind.__init__, kind._validate_sample
+
+    def __init__(self: Any, batch_shape: Any = (), event_shape: Any = (), validate_args: bool | None = None) -> None:
+        init(self, torch.Size(batch_shape), torch.Size(event_shape), False if is_left_out() else validate_args)
+
+    def _validate_sample(self: Any, value: Tensor) -> None:
+        if not is_left_out():
+            check(self, value)
+
+    def restore() -> None:
+        kind.__init__, kind._validate_sample = init, check
+
+    kind.__init__, kind._validate_sample = __init__, _validate_sample
+    return restore

@@ -1,0 +1,94 @@
+"""Levels of torch.func's transforms."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_functorch: Any = importlib.import_module("torch._C._functorch")
+_pyfunctorch: Any = importlib.import_module("torch._functorch.pyfunctorch")
+_vmap: Any = importlib.import_module("torch._functorch.vmap")
+
+# Trees in Python, which the compiler can trace; optree's C++ it cannot.
+pytree: Any = importlib.import_module("torch.utils._pytree")
+
+# Enters a level of vmap: ``with vmap_level(num_models, randomness) as level``.
+vmap_level = _vmap.vmap_increment_nesting
+# A plain tensor as one that a level of vmap maps over, and back.
+add_batch_dim = _functorch._add_batch_dim
+# The same, as the compiler knows it, and what takes a tensor out of a level of derivatives.
+traced_add_batch_dim = _vmap._add_batch_dim
+traced_unwrap_for_grad: Any = importlib.import_module("torch._functorch.autograd_function")._unwrap_for_grad
+remove_batch_dim = _functorch._remove_batch_dim
+# The plain tensor and its model axis at a level, None where the level does not map over it.
+unwrap_batched = _functorch._unwrap_batched
+# Leaves a level of vmap for a flat list of tensors, enters it again around a function, and wraps what came out.
+unwrap_leaves = _vmap.unwrap_batched
+restore_vmap = _vmap.restore_vmap
+wrap_leaves = _vmap.wrap_batched
+# What is below the wrapper of the outermost level, and whether there is one.
+get_unwrapped = _functorch.get_unwrapped
+is_batched = _functorch.is_batchedtensor
+is_wrapped = _functorch.is_functorch_wrapped_tensor
+# The model axis at the outermost level, below 0 where there is none.
+batch_dim = _functorch.maybe_get_bdim
+# The transform that runs innermost: None outside of all, an object of C++, and one of Python that can be left for a while.
+peek_interpreter = _functorch.peek_interpreter_stack
+interpreters = _functorch.get_interpreter_stack
+current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
+VmapInterpreter = _functorch.CVmapInterpreterPtr
+TransformType = _functorch.TransformType
+RandomnessType = _functorch.RandomnessType
+# Runs code outside of all transforms.
+outside_transforms = _pyfunctorch.temporarily_clear_interpreter_stack
+
+
+def constant_to_compiler(func: F) -> F:
+    """Have the compiler run ``func`` while it traces and treat the result as a constant.
+
+    As ``torch.compiler.assume_constant_result``, which would import all of the compiler.
+    """
+    func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return func
+
+
+@constant_to_compiler
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is running around this call."""
+    return peek_interpreter() is not None
+
+
+@constant_to_compiler
+def depth() -> int:
+    """Number of transforms around this call."""
+    interpreter = peek_interpreter()
+    return 0 if interpreter is None else interpreter.level()
+
+
+@constant_to_compiler
+def levels_above(depth: int) -> tuple[tuple[int, int, str, tuple[int, ...]], ...]:
+    """The levels of ``vmap`` inside the given one, outermost first.
+
+    Each is a number, a number of members, a randomness, and the levels of derivatives inside it, innermost first.
+    """
+    found, inside = [], []
+    for interpreter in reversed(interpreters() or ()):
+        if interpreter.level() <= depth:
+            break
+        if interpreter.key() != TransformType.Vmap:
+            inside.append(interpreter.level())
+            continue
+        vmap = VmapInterpreter(interpreter)
+        found.append((interpreter.level(), vmap.batchSize(), vmap.randomness().name.lower(), tuple(inside)))
+    return tuple(reversed(found))
+
+
+def can_look(flags: Tensor) -> bool:
+    """Whether reading values costs less than computing around them: on a CPU, outside compilation and transforms."""
+    return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not inside_transform()

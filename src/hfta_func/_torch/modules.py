@@ -1,0 +1,71 @@
+"""Modules, and what they hold."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+# What all batch normalisations derive from.
+BatchNorm = _BatchNorm
+# Calls a module with other parameters and buffers than its own.
+reparametrized: Any = importlib.import_module("torch.nn.utils.stateless")._reparametrize_module
+# What every module keeps for itself, and recurrent layers besides.
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_flat_weights", "_flat_weight_refs"}
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
+    """Parameters and buffers that a module itself holds, by name; None where it has registered a name only."""
+    return {**module._parameters, **module._buffers}
+
+
+_WeightNorm: Any = importlib.import_module("torch.nn.utils.weight_norm").WeightNorm
+_SpectralNorm: Any = importlib.import_module("torch.nn.utils.spectral_norm").SpectralNorm
+_Pruning: Any = importlib.import_module("torch.nn.utils.prune").BasePruningMethod
+
+
+def weight_hooks(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """The plain attributes that hooks of PyTorch's compute before each call, and how, without a change of buffers."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    hook: Any
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _Pruning):
+            found[hook._tensor_name] = functools.partial(hook.apply_mask, module)
+        elif isinstance(hook, _WeightNorm):
+            found[hook.name] = functools.partial(hook.compute_weight, module)
+        elif isinstance(hook, _SpectralNorm):
+            found[hook.name] = functools.partial(hook.compute_weight, module, do_power_iteration=False)
+    return found
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether the backward pass calls somebody with the gradient of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def forget_flat_weights(module: nn.RNNBase) -> None:
+    """Have a recurrent layer make the list of its weights anew in every call.
+
+    PyTorch keeps it, packs the weights together for cuDNN where they are no member's own, and would so hand tensors that
+    exist only inside ``vmap`` to whoever calls next.
+    """
+    # Bound, so that a copy of the module has methods of its own.
+    module._update_flat_weights = types.MethodType(_nothing, module)
+    module.forward = types.MethodType(_with_flat_weights, module)
+
+
+def _nothing(module: nn.RNNBase) -> None:
+    pass
+
+
+def _with_flat_weights(module: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
+    before = module._flat_weights
+    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    output = type(module).forward(module, *args, **kwargs)
+    module._flat_weights = before
+    return output

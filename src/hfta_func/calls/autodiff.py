@@ -1,0 +1,135 @@
+"""Gradients that a loss function takes itself, such as gradient penalties.
+
+A step differentiates outside of ``vmap``: the tensor inside the wrapper of each level has a history, the wrapper has none.
+So what a loss asks of autograd is asked about the tensors inside.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func import _torch
+from hfta_func._errors import TraceError
+
+rehearsing = contextvars.ContextVar("rehearsing", default=False)
+"""Whether a step runs eagerly that a compiler is about to trace."""
+
+_Vjp = Callable[..., tuple["Tensor | None", ...]]
+
+
+def only_vmap() -> bool:
+    """Whether every transform around this call is a ``vmap``."""
+    return all(interpreter.key() == _torch.TransformType.Vmap for interpreter in _torch.interpreters() or ())
+
+
+def _inside(tensor: Tensor) -> Tensor:
+    while _torch.is_batched(tensor):
+        tensor = _torch.get_unwrapped(tensor)
+    return tensor
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    return (tensor if torch.compiler.is_compiling() else _inside(tensor)).requires_grad
+
+
+def _requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    under_derivatives = not only_vmap() and _torch.is_batched(tensor) and not torch.compiler.is_compiling()
+    if not under_derivatives and not _asked_of_vmap():
+        return tensor.requires_grad_(requires_grad)
+    with _torch.outside_transforms():
+        _inside(tensor).requires_grad_(requires_grad)
+    return tensor
+
+
+def _grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, *args: Any, **options: Any
+) -> Any:
+    """``torch.autograd.grad`` of each member's outputs by its inputs."""
+    # What torch.func differentiates has a history of its own at its level.
+    is_own = any(isinstance(output, Tensor) and output.requires_grad for output in _sequence(outputs))
+    if (is_own and _torch.inside_transform()) or not _asked_of_vmap():
+        return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph, *args, **options)
+    outputs, names = _sequence(outputs), [*inputs] if isinstance(inputs, dict) else None
+    inputs = _sequence(inputs.values() if isinstance(inputs, dict) else inputs)
+    starts = [None] * len(outputs) if grad_outputs is None else _sequence(grad_outputs)
+    # Outside, a scalar of each member is a vector, for which autograd has no gradient to start from.
+    starts = [
+        torch.ones_like(output) if start is None and output.dim() == 0 else start
+        for output, start in zip(outputs, starts, strict=True)
+    ]
+
+    def vjp(outputs: Any, starts: Any, inputs: Any, retain_graph: bool | None) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(outputs, inputs, starts, retain_graph, *args, **options)
+
+    grads = _outside_vmap(vjp, outputs, starts, inputs, retain_graph)
+    return grads if names is None else dict(zip(names, grads, strict=True))
+
+
+def _outside_vmap(vjp: _Vjp, outputs: Any, starts: Any, inputs: Any, retain: bool | None) -> tuple[Tensor | None, ...]:
+    """``vjp(outputs, starts, inputs, retain)`` of each member, outside all levels of ``vmap``."""
+    if _torch.interpreters() is None:
+        return vjp(outputs, starts, inputs, retain)
+    interpreter = _torch.current_interpreter()
+    level, count = interpreter.level(), interpreter.batch_size()
+    (outputs, starts, inputs), dims = _torch.unwrap_leaves((tuple(outputs), tuple(starts), tuple(inputs)), level)
+    with interpreter.lower():
+        if not any(dim is not None for dim in (*dims[0], *dims[1], *dims[2])):
+            return _outside_vmap(vjp, outputs, starts, inputs, retain)
+        outputs = [_rows(x, dim, count) for x, dim in zip(outputs, dims[0], strict=True)]
+        starts = [_rows(x, dim, count) for x, dim in zip(starts, dims[1], strict=True)]
+        own = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is not None]
+        shared = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is None]
+        # A tensor that members share would get the sum of their gradients, so each member is asked alone.
+        rows = [
+            _outside_vmap(vjp, outputs, [_only(member, start) for start in starts], shared, keep or retain)
+            for member, keep in enumerate([True] * (count - 1) + [bool(own)])
+            if shared
+        ]
+        grads = iter(_outside_vmap(vjp, outputs, starts, own, retain) if own else ())
+        stacked = iter(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
+    found = [(next(stacked), 0) if dim is None else (next(grads), dim) for dim in dims[2]]
+    return tuple(grad if grad is None else _torch.add_batch_dim(grad, dim, level) for grad, dim in found)
+
+
+def _rows(x: Tensor | None, dim: int | None, count: int) -> Tensor | None:
+    """``[M, ...]``, from the members' axis at ``dim``, or None where members share it."""
+    return x if x is None else x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _only(member: int, start: Tensor | None) -> Tensor | None:
+    """The rows ``[M, ...]`` of a start, with zeros for all members but one."""
+    if start is None:
+        return None
+    chosen = torch.arange(start.shape[0], device=start.device) == member
+    return torch.where(chosen.view(-1, *(1,) * (start.dim() - 1)), start, 0)
+
+
+def _asked_of_vmap() -> bool:
+    """Whether the loss asks, in a step that nothing else transforms; torch.func.grad asks by itself."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not only_vmap():
+        return False
+    if compiling or rehearsing.get():
+        raise TraceError(
+            "the loss asks autograd for a gradient (requires_grad_, torch.autograd.grad), which a compiler does not know; "
+            "take it with torch.func.grad(func)(input), or leave the step uncompiled"
+        )
+    return True
+
+
+def _sequence(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
+AUTODIFF: dict[Any, Callable[..., Any]] = {
+    torch.autograd.grad: _grad,
+    Tensor.requires_grad_: _requires_grad_,
+    Tensor.requires_grad.__get__: _requires_grad,  # pyright: ignore
+    Tensor.requires_grad.__set__: _requires_grad_,  # pyright: ignore
+}
+"""Replacement by function."""

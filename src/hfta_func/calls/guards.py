@@ -1,0 +1,181 @@
+"""Functions that refuse bad values, such as a singular matrix, rewritten to give NaN to the member whose values they are.
+
+PyTorch's versions raise for a whole batch, or end the process, so one bad member would end all others. A member is bad as a
+whole: one bad matrix in a batch of its own makes all of the result NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+linalg: Any = torch.linalg
+
+
+def in_float32(value: Any) -> Any:
+    """Tensors of lower precision in float32 under autocast, for operators that autocast does not see."""
+    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return value.float() if torch.is_autocast_enabled(value.device.type) else value
+    return value
+
+
+def _spoiled(outputs: Any, bad: Tensor) -> Any:
+    """The outputs, NaN if ``bad``; integers are pivots and ranks, which stay valid."""
+    if isinstance(outputs, Tensor):
+        return outputs.masked_fill(bad, math.nan) if outputs.is_floating_point() or outputs.is_complex() else outputs
+    return type(outputs)([_spoiled(output, bad) for output in outputs])
+
+
+def _is_not_finite(x: Tensor) -> Tensor:
+    return ~x.isfinite().all()
+
+
+def _eye(x: Tensor) -> Tensor:
+    return torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
+
+
+def _masked(
+    func: Callable[..., Any],
+    is_bad: Callable[[Tensor], Tensor] = _is_not_finite,
+    harmless: Callable[[Tensor], Tensor] = _eye,
+) -> Callable[..., Any]:
+    """``func`` of a harmless tensor wherever its first one is bad, so that the backward pass never sees the bad one."""
+
+    @functools.wraps(func)
+    def masked(*args: Any, **kwargs: Any) -> Any:
+        name = next((name for name in ("A", "input", "x") if name in kwargs), None)
+        x, *rest = args if args or name is None else (kwargs.pop(name),)
+        if not isinstance(x, Tensor) or (harmless is _eye and x.dim() < 2) or kwargs.get("out") is not None:
+            return func(x, *rest, **kwargs)
+        bad = is_bad(x.detach())
+        return _spoiled(func(torch.where(bad, harmless(x), x), *rest, **kwargs), bad)
+
+    return masked
+
+
+def _cholesky(A: Tensor, upper: bool = False, **options: Any) -> Tensor:
+    factor, info = linalg.cholesky_ex(in_float32(A), upper=upper, **options)
+    return _spoiled(factor, (info != 0).any())
+
+
+def _inv(A: Tensor, **options: Any) -> Tensor:
+    inverse, info = linalg.inv_ex(in_float32(A), **options)
+    return _spoiled(inverse, (info != 0).any())
+
+
+def _is_singular(x: Tensor) -> Tensor:
+    return (linalg.lu_factor_ex(in_float32(x)).info != 0).any()
+
+
+# Not by solve_ex, whose derivative under a transform solves with the matrix again.
+_solve = _masked(linalg.solve, _is_singular)
+
+
+def _determinant(func: Callable[..., Any]) -> Callable[..., Any]:
+    """That of a singular matrix is known, only its derivative is not."""
+    masked = _masked(func, _is_singular)
+
+    @functools.wraps(func)
+    def determinant(x: Tensor) -> Any:
+        found, known = masked(x), func(x.detach())
+        if isinstance(found, Tensor):
+            return torch.where(found.isnan(), known, found)
+        return type(found)([torch.where(y.isnan(), z, y) for y, z in zip(found, known, strict=True)])
+
+    return determinant
+
+
+def _lu_factor(A: Tensor, *, pivot: bool = True, **options: Any) -> Any:
+    *factor, info = linalg.lu_factor_ex(A, pivot=pivot, **options)
+    return torch.return_types.linalg_lu_factor(_spoiled(factor, (info != 0).any()))  # pyright: ignore
+
+
+def _ldl_factor(A: Tensor, *, hermitian: bool = False, **options: Any) -> Any:
+    *factor, info = linalg.ldl_factor_ex(A, hermitian=hermitian, **options)
+    return torch.return_types.linalg_ldl_factor(_spoiled(factor, (info != 0).any()))  # pyright: ignore
+
+
+def _matrix_power(input: Tensor, n: int, **options: Any) -> Tensor:
+    return linalg.matrix_power(_inv(input), -n, **options) if n < 0 else linalg.matrix_power(input, n, **options)
+
+
+def _tensorinv(A: Tensor, ind: int = 2, **options: Any) -> Tensor:
+    size = math.prod(A.shape[ind:])
+    return _inv(A.reshape(-1, size), **options).reshape(*A.shape[ind:], *A.shape[:ind])
+
+
+def _tensorsolve(A: Tensor, B: Tensor, dims: Any = None, **options: Any) -> Tensor:
+    if dims is not None:
+        A = A.movedim(dims, [*range(A.dim() - len(dims), A.dim())])
+    return _solve(A.reshape(B.numel(), -1), B.flatten(), **options).reshape(A.shape[B.dim() :])
+
+
+def _lstsq(A: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
+    bad = _is_not_finite(A.detach()) | _is_not_finite(B.detach())
+    if driver == "gels":
+        # It refuses matrices without full rank.
+        tall = A.detach() if A.shape[-2] >= A.shape[-1] else A.detach().mT
+        triangle = linalg.qr(torch.where(bad, _eye(tall), tall), mode="r").R
+        bad = bad | (triangle.diagonal(dim1=-2, dim2=-1) == 0).any()
+    return _spoiled(linalg.lstsq(torch.where(bad, _eye(A), A), B.masked_fill(bad, 0), rcond, driver=driver), bad)
+
+
+def _norm(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Norms of matrices by their singular values."""
+    masked = _masked(func)
+
+    @functools.wraps(func)
+    def norm(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        order = args[0] if args else kwargs.get("ord", kwargs.get("p"))
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        is_matrix = x.dim() == 2 if dim is None else isinstance(dim, (tuple, list)) and len(dim) == 2
+        is_spectral = order in (2, -2) and (func is linalg.matrix_norm or (func is linalg.norm and is_matrix))
+        return (masked if order == "nuc" or is_spectral else func)(x, *args, **kwargs)
+
+    return norm
+
+
+def _is_no_probability(x: Tensor) -> Tensor:
+    return ~((x >= 0) & (x <= 1)).all()
+
+
+def _grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """NaN where the grid is: PyTorch may read outside of its memory there."""
+    bad = grid.isnan().any(-1)
+    return F.grid_sample(input, grid.masked_fill(bad.unsqueeze(-1), 0), *args, **kwargs).masked_fill(
+        bad.unsqueeze(1), math.nan
+    )
+
+
+_SPECTRAL = "cond eig eigh eigvals eigvalsh matrix_rank pinv svd svdvals".split()
+
+GUARDED: dict[Any, Callable[..., Any]] = {
+    **{getattr(linalg, name): _masked(getattr(linalg, name)) for name in _SPECTRAL},
+    **{func: _masked(func) for func in (torch.svd, Tensor.svd, torch.pinverse, Tensor.pinverse)},
+    **{func: _norm(func) for func in (linalg.norm, linalg.matrix_norm, torch.norm, Tensor.norm)},
+    **dict.fromkeys((linalg.cholesky, torch.cholesky, Tensor.cholesky), _cholesky),
+    **dict.fromkeys((linalg.inv, torch.inverse, Tensor.inverse), _inv),
+    **dict.fromkeys((linalg.matrix_power, torch.matrix_power, Tensor.matrix_power), _matrix_power),
+    linalg.solve: _solve,
+    **{func: _determinant(func) for func in (linalg.slogdet, torch.slogdet, torch.logdet)},
+    **{func: _determinant(func) for func in (Tensor.slogdet, Tensor.logdet)},
+    linalg.lu_factor: _lu_factor,
+    linalg.ldl_factor: _ldl_factor,
+    linalg.tensorinv: _tensorinv,
+    linalg.tensorsolve: _tensorsolve,
+    linalg.lstsq: _lstsq,
+    **{
+        func: _masked(func, lambda x: (x.diagonal(dim1=-2, dim2=-1) == 0).any())
+        for func in (torch.cholesky_inverse, Tensor.cholesky_inverse)
+    },
+    **{func: _masked(func, harmless=torch.zeros_like) for func in (torch.histc, Tensor.histc)},
+    F.binary_cross_entropy: _masked(F.binary_cross_entropy, _is_no_probability, lambda x: torch.full_like(x, 0.5)),
+    F.grid_sample: _grid_sample,
+}
+"""Replacement by function."""

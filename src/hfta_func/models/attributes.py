@@ -1,0 +1,172 @@
+"""What a model keeps in plain attributes, which belong to no member and so must carry nothing from call to call.
+
+Within a call they may: a loss function reads an auxiliary loss that a layer has left, a layer a table that is always the
+same. After a call everything is put back, and a model that would compute something else without it is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+import types
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func._errors import StateError
+from hfta_func._torch import MODULE_ATTRIBUTES, batch_dim, get_unwrapped, is_wrapped, pytree, writes
+from hfta_func.calls.body import Body
+from hfta_func.models.structure import UNSET, equal
+
+# Hooks, which no call changes, make up most of a module.
+_MODULE = MODULE_ATTRIBUTES - {"training", "_flat_weights"}
+_CHILDREN = ("_parameters", "_buffers", "_modules")
+_WHOLE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+
+Undoing = tuple[Any, "str | None", Any]
+"""A module, the name of an attribute and what it was; or a container, None and a copy of what it was."""
+
+
+class Attributes:
+    """The plain attributes of a model's modules, and what is in them, as they are when this is made."""
+
+    def __init__(self, model: nn.Module):
+        # A path, what stands there, and a copy; namespaces are the attributes of an object, by name.
+        self._namespaces: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._tensors: list[tuple[str, Tensor, int]] = []
+        self._seen: dict[int, Any] = {}
+        for path, module in model.named_modules():
+            prefix = f"{path}." if path else ""
+            self._hold_names(prefix, module, _MODULE)
+            members = [vars(module)[kind] for kind in _CHILDREN]
+            self._namespaces += [(prefix, module, names, names.copy()) for names in members]
+
+    def _hold_names(self, prefix: str, owner: Any, skipped: frozenset[str] = frozenset()) -> None:
+        names = vars(owner)
+        self._namespaces.append((prefix, owner, names, names.copy()))
+        for name, value in names.items():
+            if name not in skipped:
+                self._hold(prefix + name, value)
+
+    def _hold(self, path: str, value: Any) -> None:
+        if id(value) in self._seen or isinstance(value, _WHOLE):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            # Those of inference mode count no writes.
+            if not value.is_inference():
+                self._tensors.append((path, value, writes(value)))
+        elif isinstance(value, dict | list | tuple | set | collections.deque):
+            if not isinstance(value, tuple):
+                self._containers.append((path, value, value.copy()))
+            for part in _parts(value):
+                self._hold(path, part)
+        elif hasattr(value, "__dict__"):
+            self._hold_names(f"{path}.", value)
+
+    def changed(self) -> dict[str, Any]:
+        """What is now at each path where something has been assigned, added, removed or written in place."""
+        found: dict[str, Any] = {}
+        for prefix, _, names, before in self._namespaces:
+            # Most are as they were, and quickly passed over.
+            if len(names) != len(before) or (before and any(map(operator.is_not, names.values(), before.values()))):
+                for name in {**before, **names}:
+                    if names.get(name, UNSET) is not before.get(name, UNSET):
+                        found[prefix + name] = names.get(name, UNSET)
+        found |= {path: held for path, held, before in self._containers if _differ(held, before)}
+        return found | self.written()
+
+    def written(self) -> dict[str, Tensor]:
+        """The tensors that have been written in place, by path."""
+        return {path: tensor for path, tensor, count in self._tensors if writes(tensor) != count}
+
+    def undoing(self, paths: Collection[str]) -> list[Undoing]:
+        """What :func:`undo` needs to put back what stood at ``paths``."""
+        found: dict[str, Undoing] = {}
+        for prefix, owner, names, before in self._namespaces:
+            for path in paths:
+                name = path.removeprefix(prefix)
+                if path.startswith(prefix) and "." not in name and (name in before or path not in found):
+                    own = isinstance(owner, nn.Module)
+                    found[path] = (owner, name, before.get(name, UNSET)) if own else (names, None, before)
+        return [*found.values(), *((held, None, before) for path, held, before in self._containers if path in paths)]
+
+
+def undo(changes: Iterable[Undoing]) -> None:
+    """Put back what was assigned, added or removed; a compiler traces this."""
+    for owner, name, before in changes:
+        if name is None:
+            owner.clear()
+            owner.extend(before) if isinstance(owner, list | collections.deque) else owner.update(before)
+        elif before is UNSET:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _parts(held: Any) -> Any:
+    return held.values() if isinstance(held, dict) else held
+
+
+def _differ(held: Any, before: Any) -> bool:
+    return len(held) != len(before) or any(map(operator.is_not, _parts(held), _parts(before)))
+
+
+def check_no_carrying(run: Callable[[Body, bool], Any], make: Callable[[], Body]) -> None:
+    """Raise a StateError if a call computes something else because of what an earlier call has left in attributes.
+
+    Args:
+        run: ``run(body, altered)`` calls a model on one of two inputs and returns all results.
+        make: Makes a body that nobody has called.
+    """
+    found: dict[tuple[bool, bool], Any] = {}
+    for first in (False, True):
+        # Each input once on a new model and once on one that the other input has gone through.
+        body = make()
+        attributes = Attributes(body.model)
+        for altered in (first, not first):
+            results = run(body, altered)
+            found[altered, altered is first] = _copied((attributes.changed(), results))
+    for altered in (False, True):
+        (alone, results), (after, others) = found[altered, True], found[altered, False]
+        differing = {path for path in alone.keys() & after.keys() if not _agree(alone[path], after[path])}
+        # Members that run as one could not write different values into one tensor.
+        carried = differing | (alone.keys() ^ after.keys()) | attributes.written().keys()
+        if carried or not _agree(results, others):
+            names = ", ".join(map(repr, sorted(carried or alone)))
+            raise StateError(
+                f"the model carries {names} from one call to the next outside its buffers, where it belongs to no member and "
+                f"no state; make it a buffer, self.register_buffer(name, tensor) in __init__, and write a tensor to that"
+            )
+
+
+def _copied(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Equality of two results, up to the rounding of kernels that do not repeat their bits."""
+    (mine, spec), (theirs, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return spec == other and all(map(_alike, mine, theirs))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    floats = isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and not a.is_meta
+    if floats and a.shape == b.shape and a.dtype == b.dtype:
+        return torch.allclose(a, b, rtol=1e-4, equal_nan=True)
+    return equal(a, b, set(), {})
+
+
+def first_member(tensor: Tensor) -> Tensor:
+    """The plain tensor of the first member at every level of ``vmap`` that maps over a tensor."""
+    dims = []
+    while is_wrapped(tensor):
+        dims.append(batch_dim(tensor))
+        tensor = get_unwrapped(tensor)
+    # The innermost wrapper counts the axes of the plain tensor.
+    for dim in reversed(dims):
+        tensor = tensor if dim < 0 else tensor.select(dim, 0)
+    return tensor

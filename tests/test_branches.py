@@ -1,0 +1,230 @@
+"""Models that branch on values: members run as one while they agree, and in groups where they do not."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+M = 5
+
+
+class Branching(nn.Module):
+    def __init__(self, branch: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.inner, self.outer, self.branch = nn.Linear(4, 4, bias=False), nn.Linear(4, 1), branch
+        self.relu, self.norm, self.dropout = nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # What is written in place before members part must not be written twice.
+        y = self.norm(self.inner(self.relu(x)))
+        return self.outer(self.dropout(self.branch(x, y)))
+
+
+def by_if(x: Tensor, y: Tensor) -> Tensor:
+    if x.sum() > 19:
+        return y * 2
+    return y.tanh()
+
+
+def by_while(x: Tensor, y: Tensor) -> Tensor:
+    while y.square().sum() < 130 + 10 * x.sum():
+        y = y * 1.25
+    return y
+
+
+def by_words(x: Tensor, y: Tensor) -> Tensor:
+    total = x.sum()
+    return y if not (total > 20 or (total < 18 and total > 16)) else -y
+
+
+def by_numbers(x: Tensor, y: Tensor) -> Tensor:
+    return y * (1 if x.sum() - x.sum() else 3) if (x[0, 0] > 0.5).logical_not() else y
+
+
+def by_every_row(x: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([row if own.sum() > 1.5 else -row for own, row in zip(x, y, strict=True)])
+
+
+BRANCHES = [by_if, by_while, by_words, by_numbers, by_every_row]
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def array(
+    branch: Callable[..., Tensor], loss: Any = loss_fn, hparams: Any = None, **options: Any
+) -> tuple[list[Branching], Any, Any]:
+    members = [Branching(branch).double() for _ in range(M)]
+    step = hfta.make_train_step(members[0], loss, hfta.sgd(lr=[0.01, 0.02, 0.03, 0.04, 0.05]), **options)
+    return members, step, step.init(*hfta.stack_params(members), seeds=range(M), hparams=hparams)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"checkpoint": ["inner"]}], ids=str)
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_member_i_takes_its_own_side(branch: Callable[..., Tensor], options: dict[str, Any]) -> None:
+    members, step, state = array(branch, **options)
+    batch = torch.randn(3, M, 12, 4, dtype=torch.float64)
+    evaluate = hfta.make_eval_step(members[0], loss_fn, batch_dims=0)
+    before, losses = batch.clone(), []
+    with pytest.warns(
+        hfta.LoopWarning, match="branches on the value of a tensor, and members with different values run"
+    ):
+        for x in batch:
+            state, metrics = step(state, x)
+            losses.append(metrics["loss"])
+        losses.append(evaluate(state, batch[0])["loss_fn"])
+    assert torch.equal(batch, before)
+    for i, member in enumerate(members):
+        optimizer, expected = torch.optim.SGD(member.parameters(), lr=0.01 * (i + 1)), []
+        for x in batch[:, i]:
+            optimizer.zero_grad()
+            loss = loss_fn(member, x.clone())
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.detach())
+        member.eval()
+        expected.append(loss_fn(member, batch[0, i].clone()).detach())
+        torch.testing.assert_close(torch.stack(losses)[:, i], torch.stack(expected), rtol=1e-10, atol=0)
+        for path, tensor in member.state_dict().items():
+            own = {**state.params, **state.buffers}[path][i]
+            torch.testing.assert_close(own, tensor, rtol=1e-10, atol=1e-12)
+
+
+def test_noise_is_that_of_arrays_of_one() -> None:
+    members, _, _ = array(by_if)
+    for member in members:
+        member.dropout.p = 0.5
+    step = hfta.make_train_step(members[0], loss_fn, hfta.adam(lr=1e-2))
+    state = step.init(*hfta.stack_params(members), seeds=range(M))
+    batch = torch.randn(M, 12, 4, dtype=torch.float64)
+    with pytest.warns(hfta.LoopWarning):
+        together = step(step(state, batch)[0], batch)[0]
+    for i in range(M):
+        alone = step(step(hfta.take(state, [i]), batch[[i]])[0], batch[[i]])[0]
+        torch.testing.assert_close(hfta.take(together.params, [i]), alone.params, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0])
+def test_members_that_agree_stay_together(value: float) -> None:
+    calls = []
+
+    def counted(x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        return by_if(x, y)
+
+    members, step, state = array(counted)
+    batch = torch.full((M, 12, 4), value, dtype=torch.float64)
+    batch += torch.randn_like(batch) * 1e-3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, metrics = step(state, batch)
+    assert len(calls) == 1
+    for i, member in enumerate(members):
+        torch.testing.assert_close(metrics["loss"][i], loss_fn(member, batch[i].clone()), rtol=1e-10, atol=0)
+
+
+def test_members_part_into_as_few_groups_as_neighbours_allow() -> None:
+    sizes = []
+
+    def counted(x: Tensor, y: Tensor) -> Tensor:
+        side = bool(x.sum() > 0)
+        sizes.append(side)
+        return y * 2 if side else y
+
+    _, step, state = array(counted)
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
+    with pytest.warns(hfta.LoopWarning):
+        step(state, signs[:, None, None] * torch.rand(M, 12, 4, dtype=torch.float64))
+    assert sizes == [True, False, True]
+
+
+def test_numbers_of_the_loss_are_written_once() -> None:
+    def scaled(model: nn.Module, x: Tensor, hparams: dict[str, Tensor]) -> Tensor:
+        hparams["scale"].mul_(2)
+        return loss_fn(model, x) * hparams["scale"]
+
+    members, step, state = array(by_if, scaled, {"scale": [1.0, 2.0, 3.0, 4.0, 5.0]})
+    evaluate = hfta.make_eval_step(members[0], scaled, batch_dims=0)
+    batch = torch.randn(M, 12, 4, dtype=torch.float64)
+    expected = torch.stack([loss_fn(copy.deepcopy(m), x.clone()) for m, x in zip(members, batch, strict=True)]).detach()
+    with pytest.warns(hfta.LoopWarning):
+        _, metrics = step(state, batch)
+        metric = evaluate(state, batch)["scaled"]
+    torch.testing.assert_close(metrics["loss"], expected * 2 * torch.arange(1, M + 1), rtol=1e-6, atol=0)
+    for i, member in enumerate(members):
+        torch.testing.assert_close(metric[i], 2 * (i + 1) * loss_fn(member.eval(), batch[i].clone()), rtol=1e-6, atol=0)
+    assert state.hparams["scale"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_an_assertion_that_fails_for_one_member_is_the_users_own_error() -> None:
+    def asserts(x: Tensor, y: Tensor) -> Tensor:
+        assert x.max() < 100, "too large"
+        return y
+
+    _, step, state = array(asserts)
+    batch = torch.rand(M, 12, 4, dtype=torch.float64)
+    step(state, batch)
+    batch[3, 0, 0] = 1000
+    with pytest.warns(hfta.LoopWarning), pytest.raises(AssertionError, match="too large"):
+        step(state, batch)
+
+
+def test_more_than_one_number_has_no_truth() -> None:
+    _, step, state = array(lambda x, y: y if x > 0 else -y)
+    batch = torch.rand(M, 12, 4, dtype=torch.float64)
+    for index in ([0], range(M)):
+        with pytest.raises(RuntimeError, match="Boolean value of Tensor with more than one value is ambiguous"):
+            step(hfta.take(state, index), batch[list(index)])
+
+
+@dataclasses.dataclass(order=True)
+class Ordered:
+    value: Tensor
+
+
+def of_dataclasses(x: Tensor, y: Tensor) -> Tensor:
+    return y if Ordered(x.sum()) < Ordered(20 + 0 * x.sum()) else -y
+
+
+def test_the_warning_names_the_line() -> None:
+    _, step, state = array(of_dataclasses)
+    line = inspect.getsourcelines(of_dataclasses)[1] + 1
+    where = f"the model (Branching), of_dataclasses ({__file__}:{line}) branches on"
+    with pytest.warns(hfta.LoopWarning, match=re.escape(where)):
+        step(state, torch.randn(M, 12, 4, dtype=torch.float64) / 10 + torch.arange(M)[:, None, None] / 8)
+
+
+def test_gradients_of_a_step_whose_members_part() -> None:
+    _, step, state = array(by_if)
+    batch = torch.randn(M, 12, 4, dtype=torch.float64)
+
+    def total(lr: Tensor) -> Tensor:
+        return step(hfta.with_hyperparams(state, lr=lr), batch)[0].params["inner.weight"].square().sum((1, 2))
+
+    lr = torch.full((M,), 0.1, dtype=torch.float64)
+    with pytest.warns(hfta.LoopWarning):
+        found = torch.func.grad(lambda lr: total(lr).sum())(lr)
+        slope = (total(lr + 1e-6) - total(lr - 1e-6)) / 2e-6
+    torch.testing.assert_close(found, slope, rtol=1e-6, atol=1e-6)
+
+
+def test_vmap_alone_refuses_members_that_disagree() -> None:
+    run = hfta.vmap(hfta.functional(nn.Sequential(Branching(by_if))))
+    stacked = hfta.stack_params([nn.Sequential(Branching(by_if)) for _ in range(M)])
+    batch = torch.rand(M, 12, 4) * torch.arange(M)[:, None, None]
+    with pytest.raises(hfta.TraceError, match=r"by_if \(.*\), branches on the value of a tensor"):
+        run(*stacked, batch)
