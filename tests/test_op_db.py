@@ -29,9 +29,13 @@ FUSED = [name for name, row in TABLE.items() if row.out_of_place == "fused" and 
 REFUSED = {
     ("argwhere", "compiled"): "Could not guard on data-dependent expression",
     ("index_reduce prod", "gradient"): "asks for the value of a tensor",
+    ("rand_like", "nested"): "called random operation while in randomness error mode",
     ("to_sparse", "gradient"): "calls aten::is_coalesced",
 }
-"""What a member alone can and an array cannot: shapes that depend on values, and derivatives that read values."""
+"""What a member alone can and an array cannot: shapes that depend on values, derivatives that read values, and draws inside
+another ``vmap`` that does not say whether they differ."""
+WRONG_ALONE = {("nn.functional.linear_cross_entropy chunked", "tangent"): "Mismatched elements"}
+"""What PyTorch gets wrong with one member: a tangent that is always 0."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +57,9 @@ def test_operator(name: str) -> None:
 @pytest.mark.parametrize("name", [*LOOPED, *FUSED[::12]])
 def test_composed(name: str, how: str) -> None:
     found = examine(OPERATORS[name], dtype_of(OPERATORS[name]), 1, how)
-    assert "wrong" not in found and ("refused" in found) == ((name, how) in REFUSED), found
-    assert REFUSED.get((name, how), "") in found.note
+    assert ("wrong" in found) == ((name, how) in WRONG_ALONE), found
+    assert ("refused" in found) == ((name, how) in REFUSED), found
+    assert (REFUSED | WRONG_ALONE).get((name, how), "") in found.note
 
 
 @pytest.mark.parametrize(

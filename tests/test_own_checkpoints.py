@@ -203,6 +203,10 @@ def test_outside_of_arrays_it_is_pytorchs_own(reentrant: bool) -> None:
 def test_the_compiler_traces_as_before_afterwards() -> None:
     variables = importlib.import_module("torch._dynamo.variables.higher_order_ops")
     before = variables.CheckpointHigherOrderVariable.call_function
+    handler = importlib.import_module("torch._dynamo.callback").callback_handler
+    registered = list(handler.end_callbacks)
     run(OfAModule, checkpoint, 3, compiled=True)
     assert variables.CheckpointHigherOrderVariable.call_function is before
+    assert not torch._dynamo.config.allow_rnn
+    assert handler.end_callbacks == registered
     assert checkpoint.__wrapped__ is _torch.checkpoint

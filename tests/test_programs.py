@@ -381,6 +381,7 @@ FOUND = [
         ("alone", Spec(f"{kind} relu_.0"))
         for kind in ("rnn.2", "gru.2", "lstm.2", "lstm.35", "grucell.1", "lstmcell.1")
     ),
+    ("compiled", Spec("lstm.32 relu_.29")),
     ("alone", Spec("grucell.38 unfold.3 put_.15")),
     ("alone", Spec("rnn.2 part.54 mul_.7")),
     # The same of attention without heads.

@@ -75,7 +75,8 @@ def until_compiled(end: Callable[[], None]) -> None:
     handler: Any = importlib.import_module("torch._dynamo.callback").callback_handler
 
     def once(*args: Any) -> None:
-        handler.remove_end_callback(once)
+        # Not removed from the list, which is being walked: the next one would be passed over.
+        handler.end_callbacks = [callback for callback in handler.end_callbacks if callback is not once]
         end()
 
     handler.register_end_callback(once)

@@ -6,6 +6,7 @@ PyTorch's versions read the values of their tensors, or properties that tensors 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -67,8 +68,29 @@ def _cross_entropy(*args: Any, label_smoothing: Any = 0.0, **kwargs: Any) -> Ten
 
 
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
-    """Never in chunks: that operator reads ``requires_grad`` of its arguments, which is unknown under vmap."""
+    """Never in chunks: that function reads ``requires_grad`` of its arguments, which is unknown under vmap."""
     return F.linear_cross_entropy(*args, **kwargs)
+
+
+def _chunked(input: Tensor, weight: Tensor, target: Tensor, bias: Any, weights: Any, *args: Any) -> tuple[Tensor]:
+    reduction, ignored = args[:2]
+    return (F.cross_entropy(F.linear(input, weight, bias), target, weights, ignore_index=ignored, reduction=reduction),)
+
+
+def _chunked_without_reduction(*args: Any) -> Tensor:
+    return _chunked(*args[:5], "none", args[5])[0]
+
+
+def lowered_for_compiler() -> dict[Any, Callable[..., Any]]:
+    """Replacement by operator where the compiler enters the function around it, whose own replacement it never sees."""
+    if not hasattr(F, "linear_cross_entropy"):
+        return {}
+    importlib.import_module("torch.nn.modules.linear_cross_entropy")
+    operators = torch.ops.torch_nn
+    return {
+        operators._linear_cross_entropy_batch_chunked.default: _chunked,
+        operators._linear_cross_entropy_batch_chunked_no_reduction.default: _chunked_without_reduction,
+    }
 
 
 def _binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> Tensor:

@@ -28,7 +28,7 @@ from hfta_func._torch import (
 )
 from hfta_func.calls.branches import truth
 from hfta_func.calls.draws import EMPTY, REFUSED, ROUTED, spellings
-from hfta_func.calls.rewrites import LOWERED
+from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
 
@@ -152,5 +152,7 @@ _REPLACED = {**LOWERED, Tensor.__bool__: truth}
 
 @constant_to_compiler
 def _tell_compiler() -> bool:
-    tell_compiler_of_overrides(_HANDLERS)
+    inner = lowered_for_compiler()
+    _REPLACED.update(inner)
+    tell_compiler_of_overrides([*_HANDLERS, *inner])
     return True

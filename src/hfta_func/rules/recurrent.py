@@ -140,8 +140,9 @@ def _sequences(
             output = torch.cat((forward, backward.flip(1)), -1)
         inputs = _Value(output, 0)
     # A copy unless it is one already: a model may write its output, and the backward pass needs the states.
-    # A graph, captured under dispatch modes, has no writes, and XLA's would copy the states before they are computed.
-    is_copy = bidirectional or places is not None or num_dispatch_modes()
+    # Not in a graph captured for XLA, which would copy the states before they are computed.
+    captured = num_dispatch_modes() and x.device.type == "xla"
+    is_copy = bidirectional or places is not None or captured
     output = inputs.tensor if is_copy else inputs.tensor.clone()
     if places is not None:
         output = output.flatten(1, 2).index_select(1, places)
