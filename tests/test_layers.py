@@ -16,7 +16,7 @@ SOURCE = pathlib.Path(hfta.__file__).parent
 # From bottom to top: a room, a file or a folder, imports only from rooms before its own.
 ROOMS = [
     *("_types", "_errors", "_torch", "_tree", "random", "optim", "schedules", "calls", "rules", "models"),
-    *("step", "files", "run", "callbacks", "testing", "plot", "__init__"),
+    *("step", "files", "run", "callbacks", "testing", "plot", "__init__", "tune"),
 ]
 APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 """Rooms that never import each other, whatever their order; they are brought together in the step."""
@@ -50,8 +50,9 @@ FILES_IN = {
     ],
     "files": ["atomic", "storage", "checkpoint"],
     "run": ["memory", "history", "data", "fit", "plan"],
+    "tune": ["groups", "population", "schedulers", "asking", "study", "search", "keeping", "run"],
 }
-LAST = {"_torch": ["__init__"], "optim": ["_hyperparams", "__init__"], "rules": ["__init__"]}
+LAST = {"_torch": ["__init__"], "tune": ["__init__"], "optim": ["_hyperparams", "__init__"], "rules": ["__init__"]}
 """Files above those side by side."""
 
 FILES = {str(path.relative_to(SOURCE).with_suffix("")): path for path in sorted(SOURCE.rglob("*.py"))}

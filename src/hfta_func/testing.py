@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, paths, take, tree_map
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
@@ -51,7 +51,7 @@ def assert_matches_solo(
         >>> state = assert_matches_solo(step, state, [torch.randn(3, 8, 4).double() for _ in range(5)])
     """
     # Functions around a step, such as one that waits for a device, share nothing.
-    batches, dims = list(batches), getattr(original(step), "batch_dims", 0)
+    batches, dims = list(batches), getattr(inspect.unwrap(step), "batch_dims", 0)
     after = tree_map(torch.clone, state)
     for batch in batches:
         after, _ = (run or step)(after, batch)

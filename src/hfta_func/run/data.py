@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -103,6 +104,32 @@ class ArrayLoader:
         self.drop_last = drop_last
         self.transform = transform
         self._position = self._next = (0, 0)
+        self._ahead: Tensor | int = 0
+
+    def of_members(self, keys: Tensor, epochs: Sequence[int] | None = None) -> ArrayLoader:
+        """A loader of the same data for other members.
+
+        Args:
+            keys: The members' keys, such as some of another loader's ``keys``.
+            epochs: The epoch in which each member starts; 0 by default.
+
+        Raises:
+            HyperparameterError: if the batches are shared.
+
+        Example:
+            >>> loader = ArrayLoader(torch.arange(6), batch_size=6, seeds=[0, 1])
+            >>> (first,), (second,) = loader, loader
+            >>> (both,) = loader.of_members(loader.keys[[1, 0]], epochs=[1, 0])
+            >>> torch.equal(both, torch.stack([second[1], first[0]]))
+            True
+        """
+        if self.shared:
+            raise HyperparameterError("all members share the batches of this loader; make it with seeds=[...] instead")
+        other = copy.copy(self)
+        other.keys = keys.to(self.keys.device)
+        other._position = other._next = (0, 0)
+        other._ahead = 0 if epochs is None else torch.tensor([*epochs], device=self.keys.device)
+        return other
 
     @property
     def epoch(self) -> int:
@@ -158,11 +185,12 @@ class ArrayLoader:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
+        epochs = self._ahead + epoch
         if self.shuffle:
-            order = random.permutation(random.fold_in(random.fold_in(self.keys, _ORDER), epoch), self.rows)
+            order = random.permutation(random.fold_in(random.fold_in(self.keys, _ORDER), epochs), self.rows)
         else:
             order = torch.arange(self.rows, device=self.keys.device).expand(self.keys.shape[0], -1)
-        noise = random.fold_in(random.fold_in(self.keys, _TRANSFORM), epoch)
+        noise = random.fold_in(random.fold_in(self.keys, _TRANSFORM), epochs)
         for number in range(start, len(self)):
             rows = order[:, number * self.batch_size : (number + 1) * self.batch_size]
             batch: Any = tree_map(lambda leaf, rows=rows: leaf[rows], self.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, take
 from hfta_func._types import Tree
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, release
@@ -206,7 +206,7 @@ class _Array:
     """An array of ``size`` members, taken repeatedly from a given array, that trains on one batch."""
 
     def __init__(self, step: Run, state: TrainState, batch: Tree, size: int):
-        count, dims = num_models(state), getattr(original(step), "batch_dims", 0)
+        count, dims = num_models(state), getattr(inspect.unwrap(step), "batch_dims", 0)
         check_batch(dims, plain(batch), count)
         members = torch.arange(size, device=state.keys.device) % count
         self._run, self._state, self._batch = step, take(state, members), take_batch(dims, batch, members)

@@ -1,0 +1,187 @@
+"""What a study has of Optuna: samplers to ask, and storages in which others can see it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import optuna
+
+Event = list[Any]
+"""``["ask", params]``, ``["report", trial, epoch, values]`` or ``["tell", trial, status, values]``."""
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError("studies need optuna, which is not installed; pip install 'hfta_func[tune]'") from error
+    return optuna
+
+
+class Asking:
+    """Asks a sampler, and tells it what became of its trials; everything is noted, so that it can be done again.
+
+    The sampler works on a study of its own in memory. A study that is broken off goes on by asking and telling all that was
+    asked and told before: samplers, which keep random states, come to stand where they stood.
+    """
+
+    def __init__(
+        self,
+        space: Mapping[str, Any],
+        directions: Sequence[str],
+        sampler: optuna.samplers.BaseSampler | None,
+        seed: int,
+    ):
+        module = _optuna()
+        for name, distribution in space.items():
+            if not isinstance(distribution, module.distributions.BaseDistribution):
+                raise ValueError(
+                    f"space['{name}'] is a {type(distribution).__qualname__}; pass one of optuna.distributions, such as "
+                    f"FloatDistribution(1e-4, 1.0, log=True)"
+                )
+        samplers = module.samplers
+        self.space = dict(space)
+        sampler = sampler or samplers.RandomSampler(seed=seed)
+        self.learns = not isinstance(
+            sampler, (samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler)
+        )
+        with _quiet():
+            self.study: optuna.Study = module.create_study(sampler=sampler, directions=list(directions))
+        self.events: list[Event] = []
+        self._trials: list[Any] = []
+        self._states = module.trial.TrialState
+
+    def json(self, name: str) -> str:
+        """A distribution as text."""
+        return _optuna().distributions.distribution_to_json(self.space[name])
+
+    def ask(self) -> dict[str, Any]:
+        """The parameters of the next trial."""
+        trial = self.study.ask(self.space)
+        self._trials.append(trial)
+        params = {name: trial.params[name] for name in self.space}
+        self.events.append(["ask", params])
+        return params
+
+    def report(self, trial: int, epoch: int, values: Sequence[float]) -> None:
+        """A trial's values after an epoch."""
+        if len(values) == 1:
+            self._trials[trial].report(values[0], epoch)
+        self.events.append(["report", trial, epoch, list(values)])
+
+    def tell(self, trial: int, status: str, values: Sequence[float] | None) -> None:
+        """A trial has ended."""
+        states = {"complete": self._states.COMPLETE, "stopped": self._states.PRUNED, "failed": self._states.FAIL}
+        told = list(values) if status == "complete" and values is not None else None
+        # A sampler that has run through its grid says so by stopping a loop that there is none of.
+        with _quiet(), contextlib.suppress(RuntimeError):
+            self.study.tell(trial, told, states[status])
+        self.events.append(["tell", trial, status, None if values is None else list(values)])
+
+    def replay(self, events: Sequence[Event]) -> None:
+        """Ask and tell all that was asked and told before.
+
+        Raises:
+            ValueError: if the sampler now gives other parameters.
+        """
+        for kind, *rest in events:
+            if kind == "ask":
+                params = self.ask()
+                if params != rest[0]:
+                    raise ValueError(
+                        f"the sampler gives trial {len(self._trials) - 1} {params}, but it was {rest[0]}; go on with the "
+                        f"same sampler and seed"
+                    )
+            else:
+                (self.report if kind == "report" else self.tell)(*rest)
+
+
+class Mirror:
+    """A study in one of Optuna's storages, which shows the trials to others; each is told once, however often it is shown."""
+
+    def __init__(self, asking: Asking, storage: Any, name: str | None, about: Mapping[str, Any]):
+        self._module = _optuna()
+        self._asking = asking
+        if name is None:
+            raise ValueError("a storage keeps studies by name; pass name='...'")
+        told = json.dumps(about, sort_keys=True)
+        with _storing(storage), _quiet():
+            self.study: optuna.Study = self._module.create_study(
+                storage=storage,
+                sampler=self._module.samplers.RandomSampler(),
+                study_name=name,
+                directions=asking.study.directions,
+                load_if_exists=True,
+            )
+            before = self.study.user_attrs.get("hfta_func", told)
+            trials = self.study.get_trials(deepcopy=False)
+        if before != told or (trials and "hfta_func" not in self.study.user_attrs):
+            raise ValueError(
+                f"the storage has another study '{name}'{_difference(before, told)}; pass another name, or the same arguments"
+            )
+        with _storing(storage):
+            self.study.set_user_attr("hfta_func", told)
+        self._storage = storage
+        self._shown = {trial.user_attrs["trial"]: trial for trial in trials}
+        self._ended: set[int] = {number for number, trial in self._shown.items() if trial.state.is_finished()}
+
+    def show(self, trials: Sequence[Any], rungs_of: Callable[[Any], Sequence[int]]) -> None:
+        """Add new trials, and tell of those that have ended."""
+        states = self._module.trial.TrialState
+        with _storing(self._storage), _quiet():
+            for trial in trials:
+                if trial.number not in self._shown:
+                    self.study.add_trial(
+                        self._module.trial.create_trial(
+                            state=states.RUNNING,
+                            params=trial.params,
+                            distributions=self._asking.space,
+                            user_attrs={"trial": trial.number},
+                        )
+                    )
+                    # Added at once with all that it has, so that no other process ever sees a part of it.
+                    self._shown[trial.number] = self.study.get_trials(deepcopy=False)[-1]
+                frozen = self._shown[trial.number]
+                if trial.number in self._ended or trial.status == "running":
+                    continue
+                stored = self._module.trial.Trial(self.study, frozen._trial_id)
+                for epoch, values in zip(rungs_of(trial), trial.values, strict=False):
+                    if len(values) == 1 and epoch not in frozen.intermediate_values:
+                        stored.report(values[0], epoch)
+                if trial.error is not None:
+                    stored.set_user_attr("error", trial.error)
+                state = {"complete": states.COMPLETE, "stopped": states.PRUNED, "failed": states.FAIL}[trial.status]
+                self.study.tell(frozen.number, list(trial.values[-1]) if trial.status == "complete" else None, state)
+                self._ended.add(trial.number)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logging = _optuna().logging
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def _storing(storage: Any) -> Iterator[None]:
+    try:
+        yield
+    except _optuna().exceptions.StorageInternalError as error:
+        raise RuntimeError(
+            f"the storage {storage} cannot be used ({error.__cause__ or error}); another process may have locked it, or it "
+            f"is not writable"
+        ) from error
+
+
+def _difference(before: str, now: str) -> str:
+    old, new = json.loads(before), json.loads(now)
+    changed = [name for name in new if old.get(name) != new[name]]
+    return f", whose {changed[0]} is {old.get(changed[0])} and not {new[changed[0]]}" if changed else ""

@@ -1,0 +1,340 @@
+"""A population of members that train as arrays, of which some are dropped, added or copied on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+import hfta_func as hfta
+from hfta_func.tune.groups import Build, Group, Trained
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclasses.dataclass
+class Member:
+    """One member of a population.
+
+    Args:
+        number: Its number, which it keeps.
+        config: Its configuration, with its seed.
+        epoch: Epochs it has trained.
+        metrics: The metrics of each epoch.
+        seconds: Its share of the time of the arrays that it trained in.
+        status: ``"alive"``, ``"dropped"`` or ``"failed"``.
+        error: Why it failed.
+        parents: Whom it copied, as pairs of epoch and number.
+    """
+
+    number: int
+    config: dict[str, Any]
+    epoch: int = 0
+    metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    status: Literal["alive", "dropped", "failed"] = "alive"
+    error: str | None = None
+    parents: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def value(self, metric: str, epoch: int = -1) -> float:
+        """A metric of an epoch, the last one by default; NaN if the member failed before."""
+        if not self.metrics:
+            return math.nan
+        found = self.metrics[epoch]
+        if metric not in found:
+            raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(found)}")
+        return found[metric]
+
+
+def population(
+    build: Build,
+    table: Any = (),
+    *,
+    nonfusible: Sequence[str] = (),
+    max_models: int | Literal["auto"] = "auto",
+    seed: int = 0,
+) -> Population:
+    """A population of models that train as arrays.
+
+    Args:
+        build: ``build(fixed, members) -> Array``. ``fixed`` has the values of the non-fusible names, which all members of an
+            array share; ``members`` has a list with one value per member for every other name, and for ``"seed"``.
+        table: The configurations: a list of dicts, a dict of lists, or a pandas frame. A configuration without a ``"seed"``
+            gets ``seed``.
+        nonfusible: Names whose values decide shapes or code, so that members of one array must have equal ones.
+        max_models: The largest array; ``"auto"`` asks :func:`hfta_func.plan` for the number that pays.
+        seed: The seed of members whose configuration names none.
+
+    Raises:
+        ValueError: if the configurations do not have the same names, a non-fusible name is none of them, or ``max_models`` is
+            not positive.
+        StateError: if ``build`` returns another number of members than it was asked for.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> import hfta_func as hfta
+        >>> from hfta_func import tune
+        >>> x = torch.randn(64, 4)
+        >>> def build(fixed, members):
+        ...     factory = lambda: nn.Sequential(nn.Linear(4, fixed["width"]), nn.ReLU(), nn.Linear(fixed["width"], 1))
+        ...     loss_fn = lambda model, batch: (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
+        ...     seeds = members["seed"]
+        ...     step = hfta.make_train_step(factory(), loss_fn, hfta.adam(lr=members["lr"]))
+        ...     state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
+        ...     return tune.Array(step, state, hfta.ArrayLoader(x, 16, seeds=seeds))
+        >>> table = {"lr": [1e-3, 1e-2, 1e-1, 1e-2], "width": [8, 8, 8, 16]}
+        >>> found = tune.population(build, table, nonfusible=["width"], max_models=8)
+        >>> found.fit(epochs=2)
+        >>> best = found.keep(top=0.5, by="loss", direction="minimize")
+        >>> found.fit(epochs=2)
+        >>> [found.members[number].epoch for number in best]
+        [4, 4]
+    """
+    return Population(build, nonfusible, max_models, seed, table)
+
+
+class Population:
+    """Members that train as arrays; made by :func:`population`.
+
+    Attributes:
+        members: All members that ever were, by number.
+        nonfusible: The names whose values members of one array share.
+        interrupted: Whether Ctrl-C ended the last :meth:`fit`.
+    """
+
+    def __init__(
+        self, build: Build, nonfusible: Sequence[str], max_models: int | Literal["auto"], seed: int, table: Any = ()
+    ):
+        if isinstance(nonfusible, str):
+            raise ValueError(f"nonfusible is '{nonfusible}'; pass a list of names, ['{nonfusible}']")
+        if max_models != "auto" and not (isinstance(max_models, int) and max_models >= 1):
+            raise ValueError(f"max_models is {max_models!r}; pass a number of models, at least 1, or 'auto'")
+        self.members: list[Member] = []
+        self.nonfusible = tuple(nonfusible)
+        self._build, self._seed = build, seed
+        self._limit: int | Literal["auto"] = max_models
+        self._groups: dict[tuple[Any, ...], Group] = {}
+        self.last: tuple[int, ...] = ()
+        self.interrupted = False
+        self.add(table)
+
+    def add(self, table: Any) -> list[int]:
+        """Add members.
+
+        Args:
+            table: Configurations, as for :func:`population`.
+
+        Returns:
+            Their numbers.
+        """
+        rows = [dict(row) for row in _rows(table)]
+        names = set(self.members[0].config) - {"seed"} if self.members else set(rows[0]) - {"seed"} if rows else set()
+        for row in rows:
+            if set(row) - {"seed"} != names:
+                raise ValueError(
+                    f"a configuration has {sorted(row)} but another has {sorted(names)}; give all the same names"
+                )
+        unknown = [name for name in self.nonfusible if name not in names]
+        if rows and unknown:
+            raise ValueError(f"nonfusible names '{unknown[0]}', but the configurations have {', '.join(sorted(names))}")
+        first = len(self.members)
+        self.members += [Member(number, {"seed": self._seed} | row) for number, row in enumerate(rows, start=first)]
+        added = self.members[first:]
+        groups: dict[tuple[Any, ...], list[Member]] = {}
+        for member in added:
+            groups.setdefault(self._group_of(member), []).append(member)
+        failed: dict[int, Exception] = {}
+        for key, those in groups.items():
+            failed |= self.group(key).add({member.number: member.config for member in those})
+        if added and len(failed) == len(added):
+            del self.members[first:]
+            raise failed[first]
+        self._fail(failed)
+        return [member.number for member in added]
+
+    def _group_of(self, member: Member) -> tuple[Any, ...]:
+        return tuple(member.config[name] for name in self.nonfusible)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of members that can share arrays."""
+        return list(self._groups.values())
+
+    def group(self, key: tuple[Any, ...]) -> Group:
+        """The group of some values of the non-fusible names."""
+        if key not in self._groups:
+            self._groups[key] = Group(self._build, dict(zip(self.nonfusible, key, strict=True)), self._limit)
+        return self._groups[key]
+
+    def _fail(self, errors: Mapping[int, Exception]) -> None:
+        for number, error in errors.items():
+            member = self.members[number]
+            member.status, member.error = "failed", f"{type(error).__name__}: {error}"
+            self.group(self._group_of(member)).drop([number])
+
+    @property
+    def alive(self) -> list[int]:
+        """The numbers of the members that can train."""
+        return [member.number for member in self.members if member.status == "alive"]
+
+    def fit(self, epochs: int) -> None:
+        """Train every member for some more epochs; Ctrl-C ends it after the current array, whose epochs are lost."""
+        targets = {number: self.members[number].epoch + epochs for number in self.alive}
+        while not self.interrupted and self.advance(targets):
+            pass
+
+    def advance(self, targets: Mapping[int, int]) -> list[int]:
+        """Train one array for as many epochs as all its members need; returns who they were, none if nobody needs any.
+
+        Args:
+            targets: The epoch in which each member is to arrive; who trains with whom changes no result.
+        """
+        waiting = [
+            number
+            for number, epoch in targets.items()
+            if self.members[number].status == "alive" and self.members[number].epoch < epoch
+        ]
+        if not waiting:
+            return []
+        # Those that trained last go on in place.
+        waiting.sort(key=lambda number: (number not in self.last, number))
+        key = self._group_of(self.members[waiting[0]])
+        group = self.group(key)
+        first = self.members[waiting[0]].epoch
+        together = [
+            number
+            for number in waiting
+            if self._group_of(self.members[number]) == key
+            and (not group.is_shared or self.members[number].epoch == first)
+        ]
+        chosen = tuple(sorted(together[: group.capacity(len(together))]))
+        epochs = min(targets[number] - self.members[number].epoch for number in chosen)
+        self._record(group.train(chosen, {number: self.members[number].epoch for number in chosen}, epochs))
+        self.last = chosen
+        return list(chosen)
+
+    def _record(self, found: Trained) -> None:
+        self.interrupted = found.interrupted
+        for number, metrics in found.metrics.items():
+            member = self.members[number]
+            member.metrics += metrics
+            member.epoch += len(metrics)
+            member.seconds += found.seconds[number]
+        self._fail(found.errors)
+
+    def keep(
+        self, members: Iterable[int] | None = None, *, top: float | None = None, by: str | None = None,
+        direction: Literal["minimize", "maximize"] = "maximize",
+    ) -> list[int]:  # fmt: skip
+        """Drop all members but some.
+
+        Args:
+            members: The numbers of those that stay; or, instead,
+            top: how many stay: a number, or a share of those alive below 1, rounded up,
+            by: of the metric of the last epoch; NaN is worst, and the first of equal ones is better.
+            direction: Whether large or small numbers are better.
+
+        Returns:
+            Who stays, best first if chosen by a metric.
+        """
+        if (members is None) == (top is None or by is None):
+            raise ValueError("pass the members to keep, or top= and by=")
+        if members is not None:
+            staying = list(members)
+        else:
+            assert top is not None and by is not None
+            if not top > 0:
+                raise ValueError(f"top is {top}; pass a number of members, or a share between 0 and 1")
+            count = math.ceil(top * len(self.alive)) if top < 1 else int(top)
+            staying = self.ranked(by, direction)[:count]
+        gone = [number for number in self.alive if number not in set(staying)]
+        for number in gone:
+            self.members[number].status = "dropped"
+        for group in self._groups.values():
+            group.drop(gone)
+        return staying
+
+    def ranked(self, by: str, direction: Literal["minimize", "maximize"] = "maximize") -> list[int]:
+        """Who is alive, best first by a metric of the last epoch; NaN is worst, and equal ones keep their order."""
+        sign = {"minimize": 1, "maximize": -1}[direction]
+
+        def key(number: int) -> tuple[bool, float]:
+            value = self.members[number].value(by)
+            return math.isnan(value), sign * value
+
+        return sorted(self.alive, key=key)
+
+    def copy(self, pairs: Sequence[tuple[int, int]], **changes: Sequence[float]) -> None:
+        """Have members go on from what others have learned, with hyperparameters of their own; nothing is compiled anew.
+
+        Args:
+            pairs: Pairs of a member and whom it copies, of the same architecture. It keeps its seed and
+                the order of its data.
+            changes: New values of hyperparameters by name, as for :func:`hfta_func.with_hyperparams`, one per pair.
+        """
+        by_group: dict[tuple[Any, ...], list[int]] = {}
+        for place, (member, source) in enumerate(pairs):
+            key = self._group_of(self.members[member])
+            if key != self._group_of(self.members[source]):
+                raise ValueError(f"member {member} cannot copy member {source}, whose non-fusible values are others")
+            by_group.setdefault(key, []).append(place)
+        for key, places in by_group.items():
+            group = self.group(key)
+            losers, winners = ([pairs[place][side] for place in places] for side in (0, 1))
+            state = group.gather(winners)._replace(keys=group.gather(losers).keys)
+            values = {name: [column[place] for place in places] for name, column in changes.items()}
+            group.put(losers, hfta.with_hyperparams(state, **values) if values else state)
+            for row, (loser, winner) in enumerate(zip(losers, winners, strict=True)):
+                member, source = self.members[loser], self.members[winner]
+                member.config |= {name: column[row] for name, column in values.items()}
+                member.parents.append((member.epoch, winner))
+                member.epoch = source.epoch
+
+    def restore(self, members: Sequence[Mapping[str, Any]], last: Sequence[int]) -> None:
+        """Take over members that were kept; their states are put into their groups besides."""
+        self.members = [Member(**member) for member in members]
+        for member in self.members:
+            member.parents = [(epoch, source) for epoch, source in member.parents]
+        self.last = tuple(last)
+
+    def state(self, member: int) -> Any:
+        """The state of a member, as an array of one."""
+        return self.group(self._group_of(self.members[member])).gather([member])
+
+    def export(self, member: int) -> nn.Module:
+        """A member as an ordinary module; its array must have been built with ``model``."""
+        group = self.group(self._group_of(self.members[member]))
+        if group.array.model is None:
+            raise ValueError("build returned an Array without a model, which exported models are made of; give it one")
+        return hfta.export_model(group.array.model, self.state(member), 0)
+
+    def frame(self) -> pandas.DataFrame:
+        """A pandas frame with one row per member and epoch: number, status, configuration, epoch and metrics."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("frames need pandas, which is not installed; pip install 'hfta_func[plot]'") from error
+        return pandas.DataFrame(
+            [
+                {"member": member.number, "status": member.status, **member.config, "epoch": epoch, **metrics}
+                for member in self.members
+                for epoch, metrics in enumerate(member.metrics, start=1)
+            ]
+        )
+
+
+def _rows(table: Any) -> list[Mapping[str, Any]]:
+    if hasattr(table, "to_dict") and hasattr(table, "columns"):
+        return table.to_dict("records")
+    if isinstance(table, Mapping):
+        columns = {name: list(values) for name, values in table.items()}
+        if len({len(values) for values in columns.values()}) > 1:
+            counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
+            raise ValueError(f"the columns of the table have different lengths: {counts}")
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return list(table)

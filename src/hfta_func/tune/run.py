@@ -1,0 +1,168 @@
+"""A search of a space, whose trials train as arrays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from tqdm.auto import tqdm
+
+from hfta_func.tune.asking import Asking, Mirror
+from hfta_func.tune.groups import Build
+from hfta_func.tune.keeping import Keeping
+from hfta_func.tune.population import Population
+from hfta_func.tune.schedulers import PopulationBased, Scheduler
+from hfta_func.tune.search import Search
+from hfta_func.tune.study import Direction, Rank, Study
+
+if TYPE_CHECKING:
+    import optuna
+
+
+def run(
+    build: Build,
+    space: Mapping[str, optuna.distributions.BaseDistribution],
+    *,
+    metric: str | Sequence[str],
+    direction: Direction | Sequence[Direction] = "maximize",
+    nonfusible: Sequence[str] = (),
+    trials: int,
+    epochs: int,
+    scheduler: Scheduler | None = None,
+    sampler: optuna.samplers.BaseSampler | None = None,
+    batch: int | None = None,
+    max_models: int | Literal["auto"] = "auto",
+    seeds: int = 1,
+    rank: Rank = "mean",
+    storage: Any = None,
+    name: str | None = None,
+    seed: int = 0,
+    resume: Any = None,
+    progress: bool = True,
+) -> Study:
+    """Search a space; trials with the same non-fusible values train as arrays, and what is stopped makes room for others.
+
+    Args:
+        build: ``build(fixed, members) -> Array``, as for :func:`~hfta_func.tune.population`.
+        space: Optuna's distributions by name.
+        metric: What is compared, a metric of the step or of ``evaluate``; or several, which no scheduler can compare.
+        direction: Whether large or small values are better, for each metric.
+        nonfusible: Names whose values decide shapes or code, so that trials of one array must have equal ones.
+        trials: How many configurations are tried; 0 is the scheduler's own number, which Hyperband has.
+        epochs: Epochs of a trial that nothing stops.
+        scheduler: Which trials go on; all by default.
+        sampler: Optuna's sampler, random search by default. One that learns from results gets them as they come.
+        batch: How many trials are asked for at a time. By default all of a cohort, or, from a sampler that learns from
+            results, as many as an array holds.
+        max_models: The largest array; ``"auto"`` asks :func:`hfta_func.plan` for the number that pays.
+        seeds: How many members every trial has, with the seeds ``seed``, ``seed + 1``, ...: the same for all trials, so that
+            their differences are paired.
+        rank: How the values of a trial's members become one: their ``"mean"``, or the ``"lower"`` end of its one-sided 95 %
+            interval (the upper one if small values are better).
+        storage: Optuna's storage or its URL, which shows the study to others, such as Optuna's dashboard.
+        name: Name of the study in the storage.
+        seed: The first seed of members, and that of random search.
+        resume: A folder that the study is kept in: the same call goes on where it was broken off, to the same bits.
+        progress: Show a progress bar.
+
+    Returns:
+        The study. Ctrl-C ends it early, and sets ``interrupted``.
+
+    Raises:
+        ImportError: if Optuna is not installed.
+        ValueError: if the space is empty or has no fusible name, an argument has an invalid value, or a folder or storage
+            holds another study.
+        KeyError: if the metric is none of those reported.
+        StateError: if ``build`` returns another number of members than it was asked for.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from optuna.distributions import FloatDistribution
+        >>> import hfta_func as hfta
+        >>> from hfta_func import tune
+        >>> x = torch.randn(64, 4)
+        >>> def build(fixed, members):
+        ...     factory = lambda: nn.Linear(4, 1)
+        ...     loss_fn = lambda model, batch: (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
+        ...     seeds = members["seed"]
+        ...     step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=members["lr"]))
+        ...     state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
+        ...     return tune.Array(step, state, hfta.ArrayLoader(x, 16, seeds=seeds), model=factory())
+        >>> study = tune.run(
+        ...     build, {"lr": FloatDistribution(1e-4, 1.0, log=True)}, metric="loss", direction="minimize", trials=9,
+        ...     epochs=9, scheduler=tune.halving(eta=3), max_models=4, progress=False)
+        >>> [trial.status for trial in study.trials].count("complete"), study.best.params["lr"] > 0.01
+        (1, True)
+        >>> study.export(study.best.number)
+        Linear(in_features=4, out_features=1, bias=True)
+    """
+    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
+    directions = (direction,) * len(metrics) if isinstance(direction, str) else tuple(direction)
+    _check(space, nonfusible, metrics, directions, trials, epochs, seeds, scheduler)
+    scheduler = scheduler or Scheduler()
+    asking = Asking(space, directions, sampler, seed)
+    study = Study(Population(build, nonfusible, max_models, seed), asking, metrics, directions, rank)
+    search = Search(study, scheduler, scheduler.cohorts(trials, epochs), range(seed, seed + seeds), batch, max_models)
+    about = {
+        "space": {key: asking.json(key) for key in space},
+        **{
+            "metric": metrics,
+            "direction": directions,
+            "nonfusible": list(nonfusible),
+            "trials": trials,
+            "epochs": epochs,
+        },
+        **{"scheduler": repr(scheduler), "seeds": seeds, "seed": seed, "rank": rank},
+    }
+    with contextlib.ExitStack() as stack:
+        keeping = stack.enter_context(Keeping(resume, about)) if resume is not None else None
+        if keeping is not None:
+            keeping.restore(study, search.replay)
+        mirror = Mirror(asking, storage, name, about) if storage is not None else None
+        total = sum(cohort.trials for cohort in search.cohorts)
+        bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="trial", dynamic_ncols=True))
+        for _ in search.rounds():
+            if keeping is not None:
+                keeping.keep(study)
+            if mirror is not None:
+                mirror.show(study.trials, search.rungs_of)
+            done = [trial for trial in study.trials if trial.status != "running"]
+            bar.update(len(done) - bar.n)
+        if mirror is not None:
+            mirror.show(study.trials, search.rungs_of)
+            study.optuna = mirror.study
+    if not study.interrupted and all(trial.status == "failed" for trial in study.trials):
+        raise RuntimeError(f"every trial failed, the first one with {study.trials[0].error}")
+    return study
+
+
+def _check(
+    space: Mapping[str, Any],
+    nonfusible: Sequence[str],
+    metrics: Sequence[str],
+    directions: Sequence[str],
+    trials: int,
+    epochs: int,
+    seeds: int,
+    scheduler: Scheduler | None,
+) -> None:
+    if isinstance(nonfusible, str):
+        raise ValueError(f"nonfusible is '{nonfusible}'; pass a list of names, ['{nonfusible}']")
+    unknown = [name for name in nonfusible if name not in space]
+    if unknown:
+        raise ValueError(f"nonfusible names '{unknown[0]}', but the space has {', '.join(space) or 'no names'}")
+    if not set(space) - set(nonfusible):
+        raise ValueError("the space has no fusible name, so no two trials could share an array; use Optuna itself")
+    if "seed" in space:
+        raise ValueError("the space has 'seed', which members have besides; pass seeds= for several seeds per trial")
+    if len(directions) != len(metrics) or set(directions) - {"minimize", "maximize"}:
+        raise ValueError(f"direction is {list(directions)}; pass 'minimize' or 'maximize' for each metric")
+    if len(metrics) > 1 and scheduler is not None:
+        raise ValueError("a scheduler compares one metric; pass a single one, or no scheduler")
+    for label, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("seeds", seeds, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{label} is {value!r}; pass an integer, at least {least}")
+    if isinstance(scheduler, PopulationBased) and seeds > 1:
+        raise ValueError("population-based training has one seed per member; leave seeds out")

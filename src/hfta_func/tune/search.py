@@ -1,0 +1,185 @@
+"""Who is asked for, who trains, and who goes on: the course of a study."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from hfta_func.tune.schedulers import Cohort, PopulationBased, Scheduler
+from hfta_func.tune.study import Study, Trial
+
+
+class Search:
+    """Asks, trains and decides, until all trials have ended."""
+
+    def __init__(
+        self,
+        study: Study,
+        scheduler: Scheduler,
+        cohorts: list[Cohort],
+        seeds: Sequence[int],
+        batch: int | None,
+        max_models: int | Literal["auto"],
+    ):
+        self.study, self.scheduler, self.cohorts, self.seeds = study, scheduler, cohorts, seeds
+        size = max_models if isinstance(max_models, int) else 16
+        learns = study.asking.learns
+        self._verdicts: dict[int, str] = {}
+        self.batch = batch or (max(1, size // len(seeds)) if learns else sum(cohort.trials for cohort in cohorts))
+        self.learns = learns
+
+    def rungs_of(self, trial: Trial) -> tuple[int, ...]:
+        """The epochs in which a trial is compared."""
+        return self.cohorts[trial.cohort].rungs
+
+    def rounds(self) -> Iterator[None]:
+        """One array's segment after another."""
+        while not self.study.interrupted:
+            self._ask()
+            targets = {
+                member: self.rungs_of(trial)[len(trial.values)]
+                for trial in self.study.trials
+                if trial.status == "running" and self._goes(trial)
+                for member in trial.members
+            }
+            trained = self.study.population.advance(targets)
+            if not trained:
+                waiting = [trial for trial in self.study.trials if trial.status == "running"]
+                if not waiting and self._next_cohort() is None:
+                    return
+                # Nobody is left whom they could be compared with.
+                self._end(waiting, "stopped")
+                continue
+            before = self._rung()
+            self._judge()
+            if isinstance(self.scheduler, PopulationBased) and before < self._rung() < len(self.cohorts[0].rungs):
+                self._exploit(self.scheduler)
+            yield
+
+    def _goes(self, trial: Trial) -> bool:
+        return not trial.values or self._verdicts.get(trial.number) == "go"
+
+    def _next_cohort(self) -> int | None:
+        counts = [0] * len(self.cohorts)
+        for trial in self.study.trials:
+            counts[trial.cohort] += 1
+        return next((place for place, one in enumerate(self.cohorts) if counts[place] < one.trials), None)
+
+    def _ask(self) -> None:
+        """New trials, as many as may train now."""
+        study, new = self.study, []
+        while (place := self._next_cohort()) is not None:
+            running = [trial for trial in study.trials if trial.status == "running"]
+            started = any(trial.cohort == place for trial in study.trials)
+            going = [trial for trial in running if self._goes(trial)]
+            if self.scheduler.waits:
+                # A cohort whole, after those before it if the sampler learns from them.
+                if self.learns and not started and running:
+                    break
+            elif len(going) >= self.batch:
+                break
+            number = len(study.trials)
+            params = study.asking.ask()
+            trial = Trial(number, params, place, [])
+            study.trials.append(trial)
+            new.append(trial)
+        self._make(new)
+
+    def _make(self, new: Sequence[Trial]) -> None:
+        if not new:
+            return
+        rows = [{**trial.params, "seed": seed} for trial in new for seed in self.seeds]
+        numbers = self.study.population.add(rows)
+        for place, trial in enumerate(new):
+            trial.members = numbers[place * len(self.seeds) : (place + 1) * len(self.seeds)]
+        self._fail()
+
+    def _fail(self) -> None:
+        for trial in self.study.trials:
+            if trial.status == "running":
+                errors = [self.study.population.members[member].error for member in trial.members]
+                if any(errors):
+                    trial.error = next(error for error in errors if error)
+                    self._end([trial], "failed")
+
+    def _end(self, trials: Sequence[Trial], status: Literal["complete", "stopped", "failed"]) -> None:
+        for trial in trials:
+            trial.status = status
+            self.study.asking.tell(trial.number, status, trial.values[-1] if trial.values else None)
+        if status != "complete":
+            gone = {member for trial in trials for member in trial.members}
+            self.study.population.keep([member for member in self.study.population.alive if member not in gone])
+
+    def _judge(self) -> None:
+        """Record values at rungs, and decide who goes on."""
+        study = self.study
+        self._fail()
+        for trial in study.trials:
+            rungs = self.rungs_of(trial)
+            if trial.status != "running" or len(trial.values) == len(rungs):
+                continue
+            epoch = rungs[len(trial.values)]
+            if all(study.population.members[member].epoch >= epoch for member in trial.members):
+                trial.values.append(study.value(trial, epoch))
+                study.asking.report(trial.number, epoch, trial.values[-1])
+                if len(trial.values) == len(rungs):
+                    if all(math.isfinite(value) for value in trial.values[-1]):
+                        self._end([trial], "complete")
+                    else:
+                        found = zip(study.metrics, trial.values[-1], strict=True)
+                        trial.error = ", ".join(f"{name} is {value} after epoch {epoch}" for name, value in found)
+                        self._end([trial], "failed")
+        self._decide()
+
+    def _decide(self) -> None:
+        study = self.study
+        self._verdicts = {}
+        for place, cohort in enumerate(self.cohorts):
+            those = [trial for trial in study.trials if trial.cohort == place]
+            values = {trial.number: [study.score(value[0]) for value in trial.values] for trial in those}
+            stopped = frozenset(trial.number for trial in those if trial.status in ("stopped", "failed"))
+            found = self.scheduler.verdicts(values, stopped, cohort)
+            self._verdicts |= found
+            by_number = {trial.number: trial for trial in those}
+            self._end(
+                [
+                    by_number[n]
+                    for n, verdict in found.items()
+                    if verdict == "stop" and by_number[n].status == "running"
+                ],
+                "stopped",
+            )
+
+    def replay(self) -> None:
+        """What was decided before a study was broken off follows from the values that it has kept."""
+        self._decide()
+
+    def _rung(self) -> int:
+        """The rung that all trials have reached."""
+        return min((len(trial.values) for trial in self.study.trials if trial.status != "failed"), default=0)
+
+    def _exploit(self, scheduler: PopulationBased) -> None:
+        """The worst members go on from the best, with hyperparameters near theirs."""
+        study, rung = self.study, self._rung()
+        running = [trial for trial in study.trials if trial.status == "running"]
+        # Only members of one architecture can copy each other.
+        groups: dict[tuple[Any, ...], dict[int, float]] = {}
+        for trial in running:
+            key = tuple(trial.params[name] for name in study.population.nonfusible)
+            groups.setdefault(key, {})[trial.number] = study.score(trial.values[-1][0])
+        names = [name for name in study.asking.space if name not in study.population.nonfusible]
+        for values in groups.values():
+            pairs = scheduler.pairs(values)
+            if not pairs:
+                continue
+            rows = []
+            for loser, winner in pairs:
+                # From seed, round and trial alone, so that a study that is broken off draws the same again.
+                draws = random.Random(f"{self.seeds[0]} {rung} {loser}")
+                source = study.trials[winner].params
+                rows.append({name: scheduler.explored(study.asking.space[name], source[name], draws) for name in names})
+                study.trials[loser].params |= rows[-1]
+            members = [(study.trials[loser].members[0], study.trials[winner].members[0]) for loser, winner in pairs]
+            study.population.copy(members, **{name: [row[name] for row in rows] for name in names})

@@ -1,0 +1,146 @@
+"""What a search has found: trials, their values, and their models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+import hfta_func as hfta
+from hfta_func.tune.asking import Asking
+from hfta_func.tune.population import Population
+
+if TYPE_CHECKING:
+    import optuna
+    import pandas
+
+Direction = Literal["minimize", "maximize"]
+Rank = Literal["mean", "lower"]
+
+
+@dataclasses.dataclass
+class Trial:
+    """One configuration.
+
+    Args:
+        number: Its number in the order of asking.
+        params: Its values, by name.
+        cohort: The number of the cohort that it is compared in.
+        members: The numbers of its members in the population, one per seed.
+        status: ``"running"`` until it is ``"complete"``, ``"stopped"`` by the scheduler, or ``"failed"``.
+        values: Its objectives at each rung that it has reached, over all seeds.
+        error: Why it failed.
+    """
+
+    number: int
+    params: dict[str, Any]
+    cohort: int
+    members: list[int]
+    status: Literal["running", "complete", "stopped", "failed"] = "running"
+    values: list[tuple[float, ...]] = dataclasses.field(default_factory=list)
+    error: str | None = None
+
+
+class Study:
+    """What a search has found; made by :func:`run`.
+
+    Attributes:
+        trials: All trials, in the order of asking.
+        population: Their members; those of stopped trials have no state any more.
+        optuna: The study as Optuna has it, for its plots, importances and fronts.
+        interrupted: Whether Ctrl-C ended it.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        asking: Asking,
+        metrics: tuple[str, ...],
+        directions: tuple[Direction, ...],
+        rank: Rank,
+    ):
+        self.trials: list[Trial] = []
+        self.population = population
+        self.optuna: optuna.Study = asking.study
+        self.metrics, self.directions, self.rank = metrics, directions, rank
+        self.asking = asking
+
+    def restore(self, trials: Sequence[Mapping[str, Any]]) -> None:
+        """Take over trials that were kept."""
+        self.trials = [Trial(**{**trial, "values": [tuple(found) for found in trial["values"]]}) for trial in trials]
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the search."""
+        return self.population.interrupted
+
+    @property
+    def best(self) -> Trial:
+        """The best of the trials that are complete; of equal ones, the first.
+
+        Raises:
+            ValueError: if no trial is complete, or there are several objectives; ``optuna.best_trials`` has their front.
+        """
+        if len(self.metrics) > 1:
+            raise ValueError("there are several objectives; study.optuna.best_trials has their front")
+        complete = [trial for trial in self.trials if trial.status == "complete"]
+        if not complete:
+            raise ValueError("no trial is complete; train for more epochs, or look at study.frame()")
+        return max(complete, key=lambda trial: self.score(trial.values[-1][0]))
+
+    def score(self, value: float) -> float:
+        """A value of the first objective, larger if better, and minus infinity if it is not finite."""
+        if not math.isfinite(value):
+            return -math.inf
+        return value if self.directions[0] == "maximize" else -value
+
+    def state(self, trial: int) -> Any:
+        """The state of a trial that was not stopped, one member per seed."""
+        found = self.trials[trial]
+        if found.status in ("stopped", "failed"):
+            raise ValueError(
+                f"trial {trial} is {found.status}, and its state is gone; only complete trials keep theirs"
+            )
+        group = [self.population.state(member) for member in found.members]
+        return hfta.concat(group) if len(group) > 1 else group[0]
+
+    def export(self, trial: int, seed: int = 0) -> nn.Module:
+        """A member of a trial as an ordinary module.
+
+        Args:
+            trial: The trial's number.
+            seed: Which of its members, counted from 0.
+        """
+        self.state(trial)
+        return self.population.export(self.trials[trial].members[seed])
+
+    def frame(self) -> pandas.DataFrame:
+        """A pandas frame with one row per trial: number, parameters, status, epochs, seconds of the device and objectives."""
+        import pandas
+
+        rows = []
+        for trial in self.trials:
+            members = [self.population.members[member] for member in trial.members]
+            values = trial.values[-1] if trial.values else (math.nan,) * len(self.metrics)
+            rows.append(
+                {"trial": trial.number, **trial.params, "status": trial.status, "epochs": max(m.epoch for m in members)}
+                | {"seconds": sum(member.seconds for member in members)}
+                | dict(zip(self.metrics, values, strict=True))
+            )
+        return pandas.DataFrame(rows)
+
+    def value(self, trial: Trial, epoch: int) -> tuple[float, ...]:
+        """The objectives of a trial after an epoch, over its members."""
+        found = []
+        for metric, direction in zip(self.metrics, self.directions, strict=True):
+            values = [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
+            mean = statistics.fmean(values)
+            if self.rank == "lower" and len(values) > 1 and math.isfinite(mean):
+                margin = statistics.NormalDist().inv_cdf(0.95) * statistics.stdev(values) / math.sqrt(len(values))
+                mean += margin if direction == "minimize" else -margin
+            found.append(mean)
+        return tuple(found)

@@ -1,0 +1,337 @@
+"""Studies: a trial gives the same result whatever trains beside it, and nothing is lost when a study is broken off."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+
+optuna = pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]'")
+from optuna.distributions import CategoricalDistribution, FloatDistribution  # noqa: E402
+
+from hfta_func import tune  # noqa: E402
+from hfta_func.tune import keeping  # noqa: E402
+
+X = torch.randn(48, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Y = X.sum(-1, keepdim=True).sin()
+SPACE = {
+    "lr": FloatDistribution(1e-3, 0.2, log=True),
+    "momentum": FloatDistribution(0.0, 0.9),
+    "width": CategoricalDistribution([4, 6]),
+}
+STUDY = dict(nonfusible=("width",), metric="error", direction="minimize", trials=11, epochs=9, progress=False)
+
+
+class Net(nn.Sequential):
+    def __init__(self, width: int):
+        super().__init__(nn.Linear(4, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1))
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def error(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"error": loss_fn(model, batch)}
+
+
+def build(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]], compiled: bool = False) -> tune.Array:
+    seeds = members["seed"]
+
+    def factory() -> nn.Module:
+        return Net(fixed.get("width", 4)).double()
+
+    step: Any = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=members["lr"], momentum=members["momentum"]))
+    evaluate = hfta.make_eval_step(factory(), error, batch_dims=None)
+    state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
+    if compiled:
+        step = torch.compile(step, backend="aot_eager")
+    loader = hfta.ArrayLoader((X, Y), 16, seeds=seeds)
+    return tune.Array(step, state, loader, lambda state: evaluate(state, (X, Y)), factory())
+
+
+def told(study: tune.Study) -> list[Any]:
+    return [(trial.params, trial.status, [f"{value:.8g}" for (value,) in trial.values]) for trial in study.trials]
+
+
+SCHEDULERS = {
+    "none": None,
+    "halving": tune.halving(),
+    "hyperband": tune.hyperband(),
+    "asynchronous": tune.asynchronous_halving(),
+    "median": tune.median_stopping(every=2, startup=3),
+    "population": tune.population_based(every=3, share=0.4),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_results_are_the_same_however_trials_are_packed(scheduler: str) -> None:
+    alone = tune.run(build, SPACE, scheduler=SCHEDULERS[scheduler], batch=11, max_models=1, **STUDY)
+    assert len(alone.trials) == 11 and not any(trial.status == "running" for trial in alone.trials)
+    for size in (3, 16):
+        array = tune.run(build, SPACE, scheduler=SCHEDULERS[scheduler], batch=11, max_models=size, **STUDY)
+        if scheduler == "asynchronous":
+            # Who goes on depends on who came first, but never on what a trial does.
+            values = [dict(enumerate(trial.values)) for trial in alone.trials]
+            for trial, expected in zip(array.trials, values, strict=True):
+                for rung, value in enumerate(trial.values):
+                    assert value == pytest.approx(expected.get(rung, value), rel=1e-9)
+        else:
+            assert told(array) == told(alone)
+            assert array.best.number == alone.best.number
+            mine, other = (study.state(study.best.number).params for study in (array, alone))
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+def by_hand(config: Mapping[str, Any], epochs: int) -> float:
+    """What plain PyTorch makes of a configuration without noise."""
+    found = build({"width": config["width"]}, {name: [value] for name, value in config.items() if name != "width"})
+    _, history = hfta.fit(found.step, found.state, found.loader, epochs=epochs, evaluate=found.evaluate, progress=False)
+    return float(history["error"][-1, 0])
+
+
+def test_hyperband_finds_the_winner_of_hfht() -> None:
+    study = tune.run(build, SPACE, scheduler=tune.hyperband(), max_models=8, **STUDY | {"trials": 0})
+    assert len(study.trials) == 9 + 5 + 3
+    # HFHT trains the survivors of every rung again from the start.
+    start, winners = 0, {}
+    for count, rungs in ((9, (1, 3, 9)), (5, (3, 9)), (3, (9,))):
+        left = list(range(start, start + count))
+        start += count
+        for place, rung in enumerate(rungs):
+            values = {number: by_hand({**study.trials[number].params, "seed": 0}, rung) for number in left}
+            left = sorted(left, key=values.__getitem__)
+            left = left[: max(1, len(left) // 3)] if place + 1 < len(rungs) else left
+        winners |= {number: values[number] for number in left}
+    assert {trial.number for trial in study.trials if trial.status == "complete"} == set(winners)
+    assert study.best.number == min(winners, key=winners.__getitem__)
+    assert study.best.values[-1][0] == pytest.approx(min(winners.values()), rel=1e-9)
+    frame = study.frame()
+    assert list(frame.trial) == list(range(17)) and (frame.seconds > 0).all()
+    assert study.optuna.best_trial.number == study.best.number
+
+
+class Killed(BaseException):
+    """Ends a study without any of its handlers."""
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_study_that_is_killed_goes_on(
+    scheduler: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = {"halving": lambda: optuna.samplers.TPESampler(seed=3, n_startup_trials=2, constant_liar=True)}.get(
+        scheduler, lambda: None
+    )
+    options = STUDY | {"scheduler": SCHEDULERS[scheduler], "max_models": 4}
+    expected = tune.run(build, SPACE, sampler=sampler(), **options)
+    calls, draws = 0, random.Random(1)
+    wait = 0
+
+    def killing(kind: Any, name: str) -> None:
+        inner = getattr(kind, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls, wait
+            wait -= 1
+            if wait == 0:
+                calls += 1
+                raise Killed
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, call)
+
+    for kind, name in (
+        (hfta, "save"), (hfta, "fit"), (keeping.atomic, "replacing"), (keeping.os, "remove"),
+        (optuna.study.Study, "add_trial"), (optuna.study.Study, "tell"), (optuna.trial.Trial, "report"),
+    ):  # fmt: skip
+        killing(kind, name)
+    storage = f"sqlite:///{tmp_path}/study.db"
+    while True:
+        wait = draws.randrange(1, 60)
+        try:
+            study = tune.run(
+                build, SPACE, sampler=sampler(), storage=storage, name="study", resume=tmp_path / "study", **options
+            )
+            break
+        except Killed:
+            pass
+    monkeypatch.undo()
+    assert calls >= 2
+    assert [(t.params, t.status, t.values) for t in study.trials] == [
+        (t.params, t.status, t.values) for t in expected.trials
+    ]
+    for mine, other in zip(
+        study.state(study.best.number).params.values(),
+        expected.state(expected.best.number).params.values(),
+        strict=True,
+    ):
+        assert torch.equal(mine, other)
+    shown = optuna.load_study(storage=storage, study_name="study").trials
+    if scheduler != "population":
+        assert [trial.params for trial in shown] == [trial.params for trial in expected.trials]
+    states = {"complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL"}
+    assert [trial.state.name for trial in shown] == [states[trial.status] for trial in expected.trials]
+    assert [trial.values for trial in shown if trial.state.name == "COMPLETE"] == [
+        list(trial.values[-1]) for trial in expected.trials if trial.status == "complete"
+    ]
+    # What is left are the states that the index names.
+    index = json.loads((tmp_path / "study" / "study.json").read_bytes())
+    named = {block["file"] for group in index["groups"] for block in group["blocks"]}
+    assert named == {path.name for path in (tmp_path / "study").glob("*.safetensors")}
+
+
+def test_another_study_is_refused(tmp_path: pathlib.Path) -> None:
+    storage, folder = f"sqlite:///{tmp_path}/study.db", tmp_path / "study"
+    options = STUDY | {"trials": 3, "epochs": 1, "max_models": 4}
+    tune.run(build, SPACE, storage=storage, name="study", resume=folder, **options)
+    with pytest.raises(ValueError, match="holds a study whose trials is 3, not 4; pass another folder"):
+        tune.run(build, SPACE, resume=folder, **options | {"trials": 4})
+    other = SPACE | {"lr": FloatDistribution(1e-3, 0.3)}
+    with pytest.raises(ValueError, match=r"holds a study whose space is .*; pass another folder as resume"):
+        tune.run(build, other, resume=folder, **options)
+    with pytest.raises(ValueError, match="the storage has another study 'study', whose space is"):
+        tune.run(build, other, storage=storage, name="study", **options)
+    with pytest.raises(ValueError, match="a storage keeps studies by name; pass name="):
+        tune.run(build, SPACE, storage=storage, **options)
+
+
+def test_a_trial_that_raises_fails_alone() -> None:
+    def failing(model: nn.Module, batch: Any, hparams: Any) -> Tensor:
+        if (hparams["power"] > 2).item():
+            raise RuntimeError("power is above 2")
+        return loss_fn(model, batch)
+
+    def build_failing(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        if any(width > 5 for width in members["width"]):
+            raise ValueError("no width above 5")
+        seeds = members["seed"]
+        step = hfta.make_train_step(Net(4).double(), failing, hfta.sgd(lr=0.1), chunk_size=1)
+        params = hfta.init_params(lambda: Net(4).double(), seeds)
+        state = step.init(*params, seeds=seeds, hparams={"power": members["power"]})
+        return tune.Array(step, state, hfta.ArrayLoader((X, Y), 16, seeds=seeds))
+
+    table = {"power": [1.0, 3.0, 2.0, 1.0, 1.0], "width": [4, 4, 4, 6, 4]}
+    population = tune.population(build_failing, table, max_models=8)
+    population.fit(2)
+    assert [member.status for member in population.members] == ["alive", "failed", "alive", "failed", "alive"]
+    assert "power is above 2" in (population.members[1].error or "")
+    assert population.members[3].error == "ValueError: no width above 5"
+    assert [member.epoch for member in population.members] == [2, 0, 2, 0, 2]
+    alone = tune.population(build_failing, [{"power": 2.0, "width": 4}], max_models=1)
+    alone.fit(2)
+    assert alone.members[0].metrics[-1]["loss"] == pytest.approx(population.members[2].metrics[-1]["loss"])
+    with pytest.raises(ValueError, match="no width above 5"):
+        population.add([{"power": 1.0, "width": 7}])
+
+
+def test_values_that_are_not_finite_lose() -> None:
+    def metric(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        found = error(model, batch)["error"]
+        return {"error": torch.where(found > 0.47, torch.nan, found)}
+
+    def build_nan(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+        evaluate = hfta.make_eval_step(Net(fixed["width"]).double(), metric, batch_dims=None)
+        return found._replace(evaluate=lambda state: evaluate(state, (X, Y)))
+
+    study = tune.run(build_nan, SPACE, scheduler=tune.halving(), max_models=16, **STUDY)
+    first = [trial.values[0][0] for trial in study.trials]
+    assert sum(map(math.isnan, first)) >= 3
+    going = [trial.number for trial in study.trials if len(trial.values) > 1]
+    assert going and not any(math.isnan(first[number]) for number in going)
+    study = tune.run(build_nan, SPACE, max_models=16, **STUDY | {"epochs": 1})
+    lost = [trial for trial in study.trials if math.isnan(trial.values[0][0])]
+    assert lost and all(trial.status == "failed" for trial in lost)
+    assert lost[0].error == "error is nan after epoch 1"
+    assert {t.state.name for t in study.optuna.trials} == {"FAIL", "COMPLETE"}
+
+
+def test_seeds_are_paired_and_ranked() -> None:
+    options = STUDY | {"trials": 4, "epochs": 2, "seed": 5}
+    study = tune.run(build, SPACE, seeds=3, max_models=6, **options)
+    for trial in study.trials:
+        members = [study.population.members[member] for member in trial.members]
+        assert [member.config["seed"] for member in members] == [5, 6, 7]
+        values = torch.tensor([member.value("error") for member in members], dtype=torch.float64)
+        assert trial.values[-1][0] == pytest.approx(float(values.mean()))
+    assert hfta.num_models(study.state(0)) == 3
+    lower = tune.run(build, SPACE, seeds=3, rank="lower", max_models=6, **options)
+    for trial, plain in zip(lower.trials, study.trials, strict=True):
+        # Small values are better, so the cautious end of the interval is the upper one.
+        assert trial.values[-1][0] > plain.values[-1][0]
+
+
+def test_population_based_training_copies_and_explores() -> None:
+    study = tune.run(build, SPACE, scheduler=tune.population_based(every=1, share=0.4), max_models=16, **STUDY)
+    members = study.population.members
+    assert all(trial.status == "complete" and len(trial.values) == 9 for trial in study.trials)
+    assert sum(len(member.parents) for member in members) >= 8
+    for member in members:
+        assert member.config["seed"] == 0 and int(study.population.state(member.number).keys[0]) == 0
+        for name in ("lr", "momentum"):
+            held = float(study.population.state(member.number).opt_state.hyperparams[name])
+            assert held == pytest.approx(member.config[name])
+            assert SPACE[name].low <= held <= SPACE[name].high
+        for _, parent in member.parents:
+            assert members[parent].config["width"] == member.config["width"]
+
+
+def test_compiled_steps_see_few_sizes() -> None:
+    sizes = []
+
+    def build_compiled(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            sizes.append(hfta.num_models(state))
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    options = STUDY | {"trials": 9, "scheduler": tune.halving(eta=2)}
+    study = tune.run(build_compiled, SPACE, max_models=8, **options)
+    assert set(sizes) <= {1, 2, 4, 8}
+    assert told(study) == told(tune.run(build, SPACE, max_models=8, **options))
+
+
+BAD = {
+    "no fusible name": ({"nonfusible": ("lr", "momentum", "width")}, "has no fusible name"),
+    "unknown name": ({"nonfusible": ("depth",)}, "nonfusible names 'depth', but the space has lr, momentum, width"),
+    "a string": ({"nonfusible": "width"}, r"pass a list of names, \['width'\]"),
+    "direction": ({"direction": "up"}, "direction is .*; pass 'minimize' or 'maximize'"),
+    "trials": ({"trials": -1}, "trials is -1; pass an integer, at least 0"),
+    "epochs": ({"epochs": 0}, "epochs is 0; pass an integer, at least 1"),
+    "max_models": ({"max_models": 0}, "max_models is 0; pass a number of models"),
+    "metrics": ({"metric": ("error", "loss"), "scheduler": tune.halving()}, "a scheduler compares one metric"),
+    "rungs": ({"scheduler": tune.hyperband(skip_last=5)}, "skip_last=5 leaves out all rungs"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case: str) -> None:
+    options, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        tune.run(build, SPACE, **STUDY | {"max_models": 4} | options)
+
+
+def test_bad_builds() -> None:
+    def few(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        return build(fixed, {name: values[:1] for name, values in members.items()})
+
+    with pytest.raises(hfta.StateError, match=r"returned a state of 1 models for .* members"):
+        tune.run(few, SPACE, **STUDY)
+    with pytest.raises(TypeError, match=r"build returned a tuple; return tune.Array"):
+        tune.run(lambda fixed, members: (1, 2), SPACE, **STUDY)
+    with pytest.raises(KeyError, match=r"no metric 'accuracy'; it has .*error"):
+        tune.run(build, SPACE, **STUDY | {"metric": "accuracy", "epochs": 1, "max_models": 4})
+    with pytest.raises(ValueError, match=r"space\['lr'\] is a tuple; pass one of optuna.distributions"):
+        tune.run(build, {"lr": (0, 1)}, **STUDY | {"nonfusible": ()})
