@@ -13,7 +13,7 @@ import hfta_func as hfta
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-TOPICS = ("callbacks", "optim", "plot", "random", "rules", "schedules", "testing")
+TOPICS = ("callbacks", "optim", "plot", "random", "rules", "schedules", "testing", "tune")
 """The modules that users reach into; others hold what ``hfta_func`` itself exports."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 

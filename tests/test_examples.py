@@ -522,10 +522,8 @@ TWO_ARRAYS = ["--batch-size", "8", "8", "6", *SEEDS]
     [
         # Three steps and three batches of tests an epoch.
         pytest.param(LOSS, [2], [], 0, 0, id="in the first epoch"),
-        pytest.param(LOSS, [5], [], 1, 1, id="in the second epoch"),
         pytest.param(LOSS, [5, 5], [], 1, 1, id="twice"),
         pytest.param(LOSS, [8], ["--epochs", "2"], 2, 2, id="in the second array"),
-        pytest.param(TEST, [5], ["--eval"], 2, 1, id="in the second test"),
         pytest.param(TEST, [8], ["--eval"], 3, 2, id="in the last test of an epoch"),
         pytest.param(TEST, [2], [], 3, 3, id="in the last test"),
     ],

@@ -49,7 +49,7 @@ FILES_IN = {
         *("update", "commit", "train", "evaluate"),
     ],
     "files": ["atomic", "storage", "checkpoint"],
-    "run": ["memory", "history", "data", "fit", "plan"],
+    "run": ["memory", "history", "compare", "data", "fit", "plan"],
     "tune": ["groups", "population", "schedulers", "asking", "study", "search", "keeping", "run"],
 }
 LAST = {"_torch": ["__init__"], "tune": ["__init__"], "optim": ["_hyperparams", "__init__"], "rules": ["__init__"]}

@@ -356,7 +356,7 @@ JUDGES: dict[str, tuple[Callable[[Spec], None], tuple[str, ...]]] = {
 MANY = [
     *(("alone", 270, part) for part in range(4)),
     *(("noise", 80, part) for part in range(3)),
-    *(("compiled", 10, part) for part in range(2)),
+    ("compiled", 10, 0),
     *((how, 180, 0) for how in HOW),
 ]
 """Which judge, how many programs, and where their generator starts."""

@@ -43,6 +43,9 @@ from hfta_func.models.stack import stack_params as stack_params
 from hfta_func.models.stack import unstack_params as unstack_params
 from hfta_func.optim import *  # noqa: F403 - every optimizer, and what wraps or precedes them
 from hfta_func.rules.vmap import vmap as vmap
+from hfta_func.run.compare import Comparison as Comparison
+from hfta_func.run.compare import Difference as Difference
+from hfta_func.run.compare import compare as compare
 from hfta_func.run.data import ArrayLoader as ArrayLoader
 from hfta_func.run.fit import Result as Result
 from hfta_func.run.fit import fit as fit

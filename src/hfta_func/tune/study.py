@@ -133,6 +133,16 @@ class Study:
             )
         return pandas.DataFrame(rows)
 
+    def by_seed(self) -> dict[int, dict[int, float]]:
+        """The first objective of every complete trial by its number and seed, for :func:`hfta_func.compare`, best first."""
+        complete = [trial for trial in self.trials if trial.status == "complete"]
+        complete.sort(key=lambda trial: -self.score(trial.values[-1][0]))
+        members = self.population.members
+        return {
+            trial.number: {members[m].config["seed"]: members[m].value(self.metrics[0]) for m in trial.members}
+            for trial in complete
+        }
+
     def value(self, trial: Trial, epoch: int) -> tuple[float, ...]:
         """The objectives of a trial after an epoch, over its members."""
         found = []

@@ -1,0 +1,273 @@
+"""Comparison of configurations that were trained with the same seeds."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from hfta_func.run.history import History
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+_LARGEST = 100_000
+
+
+class Difference(NamedTuple):
+    """What separates a configuration from the baseline, over pairs with the same seed.
+
+    Args:
+        name: The configuration.
+        baseline: What it is compared with.
+        pairs: Number of pairs, without those of which one is not finite.
+        mean: Mean of the differences, the configuration minus the baseline.
+        low: Lower end of the interval of the mean: BCa bootstrap over pairs (Efron, 1987).
+        high: Upper end.
+        deviation: Standard deviation of the differences.
+        unpaired: What it would be without pairs, from both configurations' own standard deviations.
+        wins: Share of the pairs in which the configuration has the larger value, ties counted half.
+        sign: P-value of the two-sided sign test, without ties.
+        permutation: P-value of the two-sided permutation test of the mean, which swaps within pairs.
+        seeds: Pairs that a two-sided t test at 5 % needs to find this mean with 80 % power; infinite if it is 0.
+    """
+
+    name: Any
+    baseline: Any
+    pairs: int
+    mean: float
+    low: float
+    high: float
+    deviation: float
+    unpaired: float
+    wins: float
+    sign: float
+    permutation: float
+    seeds: float
+
+
+class Comparison:
+    """The differences of all configurations from a baseline; made by :func:`compare`.
+
+    Attributes:
+        differences: One :class:`Difference` for each configuration but the baseline.
+        level: Level of the intervals.
+    """
+
+    def __init__(self, differences: list[Difference], level: float):
+        self.differences = differences
+        self.level = level
+
+    def frame(self) -> pandas.DataFrame:
+        """A pandas frame with one row per configuration.
+
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        return _package("pandas").DataFrame(self.differences)
+
+    def __str__(self) -> str:
+        rows = [
+            f"{'':>16}{'pairs':>7}{'difference':>12}{f'{self.level:.0%} interval':>26}{'wins':>7}{'p':>8}{'seeds':>7}"
+        ]
+        for found in self.differences:
+            interval = f"[{found.low:+.4g}, {found.high:+.4g}]"
+            name = f"{found.name} - {found.baseline}"
+            rows.append(
+                f"{name:>16}{found.pairs:7d}{found.mean:+12.4g}{interval:>26}{found.wins:7.0%}{found.permutation:8.3f}"
+                f"{found.seeds:7.0f}"
+            )
+        return "\n".join(rows)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw every difference with its interval.
+
+        Args:
+            ax: Axes to draw on; by default those of a new figure.
+
+        Returns:
+            The axes; ``ax.figure.savefig(path)`` saves the picture.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        axes: Any = _package("matplotlib.pyplot").subplots()[1] if ax is None else ax
+        for place, found in enumerate(self.differences):
+            error = [[found.mean - found.low], [found.high - found.mean]]
+            axes.errorbar(found.mean, place, xerr=error, fmt="o", ms=4, capsize=3, color="#0072B2")
+        axes.axvline(0, color="black", lw=0.8)
+        axes.set_yticks(range(len(self.differences)), [str(found.name) for found in self.differences])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"difference from {self.differences[0].baseline}, {self.level:.0%} interval")
+        return axes
+
+
+def compare(
+    runs: Any,
+    metric: str | None = None,
+    *,
+    by: str | None = None,
+    baseline: Any = None,
+    level: float = 0.95,
+    resamples: int = 9999,
+    seed: int = 0,
+) -> Comparison:
+    """Compare configurations that were trained with the same seeds, as Bouthillier et al. (MLSys 2021) recommend.
+
+    The unit of a comparison is the pair of two runs with one seed: they share initial weights, order of data and noise, so
+    their difference varies less than that of unrelated runs, as far as the configurations are alike.
+
+    Args:
+        runs: Values by configuration and seed, in one of these forms: a dict of equally long sequences by name; a dict of
+            histories; a pandas frame with the columns ``seed``, ``metric`` and ``by``; or a study of several seeds per trial.
+        metric: The metric of histories and frames, in the last epoch.
+        by: The frame's column that tells configurations apart.
+        baseline: The configuration that the others are compared with; the first one by default.
+        level: Level of the intervals.
+        resamples: Samples of the bootstrap and of the permutation test.
+        seed: Seed of both.
+
+    Returns:
+        The differences, as a table, a frame or a picture.
+
+    Raises:
+        ImportError: if scipy is not installed.
+        ValueError: if there are fewer than two configurations, the baseline is none of them, or two of them have no two seeds
+            in common.
+
+    Example:
+        >>> found = compare({"plain": [0.90, 0.91, 0.93, 0.90], "dropout": [0.92, 0.92, 0.94, 0.93]})
+        >>> round(found.differences[0].mean, 4), found.differences[0].wins
+        (0.0175, 1.0)
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}; it must be between 0 and 1")
+    values = _by_seed(runs, metric, by)
+    if len(values) < 2:
+        raise ValueError(f"there are {len(values)} configurations; a comparison needs two")
+    first = next(iter(values)) if baseline is None else baseline
+    if first not in values:
+        raise ValueError(f"the baseline {first!r} is none of the configurations {', '.join(map(repr, values))}")
+    return Comparison(
+        [
+            _difference(name, found, first, values[first], level, resamples, seed)
+            for name, found in values.items()
+            if name != first
+        ],
+        level,
+    )
+
+
+def _by_seed(runs: Any, metric: str | None, by: str | None) -> dict[Any, dict[Any, float]]:
+    """Values by configuration and seed."""
+    if hasattr(runs, "by_seed"):
+        return runs.by_seed()
+    if isinstance(runs, Mapping):
+        found: dict[Any, dict[Any, float]] = {}
+        for name, run in runs.items():
+            if isinstance(run, History):
+                if metric is None:
+                    raise ValueError("histories have several metrics; pass metric=")
+                found[name] = dict(zip(run.seeds.tolist(), run[metric][-1].tolist(), strict=True))
+            else:
+                found[name] = dict(enumerate(run.tolist() if isinstance(run, Tensor) else list(run)))
+        lengths = {name: len(run) for name, run in found.items()}
+        if not any(isinstance(run, History) for run in runs.values()) and len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"the configurations have {lengths} values; give each one value per seed, in the same order"
+            )
+        return found
+    missing = [name for name in ("seed", metric, by) if name is None or name not in getattr(runs, "columns", ())]
+    if missing:
+        raise ValueError(
+            "pass a dict of values or histories by name, a study, or a frame with the columns 'seed', metric= and by="
+        )
+    frame = runs.loc[runs["epoch"] == runs["epoch"].max()] if "epoch" in runs.columns else runs
+    found = {}
+    for name, own, value in zip(frame[by], frame["seed"], frame[metric], strict=True):
+        if own in found.setdefault(name, {}):
+            raise ValueError(f"the frame has several rows for {by} {name} and seed {own}; leave one of them")
+        found[name][own] = value
+    return found
+
+
+def _difference(
+    name: Any,
+    own: Mapping[Any, float],
+    baseline: Any,
+    other: Mapping[Any, float],
+    level: float,
+    resamples: int,
+    seed: int,
+) -> Difference:
+    numpy, stats = _package("numpy"), _package("scipy.stats")
+    shared = [key for key in own if key in other and math.isfinite(own[key]) and math.isfinite(other[key])]
+    if len(shared) < 2:
+        raise ValueError(f"{name!r} and {baseline!r} have {len(shared)} seeds in common; a comparison needs two")
+    pairs = numpy.array([[own[key], other[key]] for key in shared])
+    differences = pairs[:, 0] - pairs[:, 1]
+    mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
+    low = high = mean
+    if deviation > 0:
+        random = numpy.random.default_rng(seed)
+        found = stats.bootstrap((differences,), numpy.mean, confidence_level=level, n_resamples=resamples, rng=random)
+        low, high = map(float, found.confidence_interval)
+    wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
+    return Difference(
+        *(name, baseline, len(shared), mean, low, high, deviation),
+        unpaired=float(numpy.hypot(*pairs.std(axis=0, ddof=1))),
+        wins=(wins + (len(shared) - wins - losses) / 2) / len(shared),
+        sign=float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0,
+        permutation=_permuted(numpy, differences, resamples, seed),
+        seeds=_seeds(stats, mean, deviation),
+    )
+
+
+def _permuted(numpy: Any, differences: Any, resamples: int, seed: int) -> float:
+    """The share of sign flips whose mean is at least as far from 0; of all flips where these are few."""
+    count = len(differences)
+    if 2**count <= resamples:
+        signs = numpy.array(list(itertools.product((1, -1), repeat=count)))
+        extra = 0
+    else:
+        signs, extra = numpy.random.default_rng(seed).choice((1, -1), size=(resamples, count)), 1
+    means = numpy.abs(signs @ differences)
+    # As far but for rounding.
+    far = int((means >= abs(differences.sum()) * (1 - 1e-9)).sum())
+    return (far + extra) / (len(signs) + extra)
+
+
+def _seeds(stats: Any, mean: float, deviation: float) -> float:
+    """Pairs that a two-sided t test at 5 % needs for 80 % power, by the noncentral t distribution."""
+    if mean == 0:
+        return math.inf
+    if deviation == 0:
+        return 2
+
+    def power(count: int) -> float:
+        critical, shift = stats.t.ppf(0.975, count - 1), abs(mean) / deviation * math.sqrt(count)
+        return float(stats.nct.sf(critical, count - 1, shift) + stats.nct.cdf(-critical, count - 1, shift))
+
+    low, high = 1, 2
+    while power(high) < 0.8:
+        low, high = high, 2 * high
+        if high > _LARGEST:
+            return math.inf
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power(middle) >= 0.8 else (middle, high)
+    return high
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"comparisons need {error.name or name}, which is not installed; pip install 'hfta_func[plot]'"
+        ) from error

@@ -1,0 +1,123 @@
+"""Comparisons over pairs of seeds, against scipy's own tests and against draws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import hfta_func as hfta
+
+stats = pytest.importorskip("scipy.stats", reason="needs scipy")
+pandas = pytest.importorskip("pandas", reason="needs pandas")
+
+PLAIN = np.random.default_rng(0).normal(0.9, 0.02, 24)
+BETTER = PLAIN + np.random.default_rng(1).normal(0.01, 0.01, 24)
+
+
+def test_a_difference_has_the_numbers_of_scipy() -> None:
+    (found,) = hfta.compare({"plain": PLAIN, "better": BETTER}).differences
+    differences = BETTER - PLAIN
+    assert (found.name, found.baseline, found.pairs) == ("better", "plain", 24)
+    assert found.mean == pytest.approx(differences.mean())
+    assert found.deviation == pytest.approx(differences.std(ddof=1))
+    assert found.unpaired == pytest.approx(math.hypot(PLAIN.std(ddof=1), BETTER.std(ddof=1)))
+    assert found.wins == (differences > 0).mean()
+    assert found.sign == pytest.approx(stats.binomtest(int((differences > 0).sum()), 24).pvalue)
+    test = stats.permutation_test(
+        (differences,), np.mean, permutation_type="samples", n_resamples=99_999, rng=np.random.default_rng(3)
+    )
+    assert found.permutation == pytest.approx(test.pvalue, abs=0.003)
+    t = stats.t.interval(0.95, 23, differences.mean(), stats.sem(differences))
+    assert (found.low, found.high) == pytest.approx(t, abs=0.001)
+    # Asked twice, it says the same.
+    assert hfta.compare({"plain": PLAIN, "better": BETTER}).differences == [found]
+
+
+def test_few_pairs_are_permuted_in_every_way() -> None:
+    differences = np.array([1.0, 2.0, -0.5, 3.0, 0.25])
+    (found,) = hfta.compare({"a": np.zeros(5), "b": differences}).differences
+    flips = [abs(np.dot(signs, differences)) for signs in itertools.product((1, -1), repeat=5)]
+    assert found.permutation == np.mean([flip >= differences.sum() - 1e-12 for flip in flips])
+
+
+@pytest.mark.parametrize(("mean", "deviation"), [(1.0, 1.0), (0.2, 1.0), (3.0, 1.0), (0.05, 1.0)])
+def test_the_seeds_needed_find_a_difference_in_four_of_five_studies(mean: float, deviation: float) -> None:
+    base = np.array([-1.0, 1.0, -1.0, 1.0])
+    sample = mean + deviation * base / base.std(ddof=1)
+    (found,) = hfta.compare({"a": np.zeros(4), "b": sample}).differences
+    count = int(found.seeds)
+    draws = np.random.default_rng(0).normal(mean, deviation, (4000, count))
+    share = (stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.05).mean()
+    assert share == pytest.approx(0.8, abs=0.02) or (count <= 4 and share > 0.8)
+
+
+def test_equal_and_constant_differences() -> None:
+    same, shifted = hfta.compare({"a": [1.0, 2.0], "b": [1.0, 2.0], "c": [2.0, 3.0]}).differences
+    assert (same.mean, same.low, same.high, same.wins, same.sign, same.permutation) == (0, 0, 0, 0.5, 1, 1)
+    assert same.seeds == math.inf and "inf" in str(hfta.compare({"a": [1.0, 2.0], "b": [1.0, 2.0]}))
+    assert (shifted.mean, shifted.low, shifted.high, shifted.seeds) == (1, 1, 1, 2)
+
+
+def test_every_form_gives_the_same() -> None:
+    expected = hfta.compare({"plain": PLAIN, "better": BETTER}).differences[0]
+    histories = {}
+    for name, values in (("plain", PLAIN), ("better", BETTER)):
+        histories[name] = hfta.History(torch.arange(24))
+        histories[name].epochs = [{"accuracy": torch.zeros(24)}, {"accuracy": torch.tensor(values)}]
+    frame = pandas.concat(
+        [
+            history.frame(kind=[name] * 24).sample(frac=1, random_state=0)
+            for name, history in histories.items()
+        ]
+    )  # fmt: skip
+    for found in (hfta.compare(histories, "accuracy"), hfta.compare(frame, "accuracy", by="kind")):
+        (difference,) = found.differences
+        assert difference.mean == pytest.approx(expected.mean) and difference.pairs == 24
+        assert (difference.sign, difference.wins) == (expected.sign, expected.wins)
+
+
+def test_what_is_not_finite_leaves_its_pair_out() -> None:
+    spoilt = BETTER.copy()
+    spoilt[3] = np.nan
+    (found,) = hfta.compare({"plain": PLAIN, "better": spoilt}).differences
+    assert found.pairs == 23
+    assert found.mean == pytest.approx(np.delete(BETTER - PLAIN, 3).mean())
+
+
+def test_table_and_picture() -> None:
+    from matplotlib.figure import Figure
+
+    found = hfta.compare({"plain": PLAIN, "better": BETTER, "worse": PLAIN - 0.02}, baseline="better")
+    assert str(found).count("\n") == 2 and "plain - better" in str(found)
+    assert list(found.frame()["name"]) == ["plain", "worse"]
+    ax = found.plot(Figure().subplots())
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["plain", "worse"]
+
+
+@pytest.mark.parametrize(
+    ("runs", "options", "message"),
+    [
+        ({"a": [1.0, 2.0]}, {}, "there are 1 configurations; a comparison needs two"),
+        ({"a": [1.0], "b": [2.0]}, {}, "'b' and 'a' have 1 seeds in common"),
+        ({"a": [1.0, 2.0], "b": [2.0]}, {}, "give each one value per seed"),
+        (
+            {"a": [1.0, 2.0], "b": [2.0, 1.0]},
+            {"baseline": "c"},
+            "the baseline 'c' is none of the configurations 'a', 'b'",
+        ),
+        ({"a": [1.0, 2.0], "b": [2.0, 1.0]}, {"level": 95}, "level is 95; it must be between 0 and 1"),
+        (7, {}, "pass a dict of values or histories by name"),
+        (
+            pandas.DataFrame({"seed": [0, 0], "kind": ["a", "a"], "loss": [1.0, 2.0]}),
+            {"metric": "loss", "by": "kind"},
+            "several rows for kind a and seed 0",
+        ),
+    ],
+)
+def test_bad_input(runs: object, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hfta.compare(runs, **options)  # type: ignore[arg-type]
