@@ -100,6 +100,20 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     return max(itertools.accumulate(event.nbytes() for event in events), default=0)
 
 
+@contextlib.contextmanager
+def quick_collections() -> Iterator[None]:
+    """A block in which collecting garbage is quick, also where a compiler has left millions of objects."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def release(device: torch.device) -> None:
     """Return unused memory to the device."""
     gc.collect()

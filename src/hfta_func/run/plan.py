@@ -12,7 +12,7 @@ import torch
 
 from hfta_func._tree import leaves, num_models, take
 from hfta_func._types import Tree
-from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, release
+from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, quick_collections, release
 from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
 from hfta_func.step.state import TrainState
@@ -71,6 +71,7 @@ class Plan(NamedTuple):
         return "\n".join([head, *rows, f"{self.num_models} of {self.limit} models fit{chunk}"])
 
 
+@quick_collections()
 def plan(
     step: Run,
     state: TrainState,
