@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 from unittest.mock import ANY
 
 import optree
@@ -411,10 +412,17 @@ def test_every_seed_of_64_bits(name, way, seed, call):
     assert status == 0 and not err and [row["seed"] for row in rows] == [str(seed)]
 
 
-def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("examples", "hfta_func")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "hfta_func", None)
+@pytest.fixture
+def modules():
+    """What is imported meanwhile does not stay, because it knows other modules than what was imported before."""
+    with mock.patch.dict(sys.modules):
+        yield sys.modules
+
+
+def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch, modules):
+    for name in [name for name in modules if name.partition(".")[0] in ("examples", "hfta_func")]:
+        del modules[name]
+    modules["hfta_func"] = None
     # Curves are drawn by the package's plot, once training is over; without it, nothing is trained.
     run = importlib.import_module("examples.common.run")
     monkeypatch.setattr(run, "_check", lambda flags: None)
