@@ -57,6 +57,7 @@ class Keeping:
         index = {
             "about": self._about,
             "events": study.asking.events,
+            "trajectory": study.trajectory,
             "trials": [dataclasses.asdict(trial) for trial in study.trials],
             "members": [dataclasses.asdict(member) for member in study.population.members],
             "last": study.population.last,
@@ -83,7 +84,7 @@ class Keeping:
                     f"folder as resume, or the same arguments"
                 )
         study.asking.replay(index["events"])
-        study.restore(index["trials"])
+        study.restore(index["trials"], index["trajectory"])
         study.population.restore(index["members"], index["last"])
         for held in index["groups"]:
             group = study.population.group(tuple(held["fixed"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm.auto import tqdm
@@ -40,6 +40,7 @@ def run(
     seed: int = 0,
     resume: Any = None,
     progress: bool = True,
+    callbacks: Sequence[Callable[[Study], None]] = (),
 ) -> Study:
     """Search a space; trials with the same non-fusible values train as arrays, and what is stopped makes room for others.
 
@@ -65,6 +66,7 @@ def run(
         seed: The first seed of members, and that of random search.
         resume: A folder that the study is kept in: the same call goes on where it was broken off, to the same bits.
         progress: Show a progress bar.
+        callbacks: Called with the study after every array that has trained.
 
     Returns:
         The study. Ctrl-C ends it early, and sets ``interrupted``.
@@ -130,6 +132,8 @@ def run(
                 mirror.show(study.trials, search.rungs_of)
             done = [trial for trial in study.trials if trial.status != "running"]
             bar.update(len(done) - bar.n)
+            for callback in callbacks:
+                callback(study)
         if mirror is not None:
             mirror.show(study.trials, search.rungs_of)
             study.optuna = mirror.study

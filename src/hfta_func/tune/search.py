@@ -124,6 +124,7 @@ class Search:
             if all(study.population.members[member].epoch >= epoch for member in trial.members):
                 trial.values.append(study.value(trial, epoch))
                 study.asking.report(trial.number, epoch, trial.values[-1])
+                study.note(trial)
                 if len(trial.values) == len(rungs):
                     if all(math.isfinite(value) for value in trial.values[-1]):
                         self._end([trial], "complete")

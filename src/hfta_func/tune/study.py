@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import math
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 Direction = Literal["minimize", "maximize"]
 Rank = Literal["mean", "lower"]
+PathLike = str | os.PathLike[str]
 
 
 @dataclasses.dataclass
@@ -52,6 +55,7 @@ class Study:
         trials: All trials, in the order of asking.
         population: Their members; those of stopped trials have no state any more.
         optuna: The study as Optuna has it, for its plots, importances and fronts.
+        trajectory: The best value so far, at any rung: seconds of training until then, the trial's number, and the value.
         interrupted: Whether Ctrl-C ended it.
     """
 
@@ -68,9 +72,17 @@ class Study:
         self.optuna: optuna.Study = asking.study
         self.metrics, self.directions, self.rank = metrics, directions, rank
         self.asking = asking
+        self.trajectory: list[tuple[float, int, float]] = []
 
-    def restore(self, trials: Sequence[Mapping[str, Any]]) -> None:
+    def note(self, trial: Trial) -> None:
+        """Note a trial that is better than all before it."""
+        value = trial.values[-1][0]
+        if len(self.metrics) == 1 and self.score(value) > (self.score(self.trajectory[-1][2]) if self.trajectory else -math.inf):
+            self.trajectory.append((sum(member.seconds for member in self.population.members), trial.number, value))
+
+    def restore(self, trials: Sequence[Mapping[str, Any]], trajectory: Sequence[Sequence[Any]]) -> None:
         """Take over trials that were kept."""
+        self.trajectory = [(seconds, number, value) for seconds, number, value in trajectory]
         self.trials = [Trial(**{**trial, "values": [tuple(found) for found in trial["values"]]}) for trial in trials]
 
     @property
@@ -132,6 +144,13 @@ class Study:
                 | dict(zip(self.metrics, values, strict=True))
             )
         return pandas.DataFrame(rows)
+
+    def write(self, folder: PathLike) -> None:
+        """Write ``history.csv``, the :meth:`frame`, and ``trajectory.csv``, the :attr:`trajectory`, to a folder."""
+        os.makedirs(folder, exist_ok=True)
+        self.frame().to_csv(os.path.join(folder, "history.csv"), index=False)
+        with open(os.path.join(folder, "trajectory.csv"), "w", newline="") as file:
+            csv.writer(file).writerows([("seconds", "trial", *self.metrics[:1]), *self.trajectory])
 
     def by_seed(self) -> dict[int, dict[int, float]]:
         """The first objective of every complete trial by its number and seed, for :func:`hfta_func.compare`, best first."""

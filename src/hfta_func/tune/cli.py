@@ -1,0 +1,269 @@
+"""The command line: ``hfta-func tune``, ``plan``, ``explain`` and ``doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import pathlib
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import hfta_func as hfta
+from hfta_func.tune import schedulers
+from hfta_func.tune.asking import Asking
+from hfta_func.tune.population import Population
+from hfta_func.tune.run import run
+from hfta_func.tune.study import Study
+
+SCHEDULERS = {
+    "none": lambda eta: None,
+    "halving": schedulers.halving,
+    "hyperband": schedulers.hyperband,
+    "asynchronous-halving": schedulers.asynchronous_halving,
+    "median-stopping": lambda eta: schedulers.median_stopping(),
+    "population-based": lambda eta: schedulers.population_based(),
+}
+SAMPLERS = {"random": "RandomSampler", "tpe": "TPESampler", "cmaes": "CmaEsSampler", "qmc": "QMCSampler"}
+_ROWS = 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the status: 0, 1 after an error, 130 after Ctrl-C."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"hfta-func: {text}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hfta-func", description="Train many models of the same architecture as one array.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, func: Any, text: str) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=text, description=text)
+        found.set_defaults(command=func)
+        return found
+
+    def study(found: argparse.ArgumentParser) -> None:
+        found.add_argument("file", help="Python file with build, space, metric and, if need be, further arguments of tune.run")
+
+    tune = command("tune", _tune, "Search the space of a file; the same command goes on where it was broken off.")
+    study(tune)
+    tune.add_argument("--trials", type=int, help="configurations; 0 is the scheduler's own number")
+    tune.add_argument("--epochs", type=int, help="epochs of a trial that nothing stops")
+    tune.add_argument("--scheduler", choices=SCHEDULERS, help="which trials go on")
+    tune.add_argument("--eta", type=float, default=3, help="trials for each that goes on (default: 3)")
+    tune.add_argument("--sampler", choices=SAMPLERS, help="Optuna's sampler")
+    tune.add_argument("--batch", type=int, help="trials asked for at a time")
+    tune.add_argument("--max-models", type=_models, help="the largest array, or auto")
+    tune.add_argument("--seeds", type=int, help="members of every trial")
+    tune.add_argument("--seed", type=int, help="the first seed")
+    tune.add_argument("--storage", help="Optuna's storage, such as sqlite:///study.db")
+    tune.add_argument("--name", help="name of the study in the storage (default: that of the file)")
+    tune.add_argument("--folder", help="where the study is kept (default: <file>.study)")
+    plan = command("plan", _plan, "Measure how many models of a file's study train together.")
+    study(plan)
+    plan.add_argument("--limit", type=int, default=64, help="the largest number of models considered (default: 64)")
+    plan.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16], help="numbers that are measured (default: 1 4 16)")
+    explain = command("explain", _explain, "Show how each operator of a file's step runs, and why.")
+    study(explain)
+    explain.add_argument("--models", type=int, default=4, help="members of the array (default: 4)")
+    command("doctor", _doctor, "Show versions, devices, compiler, rules, cache and allocator.")
+    return parser
+
+
+def _models(text: str) -> Any:
+    return text if text == "auto" else int(text)
+
+
+def _module(path: str) -> dict[str, Any]:
+    """The names that a Python file defines."""
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no file {path}; pass a Python file that defines build, space and metric")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file; pass one that defines build, space and metric")
+    module = importlib.util.module_from_spec(spec)
+    # As where the file is run, its neighbours can be imported, and so can it itself.
+    sys.path.insert(0, str(file.resolve().parent))
+    sys.modules.setdefault(file.stem, module)
+    spec.loader.exec_module(module)
+    found = vars(module)
+    missing = [name for name in ("build", "space") if name not in found]
+    if missing:
+        raise ValueError(f"{path} does not define {missing[0]}; it needs build and space, as tune.run takes them")
+    return found
+
+
+def _tune(args: argparse.Namespace) -> int:
+    module = _module(args.file)
+    known = set(inspect.signature(run).parameters) - {"build", "space", "progress", "callbacks", "resume"}
+    options = {name: module[name] for name in known if name in module}
+    options |= {name: getattr(args, name) for name in known if getattr(args, name, None) is not None}
+    if args.scheduler is not None:
+        options["scheduler"] = SCHEDULERS[args.scheduler](args.eta)
+    if args.sampler is not None:
+        optuna: Any = importlib.import_module("optuna")
+        more = {"constant_liar": True} if args.sampler == "tpe" else {}
+        options["sampler"] = getattr(optuna.samplers, SAMPLERS[args.sampler])(seed=options.get("seed", 0), **more)
+    missing = [name for name in ("metric", "trials", "epochs") if name not in options]
+    if missing:
+        flag = "" if missing[0] == "metric" else f", or pass --{missing[0]}"
+        raise ValueError(f"{args.file} does not define {missing[0]}; define it there{flag}")
+    if "storage" in options:
+        options.setdefault("name", pathlib.Path(args.file).stem)
+    folder = args.folder or f"{pathlib.Path(args.file).with_suffix('')}.study"
+    table = _Table(sys.stderr)
+    study = run(module["build"], module["space"], resume=folder, progress=False, callbacks=[table.show], **options)
+    study.write(folder)
+    print(_summary(study))
+    if study.interrupted:
+        print(f"interrupted; the same command goes on from {folder}", file=sys.stderr)
+        return 130
+    return 0
+
+
+class _Table:
+    """The best trials so far; drawn over itself on a terminal, and one line for each change elsewhere."""
+
+    def __init__(self, stream: Any):
+        self._stream, self._drawn, self._last = stream, 0, ""
+
+    def show(self, study: Study) -> None:
+        counts = {status: 0 for status in ("running", "complete", "stopped", "failed")}
+        for trial in study.trials:
+            counts[trial.status] += 1
+        head = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        if not self._stream.isatty():
+            if head != self._last:
+                print(head, file=self._stream, flush=True)
+            self._last = head
+            return
+        lines = [head, *_best(study)]
+        width = shutil.get_terminal_size().columns
+        print("\033[F\033[K" * self._drawn + "\n".join(line[: width - 1] for line in lines), file=self._stream, flush=True)
+        self._drawn = len(lines)
+
+
+def _best(study: Study) -> list[str]:
+    """The trials that are ahead, those with the most epochs first."""
+    seen = [trial for trial in study.trials if trial.values and trial.status != "failed"]
+    seen.sort(key=lambda trial: (-len(trial.values), -study.score(trial.values[-1][0])))
+    rows = []
+    for trial in seen[:_ROWS]:
+        epoch = max(study.population.members[member].epoch for member in trial.members)
+        values = " ".join(f"{name} {value:.5g}" for name, value in zip(study.metrics, trial.values[-1], strict=True))
+        rows.append(f"  {trial.number:4d} {trial.status:>8} epoch {epoch:4d}  {values}  {_shown(trial.params)}")
+    return rows
+
+
+def _shown(params: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items())
+
+
+def _summary(study: Study) -> str:
+    seconds = sum(member.seconds for member in study.population.members)
+    lines = [f"{len(study.trials)} trials, {seconds:.1f} s of training", *_best(study)]
+    failed = [trial for trial in study.trials if trial.status == "failed"]
+    if failed:
+        lines.append(f"{len(failed)} failed, the first with {failed[0].error}")
+    return "\n".join(lines)
+
+
+def _array(args: argparse.Namespace, count: int) -> tuple[Any, Any, Any]:
+    """Step, state and batch of an array of trials of a file, all with the non-fusible values of the first."""
+    module = _module(args.file)
+    nonfusible = tuple(module.get("nonfusible", ()))
+    asking = Asking(module["space"], ["maximize"], None, module.get("seed", 0))
+    rows = [asking.ask() for _ in range(count)]
+    rows = [row | {name: rows[0][name] for name in nonfusible} for row in rows]
+    population = Population(module["build"], nonfusible, count, module.get("seed", 0), rows)
+    (group,) = population.groups
+    return group.array.step, group.array.state, next(iter(group.array.loader))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    print(hfta.plan(*_array(args, args.sizes[0]), limit=args.limit, sizes=args.sizes))
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    print(hfta.rules.explain(*_array(args, args.models)))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    rows = [
+        ("hfta_func", hfta.__version__),
+        ("Python", platform.python_version()),
+        *((name, _version(name)) for name in ("torch", "optree", "safetensors", "optuna", "torch_xla")),
+        ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of {os.cpu_count()}"),
+        ("devices", ", ".join(_devices()) or "none besides the processor"),
+        ("compiler", compiler or "none; torch.compile needs g++ or clang++ on a CPU"),
+        ("compiled graphs", f"{cache} ({_writable(cache)})"),
+        ("rules", _rules()),
+        ("allocator", _allocator()),
+    ]
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    return 0
+
+
+def _user() -> str:
+    try:
+        return importlib.import_module("getpass").getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> Iterable[str]:
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        yield f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
+
+
+def _writable(path: str) -> str:
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return "writable" if os.access(path, os.W_OK) else "not writable, so that nothing is kept"
+
+
+def _rules() -> str:
+    hfta.rules.install()
+    x = torch.ones(2, 3)
+    (choice,) = hfta.rules.explain(hfta.vmap(torch.nn.functional.linear), x[:, None], x[:, None])
+    return f"installed; linear of two models runs as {choice.lowering}"
+
+
+def _allocator() -> str:
+    if torch.cuda.is_available():
+        return f"CUDA, {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'no settings'}"
+    return "the system's" if "LD_PRELOAD" not in os.environ else f"LD_PRELOAD={os.environ['LD_PRELOAD']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
