@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]'")
 
-from hfta_func.tune import cli  # noqa: E402
+from hfta_func.tune import cli
 
-STUDY = '''
+STUDY = """
 import torch
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from torch import nn
@@ -39,7 +39,7 @@ def build(fixed, members):
     step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=members["lr"]))
     state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
     return tune.Array(step, state, hfta.ArrayLoader(x, 16, seeds=seeds), model=factory())
-'''
+"""
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def rows(path: pathlib.Path) -> list[dict[str, str]]:
 def test_a_study_of_a_file(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "example_study.py", "--scheduler", "halving", "--trials", "9"]) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("9 trials, ") and "1 complete, 8 stopped" in printed.err
+    assert printed.out.startswith("9 trials, ") and printed.err.endswith("3 complete, 6 stopped\n")
     history = rows(study.parent / "example_study.study" / "history.csv")
-    assert len(history) == 9 and [row["status"] for row in history].count("complete") == 1
+    assert len(history) == 9 and [row["status"] for row in history].count("complete") == 3
     trajectory = rows(study.parent / "example_study.study" / "trajectory.csv")
     losses, seconds = ([float(row[name]) for row in trajectory] for name in ("loss", "seconds"))
     assert losses == sorted(losses, reverse=True) and seconds == sorted(seconds)
@@ -86,7 +86,9 @@ def test_storage_sampler_and_seeds(study: pathlib.Path, capsys: pytest.CaptureFi
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(study: pathlib.Path) -> None:
-    study.write_text(STUDY.replace("trials, epochs = 6, 3", "trials, epochs = 6, 400").replace("max_models = 4", "max_models = 2"))
+    study.write_text(
+        STUDY.replace("trials, epochs = 6, 3", "trials, epochs = 6, 400").replace("max_models = 4", "max_models = 2")
+    )
     order = [sys.executable, "-m", "hfta_func.tune.cli", "tune", str(study)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(order, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -95,7 +97,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(study: pathlib.Path) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "interrupted; the same command goes on from" in err
-    assert not any(row["status"] == "complete" for row in rows(study.with_suffix(".study") / "history.csv")[2:])
+    kept = [row["status"] for row in rows(study.with_suffix(".study") / "history.csv")]
+    assert 2 <= kept.count("complete") < 6
     again = subprocess.run(order, check=True, capture_output=True, text=True, env=environment)
     assert again.stdout.startswith("6 trials, ")
     assert cli.main(["tune", str(study), "--folder", "whole"]) == 0
@@ -119,7 +122,11 @@ def test_plan_explain_and_doctor(study: pathlib.Path, capsys: pytest.CaptureFixt
         (None, [], "there is no file"),
         ("x = 1", [], "does not define build"),
         (STUDY.replace("metric, direction", "other, direction"), [], "does not define metric; define it there"),
-        (STUDY.replace("trials, epochs", "other, epochs"), [], "does not define trials; define it there, or pass --trials"),
+        (
+            STUDY.replace("trials, epochs", "other, epochs"),
+            [],
+            "does not define trials; define it there, or pass --trials",
+        ),
         (STUDY, ["--epochs", "0"], "epochs is 0; pass an integer, at least 1"),
         (STUDY.replace('"loss", "minimize"', '"accuracy", "minimize"'), [], "no metric 'accuracy'; it has"),
     ],

@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hfta-func", description="Train many models of the same architecture as one array.")
+    parser = argparse.ArgumentParser(
+        prog="hfta-func", description="Train many models of the same architecture as one array."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, func: Any, text: str) -> argparse.ArgumentParser:
@@ -59,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         return found
 
     def study(found: argparse.ArgumentParser) -> None:
-        found.add_argument("file", help="Python file with build, space, metric and, if need be, further arguments of tune.run")
+        found.add_argument(
+            "file", help="Python file with build, space, metric and, if need be, further arguments of tune.run"
+        )
 
     tune = command("tune", _tune, "Search the space of a file; the same command goes on where it was broken off.")
     study(tune)
@@ -78,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = command("plan", _plan, "Measure how many models of a file's study train together.")
     study(plan)
     plan.add_argument("--limit", type=int, default=64, help="the largest number of models considered (default: 64)")
-    plan.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16], help="numbers that are measured (default: 1 4 16)")
+    plan.add_argument(
+        "--sizes", type=int, nargs="+", default=[1, 4, 16], help="numbers that are measured (default: 1 4 16)"
+    )
     explain = command("explain", _explain, "Show how each operator of a file's step runs, and why.")
     study(explain)
     explain.add_argument("--models", type=int, default=4, help="members of the array (default: 4)")
@@ -156,7 +162,9 @@ class _Table:
             return
         lines = [head, *_best(study)]
         width = shutil.get_terminal_size().columns
-        print("\033[F\033[K" * self._drawn + "\n".join(line[: width - 1] for line in lines), file=self._stream, flush=True)
+        print(
+            "\033[F\033[K" * self._drawn + "\n".join(line[: width - 1] for line in lines), file=self._stream, flush=True
+        )
         self._drawn = len(lines)
 
 
@@ -173,7 +181,9 @@ def _best(study: Study) -> list[str]:
 
 
 def _shown(params: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items())
+    return " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()
+    )
 
 
 def _summary(study: Study) -> str:
@@ -214,7 +224,10 @@ def _doctor(args: argparse.Namespace) -> int:
         ("hfta_func", hfta.__version__),
         ("Python", platform.python_version()),
         *((name, _version(name)) for name in ("torch", "optree", "safetensors", "optuna", "torch_xla")),
-        ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of {os.cpu_count()}"),
+        (
+            "processor",
+            f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of {os.cpu_count()}",
+        ),
         ("devices", ", ".join(_devices()) or "none besides the processor"),
         ("compiler", compiler or "none; torch.compile needs g++ or clang++ on a CPU"),
         ("compiled graphs", f"{cache} ({_writable(cache)})"),

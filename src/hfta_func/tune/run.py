@@ -125,15 +125,19 @@ def run(
         mirror = Mirror(asking, storage, name, about) if storage is not None else None
         total = sum(cohort.trials for cohort in search.cohorts)
         bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="trial", dynamic_ncols=True))
-        for _ in search.rounds():
-            if keeping is not None:
-                keeping.keep(study)
-            if mirror is not None:
-                mirror.show(study.trials, search.rungs_of)
-            done = [trial for trial in study.trials if trial.status != "running"]
-            bar.update(len(done) - bar.n)
-            for callback in callbacks:
-                callback(study)
+        try:
+            for _ in search.rounds():
+                if keeping is not None:
+                    keeping.keep(study)
+                if mirror is not None:
+                    mirror.show(study.trials, search.rungs_of)
+                done = [trial for trial in study.trials if trial.status != "running"]
+                bar.update(len(done) - bar.n)
+                for callback in callbacks:
+                    callback(study)
+        except KeyboardInterrupt:
+            # Between arrays; while one trains, Ctrl-C waits for the end of its step.
+            study.population.interrupted = True
         if mirror is not None:
             mirror.show(study.trials, search.rungs_of)
             study.optuna = mirror.study

@@ -77,7 +77,9 @@ class Study:
     def note(self, trial: Trial) -> None:
         """Note a trial that is better than all before it."""
         value = trial.values[-1][0]
-        if len(self.metrics) == 1 and self.score(value) > (self.score(self.trajectory[-1][2]) if self.trajectory else -math.inf):
+        if len(self.metrics) == 1 and self.score(value) > (
+            self.score(self.trajectory[-1][2]) if self.trajectory else -math.inf
+        ):
             self.trajectory.append((sum(member.seconds for member in self.population.members), trial.number, value))
 
     def restore(self, trials: Sequence[Mapping[str, Any]], trajectory: Sequence[Sequence[Any]]) -> None:
