@@ -176,8 +176,7 @@ def test_a_study_that_is_killed_goes_on(
     ):
         assert torch.equal(mine, other)
     shown = optuna.load_study(storage=storage, study_name="study").trials
-    if scheduler != "population":
-        assert [trial.params for trial in shown] == [trial.params for trial in expected.trials]
+    assert [trial.params for trial in shown] == [trial.params for trial in expected.trials]
     states = {"complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL"}
     assert [trial.state.name for trial in shown] == [states[trial.status] for trial in expected.trials]
     assert [trial.values for trial in shown if trial.state.name == "COMPLETE"] == [
@@ -335,3 +334,72 @@ def test_bad_builds() -> None:
         tune.run(build, SPACE, **STUDY | {"metric": "accuracy", "epochs": 1, "max_models": 4})
     with pytest.raises(ValueError, match=r"space\['lr'\] is a tuple; pass one of optuna.distributions"):
         tune.run(build, {"lr": (0, 1)}, **STUDY | {"nonfusible": ()})
+
+
+def test_grids_and_other_samplers() -> None:
+    space = {"lr": FloatDistribution(0.01, 0.1), "momentum": FloatDistribution(0.0, 0.9)}
+    grid = {"lr": [0.01, 0.1], "momentum": [0.0, 0.5, 0.9]}
+    options = STUDY | {"nonfusible": (), "trials": 6, "epochs": 1, "max_models": 8}
+    study = tune.run(build, space, sampler=optuna.samplers.GridSampler(grid, seed=0), **options)
+    assert {tuple(trial.params.values()) for trial in study.trials} == {
+        (a, b) for a in grid["lr"] for b in grid["momentum"]
+    }
+    assert all(trial.status == "complete" for trial in study.trials)
+    sizes = []
+    tpe = optuna.samplers.TPESampler(seed=0, n_startup_trials=2)
+    study = tune.run(
+        *(build, space), sampler=tpe, batch=2, callbacks=[lambda study: sizes.append(len(study.trials))], **options
+    )
+    assert sizes == [2, 4, 6]
+
+
+def test_the_best_so_far_and_the_time_until_then(tmp_path: pathlib.Path) -> None:
+    study = tune.run(build, SPACE, scheduler=tune.halving(), max_models=4, **STUDY)
+    seconds, numbers, values = zip(*study.trajectory, strict=True)
+    assert list(values) == sorted(values, reverse=True) and list(seconds) == sorted(seconds)
+    assert values[-1] == min(value for trial in study.trials for (value,) in trial.values)
+    assert study.trials[numbers[-1]].values[-1][0] == pytest.approx(values[-1])
+    total = sum(member.seconds for member in study.population.members)
+    assert 0 < seconds[0] < seconds[-1] <= total == pytest.approx(study.frame().seconds.sum())
+
+
+def test_arrays_are_of_like_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    population = tune.population(build, {"lr": [0.1] * 9, "momentum": [0.0] * 9}, max_models=8)
+    sizes, fit = [], hfta.fit
+    monkeypatch.setattr(
+        hfta,
+        "fit",
+        lambda step, state, *args, **named: sizes.append(hfta.num_models(state)) or fit(step, state, *args, **named),
+    )
+    population.fit(1)
+    assert sizes == [5, 4]
+
+
+def test_ctrl_c_ends_a_fit_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    population = tune.population(build, {"lr": [0.1] * 4, "momentum": [0.0] * 4, "seed": range(4)}, max_models=2)
+    fit, calls = hfta.fit, []
+
+    def pressed(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        found = fit(*args, **named)
+        found.history.interrupted = len(calls) == 2
+        return found
+
+    monkeypatch.setattr(hfta, "fit", pressed)
+    population.fit(3)
+    assert population.interrupted and [member.epoch for member in population.members] == [3, 3, 0, 0]
+    population.fit(3)
+    assert not population.interrupted and [member.epoch for member in population.members] == [6, 6, 3, 3]
+    alone = tune.population(build, [population.members[1].config])
+    alone.fit(6)
+    assert alone.members[0].metrics[-1] == pytest.approx(population.members[1].metrics[-1])
+
+
+def test_members_of_other_shapes_are_named() -> None:
+    def build_wide(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        return build({"width": members["width"][0]}, {name: own for name, own in members.items() if name != "width"})
+
+    table = [{"lr": 0.1, "momentum": 0.5, "width": 4}, {"lr": 0.2, "momentum": 0.5, "width": 4}]
+    population = tune.population(build_wide, table)
+    with pytest.raises(hfta.StackError, match=r"'width' decides the shapes of members.*nonfusible=\['width'\]"):
+        population.add([{"lr": 0.3, "momentum": 0.5, "width": 6}])

@@ -133,18 +133,20 @@ class Mirror:
         """Add new trials, and tell of those that have ended."""
         states = self._module.trial.TrialState
         with _storing(self._storage), _quiet():
-            for trial in trials:
-                if trial.number not in self._shown:
-                    self.study.add_trial(
-                        self._module.trial.create_trial(
-                            state=states.RUNNING,
-                            params=trial.params,
-                            distributions=self._asking.space,
-                            user_attrs={"trial": trial.number},
-                        )
+            new = [trial for trial in trials if trial.number not in self._shown]
+            for trial in new:
+                # Added at once with all that it has, so that no other process ever sees a part of it.
+                self.study.add_trial(
+                    self._module.trial.create_trial(
+                        state=states.RUNNING,
+                        params=trial.params,
+                        distributions=self._asking.space,
+                        user_attrs={"trial": trial.number},
                     )
-                    # Added at once with all that it has, so that no other process ever sees a part of it.
-                    self._shown[trial.number] = self.study.get_trials(deepcopy=False)[-1]
+                )
+            if new:
+                self._shown = {one.user_attrs["trial"]: one for one in self.study.get_trials(deepcopy=False)}
+            for trial in trials:
                 frozen = self._shown[trial.number]
                 if trial.number in self._ended or trial.status == "running":
                     continue

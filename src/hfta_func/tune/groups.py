@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import optree
 import torch
 from torch import Tensor, nn
 
@@ -61,6 +62,7 @@ class Group:
         self.blocks: list[Block] = []
         self._build = build
         self._array: Array | None = None
+        self._first: dict[str, Any] = {}
         self._keys: dict[int, Tensor] = {}
 
     @property
@@ -87,12 +89,18 @@ class Group:
             for half in halves:
                 failed |= self.add({number: configs[number] for number in half})
             return failed
-        self.blocks.append(self._checked(tuple(configs), made))
+        block = self._checked(tuple(configs), made)
+        if not self._first:
+            self._first = dict(next(iter(configs.values())))
+        elif _shapes(block.state) != _shapes(self.array.state):
+            raise hfta.StackError(self._culprit(next(iter(configs.values()))))
+        self.blocks.append(block)
         return {}
 
     def make_like(self, configs: Mapping[int, Mapping[str, Any]], read: Callable[[Any], Any]) -> None:
         """Make members whose state is then ``read(like)``, for members that were saved."""
         block = self._checked(tuple(configs), self._built(configs))
+        self._first = self._first or dict(next(iter(configs.values())))
         self.blocks.append(Block(block.numbers, read(block.state)))
 
     def _built(self, configs: Mapping[int, Mapping[str, Any]]) -> Any:
@@ -155,10 +163,7 @@ class Group:
             if places:
                 parts.append(block.state if len(places) == len(block.numbers) else hfta.take(block.state, places))
                 found += [block.numbers[place] for place in places]
-        try:
-            state = hfta.concat(parts) if len(parts) > 1 else parts[0]
-        except hfta.StackError as error:
-            raise hfta.StackError(f"{self._culprit(found)}: {error}") from None
+        state = hfta.concat(parts) if len(parts) > 1 else parts[0]
         order = [found.index(number) for number in wanted]
         return state if order == [*range(len(order))] else hfta.take(state, order)
 
@@ -250,10 +255,27 @@ class Group:
                 loader = loader.of_members(torch.stack([self._keys[number] for number in numbers]))
             found = hfta.plan(self.array.step, state, next(iter(loader)), limit=wanted, sizes=sizes)
             self.limit = max(1, found.chunk_size or found.num_models)
-        return wanted if isinstance(self.limit, str) else min(wanted, self.limit)
+        if isinstance(self.limit, str) or wanted <= self.limit:
+            return wanted
+        # Arrays of like sizes, not full ones and a small one, unless each size is compiled.
+        turns = -(-wanted // self.limit)
+        return -(-wanted // turns) if isinstance(self.array.step, hfta.TrainStep) else self.limit
 
-    def _culprit(self, numbers: Sequence[int]) -> str:
-        return f"the members {sorted(numbers)} have tensors of different shapes"
+    def _culprit(self, config: Mapping[str, Any]) -> str:
+        """The name whose value makes members of other shapes: the first member's with this value is of other shapes, too."""
+        for name, value in config.items():
+            if name != "seed" and value != self._first[name]:
+                made = self._built({0: {**self._first, name: value}})
+                if _shapes(made.state) != _shapes(self.array.state):
+                    return (
+                        f"'{name}' decides the shapes of members, which differ for {self._first[name]!r} and {value!r}; pass "
+                        f"nonfusible=['{name}'] among the others"
+                    )
+        return "several names together decide the shapes of members; pass them as nonfusible"
+
+
+def _shapes(state: Any) -> Any:
+    return optree.tree_structure(state), [(leaf.shape[1:], leaf.dtype) for leaf in optree.tree_leaves(state)]
 
 
 def _takes_shared_batches(step: Any) -> bool:

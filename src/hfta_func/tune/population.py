@@ -183,7 +183,8 @@ class Population:
         return [member.number for member in self.members if member.status == "alive"]
 
     def fit(self, epochs: int) -> None:
-        """Train every member for some more epochs; Ctrl-C ends it after the current array, whose epochs are lost."""
+        """Train every member for some more epochs; Ctrl-C ends it, and the epochs of the array that was training are lost."""
+        self.interrupted = False
         targets = {number: self.members[number].epoch + epochs for number in self.alive}
         while not self.interrupted and self.advance(targets):
             pass

@@ -179,8 +179,7 @@ class Search:
             for loser, winner in pairs:
                 # From seed, round and trial alone, so that a study that is broken off draws the same again.
                 draws = random.Random(f"{self.seeds[0]} {rung} {loser}")
-                source = study.trials[winner].params
+                source = study.population.members[study.trials[winner].members[0]].config
                 rows.append({name: scheduler.explored(study.asking.space[name], source[name], draws) for name in names})
-                study.trials[loser].params |= rows[-1]
             members = [(study.trials[loser].members[0], study.trials[winner].members[0]) for loser, winner in pairs]
             study.population.copy(members, **{name: [row[name] for row in rows] for name in names})

@@ -133,26 +133,44 @@ class Study:
         return self.population.export(self.trials[trial].members[seed])
 
     def frame(self) -> pandas.DataFrame:
-        """A pandas frame with one row per trial: number, parameters, status, epochs, seconds of the device and objectives."""
-        import pandas
+        """A pandas frame with one row per trial.
 
-        rows = []
+        Returns:
+            Columns ``trial``; the parameters, as they are now; ``status``; ``epochs``; ``seconds``, the trial's share of
+            the time of the arrays that it trained in; and the objectives at its last rung.
+
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("frames need pandas, which is not installed; pip install 'hfta_func[plot]'") from error
+        return pandas.DataFrame(self._rows())
+
+    def _rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
         for trial in self.trials:
             members = [self.population.members[member] for member in trial.members]
             values = trial.values[-1] if trial.values else (math.nan,) * len(self.metrics)
             rows.append(
-                {"trial": trial.number, **trial.params, "status": trial.status, "epochs": max(m.epoch for m in members)}
+                {"trial": trial.number, **{name: members[0].config[name] for name in trial.params}}
+                | {"status": trial.status, "epochs": max(member.epoch for member in members)}
                 | {"seconds": sum(member.seconds for member in members)}
                 | dict(zip(self.metrics, values, strict=True))
             )
-        return pandas.DataFrame(rows)
+        return rows
 
     def write(self, folder: PathLike) -> None:
-        """Write ``history.csv``, the :meth:`frame`, and ``trajectory.csv``, the :attr:`trajectory`, to a folder."""
+        """Write the rows of :meth:`frame` to ``history.csv``, and :attr:`trajectory` to ``trajectory.csv``, in a folder."""
         os.makedirs(folder, exist_ok=True)
-        self.frame().to_csv(os.path.join(folder, "history.csv"), index=False)
-        with open(os.path.join(folder, "trajectory.csv"), "w", newline="") as file:
-            csv.writer(file).writerows([("seconds", "trial", *self.metrics[:1]), *self.trajectory])
+        rows = self._rows()
+        for name, head, body in (
+            ("history", list(rows[0]) if rows else [], [list(row.values()) for row in rows]),
+            ("trajectory", ["seconds", "trial", *self.metrics[:1]], self.trajectory),
+        ):
+            with open(os.path.join(folder, f"{name}.csv"), "w", newline="") as file:
+                csv.writer(file).writerows([head, *body])
 
     def by_seed(self) -> dict[int, dict[int, float]]:
         """The first objective of every complete trial by its number and seed, for :func:`hfta_func.compare`, best first."""

@@ -1,0 +1,180 @@
+"""A Hyperband study of the digits network in every way to run it: ``python -m benchmarks tune``.
+
+All ways run the same schedule on the same configurations: arrays whose survivors go on in place; one trial after another in
+plain PyTorch, with survivors that go on too; the same in as many processes as there are cores; and HFHT's own rule in arrays,
+which trains the survivors of every rung again from the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from examples.digits import CNN, accuracy, load_digits, loss_fn
+from optuna.distributions import FloatDistribution
+
+import hfta_func as hfta
+from benchmarks._measure import machine
+from hfta_func import tune
+
+SPACE = {
+    "lr": FloatDistribution(1e-4, 0.3, log=True),
+    "beta1": FloatDistribution(0.5, 0.99),
+    "weight_decay": FloatDistribution(1e-6, 1e-1, log=True),
+}
+BATCH_SIZE = 32
+data = functools.cache(load_digits)
+Schedule = list[tuple[list[dict[str, Any]], tuple[int, ...]]]
+"""Configurations and rungs of every bracket."""
+
+
+def build(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+    """The digits networks of some configurations."""
+    train, test = data()
+    seeds = members["seed"]
+    optimizer = hfta.adam(lr=members["lr"], betas=([*members["beta1"]], 0.999), weight_decay=members["weight_decay"])
+    step = hfta.make_train_step(CNN(), loss_fn, optimizer)
+    evaluate = hfta.make_eval_step(CNN(), accuracy, batch_dims=None)
+    state = step.init(*hfta.init_params(CNN, seeds), seeds=seeds)
+    loader = hfta.ArrayLoader(train, BATCH_SIZE, seeds=seeds, drop_last=True)
+    return tune.Array(step, state, loader, lambda state: evaluate(state, test), CNN())
+
+
+class Alone:
+    """One trial in plain PyTorch, which goes on where it stopped."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        torch.manual_seed(config["seed"])
+        self.model = CNN()
+        self.optimizer = torch.optim.Adam(
+            self.model.parameters(),
+            lr=config["lr"],
+            betas=(config["beta1"], 0.999),
+            weight_decay=config["weight_decay"],
+            fused=True,
+        )
+        self.epoch, self.seed = 0, config["seed"]
+
+    def train(self, epoch: int) -> float:
+        """Train up to an epoch; returns the accuracy, which is looked at after every epoch."""
+        (images, labels), test = data()
+        found = 0.0
+        while self.epoch < epoch:
+            self.model.train()
+            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1000 * self.seed + self.epoch))
+            for rows in order.split(BATCH_SIZE):
+                if len(rows) == BATCH_SIZE:
+                    self.optimizer.zero_grad()
+                    loss_fn(self.model, (images[rows], labels[rows])).backward()
+                    self.optimizer.step()
+            self.model.eval()
+            with torch.inference_mode():
+                found = float(accuracy(self.model, test))
+            self.epoch += 1
+        return found
+
+
+def alone(schedule: Schedule, run: Callable[[list[tuple[Alone, int]]], list[tuple[Alone, float]]]) -> float:
+    """Trials that train by themselves; the best value at the last rung of a bracket."""
+    best = 0.0
+    for configs, rungs in schedule:
+        left = [Alone(config) for config in configs]
+        for rung in rungs:
+            found = sorted(run([(one, rung) for one in left]), key=lambda pair: -pair[1])
+            left = [one for one, _ in found[: max(1, len(found) // 3)]]
+        best = max(best, found[0][1])
+    return best
+
+
+def _trained(task: tuple[Alone, int]) -> tuple[Alone, float]:
+    one, rung = task
+    return one, one.train(rung)
+
+
+def one_after_another(tasks: list[tuple[Alone, int]]) -> list[tuple[Alone, float]]:
+    """In this process."""
+    return [_trained(task) for task in tasks]
+
+
+def trained_again(schedule: Schedule, max_models: int) -> float:
+    """HFHT's rule in arrays: every rung starts anew."""
+    best = 0.0
+    for configs, rungs in schedule:
+        left = configs
+        for rung in rungs:
+            population = tune.population(build, left, max_models=max_models)
+            population.fit(rung)
+            ranked = population.ranked("accuracy")
+            values = [population.members[number].value("accuracy") for number in ranked]
+            left = [left[number] for number in ranked[: max(1, len(ranked) // 3)]]
+        best = max(best, values[0])
+    return best
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tune", description=__doc__)
+    parser.add_argument("--trials", type=int, default=81)
+    parser.add_argument("--epochs", type=int, default=27)
+    parser.add_argument("--max-models", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each way is run, in turns")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE too")
+    args = parser.parse_args(argv)
+    hfta.keep_memory()
+    torch.manual_seed(0)
+
+    def study() -> tune.Study:
+        return tune.run(
+            *(build, SPACE), metric="accuracy", trials=args.trials, epochs=args.epochs, scheduler=tune.hyperband(eta=3),
+            max_models=args.max_models, progress=False,
+        )  # fmt: skip
+
+    first = study()
+    cohorts = tune.hyperband(eta=3).cohorts(args.trials, args.epochs)
+    configs = [{**trial.params, "seed": 0} for trial in first.trials]
+    schedule, start = [], 0
+    for cohort in cohorts:
+        schedule.append((configs[start : start + cohort.trials], cohort.rungs))
+        start += cohort.trials
+    cores = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("spawn").Pool(cores, _one_thread) as pool:
+        # Each process imports and reads the data before it is timed.
+        pool.map(_trained, [(Alone(configs[0]), 1)] * cores, chunksize=1)
+        ways: dict[str, Callable[[], float]] = {
+            "arrays": lambda: study().best.values[-1][0],
+            "one after another": lambda: alone(schedule, one_after_another),
+            f"{cores} processes": lambda: alone(schedule, lambda tasks: pool.map(_trained, tasks, chunksize=1)),
+            "arrays, trained again": lambda: trained_again(schedule, args.max_models),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        best: dict[str, float] = {}
+        for _ in range(args.rounds):
+            for name, way in ways.items():
+                begin = time.perf_counter()
+                best[name] = way()
+                seconds[name].append(time.perf_counter() - begin)
+    print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**machine()))
+    print(f"{'':>22}{'seconds':>9}{'arrays are':>12}{'best':>9}")
+    rows = {}
+    for name, taken in seconds.items():
+        ratio = statistics.median(other / own for other, own in zip(taken, seconds["arrays"], strict=True))
+        rows[name] = {"seconds": sorted(taken), "ratio": ratio, "best": best[name]}
+        print(f"{name:>22}{statistics.median(taken):9.1f}{ratio:11.2f}x{best[name]:9.4f}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"trials": len(configs), "epochs": args.epochs, "max_models": args.max_models}
+        args.json.write_text(json.dumps({"machine": machine(), "settings": settings, "tune": rows}, indent=2) + "\n")
+    return 0
