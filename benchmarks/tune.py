@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import multiprocessing
 import os
 import statistics
 import time
@@ -20,11 +19,13 @@ from typing import Any
 
 import torch
 from examples.digits import CNN, accuracy, load_digits, loss_fn
+from examples.tune.main import mapped, search
 from optuna.distributions import FloatDistribution
 
 import hfta_func as hfta
 from benchmarks._measure import machine
 from hfta_func import tune
+from hfta_func.tune.schedulers import Cohort
 
 SPACE = {
     "lr": FloatDistribution(1e-4, 0.3, log=True),
@@ -83,26 +84,23 @@ class Alone:
         return found
 
 
-def alone(schedule: Schedule, run: Callable[[list[tuple[Alone, int]]], list[tuple[Alone, float]]]) -> float:
-    """Trials that train by themselves; the best value at the last rung of a bracket."""
-    best = 0.0
-    for configs, rungs in schedule:
-        left = [Alone(config) for config in configs]
-        for rung in rungs:
-            found = sorted(run([(one, rung) for one in left]), key=lambda pair: -pair[1])
-            left = [one for one, _ in found[: max(1, len(found) // 3)]]
-        best = max(best, found[0][1])
-    return best
-
-
 def _trained(task: tuple[Alone, int]) -> tuple[Alone, float]:
     one, rung = task
     return one, one.train(rung)
 
 
-def one_after_another(tasks: list[tuple[Alone, int]]) -> list[tuple[Alone, float]]:
-    """In this process."""
-    return [_trained(task) for task in tasks]
+def alone(schedule: Schedule, run: Callable[[list[Any]], list[Any]]) -> float:
+    """Trials that train by themselves; the best value of those that are not stopped."""
+    configs = [config for own, _ in schedule for config in own]
+    trials = {number: Alone(config) for number, config in enumerate(configs)}
+
+    def train(tasks: list[tuple[int, Mapping[str, Any], int]]) -> list[tuple[float, float]]:
+        found = run([(trials[number], rung) for number, _, rung in tasks])
+        trials.update(zip((number for number, _, _ in tasks), (one for one, _ in found), strict=True))
+        return [(value, 0.0) for _, value in found]
+
+    rows = search([Cohort(len(own), rungs) for own, rungs in schedule], configs, 3, train)
+    return max(row["accuracy"] for row in rows if row["status"] == "complete")
 
 
 def trained_again(schedule: Schedule, max_models: int) -> float:
@@ -118,10 +116,6 @@ def trained_again(schedule: Schedule, max_models: int) -> float:
             left = [left[number] for number in ranked[: max(1, len(ranked) // 3)]]
         best = max(best, values[0])
     return best
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,13 +144,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         schedule.append((configs[start : start + cohort.trials], cohort.rungs))
         start += cohort.trials
     cores = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("spawn").Pool(cores, _one_thread) as pool:
+    with mapped(_trained, 1) as here, mapped(_trained, cores) as there:
         # Each process imports and reads the data before it is timed.
-        pool.map(_trained, [(Alone(configs[0]), 1)] * cores, chunksize=1)
+        there([(Alone(configs[0]), 1)] * cores)
         ways: dict[str, Callable[[], float]] = {
             "arrays": lambda: study().best.values[-1][0],
-            "one after another": lambda: alone(schedule, one_after_another),
-            f"{cores} processes": lambda: alone(schedule, lambda tasks: pool.map(_trained, tasks, chunksize=1)),
+            "one after another": lambda: alone(schedule, here),
+            f"{cores} processes": lambda: alone(schedule, there),
             "arrays, trained again": lambda: trained_again(schedule, args.max_models),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}

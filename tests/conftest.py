@@ -87,6 +87,7 @@ EXHAUSTIVE = {
     "test_recurrent": ["under_compile"],
     "test_stack": ["module_at_two_paths.True"],
     "test_storage": ["values_of_headers_at_random"],
+    "test_tune_example": [""],
     "test_transformers": [r".*\[(?!bert\]|llama\])", "compiled", "grouped", "experts"],
     "test_weights": ["they_train_as_alone(?!.spectral norm-).*-True"],
     "test_rules": ["processes_with_different_rules", "under_compile"],

@@ -183,7 +183,7 @@ def test_a_study_that_is_killed_goes_on(
         list(trial.values[-1]) for trial in expected.trials if trial.status == "complete"
     ]
     # What is left are the states that the index names.
-    index = json.loads((tmp_path / "study" / "study.json").read_bytes())
+    index = json.loads((tmp_path / "study" / "members.json").read_bytes())
     named = {block["file"] for group in index["groups"] for block in group["blocks"]}
     assert named == {path.name for path in (tmp_path / "study").glob("*.safetensors")}
 
@@ -192,10 +192,10 @@ def test_another_study_is_refused(tmp_path: pathlib.Path) -> None:
     storage, folder = f"sqlite:///{tmp_path}/study.db", tmp_path / "study"
     options = STUDY | {"trials": 3, "epochs": 1, "max_models": 4}
     tune.run(build, SPACE, storage=storage, name="study", resume=folder, **options)
-    with pytest.raises(ValueError, match="holds a study whose trials is 3, not 4; pass another folder"):
+    with pytest.raises(ValueError, match="holds a study whose trials is 3, not 4; pass another folder, or"):
         tune.run(build, SPACE, resume=folder, **options | {"trials": 4})
     other = SPACE | {"lr": FloatDistribution(1e-3, 0.3)}
-    with pytest.raises(ValueError, match=r"holds a study whose space is .*; pass another folder as resume"):
+    with pytest.raises(ValueError, match=r"holds a study whose space is .*; pass another folder"):
         tune.run(build, other, resume=folder, **options)
     with pytest.raises(ValueError, match="the storage has another study 'study', whose space is"):
         tune.run(build, other, storage=storage, name="study", **options)
@@ -267,6 +267,57 @@ def test_seeds_are_paired_and_ranked() -> None:
     for trial, plain in zip(lower.trials, study.trials, strict=True):
         # Small values are better, so the cautious end of the interval is the upper one.
         assert trial.values[-1][0] > plain.values[-1][0]
+
+
+def test_trials_are_ranked_by_pairs_of_seeds() -> None:
+    """Of two that lose as much on average, the one that loses with every seed is worse."""
+    noise = {0: [0.0, 0.0, 0.0], 1: [0.1, 0.1, 0.101], 2: [0.0, 0.301, 0.0], 3: [1.0, 1.0, 1.1]}
+
+    def metric(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"error": model.weight.sum()}
+
+    def build_fixed(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        model = nn.Linear(1, 1, bias=False).double()
+        rows = [noise[kind][seed] for kind, seed in zip(members["kind"], members["seed"], strict=True)]
+        step = hfta.make_train_step(model, lambda model, batch: 0 * model(batch).sum(), hfta.sgd(lr=0.0))
+        params = {"weight": torch.tensor(rows, dtype=torch.float64)[:, None, None]}
+        state = step.init(params, {}, seeds=members["seed"])
+        evaluate = hfta.make_eval_step(model, metric, batch_dims=None)
+        loader = hfta.ArrayLoader(X[:, :1], 16, seeds=members["seed"])
+        return tune.Array(step, state, loader, lambda state: evaluate(state, X[:, :1]))
+
+    grid = optuna.samplers.GridSampler({"kind": [0, 1, 2, 3]}, seed=1)
+    options = {"metric": "error", "direction": "minimize", "trials": 4, "epochs": 4, "seeds": 3, "progress": False}
+    for rank, going in (("mean", {0, 2}), ("paired", {0, 2}), ("lower", {0, 1})):
+        study = tune.run(
+            *(build_fixed, {"kind": CategoricalDistribution([0, 1, 2, 3])}), sampler=grid, rank=rank, max_models=12,
+            scheduler=tune.halving(eta=2, first=2), **options,
+        )  # fmt: skip
+        assert {trial.params["kind"] for trial in study.trials if trial.status == "complete"} == going, rank
+
+
+def test_a_population_is_saved_and_loaded(tmp_path: pathlib.Path) -> None:
+    table = [{"lr": 0.1, "momentum": 0.1 * number, "width": 4 + number % 2, "seed": number} for number in range(5)]
+    first = tune.population(build, table, nonfusible=["width"], max_models=2)
+    first.fit(2)
+    first.keep([0, 1, 4])
+    first.save(tmp_path)
+    first.fit(1)
+    again = tune.population(build, nonfusible=["width"], max_models=3)
+    again.load(tmp_path)
+    again.fit(1)
+    for mine, other in zip(again.members, first.members, strict=True):
+        assert (mine.status, mine.epoch, mine.config) == (other.status, other.epoch, other.config)
+        assert all(a == pytest.approx(b) for a, b in zip(mine.metrics, other.metrics, strict=True))
+    torch.testing.assert_close(again.state(4).params, first.state(4).params, rtol=1e-9, atol=1e-12)
+    first.save(tmp_path)
+    assert len([*tmp_path.glob("*.safetensors")]) == len([block for group in first.groups for block in group.blocks])
+    with pytest.raises(ValueError, match="the population has members"):
+        again.load(tmp_path)
+    with pytest.raises(ValueError, match="holds a study whose nonfusible is"):
+        tune.population(build).load(tmp_path)
+    with pytest.raises(ValueError, match="holds no members"):
+        tune.population(build).load(tmp_path / "empty")
 
 
 def test_population_based_training_copies_and_explores() -> None:

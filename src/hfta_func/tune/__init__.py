@@ -5,7 +5,7 @@ searches of your own. Needs Optuna: ``pip install 'hfta_func[tune]'``.
 """
 
 from hfta_func.tune.groups import Array as Array
-from hfta_func.tune.population import Member as Member
+from hfta_func.tune.member import Member as Member
 from hfta_func.tune.population import Population as Population
 from hfta_func.tune.population import population as population
 from hfta_func.tune.run import run as run

@@ -154,14 +154,15 @@ class Group:
 
     def gather(self, numbers: Sequence[int]) -> Any:
         """The state of some members, in their order."""
-        wanted = tuple(numbers)
+        wanted, device = tuple(numbers), self.array.state.keys.device
         parts, found = [], []
         for block in self.blocks:
             if block.numbers == wanted:
-                return block.state
+                return _moved(block.state, device)
             places = [place for place, number in enumerate(block.numbers) if number in wanted]
             if places:
-                parts.append(block.state if len(places) == len(block.numbers) else hfta.take(block.state, places))
+                part = block.state if len(places) == len(block.numbers) else hfta.take(block.state, places)
+                parts.append(_moved(part, device))
                 found += [block.numbers[place] for place in places]
         state = hfta.concat(parts) if len(parts) > 1 else parts[0]
         order = [found.index(number) for number in wanted]
@@ -223,6 +224,7 @@ class Group:
         if len(places) > count:
             state = hfta.take(state, slice(count))
         self.put(numbers, state)
+        self._rest()
         columns = [
             {name: values[:count].tolist() for name, values in found.items() if values.dim() == 1}
             for found in history.epochs
@@ -232,6 +234,14 @@ class Group:
             for place, number in enumerate(numbers)
         }
         return Trained(metrics, dict.fromkeys(numbers, seconds / count), {}, False)
+
+    def _rest(self) -> None:
+        """Members that did not train last rest in the host's memory, where there is more than on a device."""
+        resting = self.blocks[:-1]
+        for place, block in enumerate(resting):
+            moved = _moved(block.state, torch.device("cpu"))
+            if moved is not block.state:
+                self.blocks[place] = block._replace(state=moved)
 
     def _size(self, count: int) -> int:
         """Members of an array that trains ``count``: compiled steps see few sizes, because each is compiled once."""
@@ -272,6 +282,13 @@ class Group:
                         f"nonfusible=['{name}'] among the others"
                     )
         return "several names together decide the shapes of members; pass them as nonfusible"
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    """A state on a device: the same one if it is there already."""
+    if all(leaf.device == device for leaf in optree.tree_leaves(state)):
+        return state
+    return optree.tree_map(lambda leaf: leaf.to(device), state)
 
 
 def _shapes(state: Any) -> Any:

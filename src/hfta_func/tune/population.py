@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,43 +11,13 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func.tune.groups import Build, Group, Trained
+from hfta_func.tune.keeping import Keeping
+from hfta_func.tune.member import Member, rows_of
 
 if TYPE_CHECKING:
     import pandas
 
-
-@dataclasses.dataclass
-class Member:
-    """One member of a population.
-
-    Args:
-        number: Its number, which it keeps.
-        config: Its configuration, with its seed.
-        epoch: Epochs it has trained.
-        metrics: The metrics of each epoch.
-        seconds: Its share of the time of the arrays that it trained in.
-        status: ``"alive"``, ``"dropped"`` or ``"failed"``.
-        error: Why it failed.
-        parents: Whom it copied, as pairs of epoch and number.
-    """
-
-    number: int
-    config: dict[str, Any]
-    epoch: int = 0
-    metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-    status: Literal["alive", "dropped", "failed"] = "alive"
-    error: str | None = None
-    parents: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-
-    def value(self, metric: str, epoch: int = -1) -> float:
-        """A metric of an epoch, the last one by default; NaN if the member failed before."""
-        if not self.metrics:
-            return math.nan
-        found = self.metrics[epoch]
-        if metric not in found:
-            raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(found)}")
-        return found[metric]
+PathLike = str | os.PathLike[str]
 
 
 def population(
@@ -132,7 +102,7 @@ class Population:
         Returns:
             Their numbers.
         """
-        rows = [dict(row) for row in _rows(table)]
+        rows = [dict(row) for row in rows_of(table)]
         names = set(self.members[0].config) - {"seed"} if self.members else set(rows[0]) - {"seed"} if rows else set()
         for row in rows:
             if set(row) - {"seed"} != names:
@@ -296,6 +266,28 @@ class Population:
                 member.parents.append((member.epoch, winner))
                 member.epoch = source.epoch
 
+    def save(self, folder: PathLike) -> None:
+        """Write all members, their metrics and lineage to a folder; if this fails, the folder keeps its former content.
+
+        Raises:
+            CheckpointError: if the folder cannot be written, or another process is using it.
+        """
+        with Keeping(folder, {"nonfusible": list(self.nonfusible)}) as keeping:
+            keeping.keep(self)
+
+    def load(self, folder: PathLike) -> None:
+        """Take over the members of a folder of :meth:`save`; the population must have none of its own.
+
+        Raises:
+            ValueError: if the population has members, or the folder has none, or those of other non-fusible names.
+            CheckpointError: if a file is damaged, or another process is using the folder.
+        """
+        if self.members:
+            raise ValueError("the population has members; load into one that was made with an empty table")
+        with Keeping(folder, {"nonfusible": list(self.nonfusible)}) as keeping:
+            if keeping.restore(self) is None:
+                raise ValueError(f"{folder} holds no members; pass a folder that save has written")
+
     def restore(self, members: Sequence[Mapping[str, Any]], last: Sequence[int]) -> None:
         """Take over members that were kept; their states are put into their groups besides."""
         self.members = [Member(**member) for member in members]
@@ -327,15 +319,3 @@ class Population:
                 for epoch, metrics in enumerate(member.metrics, start=1)
             ]
         )
-
-
-def _rows(table: Any) -> list[Mapping[str, Any]]:
-    if hasattr(table, "to_dict") and hasattr(table, "columns"):
-        return table.to_dict("records")
-    if isinstance(table, Mapping):
-        columns = {name: list(values) for name, values in table.items()}
-        if len({len(values) for values in columns.values()}) > 1:
-            counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
-            raise ValueError(f"the columns of the table have different lengths: {counts}")
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return list(table)

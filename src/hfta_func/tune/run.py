@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,8 +60,10 @@ def run(
         max_models: The largest array; ``"auto"`` asks :func:`hfta_func.plan` for the number that pays.
         seeds: How many members every trial has, with the seeds ``seed``, ``seed + 1``, ...: the same for all trials, so that
             their differences are paired.
-        rank: How the values of a trial's members become one: their ``"mean"``, or the ``"lower"`` end of its one-sided 95 %
-            interval (the upper one if small values are better).
+        rank: How trials of several seeds are compared: by the ``"mean"`` of their values; by the ``"lower"`` end of its
+            one-sided 95 % interval (the upper one if small values are better); or ``"paired"``, by the t statistic of the
+            differences from the best mean, seed by seed, so that a trial that loses with every seed ranks behind one that loses
+            as much with a few.
         storage: Optuna's storage or its URL, which shows the study to others, such as Optuna's dashboard.
         name: Name of the study in the storage.
         seed: The first seed of members, and that of random search.
@@ -121,14 +124,19 @@ def run(
     with contextlib.ExitStack() as stack:
         keeping = stack.enter_context(Keeping(resume, about)) if resume is not None else None
         if keeping is not None:
-            keeping.restore(study, search.replay)
+            held = keeping.restore(study.population)
+            if held is not None:
+                asking.replay(held["events"])
+                study.restore(held["trials"], held["trajectory"])
+                search.replay()
         mirror = Mirror(asking, storage, name, about) if storage is not None else None
         total = sum(cohort.trials for cohort in search.cohorts)
         bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="trial", dynamic_ncols=True))
         try:
             for _ in search.rounds():
                 if keeping is not None:
-                    keeping.keep(study)
+                    events, found = asking.events, [dataclasses.asdict(trial) for trial in study.trials]
+                    keeping.keep(study.population, events=events, trials=found, trajectory=study.trajectory)
                 if mirror is not None:
                     mirror.show(study.trials, search.rungs_of)
                 done = [trial for trial in study.trials if trial.status != "running"]

@@ -140,6 +140,8 @@ class Search:
         for place, cohort in enumerate(self.cohorts):
             those = [trial for trial in study.trials if trial.cohort == place]
             values = {trial.number: [study.score(value[0]) for value in trial.values] for trial in those}
+            if study.rank == "paired":
+                values = self._paired(those, cohort)
             stopped = frozenset(trial.number for trial in those if trial.status in ("stopped", "failed"))
             found = self.scheduler.verdicts(values, stopped, cohort)
             self._verdicts |= found
@@ -152,6 +154,16 @@ class Search:
                 ],
                 "stopped",
             )
+
+    def _paired(self, those: Sequence[Trial], cohort: Cohort) -> dict[int, list[float]]:
+        """Of every trial at each rung, the t statistic of its differences from the one with the best mean; 0 for that one."""
+        study, found = self.study, {trial.number: [] for trial in those}
+        for rung, epoch in enumerate(cohort.rungs):
+            here = [trial for trial in those if len(trial.values) > rung]
+            best = max(here, key=lambda trial: study.score(trial.values[rung][0]), default=None)
+            for trial in here:
+                found[trial.number].append(-math.inf if best is None else study.lead(trial, best, epoch))
+        return found
 
     def replay(self) -> None:
         """What was decided before a study was broken off follows from the values that it has kept."""

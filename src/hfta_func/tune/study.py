@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas
 
 Direction = Literal["minimize", "maximize"]
-Rank = Literal["mean", "lower"]
+Rank = Literal["mean", "lower", "paired"]
 PathLike = str | os.PathLike[str]
 
 
@@ -181,6 +181,23 @@ class Study:
             trial.number: {members[m].config["seed"]: members[m].value(self.metrics[0]) for m in trial.members}
             for trial in complete
         }
+
+    def lead(self, trial: Trial, other: Trial, epoch: int) -> float:
+        """The t statistic of two trials' differences after an epoch, over pairs of seeds; larger if the first is better."""
+        pairs = zip(trial.members, other.members, strict=True)
+        members = self.population.members
+        differences = [
+            self.score(members[own].value(self.metrics[0], epoch - 1))
+            - self.score(members[its].value(self.metrics[0], epoch - 1))
+            for own, its in pairs
+        ]
+        if trial is other:
+            return 0.0
+        mean = statistics.fmean(differences)
+        if not math.isfinite(mean):
+            return -math.inf
+        deviation = statistics.stdev(differences) if len(differences) > 1 else 0.0
+        return mean / (deviation / math.sqrt(len(differences)) + 1e-12)
 
     def value(self, trial: Trial, epoch: int) -> tuple[float, ...]:
         """The objectives of a trial after an epoch, over its members."""

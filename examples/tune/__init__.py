@@ -1,0 +1,1 @@
+"""The two studies of HFHT, HFTA's tuner."""
