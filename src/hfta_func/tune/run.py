@@ -62,8 +62,7 @@ def run(
             their differences are paired.
         rank: How trials of several seeds are compared: by the ``"mean"`` of their values; by the ``"lower"`` end of its
             one-sided 95 % interval (the upper one if small values are better); or ``"paired"``, by the t statistic of the
-            differences from the best mean, seed by seed, so that a trial that loses with every seed ranks behind one that loses
-            as much with a few.
+            differences from the best mean, seed by seed: who loses with every seed ranks behind who loses as much with a few.
         storage: Optuna's storage or its URL, which shows the study to others, such as Optuna's dashboard.
         name: Name of the study in the storage.
         seed: The first seed of members, and that of random search.
