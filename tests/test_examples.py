@@ -485,8 +485,8 @@ def elsewhere(folder, *argv):
 
 
 def test_every_example_runs_by_its_path(tmp_path):
-    assert len(SCRIPTS) == 8
-    assert elsewhere(tmp_path, "-c", RUN_EACH, *SCRIPTS).count("usage: ") == 8
+    assert len(SCRIPTS) == 9
+    assert elsewhere(tmp_path, "-c", RUN_EACH, *SCRIPTS).count("usage: ") == 9
 
 
 def test_an_example_run_by_its_path_is_the_one_run_as_a_module(tmp_path, call):
