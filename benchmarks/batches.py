@@ -20,7 +20,9 @@ FUNCTIONS = (1, 2, 3, 8, 15, 20)
 
 def best(function: int, dimension: int, trials: int, batch: int, seed: int) -> float:
     """The best value found, of a function's instance ``seed + 1``, above its optimum."""
-    problem = cocoex.Suite("bbob", f"instances: {seed + 1}", "").get_problem_by_function_dimension_instance(function, dimension, seed + 1)
+    problem = cocoex.Suite("bbob", f"instances: {seed + 1}", "").get_problem_by_function_dimension_instance(
+        function, dimension, seed + 1
+    )
     sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=batch > 1)
     asking = Asking({f"x{i}": FloatDistribution(-5, 5) for i in range(dimension)}, ["minimize"], sampler, seed)
     found = float("inf")

@@ -11,6 +11,8 @@ pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]
 
 from examples.tune.main import STUDIES, main
 
+# Sums of another number of threads are rounded otherwise.
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--size", "small", "--limit", "24", "--max-models", "4", "--seed", "3"]
 RANDOM = ["--algorithm", "random", "--random-n-configs", "3", "--random-n-iters", "1"]
 HYPERBAND = ["--hyperband-max-iters", "3", "--hyperband-skip-last", "0"]
