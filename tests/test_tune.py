@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -454,3 +455,62 @@ def test_members_of_other_shapes_are_named() -> None:
     population = tune.population(build_wide, table)
     with pytest.raises(hfta.StackError, match=r"'width' decides the shapes of members.*nonfusible=\['width'\]"):
         population.add([{"lr": 0.3, "momentum": 0.5, "width": 6}])
+
+
+def test_a_trial_that_cannot_be_made_fails_alone_even_if_it_is_asked_for_alone() -> None:
+    def build_some(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        if any(lr > 0.05 for lr in members["lr"]):
+            raise ValueError("too fast")
+        return build(fixed, members)
+
+    options = STUDY | {"trials": 6, "epochs": 1, "max_models": 4}
+    study = tune.run(build_some, SPACE, sampler=optuna.samplers.TPESampler(seed=0), batch=1, **options)
+    for trial in study.trials:
+        fast = trial.params["lr"] > 0.05
+        assert (trial.status, trial.error) == (("failed", "ValueError: too fast") if fast else ("complete", None))
+    assert {trial.status for trial in study.trials} == {"failed", "complete"}
+    with pytest.raises(RuntimeError, match="every trial failed, the first one with ValueError: too fast"):
+        tune.run(build_some, SPACE | {"lr": FloatDistribution(0.06, 0.1)}, **options)
+
+
+def test_several_objectives_have_a_front() -> None:
+    options = STUDY | {
+        "metric": ("error", "loss"),
+        "direction": ("minimize", "maximize"),
+        "epochs": 2,
+        "max_models": 16,
+    }
+    study = tune.run(build, SPACE, **options)
+    assert all(len(trial.values[-1]) == 2 for trial in study.trials)
+    values = [trial.values[-1] for trial in study.trials]
+    front = {
+        place
+        for place, (error, loss) in enumerate(values)
+        if not any(e <= error and k >= loss and (e, k) != (error, loss) for e, k in values)
+    }
+    assert {trial.number for trial in study.optuna.best_trials} == front
+    with pytest.raises(ValueError, match="there are several objectives"):
+        _ = study.best
+
+
+def test_arrays_that_do_not_fit_are_halved() -> None:
+    def build_large(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            if hfta.num_models(state) > 2:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    population = tune.population(build_large, {"lr": [0.1] * 8, "momentum": [0.0] * 8}, max_models=8)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        population.fit(1)
+    assert "an array of 8 members ran out of memory; arrays of 4 are trained instead" in {
+        str(one.message) for one in seen
+    }
+    assert [member.epoch for member in population.members] == [1] * 8
+    population.fit(1)
+    assert [member.epoch for member in population.members] == [2] * 8

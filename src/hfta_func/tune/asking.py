@@ -150,6 +150,7 @@ class Mirror:
                 frozen = self._shown[trial.number]
                 if trial.number in self._ended or trial.status == "running":
                     continue
+                # Optuna has no other way to report on a trial that was added and not asked for.
                 stored = self._module.trial.Trial(self.study, frozen._trial_id)
                 for epoch, values in zip(rungs_of(trial), trial.values, strict=False):
                     if len(values) == 1 and epoch not in frozen.intermediate_values:

@@ -90,6 +90,7 @@ class Population:
         self._limit: int | Literal["auto"] = max_models
         self._groups: dict[tuple[Any, ...], Group] = {}
         self.last: tuple[int, ...] = ()
+        self._errors: dict[int, Exception] = {}
         self.interrupted = False
         self.add(table)
 
@@ -113,19 +114,23 @@ class Population:
         if rows and unknown:
             raise ValueError(f"nonfusible names '{unknown[0]}', but the configurations have {', '.join(sorted(names))}")
         first = len(self.members)
-        self.members += [Member(number, {"seed": self._seed} | row) for number, row in enumerate(rows, start=first)]
-        added = self.members[first:]
-        groups: dict[tuple[Any, ...], list[Member]] = {}
-        for member in added:
-            groups.setdefault(self._group_of(member), []).append(member)
-        failed: dict[int, Exception] = {}
-        for key, those in groups.items():
-            failed |= self.group(key).add({member.number: member.config for member in those})
-        if added and len(failed) == len(added):
+        added = self.extend(rows)
+        if added and all(self.members[number].status == "failed" for number in added):
+            error = self._errors[first]
             del self.members[first:]
-            raise failed[first]
-        self._fail(failed)
-        return [member.number for member in added]
+            raise error
+        return added
+
+    def extend(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Add members of the same names as all others; those that cannot be made fail, even if none is left."""
+        first = len(self.members)
+        self.members += [Member(number, {"seed": self._seed, **row}) for number, row in enumerate(rows, start=first)]
+        groups: dict[tuple[Any, ...], list[Member]] = {}
+        for member in self.members[first:]:
+            groups.setdefault(self._group_of(member), []).append(member)
+        for key, those in groups.items():
+            self._fail(self.group(key).add({member.number: member.config for member in those}))
+        return [*range(first, len(self.members))]
 
     def _group_of(self, member: Member) -> tuple[Any, ...]:
         return tuple(member.config[name] for name in self.nonfusible)
@@ -145,6 +150,7 @@ class Population:
         for number, error in errors.items():
             member = self.members[number]
             member.status, member.error = "failed", f"{type(error).__name__}: {error}"
+            self._errors[number] = error.with_traceback(None)
             self.group(self._group_of(member)).drop([number])
 
     @property

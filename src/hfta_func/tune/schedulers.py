@@ -2,7 +2,7 @@
 
 A scheduler divides the trials of a study into cohorts, gives each the epochs in which its trials are compared, its rungs, and
 decides from the values found there. It decides by values and order alone, never by the clock, so that a study gives the same
-result however its trials were packed into arrays, and however often it was broken off.
+result however often it was broken off, and, but for asynchronous halving, however its trials were packed into arrays.
 """
 
 from __future__ import annotations

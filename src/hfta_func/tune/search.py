@@ -91,7 +91,12 @@ class Search:
         if not new:
             return
         rows = [{**trial.params, "seed": seed} for trial in new for seed in self.seeds]
-        numbers = self.study.population.add(rows)
+        try:
+            numbers = self.study.population.extend(rows)
+        except BaseException:
+            # Ctrl-C, or what build must not return: a trial is one only once it has members.
+            del self.study.trials[new[0].number :]
+            raise
         for place, trial in enumerate(new):
             trial.members = numbers[place * len(self.seeds) : (place + 1) * len(self.seeds)]
         self._fail()
