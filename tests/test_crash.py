@@ -1,4 +1,4 @@
-"""Training that is killed at random moments, also while it saves, ends as training that is not."""
+"""Training and studies that are killed at random moments, also while they save, end as those that are not."""
 
 import json
 import os
@@ -15,8 +15,12 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from optuna.distributions import FloatDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 import hfta_func as hfta
+from hfta_func import tune
 
 EPOCHS, SEEDS = 6, [5, 3, 8, 1]
 
@@ -33,12 +37,18 @@ def loss_fn(model, batch):
     return F.mse_loss(model(batch[0]), batch[1])
 
 
+def data():
+    torch.manual_seed(0)
+    return torch.randn(48, 8), torch.randn(48, 2)
+
+
 class Training:
     """One and the same training, as often as wanted."""
 
+    leaves = ("best", "run")
+
     def __init__(self):
-        torch.manual_seed(0)
-        self.data = torch.randn(48, 8), torch.randn(48, 2)
+        self.data = data()
         self.step = hfta.make_train_step(Net(), loss_fn, hfta.adam(lr=[0.01, 0.02, 0.03, 0.04]))
         self.first = self.step.init(*hfta.init_params(Net, SEEDS), seeds=SEEDS)
 
@@ -61,6 +71,60 @@ class Training:
         """Steps that the file in the folder holds, which must be whole if it is there."""
         return int(hfta.load(folder / "run", like=self.first).step[0]) if (folder / "run").exists() else 0
 
+    def check(self, folder, result, whole, expected):
+        """Compare what a broken training came to with what a whole one did."""
+        assert same(result.state, expected.state)
+        assert same(result.history.epochs, expected.history.epochs)
+        assert same(*(hfta.load(where / "best", like=self.first) for where in (folder, whole)))
+
+
+class Study:
+    """One and the same study, as often as wanted, in one kind of storage and another by turns."""
+
+    leaves = ("journal", "journal.lock", "run", "study.db", "study.db-journal")
+
+    def __init__(self):
+        self.data = data()
+
+    def build(self, fixed, members):
+        step = hfta.make_train_step(Net(), loss_fn, hfta.sgd(lr=members["lr"], momentum=members["momentum"]))
+        state = step.init(*hfta.init_params(Net, members["seed"]), seeds=members["seed"])
+        return tune.Array(step, state, hfta.ArrayLoader(self.data, 16, seeds=members["seed"]))
+
+    def storage(self, folder):
+        if folder.name[-1] in "02468":
+            return f"sqlite:///{folder}/study.db"
+        # What holds the lock may have been killed.
+        lock = JournalFileOpenLock(f"{folder}/journal", grace_period=3)
+        return JournalStorage(JournalFileBackend(f"{folder}/journal", lock_obj=lock))
+
+    def run(self, folder):
+        """Search, going on from what is in the folder."""
+        space = {"lr": FloatDistribution(1e-3, 0.2, log=True), "momentum": FloatDistribution(0.0, 0.9)}
+        return tune.run(
+            *(self.build, space), metric="loss", direction="minimize", trials=18, epochs=9, max_models=4,
+            scheduler=tune.hyperband(), resume=folder / "run", progress=False, name="study",
+            storage=self.storage(folder),
+        )  # fmt: skip
+
+    def steps(self, folder):
+        """Epochs of all members that the folder holds, which must be whole if it is there."""
+        index = folder / "run" / "members.json"
+        return sum(member["epoch"] for member in json.loads(index.read_text())["members"]) if index.exists() else 0
+
+    def check(self, folder, result, whole, expected):
+        """Compare what a broken study came to with what a whole one did; each trial was told once."""
+        assert [(t.params, t.status, t.values) for t in result.trials] == [
+            (t.params, t.status, t.values) for t in expected.trials
+        ]
+        assert same(result.state(result.best.number), expected.state(expected.best.number))
+        shown = result.optuna.get_trials()
+        assert [trial.user_attrs["trial"] for trial in shown] == [trial.number for trial in result.trials]
+        states = {"complete": "COMPLETE", "stopped": "PRUNED"}
+        assert [trial.state.name for trial in shown] == [states[trial.status] for trial in result.trials]
+        reported = [list(trial.intermediate_values.values()) for trial in shown]
+        assert reported == [[value for (value,) in trial.values] for trial in result.trials]
+
 
 def same(a, b):
     return optree.tree_structure(a) == optree.tree_structure(b) and all(
@@ -79,8 +143,8 @@ def kill_training(training, own, delay, aimed):
             os._exit(1)
         os._exit(0)
     time.sleep(delay)
-    ended = 0
-    while aimed and not ended and not writing(own):
+    ended, before = 0, writing(own)
+    while aimed and not ended and not writing(own) - before:
         ended, status = os.waitpid(child, os.WNOHANG)
     if not ended:
         os.kill(child, signal.SIGKILL)
@@ -92,14 +156,15 @@ def kill_training(training, own, delay, aimed):
 
 
 def writing(folder):
-    return any(name.endswith(".tmp") for name in os.listdir(folder))
+    """What is being written, or was when somebody was killed."""
+    return {path for where in (folder, folder / "run") for path in where.glob("*.tmp")}
 
 
-def serve(folder, kills):
+def serve(training, folder, kills):
     """Fork a training from this warm process, kill it, look at what it left; so many times."""
     # Threads would not be there in a forked process.
     torch.set_num_threads(1)
-    training, chance = Training(), random.Random(0)
+    chance = random.Random(0)
     for name in ("warm", "whole"):
         (folder / name).mkdir()
         started = time.perf_counter()
@@ -109,34 +174,38 @@ def serve(folder, kills):
     while report["kills"] < kills:
         own = folder / f"run {len(report['runs'])}"
         own.mkdir()
-        steps, longest = [], seconds / 4
+        steps, longest, before = [], seconds / 4, set()
         # Every other kill comes at any moment, every other one is aimed at a save.
         while report["kills"] < kills and kill_training(
             training, own, chance.uniform(0, longest), aimed=report["kills"] % 2 == 1
         ):
             report["kills"] += 1
-            report["in a save"] += writing(own)
+            report["in a save"] += bool(writing(own) - before)
+            before = writing(own)
             report["before the first save"] += not (own / "run").exists()
             steps.append(training.steps(own))
             # On a machine that has become slower than it was, a training is given the time to get on.
             longest = seconds / 4 if steps[-1:] != steps[-2:-1] else 2 * longest
         report["runs"].append(steps)
-        result = training.run(own)
-        assert same(result.state, expected.state)
-        assert same(result.history.epochs, expected.history.epochs)
-        best = [hfta.load(where / "best", like=training.first) for where in (own, folder / "whole")]
-        assert same(*best)
-        assert sorted(os.listdir(own)) == ["best", "run"]
+        training.check(own, training.run(own), folder / "whole", expected)
+        assert set(os.listdir(own)) <= set(training.leaves)
     print(json.dumps(report))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("kills", [8, pytest.param(60, marks=pytest.mark.exhaustive)])
-def test_killed_training_goes_on_to_the_same_bits(kills):
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        ("Training", 8),
+        pytest.param("Training", 60, marks=pytest.mark.exhaustive),
+        pytest.param("Study", 30, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_is_killed_goes_on_to_the_same_bits(kind, kills):
     # In memory where that can be had: the system keeps what a killed process wrote, so a disk would only make it slow.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        done = subprocess.run([sys.executable, __file__, folder, str(kills)], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, __file__, kind, folder, str(kills)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["kills"] >= kills
@@ -147,4 +216,4 @@ def test_killed_training_goes_on_to_the_same_bits(kills):
 
 
 if __name__ == "__main__":
-    serve(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+    serve({"Training": Training, "Study": Study}[sys.argv[1]](), pathlib.Path(sys.argv[2]), int(sys.argv[3]))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
 import random
+import sqlite3
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor, nn
 
 import hfta_func as hfta
@@ -29,7 +32,9 @@ SPACE = {
     "momentum": FloatDistribution(0.0, 0.9),
     "width": CategoricalDistribution([4, 6]),
 }
+FLAT = {name: SPACE[name] for name in ("lr", "momentum")}
 STUDY = dict(nonfusible=("width",), metric="error", direction="minimize", trials=11, epochs=9, progress=False)
+SIX = STUDY | {"nonfusible": (), "trials": 6, "epochs": 1, "max_models": 8}
 
 
 class Net(nn.Sequential):
@@ -388,21 +393,83 @@ def test_bad_builds() -> None:
         tune.run(build, {"lr": (0, 1)}, **STUDY | {"nonfusible": ()})
 
 
-def test_grids_and_other_samplers() -> None:
-    space = {"lr": FloatDistribution(0.01, 0.1), "momentum": FloatDistribution(0.0, 0.9)}
+def test_a_grid_is_tried_whole() -> None:
     grid = {"lr": [0.01, 0.1], "momentum": [0.0, 0.5, 0.9]}
-    options = STUDY | {"nonfusible": (), "trials": 6, "epochs": 1, "max_models": 8}
-    study = tune.run(build, space, sampler=optuna.samplers.GridSampler(grid, seed=0), **options)
+    study = tune.run(build, FLAT, sampler=optuna.samplers.GridSampler(grid, seed=0), **SIX)
     assert {tuple(trial.params.values()) for trial in study.trials} == {
         (a, b) for a in grid["lr"] for b in grid["momentum"]
     }
     assert all(trial.status == "complete" for trial in study.trials)
-    sizes = []
-    tpe = optuna.samplers.TPESampler(seed=0, n_startup_trials=2)
-    study = tune.run(
-        *(build, space), sampler=tpe, batch=2, callbacks=[lambda study: sizes.append(len(study.trials))], **options
-    )
-    assert sizes == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "asked"),
+    [
+        ("TPESampler", {"n_startup_trials": 2, "constant_liar": True}, [2, 4, 6]),
+        ("CmaEsSampler", {"n_startup_trials": 2}, [2, 4, 6]),
+        ("GPSampler", {"n_startup_trials": 2}, [2, 4, 6]),
+        ("QMCSampler", {"qmc_type": "sobol", "scramble": True}, [6]),
+    ],
+)
+def test_samplers_are_asked_in_batches(kind: str, options: Mapping[str, Any], asked: list[int]) -> None:
+    sizes: list[int] = []
+
+    def search(**more: Any) -> tune.Study:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = getattr(optuna.samplers, kind)(seed=0, **options)
+        sizes.clear()
+        callback = [lambda study: sizes.append(len(study.trials))]
+        return tune.run(build, FLAT, sampler=sampler, callbacks=callback, **SIX, **more)
+
+    batch = {} if len(asked) == 1 else {"batch": 2}
+    study = search(**batch)
+    assert sizes == asked
+    if kind == "QMCSampler":
+        # The first four points of the sequence, and its first eight, have one in each part of as many.
+        assert sorted(int(trial.params["momentum"] / 0.9 * 4) for trial in study.trials[:4]) == [0, 1, 2, 3]
+    else:
+        drawn = tune.run(build, FLAT, sampler=optuna.samplers.RandomSampler(seed=0), **SIX, **batch)
+        assert [trial.params for trial in study.trials] != [trial.params for trial in drawn.trials]
+    assert told(search(**batch)) == told(study)
+
+
+def test_a_storage_that_is_locked(tmp_path: pathlib.Path) -> None:
+    """The study ends, and goes on once it is free."""
+    file, options = tmp_path / "study.db", STUDY | {"max_models": 4, "scheduler": tune.halving()}
+    url = optuna.storages.RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": 0.1}})
+    other = sqlite3.connect(file, isolation_level=None)
+    calls = []
+
+    def lock(study: tune.Study) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            other.execute("BEGIN EXCLUSIVE")
+
+    search = functools.partial(tune.run, build, SPACE, storage=url, name="study", resume=tmp_path / "folder", **options)
+    with pytest.raises(RuntimeError, match=r"cannot be used .*locked.*; another process may have locked it"):
+        search(callbacks=[lock])
+    with pytest.raises(RuntimeError, match=r"cannot be used .*locked.*; another process may have locked it"):
+        search()
+    other.execute("ROLLBACK")
+    assert told(search()) == told(tune.run(build, SPACE, **options))
+    assert all(trial.state.is_finished() for trial in optuna.load_study(storage=url, study_name="study").trials)
+
+
+@pytest.mark.parametrize("scheduler", ["halving", "population"])
+def test_nothing_is_compiled_anew(scheduler: str) -> None:
+    """Arrays of one size are one program, whoever is in them, whatever their hyperparameters have become."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def build_compiled(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+        return found._replace(step=torch.compile(found.step, backend=counter))
+
+    options = STUDY | {"nonfusible": (), "trials": 8, "max_models": 8}
+    study = tune.run(build_compiled, FLAT, scheduler=SCHEDULERS[scheduler], **options)
+    # Eight, and of those that are halved three and one.
+    assert counter.frame_count == {"halving": 3, "population": 1}[scheduler]
+    assert told(study) == told(tune.run(build, FLAT, scheduler=SCHEDULERS[scheduler], **options))
 
 
 def test_the_best_so_far_and_the_time_until_then(tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,15 @@ class Asking:
         self.learns = not isinstance(
             sampler, (samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler)
         )
+        if isinstance(sampler, samplers.QMCSampler):
+            # It would take its space from the first trial that completes, and draw all before at random.
+            own = {
+                name: kind
+                for name, kind in space.items()
+                if not isinstance(kind, module.distributions.CategoricalDistribution)
+            }
+            sampler = copy.copy(sampler)
+            sampler.infer_relative_search_space = lambda study, trial: own
         with _quiet():
             self.study: optuna.Study = module.create_study(sampler=sampler, directions=list(directions))
         self.events: list[Event] = []
@@ -178,9 +188,11 @@ def _storing(storage: Any) -> Iterator[None]:
     try:
         yield
     except _optuna().exceptions.StorageInternalError as error:
+        label = storage if isinstance(storage, str) else type(storage).__qualname__
+        # What follows are statements of SQL.
+        why = str(error.__cause__ or error).partition("\n")[0]
         raise RuntimeError(
-            f"the storage {storage} cannot be used ({error.__cause__ or error}); another process may have locked it, or it "
-            f"is not writable"
+            f"the storage {label} cannot be used ({why}); another process may have locked it, or it is not writable"
         ) from error
 
 
