@@ -25,6 +25,7 @@ from torch import Tensor
 
 import hfta_func as hfta
 from benchmarks._measure import interleaved, seconds, table
+from hfta_func.rules._aliasing import Known
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.chunks import fastest
 
@@ -344,13 +345,15 @@ def _measure(number: int, quick: bool, device: str, threads: int) -> dict[str, A
     def serial() -> list[tuple[Tensor, ...]]:
         return [_run(row.func, member, grad) for member, grad in zip(members, own, strict=True)]
 
+    known = Known()
+
     @functools.cache
     def chunks(size: int) -> list[tuple[list[Tensor], Tensor]]:
         return [_part(row, stacks, grads, start, start + size) for start in range(0, row.num_models, size)]
 
     def array(size: int) -> list[Tensor]:
         # Steps run inside ``routed`` and so without the mode of ``hfta.vmap``.
-        vmap = vmap_routed if size < row.num_models else hfta.vmap
+        vmap = functools.partial(vmap_routed, in_dims=0, known=known) if size < row.num_models else hfta.vmap
         pieces = [_run(vmap(row.func), inputs, grad) for inputs, grad in chunks(size)]
         if len(pieces) == 1:
             return list(pieces[0])

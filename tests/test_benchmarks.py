@@ -282,6 +282,19 @@ def test_a_mode_whose_losses_differ_gets_no_ratio(bench, capsys, monkeypatch, mo
     assert re.search("losses differ from the (loop|eager array)'s", out) and not re.search(r"\d+x\b", out)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.usefixtures("slow_path")
+@pytest.mark.parametrize(
+    ("what", "only"), [("ops", "small"), ("ops", "pool"), ("optim", "mlp"), ("lowerings", "dcgan 512")]
+)
+def test_what_is_measured_by_itself(bench, capsys, tmp_path, what, only):
+    file = tmp_path / "found.json"
+    order = [what, "--quick", "--no-compile", "--filter", only, "--json", str(file)]
+    assert bench("__main__").main(order) == 0
+    found = json.loads(file.read_text())[what]
+    assert found and all(result.get("agrees", True) for result in found.values())
+
+
 def test_a_process_that_fails_says_why(bench):
     worker, workloads = bench("worker"), bench("workloads")
     one = worker.Worker("JAX", workloads.Spec("dcgan", "small", 2, 4), 1)

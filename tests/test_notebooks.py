@@ -27,7 +27,7 @@ def load_run():
 run = load_run()
 
 
-@pytest.fixture(params=["01_quickstart.ipynb", "02_seed_stability.ipynb", "03_learning_rate_sweep.ipynb"])
+@pytest.fixture(params=sorted(path.name for path in NOTEBOOKS.glob("*.ipynb")))
 def notebook(request):
     return nbformat.read(NOTEBOOKS / request.param, as_version=4)
 
