@@ -154,12 +154,13 @@ def where(mask: Tensor, new: T, old: T) -> T:
 
 def write(old: Tree, new: Tree, keep: Tensor | None = None) -> None:
     """Copy every leaf of ``new`` into ``old`` for members where ``keep`` holds; None copies all members."""
+    tree_map(lambda a, b: write_leaf(a, b, keep), old, new)
 
-    def copy(a: Tensor, b: Tensor) -> None:
-        if a is not b:
-            a.copy_(b if keep is None else torch.where(_broadcastable(keep, a), b, a))
 
-    tree_map(copy, old, new)
+def write_leaf(old: Tensor, new: Tensor, keep: Tensor | None = None) -> None:
+    """:func:`write` for a single leaf."""
+    if old is not new:
+        old.copy_(new if keep is None else torch.where(_broadcastable(keep, old), new, old))
 
 
 def difference(tree: Tree, other: Tree, name: str, owner: str, other_owner: str) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import can_look, inside_transform
-from hfta_func._tree import per_model, write
+from hfta_func._tree import per_model, write_leaf
 from hfta_func._types import Params
 from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
 
@@ -98,7 +98,8 @@ def leafwise(
             grad = torch.add(grad, param, alpha=decay) if isinstance(decay, float) else grad + decay * param
         wide = [_wide(slot) for slot in held]
         direction = rule(_wide(grad), _wide(param), k, *wide)
-        write(held, wide)
+        for slot, new in zip(held, wide, strict=True):
+            write_leaf(slot, new)
         return direction, decay if decoupled else None
 
     def functional(grad: Tensor, param: Tensor, k: Mapping[str, Any], held: list[Tensor]) -> Any:
@@ -152,8 +153,10 @@ def leafwise(
                 direction, factor = change(grad, param, k, fresh)
                 moved = param if keep is None or not apply else param.clone()
                 _put(grad, moved, direction, k["step"], factor, apply)
-                write((param, own), (moved, fresh), keep)
-        write({name: getattr(held, name) for name in new}, new, keep)
+                for old, after in zip((param, *own), (moved, *fresh), strict=True):
+                    write_leaf(old, after, keep)
+        for name, after in new.items():
+            write_leaf(getattr(held, name), after, keep)
         return grads
 
     return GradientTransformation(init, update, update_)
