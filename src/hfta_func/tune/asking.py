@@ -57,8 +57,9 @@ class Asking:
                 for name, kind in space.items()
                 if not isinstance(kind, module.distributions.CategoricalDistribution)
             }
-            sampler = copy.copy(sampler)
-            sampler.infer_relative_search_space = lambda study, trial: own
+            numerical: Any = copy.copy(sampler)
+            numerical.infer_relative_search_space = lambda study, trial: own
+            sampler = numerical
         with _quiet():
             self.study: optuna.Study = module.create_study(sampler=sampler, directions=list(directions))
         self.events: list[Event] = []
