@@ -295,6 +295,17 @@ def test_what_is_measured_by_itself(bench, capsys, tmp_path, what, only):
     assert found and all(result.get("agrees", True) for result in found.values())
 
 
+def test_studies_in_every_way(bench, capsys, tmp_path):
+    file = tmp_path / "tune.json"
+    order = ["--trials", "3", "--epochs", "3", "--max-models", "4", "--rounds", "1", "--json", str(file)]
+    assert bench("tune").main(order) == 0
+    found = json.loads(file.read_text())
+    assert len(found["tune"]) == 4 and found["tune"]["arrays"]["ratio"] == 1
+    # Accuracies; plain PyTorch deals the data in another order.
+    assert all(0.5 < row["best"] <= 1 for row in found["tune"].values())
+    assert "A study adds" in capsys.readouterr().out
+
+
 def test_a_process_that_fails_says_why(bench):
     worker, workloads = bench("worker"), bench("workloads")
     one = worker.Worker("JAX", workloads.Spec("dcgan", "small", 2, 4), 1)

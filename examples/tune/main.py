@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import itertools
 import math
@@ -37,6 +36,7 @@ try:
     import hfta_func as hfta
     from hfta_func import tune
     from hfta_func.tune.asking import Asking
+    from hfta_func.tune.tables import write_tables
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[examples,tune]'") from None
 
@@ -105,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cohorts, configs, args.hyperband_eta,
                 lambda tasks: run([(args.study, shared, folder, *task) for task in tasks]),
             )  # fmt: skip
-        _write(args.outdir, rows)
+        shown = [{name: value for name, value in row.items() if name != "seed"} for row in rows]
+        write_tables(args.outdir, shown, "accuracy", improvements(rows))
         finished = [row for row in rows if row["status"] == "complete"]
         row = max(finished, key=lambda row: row["accuracy"])
         best, value, seconds = configs[row["trial"]], row["accuracy"], sum(row["seconds"] for row in rows)
@@ -202,22 +203,14 @@ def mapped(work: Callable[[Any], Any], workers: int) -> Iterator[Callable[[list[
         yield lambda tasks: pool.map(work, tasks, chunksize=1)
 
 
-def _write(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """The tables that ``Study.write`` makes of arrays."""
-    folder.mkdir(parents=True, exist_ok=True)
-    best, seconds, trajectory = -math.inf, 0.0, []
+def improvements(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int, float]]:
+    """Seconds of training until each trial that was better than all before, its number and its accuracy."""
+    best, seconds = -math.inf, 0.0
     for row in rows:
         seconds += row["seconds"]
         if row["accuracy"] > best:
             best = row["accuracy"]
-            trajectory.append([seconds, row["trial"], best])
-    names = [name for name in rows[0] if name != "seed"]
-    for name, head, body in (
-        ("history", names, [[row[name] for name in names] for row in rows]),
-        ("trajectory", ["seconds", "trial", "accuracy"], trajectory),
-    ):
-        with open(folder / f"{name}.csv", "w", newline="") as file:
-            csv.writer(file).writerows([head, *body])
+            yield seconds, row["trial"], best
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 
@@ -40,16 +39,3 @@ class Member:
         if metric not in found:
             raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(found)}")
         return found[metric]
-
-
-def rows_of(table: Any) -> list[Mapping[str, Any]]:
-    """The rows of a table: a list of dicts, a dict of lists, or a pandas frame."""
-    if hasattr(table, "to_dict") and hasattr(table, "columns"):
-        return table.to_dict("records")
-    if isinstance(table, Mapping):
-        columns = {name: list(values) for name, values in table.items()}
-        if len({len(values) for values in columns.values()}) > 1:
-            counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
-            raise ValueError(f"the columns of the table have different lengths: {counts}")
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return list(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,12 +11,11 @@ from torch import nn
 import hfta_func as hfta
 from hfta_func.tune.groups import Build, Group, Trained
 from hfta_func.tune.keeping import Keeping
-from hfta_func.tune.member import Member, rows_of
+from hfta_func.tune.member import Member
+from hfta_func.tune.tables import PathLike, frame_of, rows_of
 
 if TYPE_CHECKING:
     import pandas
-
-PathLike = str | os.PathLike[str]
 
 
 def population(
@@ -314,11 +312,7 @@ class Population:
 
     def frame(self) -> pandas.DataFrame:
         """A pandas frame with one row per member and epoch: number, status, configuration, epoch and metrics."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("frames need pandas, which is not installed; pip install 'hfta_func[plot]'") from error
-        return pandas.DataFrame(
+        return frame_of(
             [
                 {"member": member.number, "status": member.status, **member.config, "epoch": epoch, **metrics}
                 for member in self.members

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +13,7 @@ from torch import nn
 import hfta_func as hfta
 from hfta_func.tune.asking import Asking
 from hfta_func.tune.population import Population
+from hfta_func.tune.tables import PathLike, frame_of, write_tables
 
 if TYPE_CHECKING:
     import optuna
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 Direction = Literal["minimize", "maximize"]
 Rank = Literal["mean", "lower", "paired"]
-PathLike = str | os.PathLike[str]
 
 
 @dataclasses.dataclass
@@ -142,11 +140,7 @@ class Study:
         Raises:
             ImportError: if pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("frames need pandas, which is not installed; pip install 'hfta_func[plot]'") from error
-        return pandas.DataFrame(self._rows())
+        return frame_of(self._rows())
 
     def _rows(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
@@ -163,14 +157,7 @@ class Study:
 
     def write(self, folder: PathLike) -> None:
         """Write the rows of :meth:`frame` to ``history.csv``, and :attr:`trajectory` to ``trajectory.csv``, in a folder."""
-        os.makedirs(folder, exist_ok=True)
-        rows = self._rows()
-        for name, head, body in (
-            ("history", list(rows[0]) if rows else [], [list(row.values()) for row in rows]),
-            ("trajectory", ["seconds", "trial", *self.metrics[:1]], self.trajectory),
-        ):
-            with open(os.path.join(folder, f"{name}.csv"), "w", newline="") as file:
-                csv.writer(file).writerows([head, *body])
+        write_tables(folder, self._rows(), self.metrics[0], self.trajectory)
 
     def by_seed(self) -> dict[int, dict[int, float]]:
         """The first objective of every complete trial by its number and seed, for :func:`hfta_func.compare`, best first."""

@@ -1,0 +1,59 @@
+"""Tables that come in, frames and files that go out."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+
+PathLike = str | os.PathLike[str]
+
+
+def rows_of(table: Any) -> list[Mapping[str, Any]]:
+    """The rows of a table: a list of dicts, a dict of lists, or a pandas frame."""
+    if hasattr(table, "to_dict") and hasattr(table, "columns"):
+        return table.to_dict("records")
+    if isinstance(table, Mapping):
+        columns = {name: list(values) for name, values in table.items()}
+        if len({len(values) for values in columns.values()}) > 1:
+            counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
+            raise ValueError(f"the columns of the table have different lengths: {counts}")
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return list(table)
+
+
+def frame_of(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+    """A pandas frame.
+
+    Raises:
+        ImportError: if pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError("frames need pandas, which is not installed; pip install 'hfta_func[plot]'") from error
+    return pandas.DataFrame(rows)
+
+
+def write_tables(
+    folder: PathLike, rows: Sequence[Mapping[str, Any]], metric: str, trajectory: Iterable[Sequence[Any]]
+) -> None:
+    """Write a study to a folder: ``history.csv`` has a row per trial, ``trajectory.csv`` the best value so far.
+
+    Args:
+        folder: It is made if it is not there.
+        rows: What is known of each trial, by column.
+        metric: What the trajectory is of.
+        trajectory: Seconds of training, number of the trial and its value, each time that a better one was found.
+    """
+    os.makedirs(folder, exist_ok=True)
+    for name, head, body in (
+        ("history", list(rows[0]) if rows else [], [list(row.values()) for row in rows]),
+        ("trajectory", ["seconds", "trial", metric], trajectory),
+    ):
+        with open(os.path.join(folder, f"{name}.csv"), "w", newline="") as file:
+            csv.writer(file).writerows([head, *body])
