@@ -50,7 +50,7 @@ FILES_IN = {
     ],
     "files": ["atomic", "storage", "checkpoint"],
     "run": ["memory", "history", "compare", "data", "fit", "plan"],
-    "tune": ["tables", "groups", "keeping", "member", "population", "schedulers", "asking", "study", "search", "run", "cli"],
+    "tune": "tables groups keeping member population schedulers asking study search run cli".split(),
 }
 LAST = {"_torch": ["__init__"], "tune": ["__init__"], "optim": ["_hyperparams", "__init__"], "rules": ["__init__"]}
 """Files above those side by side."""
