@@ -142,7 +142,7 @@ PLANTED = [
         "the transform draws the same noise in every epoch",
         *(
             "run/data.py",
-            "random.fold_in(random.fold_in(self.keys, _TRANSFORM), epoch)",
+            "random.fold_in(random.fold_in(self.keys, _TRANSFORM), epochs)",
             "random.fold_in(self.keys, _TRANSFORM)",
         ),
         "test_data.py::test_transform_draws_anew_for_every_member_batch_and_epoch",
@@ -151,7 +151,7 @@ PLANTED = [
         "the transform draws the same noise for every member",
         *(
             "run/data.py",
-            "random.fold_in(random.fold_in(self.keys, _TRANSFORM), epoch)",
+            "random.fold_in(random.fold_in(self.keys, _TRANSFORM), epochs)",
             "random.fold_in(random.fold_in(self.keys * 0, _TRANSFORM), epoch)",
         ),
         "test_data.py::test_transform_draws_anew_for_every_member_batch_and_epoch",

@@ -182,7 +182,9 @@ def test_a_study_that_is_killed_goes_on(
     ):
         assert torch.equal(mine, other)
     shown = optuna.load_study(storage=storage, study_name="study").trials
-    assert [trial.params for trial in shown] == [trial.params for trial in expected.trials]
+    # Optuna keeps what was asked for; who copies others goes on with something else.
+    assert [trial.user_attrs.get("params", trial.params) for trial in shown] == [t.params for t in expected.trials]
+    assert [trial.params for trial in shown] == [trial.params for trial in expected.optuna.trials]
     states = {"complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL"}
     assert [trial.state.name for trial in shown] == [states[trial.status] for trial in expected.trials]
     assert [trial.values for trial in shown if trial.state.name == "COMPLETE"] == [
@@ -330,6 +332,10 @@ def test_population_based_training_copies_and_explores() -> None:
     study = tune.run(build, SPACE, scheduler=tune.population_based(every=1, share=0.4), max_models=16, **STUDY)
     members = study.population.members
     assert all(trial.status == "complete" and len(trial.values) == 9 for trial in study.trials)
+    # What they ended with; Optuna keeps what was asked for besides.
+    assert all({**trial.params, "seed": 0} == members[trial.members[0]].config for trial in study.trials)
+    changed = {t.number: t.user_attrs["params"] for t in study.optuna.trials if "params" in t.user_attrs}
+    assert changed == {m.number: study.trials[m.number].params for m in members if m.parents}
     assert sum(len(member.parents) for member in members) >= 8
     for member in members:
         assert member.config["seed"] == 0 and int(study.population.state(member.number).keys[0]) == 0
@@ -339,6 +345,71 @@ def test_population_based_training_copies_and_explores() -> None:
             assert SPACE[name].low <= held <= SPACE[name].high
         for _, parent in member.parents:
             assert members[parent].config["width"] == member.config["width"]
+
+
+def test_names_that_cannot_be_changed_are_refused_before_training() -> None:
+    def build_decay(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        return build(fixed, {**members, "momentum": members["inertia"]})
+
+    space = {"lr": SPACE["lr"], "inertia": SPACE["momentum"], "width": SPACE["width"]}
+    calls: list[Any] = []
+    with pytest.raises(ValueError, match="changes hyperparameters by name, and 'inertia' is none of the state's"):
+        tune.run(build_decay, space, scheduler=tune.population_based(), callbacks=[calls.append], **STUDY)
+    assert not calls
+
+
+def test_every_group_of_two_or_more_copies() -> None:
+    pairs = tune.population_based(share=0.25).pairs
+    assert pairs({0: 1.0}) == [] and pairs({0: 1.0, 1: 2.0}) == [(0, 1)]
+    assert pairs(dict(enumerate(range(8)))) == [(0, 7), (1, 6)]
+
+
+def test_ctrl_c_while_a_storage_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written then is not written again."""
+    for place, (kind, name) in enumerate(
+        [(optuna.study.Study, "add_trial"), (optuna.study.Study, "tell"), (optuna.trial.Trial, "report")]
+    ):
+        inner, calls = getattr(kind, name), []
+
+        def pressed(*args: Any, **named: Any) -> Any:
+            found = inner(*args, **named)  # noqa: B023
+            # Of the study in the storage, not of that in memory.
+            if args[0].__dict__.get("study", args[0])._storage.get_all_studies()[0].study_name == "study":
+                calls.append(1)  # noqa: B023
+                if len(calls) == 3:  # noqa: B023
+                    raise KeyboardInterrupt
+            return found
+
+        storage = f"sqlite:///{tmp_path}/{place}.db"
+        options = STUDY | {"max_models": 4, "storage": storage, "name": "study", "resume": tmp_path / str(place)}
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            patch.setattr(kind, name, pressed)
+            study = tune.run(build, SPACE, scheduler=tune.halving(), **options)
+        assert study.interrupted and len(calls) >= 3
+        study = tune.run(build, SPACE, scheduler=tune.halving(), **options)
+        shown = optuna.load_study(storage=storage, study_name="study").trials
+        assert [trial.user_attrs["trial"] for trial in shown] == [trial.number for trial in study.trials]
+        assert all(trial.state.is_finished() for trial in shown)
+
+
+def test_members_that_are_gone() -> None:
+    population = tune.population(
+        build, {"lr": [0.1, 0.2], "momentum": [0.0, 0.5], "width": [4, 6]}, nonfusible=["width"]
+    )
+    population.keep([1])
+    for ask in (lambda: population.keep([0]), lambda: population.state(0), lambda: population.export(0)):
+        with pytest.raises(ValueError, match=r"member 0 is dropped, and its state is gone; those alive are \[1\]"):
+            ask()
+    with pytest.raises(ValueError, match="there is no member 2; the population has had 2"):
+        population.keep([2])
+    assert population.alive == [1]
+    with pytest.raises(ValueError, match="'width' is non-fusible, so a member cannot change it"):
+        population.copy([(1, 1)], width=[4])
+    with pytest.raises(
+        KeyError, match=r"build reads fixed\['width'\], which members differ in; pass nonfusible=\['width'\]"
+    ):
+        tune.population(lambda fixed, members: build({"width": fixed["width"]}, members), {"lr": [0.1], "width": [4]})
 
 
 def test_compiled_steps_see_few_sizes() -> None:

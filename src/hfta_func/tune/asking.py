@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import optuna
 
 Event = list[Any]
-"""``["ask", params]``, ``["report", trial, epoch, values]`` or ``["tell", trial, status, values]``."""
+"""``["ask", params]``, ``["report", trial, epoch, values]``, ``["change", trial, params]`` or ``["tell", trial, status, values]``."""
 
 
 def _optuna() -> Any:
@@ -84,6 +84,11 @@ class Asking:
             self._trials[trial].report(values[0], epoch)
         self.events.append(["report", trial, epoch, list(values)])
 
+    def change(self, trial: int, params: Mapping[str, Any]) -> None:
+        """A trial goes on with other parameters than those asked for, which Optuna keeps."""
+        self._trials[trial].set_user_attr("params", dict(params))
+        self.events.append(["change", trial, dict(params)])
+
     def tell(self, trial: int, status: str, values: Sequence[float] | None) -> None:
         """A trial has ended."""
         states = {"complete": self._states.COMPLETE, "stopped": self._states.PRUNED, "failed": self._states.FAIL}
@@ -99,6 +104,7 @@ class Asking:
         Raises:
             ValueError: if the sampler now gives other parameters.
         """
+        told: dict[str, Callable[..., None]] = {"report": self.report, "change": self.change, "tell": self.tell}
         for kind, *rest in events:
             if kind == "ask":
                 params = self.ask()
@@ -108,7 +114,7 @@ class Asking:
                         f"same sampler and seed"
                     )
             else:
-                (self.report if kind == "report" else self.tell)(*rest)
+                told[kind](*rest)
 
 
 class Mirror:
@@ -137,13 +143,23 @@ class Mirror:
         with _storing(storage):
             self.study.set_user_attr("hfta_func", told)
         self._storage = storage
-        self._shown = {trial.user_attrs["trial"]: trial for trial in trials}
+        self._look()
+
+    def _look(self) -> None:
+        """Read what the storage has."""
+        found = self.study.get_trials(deepcopy=False)
+        self._shown: dict[int, Any] = {trial.user_attrs["trial"]: trial for trial in found}
         self._ended: set[int] = {number for number, trial in self._shown.items() if trial.state.is_finished()}
+        self._is_known = True
 
     def show(self, trials: Sequence[Any], rungs_of: Callable[[Any], Sequence[int]]) -> None:
         """Add new trials, and tell of those that have ended."""
         states = self._module.trial.TrialState
         with _storing(self._storage), _quiet():
+            if not self._is_known:
+                self._look()
+            # Until the end: Ctrl-C may break off what follows at any place.
+            self._is_known = False
             new = [trial for trial in trials if trial.number not in self._shown]
             for trial in new:
                 # Added at once with all that it has, so that no other process ever sees a part of it.
@@ -156,7 +172,8 @@ class Mirror:
                     )
                 )
             if new:
-                self._shown = {one.user_attrs["trial"]: one for one in self.study.get_trials(deepcopy=False)}
+                self._look()
+                self._is_known = False
             for trial in trials:
                 frozen = self._shown[trial.number]
                 if trial.number in self._ended or trial.status == "running":
@@ -166,11 +183,14 @@ class Mirror:
                 for epoch, values in zip(rungs_of(trial), trial.values, strict=False):
                     if len(values) == 1 and epoch not in frozen.intermediate_values:
                         stored.report(values[0], epoch)
+                if trial.params != frozen.params:
+                    stored.set_user_attr("params", trial.params)
                 if trial.error is not None:
                     stored.set_user_attr("error", trial.error)
                 state = {"complete": states.COMPLETE, "stopped": states.PRUNED, "failed": states.FAIL}[trial.status]
                 self.study.tell(frozen.number, list(trial.values[-1]) if trial.status == "complete" else None, state)
                 self._ended.add(trial.number)
+            self._is_known = True
 
 
 @contextlib.contextmanager

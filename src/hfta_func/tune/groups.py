@@ -106,7 +106,15 @@ class Group:
     def _built(self, configs: Mapping[int, Mapping[str, Any]]) -> Any:
         rows = list(configs.values())
         names = [name for name in rows[0] if name not in self.fixed]
-        return self._build(dict(self.fixed), {name: [row[name] for row in rows] for name in names})
+        try:
+            return self._build(dict(self.fixed), {name: [row[name] for row in rows] for name in names})
+        except KeyError as error:
+            name = error.args[0] if error.args else None
+            if name in names:
+                raise KeyError(
+                    f"build reads fixed['{name}'], which members differ in; pass nonfusible=['{name}'] besides"
+                ) from error
+            raise
 
     def _checked(self, numbers: tuple[int, ...], made: Any) -> Block:
         if not isinstance(made, Array):

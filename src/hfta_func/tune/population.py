@@ -221,6 +221,8 @@ class Population:
             raise ValueError("pass the members to keep, or top= and by=")
         if members is not None:
             staying = list(members)
+            for number in staying:
+                self._check_alive(number)
         else:
             assert top is not None and by is not None
             if not top > 0:
@@ -252,8 +254,13 @@ class Population:
                 the order of its data.
             changes: New values of hyperparameters by name, as for :func:`hfta_func.with_hyperparams`, one per pair.
         """
+        for name in changes:
+            if name in self.nonfusible:
+                raise ValueError(f"'{name}' is non-fusible, so a member cannot change it; add new members instead")
         by_group: dict[tuple[Any, ...], list[int]] = {}
         for place, (member, source) in enumerate(pairs):
+            self._check_alive(member)
+            self._check_alive(source)
             key = self._group_of(self.members[member])
             if key != self._group_of(self.members[source]):
                 raise ValueError(f"member {member} cannot copy member {source}, whose non-fusible values are others")
@@ -299,12 +306,20 @@ class Population:
             member.parents = [(epoch, source) for epoch, source in member.parents]
         self.last = tuple(last)
 
+    def _check_alive(self, member: int) -> None:
+        if not 0 <= member < len(self.members):
+            raise ValueError(f"there is no member {member}; the population has had {len(self.members)}")
+        if (status := self.members[member].status) != "alive":
+            raise ValueError(f"member {member} is {status}, and its state is gone; those alive are {self.alive}")
+
     def state(self, member: int) -> Any:
-        """The state of a member, as an array of one."""
+        """The state of a member that is alive, as an array of one."""
+        self._check_alive(member)
         return self.group(self._group_of(self.members[member])).gather([member])
 
     def export(self, member: int) -> nn.Module:
         """A member as an ordinary module; its array must have been built with ``model``."""
+        self._check_alive(member)
         group = self.group(self._group_of(self.members[member]))
         if group.array.model is None:
             raise ValueError("build returned an Array without a model, which exported models are made of; give it one")

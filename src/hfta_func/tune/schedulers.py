@@ -188,9 +188,9 @@ class PopulationBased(Scheduler):
         return {trial: "go" for trial, found in alive.items() if len(found) == rung}
 
     def pairs(self, values: Mapping[int, float]) -> list[tuple[int, int]]:
-        """Who copies whom: the worst the best, one each."""
+        """Who copies whom: the worst the best, one each, and at least one of two or more."""
         ranked = sorted(values, key=lambda trial: -values[trial])
-        count = min(int(len(ranked) * self.share), len(ranked) // 2)
+        count = min(max(1, int(len(ranked) * self.share + 1e-9)), len(ranked) // 2)
         return list(zip(ranked[::-1][:count], ranked[:count], strict=True))
 
     def explored(self, distribution: Any, value: Any, draws: random.Random) -> Any:
@@ -267,7 +267,8 @@ def population_based(
 
     Args:
         every: Epochs from one round to the next.
-        share: The share of the members that copy others in a round, at most one half.
+        share: The share of the members with equal non-fusible values that copy others in a round, at least one of two,
+            at most one half.
         factors: What a copied hyperparameter is multiplied by, one of both at random.
         resample: How often it is drawn anew from the space instead.
     """

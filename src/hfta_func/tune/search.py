@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import hfta_func as hfta
 from hfta_func.tune.schedulers import Cohort, PopulationBased, Scheduler
 from hfta_func.tune.study import Study, Trial
 
@@ -99,7 +100,23 @@ class Search:
             raise
         for place, trial in enumerate(new):
             trial.members = numbers[place * len(self.seeds) : (place + 1) * len(self.seeds)]
+        if isinstance(self.scheduler, PopulationBased):
+            self._check_names()
         self._fail()
+
+    def _check_names(self) -> None:
+        """Refuse names that :meth:`_exploit` could not change, before anything has trained."""
+        population = self.study.population
+        for number in population.alive[:1]:
+            config = population.members[number].config
+            for name in sorted(set(config) - {"seed", *population.nonfusible}):
+                try:
+                    hfta.with_hyperparams(population.state(number), **{name: [config[name]]})
+                except hfta.HyperparameterError as error:
+                    raise ValueError(
+                        f"population-based training changes hyperparameters by name, and '{name}' is none of the state's; "
+                        f"name it in the space as the optimizer or hparams do, or pass it as nonfusible ({error})"
+                    ) from None
 
     def _fail(self) -> None:
         for trial in self.study.trials:
@@ -200,3 +217,7 @@ class Search:
                 rows.append({name: scheduler.explored(study.asking.space[name], source[name], draws) for name in names})
             members = [(study.trials[loser].members[0], study.trials[winner].members[0]) for loser, winner in pairs]
             study.population.copy(members, **{name: [row[name] for row in rows] for name in names})
+            for (loser, _), row in zip(pairs, rows, strict=True):
+                trial = study.trials[loser]
+                trial.params = {**trial.params, **row}
+                study.asking.change(loser, trial.params)
