@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import random
+import signal
 import sqlite3
 import warnings
 from collections.abc import Mapping, Sequence
@@ -393,6 +394,96 @@ def test_ctrl_c_while_a_storage_is_written(tmp_path: pathlib.Path, monkeypatch: 
         assert all(trial.state.is_finished() for trial in shown)
 
 
+def test_infinities_of_both_signs_lose() -> None:
+    def build_infinite(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def evaluate(state: Any) -> dict[str, Tensor]:
+            value = found.evaluate(state)["error"]  # type: ignore[misc]
+            signs = torch.tensor([1.0, -1.0, 0.0] * len(value))[: len(value)]
+            return {"error": torch.where(value > 0.47, signs * torch.inf, value)}
+
+        return found._replace(evaluate=evaluate)
+
+    for rank in ("mean", "lower", "paired"):
+        study = tune.run(build_infinite, FLAT, rank=rank, scheduler=tune.halving(), seeds=3, **SIX | {"epochs": 3})
+        assert any(not math.isfinite(value) for trial in study.trials for (value,) in trial.values)
+        assert all(math.isfinite(value) for trial in study.trials[1:] for (value,) in trial.values[1:])
+
+
+def test_ctrl_c_ends_both_halves_of_an_array() -> None:
+    calls: list[int] = []
+
+    def build_halved(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def evaluate(state: Any) -> dict[str, Tensor]:
+            if hfta.num_models(state) == 4:
+                raise ValueError("too many")
+            calls.append(1)
+            if len(calls) == 2:
+                signal.raise_signal(signal.SIGINT)
+            return found.evaluate(state)  # type: ignore[misc]
+
+        return found._replace(evaluate=evaluate)
+
+    population = tune.population(build_halved, {"lr": [0.1] * 4, "momentum": [0.0] * 4}, max_models=4)
+    population.fit(5)
+    assert population.interrupted and [member.epoch for member in population.members] == [0] * 4
+
+
+def test_a_storage_of_another_sampler_is_refused(tmp_path: pathlib.Path) -> None:
+    options = SIX | {"storage": f"sqlite:///{tmp_path}/study.db", "name": "study"}
+    tune.run(build, FLAT, **options)
+    tune.run(build, FLAT, **options)
+    with pytest.raises(ValueError, match="the storage has another study 'study', whose trial 0 is"):
+        tune.run(build, FLAT, sampler=optuna.samplers.RandomSampler(seed=5), **options)
+    with pytest.raises(RuntimeError, match="the storage nonsense cannot be used"):
+        tune.run(build, FLAT, **options | {"storage": "nonsense"})
+
+
+def test_members_that_cannot_be_added_leave_nothing_behind() -> None:
+    def build_wide(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        if len(set(members["width"])) > 1:
+            raise ValueError("mixed")
+        return build({"width": members["width"][0]}, {name: own for name, own in members.items() if name != "width"})
+
+    table = {"lr": [0.1, 0.2], "momentum": [0.5, 0.5], "width": [4, 6]}
+    population = tune.population(build_wide, {name: values[:1] for name, values in table.items()})
+    with pytest.raises(hfta.StackError, match="'width' decides the shapes"):
+        population.add(table)
+    assert len(population.members) == 1
+    population.fit(1)
+    assert [member.epoch for member in population.members] == [1]
+
+
+def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Path) -> None:
+    seen: list[Any] = []
+
+    def build_kinds(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        seen.append(fixed["kind"])
+        return build({}, members)
+
+    numpy = pytest.importorskip("numpy")
+    table = {"lr": numpy.array([0.1, 0.2]), "momentum": [0.0, 0.5], "kind": [1, True], "seed": numpy.arange(2)}
+    population = tune.population(build_kinds, table, nonfusible=["kind"])
+    assert [repr(kind) for kind in seen] == ["1", "True"]
+    population.save(tmp_path)
+    again = tune.population(build_kinds, nonfusible=["kind"])
+    again.load(tmp_path)
+    assert [repr(group.fixed["kind"]) for group in again.groups] == ["1", "True"]
+    population.fit(1)
+    with pytest.raises(ValueError, match="'kind' is non-fusible"):
+        population.copy([(0, 0)], kind=[1])
+    with pytest.raises(ValueError, match="lr has 2 values for 1 pairs"):
+        population.copy([(0, 0)], lr=[0.1, 0.2])
+    with pytest.raises(ValueError, match="a member copies two others"):
+        population.copy([(0, 0), (0, 0)])
+    population.add([{"lr": 0.1, "momentum": 0.0, "kind": 1}])
+    with pytest.raises(ValueError, match="member 2 has trained 0 epochs and member 0 1; fit them to the same epoch"):
+        population.copy([(2, 0)])
+
+
 def test_members_that_are_gone() -> None:
     population = tune.population(
         build, {"lr": [0.1, 0.2], "momentum": [0.0, 0.5], "width": [4, 6]}, nonfusible=["width"]
@@ -436,6 +527,9 @@ BAD = {
     "a string": ({"nonfusible": "width"}, r"pass a list of names, \['width'\]"),
     "direction": ({"direction": "up"}, "direction is .*; pass 'minimize' or 'maximize'"),
     "trials": ({"trials": -1}, "trials is -1; pass an integer, at least 0"),
+    "no trials": ({"trials": 0}, "this scheduler has none; pass how many to try"),
+    "batch": ({"batch": -1}, "batch is -1; pass a number of trials, at least 1"),
+    "columns": ({"metric": "lr"}, r"the space has 'lr', which is a column of study.frame\(\)"),
     "epochs": ({"epochs": 0}, "epochs is 0; pass an integer, at least 1"),
     "max_models": ({"max_models": 0}, "max_models is 0; pass a number of models"),
     "metrics": ({"metric": ("error", "loss"), "scheduler": tune.halving()}, "a scheduler compares one metric"),

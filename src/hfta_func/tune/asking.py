@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import optuna
 
 Event = list[Any]
-"""``["ask", params]``, ``["report", trial, epoch, values]``, ``["change", trial, params]`` or ``["tell", trial, status, values]``."""
+"""``["ask", params]``, ``["report", trial, epoch, values]``, ``["change", trial, params]`` or
+``["tell", trial, status, values]``."""
 
 
 def _optuna() -> Any:
@@ -152,12 +153,24 @@ class Mirror:
         self._ended: set[int] = {number for number, trial in self._shown.items() if trial.state.is_finished()}
         self._is_known = True
 
+    def _check_same(self, trials: Sequence[Any]) -> None:
+        """Refuse to go on where another sampler has asked."""
+        asked = self._asking.study.get_trials(deepcopy=False)
+        for trial in trials:
+            shown = self._shown.get(trial.number)
+            if shown is not None and shown.params != asked[trial.number].params:
+                raise ValueError(
+                    f"the storage has another study '{self.study.study_name}', whose trial {trial.number} is {shown.params} "
+                    f"and not {asked[trial.number].params}; pass another name, or the same sampler and seed"
+                )
+
     def show(self, trials: Sequence[Any], rungs_of: Callable[[Any], Sequence[int]]) -> None:
         """Add new trials, and tell of those that have ended."""
         states = self._module.trial.TrialState
         with _storing(self._storage), _quiet():
             if not self._is_known:
                 self._look()
+            self._check_same(trials)
             # Until the end: Ctrl-C may break off what follows at any place.
             self._is_known = False
             new = [trial for trial in trials if trial.number not in self._shown]
@@ -208,12 +221,15 @@ def _quiet() -> Iterator[None]:
 def _storing(storage: Any) -> Iterator[None]:
     try:
         yield
-    except _optuna().exceptions.StorageInternalError as error:
+    except Exception as error:
+        if type(error).__name__ not in ("StorageInternalError", "ArgumentError", "NoSuchModuleError"):
+            raise
         label = storage if isinstance(storage, str) else type(storage).__qualname__
         # What follows are statements of SQL.
         why = str(error.__cause__ or error).partition("\n")[0]
         raise RuntimeError(
-            f"the storage {label} cannot be used ({why}); another process may have locked it, or it is not writable"
+            f"the storage {label} cannot be used ({why}); another process may have locked it, or it is not writable, or "
+            f"no URL such as sqlite:///study.db"
         ) from error
 
 

@@ -108,7 +108,10 @@ def _module(path: str) -> dict[str, Any]:
     # As where the file is run, its neighbours can be imported, and so can it itself.
     sys.path.insert(0, str(file.resolve().parent))
     sys.modules.setdefault(file.stem, module)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RuntimeError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     found = vars(module)
     missing = [name for name in ("build", "space") if name not in found]
     if missing:

@@ -198,7 +198,9 @@ class Group:
                 )
                 self.limit = half
             error.__traceback__ = None
-        first, second = (self.train(part, epoch, epochs) for part in (numbers[:half], numbers[half:]))
+        first = self.train(numbers[:half], epoch, epochs)
+        # Ctrl-C ends both.
+        second = Trained({}, {}, {}, True) if first.interrupted else self.train(numbers[half:], epoch, epochs)
         return Trained(
             first.metrics | second.metrics,
             first.seconds | second.seconds,

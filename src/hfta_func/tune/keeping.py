@@ -80,7 +80,7 @@ class Keeping:
                 )
         population.restore(index["members"], index["last"])
         for held in index["groups"]:
-            group = population.group(tuple(held["fixed"]))
+            group = population.group(population.key_of(held["fixed"]))
             for block in held["blocks"]:
                 numbers = tuple(block["members"])
                 path = self._path(block["file"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 
@@ -39,3 +40,36 @@ class Member:
         if metric not in found:
             raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(found)}")
         return found[metric]
+
+
+def check_alive(members: Sequence[Member], numbers: Iterable[int]) -> None:
+    """Raise a ValueError unless all numbers are those of members that are alive."""
+    for number in numbers:
+        if not 0 <= number < len(members):
+            raise ValueError(f"there is no member {number}; the population has had {len(members)}")
+        if (status := members[number].status) != "alive":
+            alive = [member.number for member in members if member.status == "alive"]
+            raise ValueError(f"member {number} is {status}, and its state is gone; those alive are {alive}")
+
+
+def check_copies(
+    members: Sequence[Member],
+    pairs: Sequence[tuple[int, int]],
+    changes: Mapping[str, Sequence[Any]],
+    nonfusible: Sequence[str],
+) -> None:
+    """Raise a ValueError unless each member of ``pairs`` can copy the other, with such changes."""
+    if len({member for member, _ in pairs}) < len(pairs):
+        raise ValueError("a member copies two others; give each member one pair")
+    for name, values in changes.items():
+        if len(values) != len(pairs):
+            raise ValueError(f"{name} has {len(values)} values for {len(pairs)} pairs; give one per pair")
+        if name in nonfusible:
+            raise ValueError(f"'{name}' is non-fusible, so a member cannot change it; add new members instead")
+    for member, source in pairs:
+        check_alive(members, (member, source))
+        own, its = members[member].epoch, members[source].epoch
+        if own != its:
+            raise ValueError(
+                f"member {member} has trained {own} epochs and member {source} {its}; fit them to the same epoch"
+            )

@@ -11,7 +11,7 @@ from torch import nn
 import hfta_func as hfta
 from hfta_func.tune.groups import Build, Group, Trained
 from hfta_func.tune.keeping import Keeping
-from hfta_func.tune.member import Member
+from hfta_func.tune.member import Member, check_alive, check_copies
 from hfta_func.tune.tables import PathLike, frame_of, rows_of
 
 if TYPE_CHECKING:
@@ -126,12 +126,23 @@ class Population:
         groups: dict[tuple[Any, ...], list[Member]] = {}
         for member in self.members[first:]:
             groups.setdefault(self._group_of(member), []).append(member)
-        for key, those in groups.items():
-            self._fail(self.group(key).add({member.number: member.config for member in those}))
+        try:
+            for key, those in groups.items():
+                self._fail(self.group(key).add({member.number: member.config for member in those}))
+        except BaseException:
+            for group in self._groups.values():
+                group.drop(range(first, len(self.members)))
+            del self.members[first:]
+            raise
         return [*range(first, len(self.members))]
 
     def _group_of(self, member: Member) -> tuple[Any, ...]:
-        return tuple(member.config[name] for name in self.nonfusible)
+        return self.key_of([member.config[name] for name in self.nonfusible])
+
+    @staticmethod
+    def key_of(values: Sequence[Any]) -> tuple[Any, ...]:
+        """What tells groups apart by their non-fusible values: 1 and True, which Python holds for equal, are two."""
+        return tuple((type(value), value) for value in values)
 
     @property
     def groups(self) -> list[Group]:
@@ -139,9 +150,10 @@ class Population:
         return list(self._groups.values())
 
     def group(self, key: tuple[Any, ...]) -> Group:
-        """The group of some values of the non-fusible names."""
+        """The group of some :meth:`key_of` values of the non-fusible names."""
         if key not in self._groups:
-            self._groups[key] = Group(self._build, dict(zip(self.nonfusible, key, strict=True)), self._limit)
+            values = [value for _, value in key]
+            self._groups[key] = Group(self._build, dict(zip(self.nonfusible, values, strict=True)), self._limit)
         return self._groups[key]
 
     def _fail(self, errors: Mapping[int, Exception]) -> None:
@@ -221,8 +233,7 @@ class Population:
             raise ValueError("pass the members to keep, or top= and by=")
         if members is not None:
             staying = list(members)
-            for number in staying:
-                self._check_alive(number)
+            check_alive(self.members, staying)
         else:
             assert top is not None and by is not None
             if not top > 0:
@@ -246,21 +257,17 @@ class Population:
 
         return sorted(self.alive, key=key)
 
-    def copy(self, pairs: Sequence[tuple[int, int]], **changes: Sequence[float]) -> None:
+    def copy(self, pairs: Sequence[tuple[int, int]], /, **changes: Sequence[float]) -> None:
         """Have members go on from what others have learned, with hyperparameters of their own; nothing is compiled anew.
 
         Args:
-            pairs: Pairs of a member and whom it copies, of the same architecture. It keeps its seed and
-                the order of its data.
+            pairs: Pairs of a member and whom it copies, of the same architecture and after as many epochs. It keeps its seed
+                and the order of its data.
             changes: New values of hyperparameters by name, as for :func:`hfta_func.with_hyperparams`, one per pair.
         """
-        for name in changes:
-            if name in self.nonfusible:
-                raise ValueError(f"'{name}' is non-fusible, so a member cannot change it; add new members instead")
+        check_copies(self.members, pairs, changes, self.nonfusible)
         by_group: dict[tuple[Any, ...], list[int]] = {}
         for place, (member, source) in enumerate(pairs):
-            self._check_alive(member)
-            self._check_alive(source)
             key = self._group_of(self.members[member])
             if key != self._group_of(self.members[source]):
                 raise ValueError(f"member {member} cannot copy member {source}, whose non-fusible values are others")
@@ -272,10 +279,9 @@ class Population:
             values = {name: [column[place] for place in places] for name, column in changes.items()}
             group.put(losers, hfta.with_hyperparams(state, **values) if values else state)
             for row, (loser, winner) in enumerate(zip(losers, winners, strict=True)):
-                member, source = self.members[loser], self.members[winner]
+                member = self.members[loser]
                 member.config |= {name: column[row] for name, column in values.items()}
                 member.parents.append((member.epoch, winner))
-                member.epoch = source.epoch
 
     def save(self, folder: PathLike) -> None:
         """Write all members, their metrics and lineage to a folder; if this fails, the folder keeps its former content.
@@ -306,20 +312,14 @@ class Population:
             member.parents = [(epoch, source) for epoch, source in member.parents]
         self.last = tuple(last)
 
-    def _check_alive(self, member: int) -> None:
-        if not 0 <= member < len(self.members):
-            raise ValueError(f"there is no member {member}; the population has had {len(self.members)}")
-        if (status := self.members[member].status) != "alive":
-            raise ValueError(f"member {member} is {status}, and its state is gone; those alive are {self.alive}")
-
     def state(self, member: int) -> Any:
         """The state of a member that is alive, as an array of one."""
-        self._check_alive(member)
+        check_alive(self.members, [member])
         return self.group(self._group_of(self.members[member])).gather([member])
 
     def export(self, member: int) -> nn.Module:
         """A member as an ordinary module; its array must have been built with ``model``."""
-        self._check_alive(member)
+        check_alive(self.members, [member])
         group = self.group(self._group_of(self.members[member]))
         if group.array.model is None:
             raise ValueError("build returned an Array without a model, which exported models are made of; give it one")

@@ -105,10 +105,15 @@ def run(
     metrics = (metric,) if isinstance(metric, str) else tuple(metric)
     directions = (direction,) * len(metrics) if isinstance(direction, str) else tuple(direction)
     _check(space, nonfusible, metrics, directions, trials, epochs, seeds, scheduler)
+    if batch is not None and (not isinstance(batch, int) or batch < 1):
+        raise ValueError(f"batch is {batch!r}; pass a number of trials, at least 1, or None")
     scheduler = scheduler or Scheduler()
     asking = Asking(space, directions, sampler, seed)
     study = Study(Population(build, nonfusible, max_models, seed), asking, metrics, directions, rank)
-    search = Search(study, scheduler, scheduler.cohorts(trials, epochs), range(seed, seed + seeds), batch, max_models)
+    cohorts = scheduler.cohorts(trials, epochs)
+    if not any(cohort.trials for cohort in cohorts):
+        raise ValueError("trials is 0, the scheduler's own number, and this scheduler has none; pass how many to try")
+    search = Search(study, scheduler, cohorts, range(seed, seed + seeds), batch, max_models)
     about = {
         "space": {key: asking.json(key) for key in space},
         **{
@@ -170,6 +175,11 @@ def _check(
         raise ValueError(f"nonfusible names '{unknown[0]}', but the space has {', '.join(space) or 'no names'}")
     if not set(space) - set(nonfusible):
         raise ValueError("the space has no fusible name, so no two trials could share an array; use Optuna itself")
+    taken = [name for name in space if name in ("trial", "status", "epochs", "seconds", *metrics)]
+    if taken:
+        raise ValueError(
+            f"the space has '{taken[0]}', which is a column of study.frame() besides; give it another name"
+        )
     if "seed" in space:
         raise ValueError("the space has 'seed', which members have besides; pass seeds= for several seeds per trial")
     if len(directions) != len(metrics) or set(directions) - {"minimize", "maximize"}:

@@ -202,7 +202,7 @@ class Search:
         # Only members of one architecture can copy each other.
         groups: dict[tuple[Any, ...], dict[int, float]] = {}
         for trial in running:
-            key = tuple(trial.params[name] for name in study.population.nonfusible)
+            key = study.population.key_of([trial.params[name] for name in study.population.nonfusible])
             groups.setdefault(key, {})[trial.number] = study.score(trial.values[-1][0])
         names = [name for name in study.asking.space if name not in study.population.nonfusible]
         for values in groups.values():

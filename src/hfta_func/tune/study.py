@@ -128,6 +128,8 @@ class Study:
             seed: Which of its members, counted from 0.
         """
         self.state(trial)
+        if not 0 <= seed < len(self.trials[trial].members):
+            raise ValueError(f"seed is {seed}, but trial {trial} has {len(self.trials[trial].members)} members, from 0")
         return self.population.export(self.trials[trial].members[seed])
 
     def frame(self) -> pandas.DataFrame:
@@ -180,9 +182,9 @@ class Study:
         ]
         if trial is other:
             return 0.0
-        mean = statistics.fmean(differences)
-        if not math.isfinite(mean):
+        if not all(map(math.isfinite, differences)):
             return -math.inf
+        mean = statistics.fmean(differences)
         deviation = statistics.stdev(differences) if len(differences) > 1 else 0.0
         return mean / (deviation / math.sqrt(len(differences)) + 1e-12)
 
@@ -191,7 +193,8 @@ class Study:
         found = []
         for metric, direction in zip(self.metrics, self.directions, strict=True):
             values = [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
-            mean = statistics.fmean(values)
+            # Of infinities of both signs there is none.
+            mean = statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan
             if self.rank == "lower" and len(values) > 1 and math.isfinite(mean):
                 margin = statistics.NormalDist().inv_cdf(0.95) * statistics.stdev(values) / math.sqrt(len(values))
                 mean += margin if direction == "minimize" else -margin

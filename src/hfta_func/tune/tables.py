@@ -16,14 +16,15 @@ PathLike = str | os.PathLike[str]
 def rows_of(table: Any) -> list[Mapping[str, Any]]:
     """The rows of a table: a list of dicts, a dict of lists, or a pandas frame."""
     if hasattr(table, "to_dict") and hasattr(table, "columns"):
-        return table.to_dict("records")
+        return rows_of(table.to_dict("records"))
     if isinstance(table, Mapping):
         columns = {name: list(values) for name, values in table.items()}
         if len({len(values) for values in columns.values()}) > 1:
             counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
             raise ValueError(f"the columns of the table have different lengths: {counts}")
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return list(table)
+        return rows_of([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    # Numbers of NumPy become Python's, which JSON can hold.
+    return [{name: value.item() if hasattr(value, "item") else value for name, value in row.items()} for row in table]
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
