@@ -47,7 +47,7 @@ PLANTED = [
     ),
     Planted(
         "groups leave out the last members",
-        *("step/chunks.py", "range(0, count, size)", "range(0, count - size + 1, size)"),
+        *("step/chunks.py", "[*range(0, count, size), count]", "[*range(0, count, size)]"),
         "test_evaluate.py::test_noise_is_that_of_seed_and_inverted_step",
     ),
     Planted(
