@@ -141,3 +141,15 @@ def test_bad_input(
     assert cli.main(["tune", str(study), *order]) == 1
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.splitlines()[-1].startswith("hfta-func: ")
+
+
+def test_names_that_are_almost_arguments(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study.write_text(STUDY + "\nschedular = tune.halving()\n")
+    assert cli.main(["tune", str(study)]) == 0
+    assert "defines schedular, which is not used; did you mean scheduler?" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_run(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study.write_text("1 / 0\n")
+    assert cli.main(["tune", str(study)]) == 1
+    assert "example_study.py cannot be run: ZeroDivisionError: division by zero" in capsys.readouterr().err

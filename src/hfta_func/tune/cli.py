@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -123,6 +124,11 @@ def _tune(args: argparse.Namespace) -> int:
     module = _module(args.file)
     known = set(inspect.signature(run).parameters) - {"build", "space", "progress", "callbacks", "resume"}
     options = {name: module[name] for name in known if name in module}
+    for name in module:
+        if name not in known and (close := difflib.get_close_matches(name, known - set(module), 1, 0.8)):
+            print(
+                f"hfta-func: {args.file} defines {name}, which is not used; did you mean {close[0]}?", file=sys.stderr
+            )
     options |= {name: getattr(args, name) for name in known if getattr(args, name, None) is not None}
     if args.scheduler is not None:
         options["scheduler"] = SCHEDULERS[args.scheduler](args.eta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,3 +74,9 @@ def check_copies(
             raise ValueError(
                 f"member {member} has trained {own} epochs and member {source} {its}; fit them to the same epoch"
             )
+
+
+def counted(what: str, statuses: Sequence[str]) -> str:
+    """How many there are, and of each status: ``"4 members (3 alive, 1 dropped)"``."""
+    parts = ", ".join(f"{count} {status}" for status, count in collections.Counter(statuses).items())
+    return f"{len(statuses)} {what}" + (f" ({parts})" if parts else "")

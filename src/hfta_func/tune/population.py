@@ -11,7 +11,7 @@ from torch import nn
 import hfta_func as hfta
 from hfta_func.tune.groups import Build, Group, Trained
 from hfta_func.tune.keeping import Keeping
-from hfta_func.tune.member import Member, check_alive, check_copies
+from hfta_func.tune.member import Member, check_alive, check_copies, counted
 from hfta_func.tune.tables import PathLike, frame_of, rows_of
 
 if TYPE_CHECKING:
@@ -135,6 +135,9 @@ class Population:
             del self.members[first:]
             raise
         return [*range(first, len(self.members))]
+
+    def __repr__(self) -> str:
+        return f"<Population of {counted('members', [member.status for member in self.members])}>"
 
     def _group_of(self, member: Member) -> tuple[Any, ...]:
         return self.key_of([member.config[name] for name in self.nonfusible])

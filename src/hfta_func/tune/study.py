@@ -12,6 +12,7 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func.tune.asking import Asking
+from hfta_func.tune.member import counted
 from hfta_func.tune.population import Population
 from hfta_func.tune.tables import PathLike, frame_of, write_tables
 
@@ -71,6 +72,9 @@ class Study:
         self.metrics, self.directions, self.rank = metrics, directions, rank
         self.asking = asking
         self.trajectory: list[tuple[float, int, float]] = []
+
+    def __repr__(self) -> str:
+        return f"<Study of {counted('trials', [trial.status for trial in self.trials])}>"
 
     def note(self, trial: Trial) -> None:
         """Note a trial that is better than all before it."""
