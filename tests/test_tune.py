@@ -530,6 +530,7 @@ BAD = {
     "trials": ({"trials": -1}, "trials is -1; pass an integer, at least 0"),
     "no trials": ({"trials": 0}, "this scheduler has none; pass how many to try"),
     "batch": ({"batch": -1}, "batch is -1; pass a number of trials, at least 1"),
+    "pairs": ({"rank": "paired"}, "rank is 'paired' and seeds is 1; pass at least 2"),
     "columns": ({"metric": "lr"}, r"the space has 'lr', which is a column of study.frame\(\)"),
     "epochs": ({"epochs": 0}, "epochs is 0; pass an integer, at least 1"),
     "max_models": ({"max_models": 0}, "max_models is 0; pass a number of models"),

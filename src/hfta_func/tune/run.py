@@ -110,6 +110,8 @@ def run(
     scheduler = scheduler or Scheduler()
     asking = Asking(space, directions, sampler, seed)
     study = Study(Population(build, nonfusible, max_models, seed), asking, metrics, directions, rank)
+    if rank == "paired" and seeds < 2:
+        raise ValueError(f"rank is 'paired' and seeds is {seeds}; pass at least 2, whose differences are compared")
     cohorts = scheduler.cohorts(trials, epochs)
     if not any(cohort.trials for cohort in cohorts):
         raise ValueError("trials is 0, the scheduler's own number, and this scheduler has none; pass how many to try")
