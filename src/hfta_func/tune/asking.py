@@ -144,14 +144,15 @@ class Mirror:
         with _storing(storage):
             self.study.set_user_attr("hfta_func", told)
         self._storage = storage
-        self._look()
+        self._shown: dict[int, Any] = {}
+        self._ended: set[int] = set()
+        self._is_known = False
 
     def _look(self) -> None:
         """Read what the storage has."""
         found = self.study.get_trials(deepcopy=False)
-        self._shown: dict[int, Any] = {trial.user_attrs["trial"]: trial for trial in found}
-        self._ended: set[int] = {number for number, trial in self._shown.items() if trial.state.is_finished()}
-        self._is_known = True
+        self._shown = {trial.user_attrs["trial"]: trial for trial in found}
+        self._ended = {number for number, trial in self._shown.items() if trial.state.is_finished()}
 
     def _check_same(self, trials: Sequence[Any]) -> None:
         """Refuse to go on where another sampler has asked."""
@@ -186,7 +187,6 @@ class Mirror:
                 )
             if new:
                 self._look()
-                self._is_known = False
             for trial in trials:
                 frozen = self._shown[trial.number]
                 if trial.number in self._ended or trial.status == "running":
@@ -219,11 +219,12 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _storing(storage: Any) -> Iterator[None]:
+    # Optuna brings SQLAlchemy, whose errors about a URL it lets through.
+    from sqlalchemy.exc import ArgumentError
+
     try:
         yield
-    except Exception as error:
-        if type(error).__name__ not in ("StorageInternalError", "ArgumentError", "NoSuchModuleError"):
-            raise
+    except (_optuna().exceptions.StorageInternalError, ArgumentError) as error:
         label = storage if isinstance(storage, str) else type(storage).__qualname__
         # What follows are statements of SQL.
         why = str(error.__cause__ or error).partition("\n")[0]
