@@ -21,7 +21,6 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from benchmarks._measure import interleaved, peak_bytes, resident_bytes, seconds, table
 from hfta_func._tree import write
-from hfta_func.optim._base import in_place
 
 THEIRS = {name.lower(): own for name, own in vars(torch.optim).items() if inspect.isclass(own)}
 VARIANTS = {
@@ -111,10 +110,8 @@ class Race:
         self._add(row, lambda: step(held), lambda: held["params"])
 
     def _in_place(self) -> Callable[[dict[str, Any]], None]:
-        update_ = in_place(self.optimizer)
-
         def step(held: dict[str, Any]) -> None:
-            update_(held["grads"], held["state"], held["params"], None, True)
+            hfta.update_(self.optimizer, held["grads"], held["state"], held["params"])
 
         return step
 

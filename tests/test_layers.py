@@ -15,7 +15,7 @@ SOURCE = pathlib.Path(hfta.__file__).parent
 
 # From bottom to top: a room, a file or a folder, imports only from rooms before its own.
 ROOMS = [
-    *("_types", "_errors", "_torch", "_tree", "random", "optim", "schedules", "calls", "rules", "models"),
+    *("_types", "_native", "_torch", "_noise", "_tree", "random", "optim", "schedules", "calls", "rules", "models"),
     *("step", "files", "run", "callbacks", "testing", "plot", "__init__", "tune"),
 ]
 APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
@@ -25,7 +25,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 # other, so that families of operators and optimizers stay apart.
 FILES_IN = {
     "_torch": ["_release", "levels", "dispatcher", "compiler", "modules"],
-    "optim": ["_base", "_leafwise"],
+    "optim": ["_base", "_kernel", "_leafwise"],
     "calls": ["body", "branches", "guards", "autodiff", "rewrites", "fills", "draws", "routing", "validation"],
     "rules": [
         *(

@@ -88,9 +88,11 @@ def _check_against(
         torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=["together", "one by one", "in pieces"])
+@pytest.fixture(params=["kernel", "together", "one by one", "in pieces"])
 def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large leaves are updated member by member, and larger ones in pieces; here all are, or none."""
+    """Without a kernel, large leaves are updated member by member, and larger ones in pieces; here all are, or none."""
+    if request.param != "kernel":
+        monkeypatch.setenv("HFTA_FUNC_NATIVE", "0")
     monkeypatch.setattr(_leafwise, "_ROWS", 1 << 60 if request.param == "together" else 1)
     monkeypatch.setattr(_leafwise, "_PIECE", 2 if request.param == "in pieces" else 1 << 60)
 

@@ -92,6 +92,7 @@ def _torch_updates(case: OptimizerCase, params: dict[str, Tensor], all_grads: li
 @pytest.mark.parametrize("piece", [1, 5, 1 << 20])
 @pytest.mark.parametrize("case", CASES)
 def test_large_leaves_are_updated_in_parts(case: OptimizerCase, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFTA_FUNC_NATIVE", "0")
     monkeypatch.setattr(_leafwise, "_ROWS", 1)
     monkeypatch.setattr(_leafwise, "_PIECE", piece)
     optimizer = ours(case)

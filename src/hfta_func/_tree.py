@@ -9,9 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func._errors import StackError
 from hfta_func._torch import pytree
-from hfta_func._types import Tree
+from hfta_func._types import StackError, Tree
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hfta_func._errors import CheckpointError
 from hfta_func._tree import where
+from hfta_func._types import CheckpointError
 from hfta_func.files.atomic import PathLike
 from hfta_func.files.checkpoint import load, plain, read_metadata, save
 from hfta_func.run.history import Callback, History

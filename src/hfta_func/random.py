@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._errors import HyperparameterError
+from hfta_func import _noise
 from hfta_func._torch import constant_to_compiler, num_dispatch_modes, outside_transforms
+from hfta_func._types import HyperparameterError
 
 # SplitMix64's constants as signed integers, because torch's uint64 lacks most operators.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -75,7 +76,7 @@ def _mix(z: Tensor) -> Tensor:
 
 def _hash(z: Tensor) -> Tensor:
     """The mixer for keys, stored because a chain of mixers written out would grow eightfold with every link."""
-    return _stored(_mix(z))
+    return _noise.mix(z) if _noise.is_fast(z) else _stored(_mix(z))
 
 
 def _stored(z: Tensor) -> Tensor:
@@ -117,6 +118,15 @@ def stream(key: Tensor) -> Stream:
     return Stream(start, _hash(start + _GOLDEN) | 1)
 
 
+def streams(key: Tensor, first: int, count: int) -> list[Stream]:
+    """The streams of a key ``[...]`` folded with ``first``, ``first + 1`` and so on, made together."""
+    if _noise.is_fast(key):
+        starts, strides = _noise.streams(key, first, count)
+    else:
+        starts, strides = stream(fold_in(key.unsqueeze(-1), torch.arange(first, first + count, device=key.device)))
+    return [*map(Stream, starts.unbind(-1), strides.unbind(-1))]
+
+
 def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
     """Uniform bits ``int64[..., *shape]`` for keys ``[...]``: word ``i`` is the mixer of ``start + i * stride``.
 
@@ -129,6 +139,8 @@ def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
         torch.Size([2, 3])
     """
     start, stride = stream(key) if isinstance(key, Tensor) else key
+    if _noise.is_fast(start):
+        return _noise.words(start, stride, shape)
     expand = (*start.shape, *(1,) * len(shape))
     index = torch.arange(1, math.prod(shape) + 1, device=start.device).reshape(shape)
     return _mix(start.reshape(expand) + stride.reshape(expand) * index)
@@ -164,10 +176,13 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
         tensor([[True, True], [True, True]])
     """
     # The 53 highest bits as a signed word: -2^52 stands for 0 and 2^52 for 1, which no word reaches.
-    draws = _signed_shift(bits(key, shape), 11)
     if isinstance(p, Tensor):
-        return draws < (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52)
-    return draws < round(p * 2.0**53) - (1 << 52)
+        return _signed_shift(bits(key, shape), 11) < (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52)
+    limit = round(p * 2.0**53) - (1 << 52)
+    start, stride = key = stream(key) if isinstance(key, Tensor) else key
+    if _noise.is_fast(start):
+        return _noise.words_below(start, stride, shape, limit)
+    return _signed_shift(bits(key, shape), 11) < limit
 
 
 def randint(key: Tensor | Stream, low: int, high: int, shape: Sequence[int]) -> Tensor:

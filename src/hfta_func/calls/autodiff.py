@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._errors import TraceError
+from hfta_func._types import TraceError
 
 rehearsing = contextvars.ContextVar("rehearsing", default=False)
 """Whether a step runs eagerly that a compiler is about to trace."""

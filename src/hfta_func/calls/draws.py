@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._errors import RandomnessError
 from hfta_func._torch import depth
+from hfta_func._types import RandomnessError
 from hfta_func.calls import fills
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hfta_func import random
-from hfta_func._errors import RandomnessError
 from hfta_func._torch import (
     constant_to_compiler,
     depth,
@@ -26,6 +25,7 @@ from hfta_func._torch import (
     traced_add_batch_dim,
     traced_unwrap_for_grad,
 )
+from hfta_func._types import RandomnessError
 from hfta_func.calls.branches import truth
 from hfta_func.calls.draws import EMPTY, REFUSED, ROUTED, spellings
 from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
@@ -60,7 +60,7 @@ class routed(TorchFunctionMode):
         self.key = key
         self.site = site
         self.depth = depth()
-        self._blocks: dict[int, random.Stream] = {}
+        self._blocks: dict[int, list[random.Stream]] = {}
 
     def next_key(self) -> random.Stream:
         """The stream of the next call site."""
@@ -68,10 +68,8 @@ class routed(TorchFunctionMode):
         self.site += 1
         block, place = divmod(self.site, _SITES)
         if block not in self._blocks:
-            sites = torch.arange(block * _SITES, (block + 1) * _SITES, device=self.key.device)
-            self._blocks[block] = random.stream(random.fold_in(self.key, sites))
-        start, stride = self._blocks[block]
-        found = random.Stream(start[place], stride[place])
+            self._blocks[block] = random.streams(self.key, block * _SITES, _SITES)
+        found = self._blocks[block][place]
         if depth() > self.depth:
             for level in levels_above(self.depth):
                 found = self._inside(found, *level)

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from typing import BinaryIO, TypeAlias
 
-from hfta_func._errors import CheckpointError
+from hfta_func._types import CheckpointError
 
 if sys.platform != "win32":
     import fcntl

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfta_func._errors import StateError
 from hfta_func._torch import MODULE_ATTRIBUTES, batch_dim, get_unwrapped, is_wrapped, pytree, writes
+from hfta_func._types import StateError
 from hfta_func.calls.body import Body
 from hfta_func.models.structure import UNSET, equal
 

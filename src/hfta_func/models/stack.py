@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._errors import StackError, StateError
 from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
-from hfta_func._types import Params
+from hfta_func._types import Params, StackError, StateError
 from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
 
 

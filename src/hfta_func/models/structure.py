@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from hfta_func._errors import StackError
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, own_tensors, weight_hooks
+from hfta_func._types import StackError
 
 T = TypeVar("T")
 

@@ -15,19 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._errors import HyperparameterError
 from hfta_func._torch import get_unwrapped, inside_transform, is_wrapped, outside_transforms
-from hfta_func._tree import num_models, write
-from hfta_func._types import Params, PerModel, Schedule, Tree, recipe
+from hfta_func._tree import num_models, where, write
+from hfta_func._types import HyperparameterError, Params, PerModel, Schedule, Tree, recipe
 
 Update = Callable[[Params, Tree, Params], tuple[Params, Tree]]
 """``update(grads, opt_state, params) -> (updates, opt_state)``."""
 
-UpdateInPlace = Callable[[Params, Tree, Params, "Tensor | None", bool], Params]
-"""``update_(grads, opt_state, params, keep, apply) -> updates``, which overwrites its arguments.
+Renew = Callable[[Params, Tree, Params, "Tensor | None", bool, bool], tuple[Params, Tree]]
+"""``renew(grads, opt_state, params, keep, donate, apply) -> (params, opt_state)``, all of an update in one go.
 
-The new state goes into ``opt_state``. The updates go into ``grads`` or, with ``apply``, are added to ``params``. Members
-where ``keep`` (``bool[M]``) is False retain their state and parameters; None updates all members.
+Members where ``keep`` (``bool[M]``, None is all) is False retain parameters and state. With ``donate`` the results may be
+written into the arguments. Without ``apply`` the first result is the updates.
 """
 
 
@@ -37,12 +36,12 @@ class GradientTransformation(NamedTuple):
     Args:
         init: ``init(params) -> opt_state``.
         update: ``update(grads, opt_state, params) -> (updates, opt_state)``.
-        update_: The same in place. None copies what ``update`` returns.
+        renew: :data:`Renew`, where that is faster than what is made of ``update``.
     """
 
     init: Callable[[Params], Tree]
     update: Update
-    update_: UpdateInPlace | None = None
+    renew: Renew | None = None
 
     def __reduce__(self) -> Any:
         return recipe(self, *self)
@@ -86,21 +85,34 @@ def update_(
         >>> params["w"].flatten()
         tensor([0.9000, 0.0000])
     """
-    in_place(optimizer)(grads, opt_state, params, keep, True)
+    write((params, opt_state), renew(optimizer, grads, opt_state, params, keep, donate=True))
 
 
-def in_place(transformation: GradientTransformation) -> UpdateInPlace:
-    """The in-place form of a transformation; under a compiler or a transform it copies what ``update`` returns."""
+def renew(
+    transformation: GradientTransformation,
+    grads: Params,
+    opt_state: Tree,
+    params: Params,
+    keep: Tensor | None = None,
+    *,
+    donate: bool = False,
+    apply: bool = True,
+) -> tuple[Params, Tree]:
+    """Call a transformation's :data:`Renew`, or do the same by its ``update``.
 
-    def copied(grads: Params, opt_state: Tree, params: Params, keep: Tensor | None, apply: bool) -> Params:
-        updates, new = transformation.update(grads, opt_state, params)
-        write(opt_state, new, keep)
-        if apply:
-            write(params, apply_updates(params, updates), keep)
-        return updates
-
-    compiled = torch.compiler.is_compiling() or inside_transform()
-    return copied if compiled else transformation.update_ or copied
+    Inside transforms nothing is written, whatever ``donate``: the caller does that at the end.
+    """
+    donate = donate and not inside_transform()
+    if transformation.renew is not None:
+        return transformation.renew(grads, opt_state, params, keep, donate, apply)
+    updates, new = transformation.update(grads, opt_state, params)
+    found, old = ((apply_updates(params, updates), new), (params, opt_state)) if apply else ((new,), (opt_state,))
+    if keep is not None:
+        found = where(keep, found, old)
+    if donate:
+        write(old, found)
+        found = old
+    return (found[0] if apply else updates), found[-1]
 
 
 class Range(enum.Enum):

@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from hfta_func._errors import HyperparameterError
-from hfta_func._types import HPARAMS, HYPERPARAMS
+from hfta_func._types import HPARAMS, HYPERPARAMS, HyperparameterError
 from hfta_func.optim._base import Range, check, check_choice, labels, per_member, vector
 from hfta_func.optim._transforms import PartitionState
 

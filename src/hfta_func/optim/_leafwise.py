@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._torch import can_look, inside_transform
-from hfta_func._tree import per_model, write_leaf
+from hfta_func._torch import can_look, inside_transform, num_dispatch_modes
+from hfta_func._tree import per_model, where, write, write_leaf
 from hfta_func._types import Params
 from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
+from hfta_func.optim._kernel import Kernel
 
 FIELDS = "step", "hyperparams"
 """The fields that every state begins with: updates made by each member ``int64[M]``, and hyperparameters by name."""
@@ -89,18 +91,27 @@ def leafwise(
             at["decay"] = -at["lr"] * at["weight_decay"] if decoupled else at["weight_decay"]
         return _Numbers(at), {"step": count, **dict(zip(carried, after, strict=True))}
 
-    def change(grad: Tensor, param: Tensor, k: Mapping[str, Any], held: list[Tensor]) -> tuple[Tensor, Any]:
-        """The direction, and the factor of the parameter to add besides, or None; updates the slots."""
+    def direct(grad: Any, param: Any, k: Mapping[str, Any], *held: Any) -> Any:
+        """The direction; updates the slots."""
         if maximize:
             grad = -grad
-        decay = k.get("decay")
-        if decay is not None and not decoupled:
+        decay = None if decoupled else k.get("decay")
+        if decay is not None:
             grad = torch.add(grad, param, alpha=decay) if isinstance(decay, float) else grad + decay * param
+        return rule(grad, param, k, *held)
+
+    def whole(grad: Any, param: Any, k: Mapping[str, Any], *held: Any) -> Any:
+        """What is added to the parameter; updates the slots."""
+        moved = direct(grad, param, k, *held) * k["step"]
+        return moved + param * k["decay"] if decoupled and "decay" in k else moved
+
+    def change(grad: Tensor, param: Tensor, k: Mapping[str, Any], held: list[Tensor]) -> tuple[Tensor, Any]:
+        """The direction, and the factor of the parameter to add besides, or None; updates the slots."""
         wide = [_wide(slot) for slot in held]
-        direction = rule(_wide(grad), _wide(param), k, *wide)
+        direction = direct(_wide(grad), _wide(param), k, *wide)
         for slot, new in zip(held, wide, strict=True):
             write_leaf(slot, new)
-        return direction, decay if decoupled else None
+        return direction, k.get("decay") if decoupled else None
 
     def functional(grad: Tensor, param: Tensor, k: Mapping[str, Any], held: list[Tensor]) -> Any:
         """:func:`change` that returns the next slots; rules write in place, which a gradient around them does not allow."""
@@ -113,66 +124,91 @@ def leafwise(
         around = inside_transform() and not torch.compiler.is_compiling()
         return (torch.func.functionalize(changed) if around else changed)(grad, param, k, held)
 
-    def update(grads: Params, held: Any, params: Params) -> tuple[Params, Any]:
-        numbers, new = begin(held)
-        updates, after = {}, {name: {} for name in slots}
-        for path, grad in grads.items():
-            back = torch.view_as_complex if grad.is_complex() else lambda real: real
-            grad, param, *own = map(_real, (grad, params[path], *(getattr(held, name)[path] for name in used)))
-            pieces = numbers.pieces(param, elementwise)
-            own = [slot.clone() for slot in own] if pieces else own
-            out = torch.empty_like(_wide(param)) if pieces else None
-            for row, k in pieces:
-                direction, factor = change(grad[row], param[row], k, [slot[row] for slot in own])
-                torch.mul(direction, k["step"], out=out[row])  # pyright: ignore
-                if factor is not None:
-                    out[row].add_(param[row], alpha=factor)  # pyright: ignore
-            if out is None:
-                k = numbers.like(param)
-                direction, factor, own = functional(grad, param, k, own)
-                out = direction * k["step"]
-                out = out if factor is None else out + factor * param
-            updates[path] = back(out)
-            for name, slot in zip(used, own, strict=True):
-                after[name][path] = back(slot)
-        return updates, held._replace(**new, **after)
+    kernel = Kernel(whole, len(used))
 
-    def update_(grads: Params, held: Any, params: Params, keep: Tensor | None, apply: bool) -> Params:
+    def at_once(
+        numbers: _Numbers, grads: Params, held: Any, params: Params, **how: Any
+    ) -> Iterator[tuple[list[str], Any]]:
+        """What the kernel makes of all leaves of a dtype that it takes, and their paths."""
+        observed = inside_transform() or (not torch.compiler.is_compiling() and num_dispatch_modes())
+        if not elementwise or observed or numbers.requires_grad:
+            return
+        trees = grads, params, *(getattr(held, name) for name in used)
+        for dtype in {params[path].dtype for path in grads}:
+            paths = [path for path in grads if params[path].dtype == dtype]
+            columns = kernel([[_real(tree[path]) for path in paths] for tree in trees], numbers.at, **how)
+            if columns is not None:
+                yield paths, [map(_back(params[paths[0]]), column) for column in columns]
+
+    def run(
+        grads: Params, held: Any, params: Params, keep: Tensor | None, donate: bool, apply: bool
+    ) -> tuple[Params, Any]:
         numbers, new = begin(held)
         kept = None if keep is None or not can_look(keep) else keep.tolist()
+        found, after = {}, {name: {} for name in slots}
+        for paths, columns in at_once(numbers, grads, held, params, keep=keep, donate=donate, apply=apply):
+            for tree, column in zip((found, *(after[name] for name in used)), columns, strict=True):
+                tree.update(zip(paths, column, strict=True))
         for path, grad in grads.items():
+            if path in found:
+                continue
+            back = _back(grad)
             grad, param, *own = map(_real, (grad, params[path], *(getattr(held, name)[path] for name in used)))
             pieces = numbers.pieces(param, elementwise)
-            for row, k in pieces:
-                if kept is None or kept[row[0].start]:
-                    direction, factor = change(grad[row], param[row], k, [slot[row] for slot in own])
-                    _put(grad[row], param[row], direction, k["step"], factor, apply)
-            if not pieces:
+            if pieces:
+                own = own if donate else [slot.clone() for slot in own]
+                out = torch.zeros_like(_wide(param)) if not apply else param if donate else param.clone()
+                for row, k in pieces:
+                    if kept is None or kept[row[0].start]:
+                        direction, factor = change(grad[row], param[row], k, [slot[row] for slot in own])
+                        if factor is not None:
+                            out[row].add_(param[row], alpha=factor)  # pyright: ignore
+                        out[row].add_(direction, alpha=k["step"])  # pyright: ignore
+            else:
                 k = numbers.like(param)
-                fresh = own if keep is None else [slot.clone() for slot in own]
-                direction, factor = change(grad, param, k, fresh)
-                moved = param if keep is None or not apply else param.clone()
-                _put(grad, moved, direction, k["step"], factor, apply)
-                for old, after in zip((param, *own), (moved, *fresh), strict=True):
-                    write_leaf(old, after, keep)
-        for name, after in new.items():
-            write_leaf(getattr(held, name), after, keep)
-        return grads
+                direction, factor, fresh = functional(grad, param, k, own)
+                out = direction * k["step"]
+                out = out if factor is None else out + factor * param
+                out = (param + out).to(param.dtype) if apply else out
+                if keep is not None:
+                    fresh = where(keep, fresh, own)
+                    out = where(keep, out, param) if apply else out
+                if donate:
+                    write((param, own) if apply else own, (out, fresh) if apply else fresh)
+                    out, fresh = param if apply else out, own
+                own = fresh
+            found[path] = back(out)
+            for name, slot in zip(used, own, strict=True):
+                after[name][path] = back(slot)
+        if keep is not None:
+            new = where(keep, new, {name: getattr(held, name) for name in new})
+        return found, held._replace(**new, **after)
 
-    return GradientTransformation(init, update, update_)
+    def update(grads: Params, held: Any, params: Params) -> tuple[Params, Any]:
+        return run(grads, held, params, None, False, False)
+
+    return GradientTransformation(init, update, run)
 
 
 class _Numbers:
     """The numbers of one update, in the forms that rules take."""
 
     def __init__(self, at: Mapping[str, Tensor]):
-        self._at = at
+        self.at = at
         self._columns: dict[torch.dtype, dict[str, Tensor]] = {}
         self._shaped: dict[tuple[torch.dtype, int], dict[str, Tensor]] = {}
-        self._rows: list[tuple[int, dict[str, float]]] = []
-        if can_look(at["step"]):
-            rows = zip(*torch.stack([*at.values()]).tolist(), strict=True)
-            self._rows = [(member, dict(zip(at, row, strict=True))) for member, row in enumerate(rows)]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether derivatives by them are taken."""
+        return any(value.requires_grad for value in self.at.values())
+
+    @functools.cached_property
+    def _rows(self) -> list[tuple[int, dict[str, float]]]:
+        if not can_look(self.at["step"]):
+            return []
+        rows = zip(*torch.stack([*self.at.values()]).tolist(), strict=True)
+        return [(member, dict(zip(self.at, row, strict=True))) for member, row in enumerate(rows)]
 
     def like(self, leaf: Tensor) -> dict[str, Tensor]:
         """Tensors that broadcast over a leaf, made once for each dtype and number of axes."""
@@ -180,8 +216,8 @@ class _Numbers:
         key = (leaf.dtype, leaf.dim())
         if leaf.dtype not in self._columns:
             # In one tensor, so that the compiler computes them once and not for every element of every leaf.
-            columns = torch.stack([value.to(leaf.dtype) for value in self._at.values()]).unbind()
-            self._columns[leaf.dtype] = dict(zip(self._at, columns, strict=True))
+            columns = torch.stack([value.to(leaf.dtype) for value in self.at.values()]).unbind()
+            self._columns[leaf.dtype] = dict(zip(self.at, columns, strict=True))
         if key not in self._shaped:
             self._shaped[key] = {name: per_model(value, leaf) for name, value in self._columns[leaf.dtype].items()}
         return self._shaped[key]
@@ -203,19 +239,11 @@ def _real(leaf: Tensor) -> Tensor:
     return torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
 
 
+def _back(leaf: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes of pairs what the leaf is."""
+    return torch.view_as_complex if leaf.is_complex() else lambda real: real
+
+
 def _wide(leaf: Tensor) -> Tensor:
     """In at least 32 bits: in fewer, a decay rate such as 0.999 would be 1."""
     return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
-
-
-def _put(grad: Tensor, param: Tensor, direction: Tensor, step: Any, factor: Any, apply: bool) -> None:
-    """Add ``step * direction + factor * param`` to the parameter or, without ``apply``, write it over the gradient."""
-    if not apply:
-        grad.copy_(direction * step if factor is None else direction * step + factor * param)
-        return
-    if factor is not None:
-        param.mul_(1 + factor)
-    if isinstance(step, float):
-        param.add_(direction, alpha=step)
-    else:
-        param.add_(direction * step)

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hfta_func._errors import HyperparameterError
-from hfta_func._types import PerModel, recorded
+from hfta_func._types import HyperparameterError, PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs, check_choice
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 

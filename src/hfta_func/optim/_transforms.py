@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._errors import HyperparameterError
 from hfta_func._torch import can_look
 from hfta_func._tree import per_model, where
-from hfta_func._types import Params, PerModel, recorded
+from hfta_func._types import HyperparameterError, Params, PerModel, recorded
 from hfta_func.optim._base import (
     GradientTransformation,
     Knobs,
     Range,
     apply_updates,
     check_transformation,
-    in_place,
+    renew,
     restrict,
     zero_count,
 )
@@ -54,13 +53,18 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             states.append(held)
         return grads, tuple(states)
 
-    def update_(grads: Params, state: Any, params: Params, keep: Tensor | None, apply: bool) -> Params:
-        last = len(transformations) - 1
+    def run(
+        grads: Params, state: Any, params: Params, keep: Tensor | None, donate: bool, apply: bool
+    ) -> tuple[Params, Any]:
+        states, last = [], len(transformations) - 1
         for number, (transformation, held) in enumerate(zip(transformations, state, strict=True)):
-            grads = in_place(transformation)(grads, held, params, keep, apply and number == last)
-        return grads
+            applies = apply and number == last
+            grads, held = renew(transformation, grads, held, params, keep, donate=donate, apply=applies)
+            states.append(held)
+        return grads, tuple(states)
 
-    return GradientTransformation(init, update, update_)
+    # An empty chain does not apply anything.
+    return GradientTransformation(init, update, run if transformations else None)
 
 
 KnobState = namedtuple("KnobState", ["step", "hyperparams"])
@@ -302,21 +306,21 @@ def partition(
                 )
         return PartitionState({name: groups[name].init(own) for name, (own,) in parts(params, params)})
 
+    def run(
+        grads: Params, state: PartitionState, params: Params, keep: Tensor | None, donate: bool, apply: bool
+    ) -> tuple[Params, PartitionState]:
+        found, states = {}, {}
+        for name, (own, values) in parts(params, grads, params):
+            held = state.groups[name]
+            new, states[name] = renew(groups[name], own, held, values, keep, donate=donate, apply=apply)
+            found.update(new)
+        rest = params if apply else {path: torch.zeros_like(grad) for path, grad in grads.items() if path not in found}
+        return {path: found.get(path, rest.get(path)) for path in grads}, PartitionState(states)
+
     def update(grads: Params, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
-        updates, states = {}, {}
-        for name, (own, values) in parts(params, grads, params):
-            new, states[name] = groups[name].update(own, state.groups[name], values)
-            updates.update(new)
-        updates = {path: updates[path] if path in updates else torch.zeros_like(grad) for path, grad in grads.items()}
-        return updates, PartitionState(states)
+        return run(grads, state, params, None, False, False)
 
-    def update_(grads: Params, state: PartitionState, params: Params, keep: Tensor | None, apply: bool) -> Params:
-        updates = {}
-        for name, (own, values) in parts(params, grads, params):
-            updates.update(in_place(groups[name])(own, state.groups[name], values, keep, apply))
-        return {path: updates[path] if path in updates else grad.zero_() for path, grad in grads.items()}
-
-    return GradientTransformation(init, update, update_)
+    return GradientTransformation(init, update, run)
 
 
 def _covers(name: str, path: str) -> bool:
@@ -328,10 +332,6 @@ def _longest(labels: Mapping[str, str | None], path: str) -> str | None:
     if not matching:
         raise HyperparameterError(f"'{path}' is in no group; name it, or label all others with '', None to freeze them")
     return labels[max(matching, key=len)]
-
-
-def _matches(name: str, path: str) -> bool:
-    return not name or path == name or path.startswith(f"{name}.")
 
 
 def _zeros(tree: Params) -> Params:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._errors import LoopWarning
+from hfta_func._types import LoopWarning
 from hfta_func.calls import validation
 from hfta_func.rules import _aliasing, _choice
 from hfta_func.rules._loop import one_by_one

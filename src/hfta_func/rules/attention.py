@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._errors import RandomnessError
 from hfta_func._torch import RandomnessType, current_interpreter, has_tangents
+from hfta_func._types import RandomnessError
 from hfta_func.rules._layout import align, each, fold, split
 from hfta_func.rules._registry import MODE, Call, Result, register
 

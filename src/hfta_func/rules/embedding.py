@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._errors import TraceError
 from hfta_func._torch import is_wrapped, num_dispatch_modes
+from hfta_func._types import TraceError
 from hfta_func.rules._layout import each, expand, fold, front, split
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._operator import Operator

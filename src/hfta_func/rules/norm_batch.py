@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._errors import TraceError
+from hfta_func._types import TraceError
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads
 from hfta_func.rules._layout import align, each, fold, front, split
 from hfta_func.rules._registry import Call, Result, register

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func._errors import RandomnessError
 from hfta_func._torch import num_dispatch_modes
+from hfta_func._types import RandomnessError
 from hfta_func.rules import _recurrence
 from hfta_func.rules._layout import each, expand, front
 from hfta_func.rules._packed import padding, refuse_own

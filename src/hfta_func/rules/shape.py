@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hfta_func._errors import TraceError
+from hfta_func._types import TraceError
 from hfta_func.rules._aliasing import current
 from hfta_func.rules._layout import front
 from hfta_func.rules._registry import Call, Result, register

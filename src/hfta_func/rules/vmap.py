@@ -12,8 +12,8 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func._errors import HFTAError, RandomnessError, TraceError
 from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
+from hfta_func._types import HFTAError, RandomnessError, TraceError
 from hfta_func.calls.body import place
 from hfta_func.calls.branches import Diverged
 from hfta_func.calls.rewrites import lowered

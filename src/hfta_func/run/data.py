@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._errors import BatchError, HyperparameterError, StateError
 from hfta_func._tree import leaves, tree_map
-from hfta_func._types import Tree
+from hfta_func._types import BatchError, HyperparameterError, StateError, Tree
 from hfta_func.calls.routing import routed
 from hfta_func.rules.vmap import vmap
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from hfta_func._errors import CheckpointError, StateError
+from hfta_func._types import CheckpointError, StateError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.history import Callback, History, Metrics, Running

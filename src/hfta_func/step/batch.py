@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hfta_func._errors import BatchError
 from hfta_func._tree import tree_map
-from hfta_func._types import Tree
+from hfta_func._types import BatchError, Tree
 
 
 def plain(batch: Tree) -> Tree:

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from hfta_func._errors import StateError
 from hfta_func._torch import can_look, constant_to_compiler, inside_transform, set_compiling, writes
 from hfta_func._tree import difference, tree_map
-from hfta_func._types import Params, Tree
+from hfta_func._types import Params, StateError, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.optim import GradientTransformation

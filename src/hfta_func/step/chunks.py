@@ -12,10 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hfta_func._errors import LoopWarning
 from hfta_func._torch import inside_transform
 from hfta_func._tree import leaves, tree_map
-from hfta_func._types import Tree
+from hfta_func._types import LoopWarning, Tree
 from hfta_func.calls.body import place
 from hfta_func.calls.branches import Diverged
 from hfta_func.step.batch import take_batch

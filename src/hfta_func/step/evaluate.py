@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._errors import StateError
 from hfta_func._torch import Compiled, can_look
 from hfta_func._tree import leaves, num_models
-from hfta_func._types import Params, Tree
+from hfta_func._types import Params, StateError, Tree
 from hfta_func.models.functional import bind, outline
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.rules._aliasing import Known

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from hfta_func._errors import NonFiniteError
 from hfta_func._torch import can_look, constant_to_compiler
+from hfta_func._types import NonFiniteError
+from hfta_func.optim._kernel import AT_ONCE
 
 
 class Failure(enum.IntEnum):
@@ -28,6 +29,9 @@ class Failure(enum.IntEnum):
 def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
     """The :class:`Failure` of every member, ``int64[M]``, from losses ``[M]`` and gradients ``[M, ...]``."""
     leaves = [losses, *grads]
+    if torch.compiler.is_compiling() and len(leaves) > AT_ONCE and losses.device.type == "cpu":
+        _define()
+        return torch.ops.hfta_func.diagnose(losses, leaves[1:])
     if can_look(losses) and bool(torch.stack([leaf.sum() for leaf in leaves]).isfinite().all()):
         # Nothing infinite and no NaN can have gone into a finite sum.
         return torch.zeros(losses.shape[0], dtype=torch.int64)
@@ -44,6 +48,10 @@ def _sum(leaf: Tensor) -> Tensor:
     leaf = leaf * 2.0**-64 if leaf.dtype == wide else leaf
     # Over all axes, in whatever order they are in memory: a gradient may be transposed.
     return leaf.sum([*range(1, leaf.dim())], dtype=wide) if leaf.dim() > 1 else leaf.to(wide)
+
+
+def _diagnose(losses: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    return diagnose(losses, grads)
 
 
 def refuse(failure: Tensor, step: Tensor) -> Tensor:
@@ -67,8 +75,10 @@ def _refuse(failure: Tensor, step: Tensor) -> Tensor:
 
 @constant_to_compiler
 def _define() -> bool:
-    """The same as an operator, which graphs call as it is; defined at first use, since nothing happens at import."""
+    """The same as operators, which graphs call as they are; defined at first use, since nothing happens at import."""
     if not hasattr(torch.ops.hfta_func, "refuse"):
         operator = torch.library.custom_op("hfta_func::refuse", _refuse, mutates_args=())
         operator.register_fake(lambda failure, step: torch.empty_like(failure))
+        together = torch.library.custom_op("hfta_func::diagnose", _diagnose, mutates_args=())
+        together.register_fake(lambda losses, grads: torch.empty(losses.shape[0], dtype=torch.int64))
     return True

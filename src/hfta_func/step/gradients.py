@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._errors import LossError
 from hfta_func._torch import can_look, inside_transform
 from hfta_func._tree import tree_map
-from hfta_func._types import Params, Tree
+from hfta_func._types import LossError, Params, Tree
 from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.rules._aliasing import Known
 from hfta_func.rules.vmap import vmap_routed

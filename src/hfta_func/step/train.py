@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._errors import HyperparameterError, LossError, StateError
 from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
-from hfta_func._types import Params, PerModel, Tree
+from hfta_func._types import HyperparameterError, LossError, Params, PerModel, StateError, Tree
 from hfta_func.models.functional import outline
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import GradientTransformation, Range, check_transformation, per_member

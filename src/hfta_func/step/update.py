@@ -1,4 +1,4 @@
-"""The ways to update parameters: to new tensors, in place, or rounded to bfloat16.
+"""The ways to update parameters: as the optimizer does, or rounded to bfloat16.
 
 Each way makes an :data:`Update`, and only :func:`hfta_func.step.commit.commit` calls it.
 """
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hfta_func._tree import where
 from hfta_func._types import Params, Tree
-from hfta_func.optim import GradientTransformation, apply_updates, update_
+from hfta_func.optim import GradientTransformation, apply_updates
+from hfta_func.optim._base import renew
 from hfta_func.step import amp
 from hfta_func.step.gradients import Found
 from hfta_func.step.options import Options
@@ -37,28 +38,31 @@ def choose(options: Options, rewrites_params: bool) -> Way:
 
 def plain(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
     """Update into new tensors."""
-    updates, opt_state = optimizer.update(found.grads, state.opt_state, found.params)
-    return _renewing(state, apply_updates(found.params, updates), opt_state)
-
-
-def in_place(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
-    """Update into the state's own tensors, which saves memory and, for large models, time."""
 
     def update(keep: Tensor | None) -> tuple[Params, Tree]:
-        update_(optimizer, found.grads, state.opt_state, found.params, keep)
-        return found.params, state.opt_state
+        # Members that are not kept keep the parameters of the state, which the model may have written in a copy.
+        params = {path: state.params[path] for path in found.params}
+        renewed, opt_state = renew(optimizer, found.grads, state.opt_state, found.params, keep)
+        if keep is not None and any(params[path] is not param for path, param in found.params.items()):
+            renewed = where(keep, renewed, params)
+        return renewed, opt_state
 
     return update
 
 
+def in_place(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
+    """Update into the state's own tensors, which saves memory and, for large models, time."""
+    return lambda keep: renew(optimizer, found.grads, state.opt_state, found.params, keep, donate=True)
+
+
 def rounded(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
     """Update in float32 and round at random to the parameters' own bfloat16."""
-    wide = amp.widen(found.params)
-    updates, opt_state = optimizer.update(amp.widen(found.grads), state.opt_state, wide)
-    params = amp.round_stochastically(state.keys, state.step, apply_updates(wide, updates), found.params)
-    return _renewing(state, params, opt_state)
 
+    def update(keep: Tensor | None) -> tuple[Params, Tree]:
+        wide = amp.widen(found.params)
+        updates, opt_state = optimizer.update(amp.widen(found.grads), state.opt_state, wide)
+        params = amp.round_stochastically(state.keys, state.step, apply_updates(wide, updates), found.params)
+        old = {path: state.params[path] for path in params}, state.opt_state
+        return (params, opt_state) if keep is None else where(keep, (params, opt_state), old)
 
-def _renewing(state: TrainState, params: Params, opt_state: Tree) -> Update:
-    old = {path: state.params[path] for path in params}, state.opt_state
-    return lambda keep: (params, opt_state) if keep is None else where(keep, (params, opt_state), old)
+    return update

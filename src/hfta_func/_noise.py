@@ -1,0 +1,147 @@
+"""Words of noise, each kind by one kernel in C where PyTorch's operators would take a dozen passes over memory.
+
+The arithmetic is that of :mod:`hfta_func.random`, so the bits are the same. Kernels are operators, which transforms know.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func import _native
+from hfta_func._torch import (
+    VmapInterpreter,
+    add_batch_dim,
+    below_batching,
+    num_dispatch_modes,
+    peek_interpreter,
+    unwrap_batched,
+)
+
+_HEAD = """
+#define GOLDEN 0x9E3779B97F4A7C15u
+#define SPREAD 0x94D049BB133111EBu
+static inline uint64_t mix(uint64_t z)
+{
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * SPREAD;
+    return z ^ (z >> 31);
+}
+"""
+_EACH = "for (int64_t i = low; i < high; i++)"
+_WORD = "mix(start[model] + stride[model] * (uint64_t)(i + 1))"
+_KEYS = "const uint64_t *start, const uint64_t *stride"
+_WORDS = _native.shared_out(_HEAD, f"{_KEYS}, uint64_t *out", f"{_EACH} out[model * sizes[0] + i] = {_WORD}")
+_BELOW = _native.shared_out(
+    _HEAD,
+    f"{_KEYS}, char *out, const int64_t *limit",
+    f"{_EACH} out[model * sizes[0] + i] = (int64_t){_WORD} >> 11 < *limit",
+)
+_MIXED = _native.shared_out(
+    _HEAD, "const uint64_t *z, uint64_t *out", f"{_EACH} out[model * sizes[0] + i] = mix(z[model * sizes[0] + i])"
+)
+_STREAMS = _native.shared_out(
+    _HEAD,
+    "const uint64_t *key, uint64_t *starts, uint64_t *strides, const int64_t *first",
+    _EACH
+    + """ {
+                        const int64_t at = model * sizes[0] + i;
+                        starts[at] = mix(mix(mix(key[model] + GOLDEN) ^ (uint64_t)(*first + i) * SPREAD) + GOLDEN);
+                        strides[at] = mix(starts[at] + GOLDEN) | 1;
+                    }""",
+)
+
+
+def is_fast(key: Tensor) -> bool:
+    """Whether the kernels are to be called: eagerly, on a CPU. Compilers make one of the arithmetic themselves."""
+    return not torch.compiler.is_compiling() and key.device.type == "cpu" and not num_dispatch_modes() and _defined()
+
+
+def mix(z: Tensor) -> Tensor:
+    """The mixer of every word."""
+    return torch.ops.hfta_func.mix(z)
+
+
+def words(start: Tensor, stride: Tensor, shape: Sequence[int]) -> Tensor:
+    """Words ``int64[..., *shape]`` of streams ``[...]``."""
+    return torch.ops.hfta_func.words(start, stride, shape)
+
+
+def words_below(start: Tensor, stride: Tensor, shape: Sequence[int], limit: int) -> Tensor:
+    """Whether the highest 53 bits of each word, as a signed number, are below a limit: ``bool[..., *shape]``."""
+    return torch.ops.hfta_func.words_below(start, stride, shape, limit)
+
+
+def streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Starts and strides ``int64[..., count]`` of keys ``[...]`` folded with ``first``, ``first + 1`` and so on."""
+    return torch.ops.hfta_func.streams(key, first, count)
+
+
+@functools.cache
+def _defined() -> bool:
+    """Define the operators; False where the kernels cannot be had."""
+    programs = [_native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS)]
+    if None in programs:
+        return False
+    mixed, words, below, streams = programs
+
+    def draw_mixed(z: Tensor) -> Tensor:
+        out = torch.empty(z.shape, dtype=torch.int64)
+        mixed([z.numel()], 1, [z.contiguous(), out])
+        return out
+
+    def draw(
+        start: Tensor, stride: Tensor, shape: Sequence[int], dtype: torch.dtype, run: Any, *more: Tensor
+    ) -> Tensor:
+        out = torch.empty((*start.shape, *shape), dtype=dtype)
+        if out.numel():
+            run([math.prod(shape)], start.numel(), [start.contiguous(), stride.contiguous(), out, *more])
+        return out
+
+    def draw_streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        starts, strides = torch.empty((2, *key.shape, count), dtype=torch.int64)
+        streams([count], key.numel(), [key.contiguous(), starts, strides, torch.tensor(first)])
+        return starts, strides
+
+    _define("mix(Tensor z) -> Tensor", draw_mixed)
+    draws = "(Tensor start, Tensor stride, SymInt[] shape"
+    _define(f"words{draws}) -> Tensor", lambda *args: draw(*args, torch.int64, words))
+    _define(
+        f"words_below{draws}, int limit) -> Tensor",
+        lambda *args: draw(*args[:3], torch.bool, below, torch.tensor(args[3])),
+    )
+    _define("streams(Tensor key, int first, int count) -> (Tensor, Tensor)", draw_streams)
+    return True
+
+
+def _define(schema: str, kernel: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    operator = getattr(torch.ops.hfta_func, name).default
+
+    def batched(*args: Any) -> Any:
+        """Members come first, whatever the keys' axes."""
+        interpreter = peek_interpreter()
+        level, size = interpreter.level(), VmapInterpreter(interpreter).batchSize()
+        with below_batching():
+            plain = []
+            for value in args:
+                if isinstance(value, Tensor):
+                    value, dim = unwrap_batched(value, level)
+                    value = value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+                plain.append(value)
+            found = operator(*plain)
+        if isinstance(found, Tensor):
+            return add_batch_dim(found, 0, level)
+        return tuple(add_batch_dim(one, 0, level) for one in found)
+
+    _LIBRARY.impl(name, kernel, "CPU")
+    _LIBRARY.impl(name, batched, "FuncTorchBatched")
+
+
+_LIBRARY = torch.library.Library("hfta_func", "FRAGMENT")
