@@ -47,7 +47,7 @@ def test_few_pairs_are_permuted_in_every_way() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_breaks_no_ties(dtype: torch.dtype) -> None:
     """Accuracies are tested as the numbers of images that they stand for."""
-    random = np.random.default_rng(0)
+    random, ties = np.random.default_rng(0), []
     for _ in range(60):
         count = int(random.integers(3, 9))
         plain = random.integers(695, 712, count)
@@ -59,6 +59,11 @@ def test_rounding_breaks_no_ties(dtype: torch.dtype) -> None:
         }
         (found,) = hfta.compare(accuracies, resamples=999).differences
         assert found.permutation == share, (plain, better)
+        if plain.sum() == better.sum():
+            ties.append((found.mean, found.seeds))
+        # An interval that ends where as many images are gained as lost ends at 0.
+        assert all(end == 0 or abs(end) > 1e-3 for end in (found.low, found.high))
+    assert ties and set(ties) == {(0.0, math.inf)}
 
 
 def test_differences_as_small_as_rounding_in_float32_count_in_float64() -> None:

@@ -231,13 +231,16 @@ def _difference(
         random = numpy.random.default_rng(seed)
         found = stats.bootstrap((differences,), numpy.mean, confidence_level=level, n_resamples=resamples, rng=random)
         low, high = map(float, found.confidence_interval)
+    rounding = _rounding(numpy, pairs)
+    # What is 0 but for rounding would look like a difference.
+    mean, low, high = (0.0 if abs(value) * len(pairs) <= rounding else value for value in (mean, low, high))
     wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
     return Difference(
         *(name, baseline, len(shared), mean, low, high, deviation),
         unpaired=float(numpy.hypot(*pairs.std(axis=0, ddof=1))),
         wins=(wins + (len(shared) - wins - losses) / 2) / len(shared),
         sign=float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0,
-        permutation=_permuted(numpy, differences, _rounding(numpy, pairs), resamples, seed),
+        permutation=_permuted(numpy, differences, rounding, resamples, seed),
         seeds=_seeds(stats, mean, deviation),
     )
 
