@@ -44,6 +44,33 @@ def test_few_pairs_are_permuted_in_every_way() -> None:
     assert found.permutation == np.mean([flip >= differences.sum() - 1e-12 for flip in flips])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_breaks_no_ties(dtype: torch.dtype) -> None:
+    """Accuracies are tested as the numbers of images that they stand for."""
+    random, ties = np.random.default_rng(0), []
+    for _ in range(60):
+        count = int(random.integers(3, 9))
+        plain = random.integers(695, 712, count)
+        better = plain + random.integers(-3, 4, count)
+        flips = [abs(np.dot(signs, better - plain)) for signs in itertools.product((1, -1), repeat=count)]
+        share = np.mean([flip >= abs((better - plain).sum()) for flip in flips])
+        accuracies = {
+            name: 100 * torch.tensor(images).to(dtype) / 719 for name, images in (("a", plain), ("b", better))
+        }
+        (found,) = hfta.compare(accuracies, resamples=999).differences
+        assert found.permutation == share, (plain, better)
+        if plain.sum() == better.sum():
+            ties.append((found.mean, found.seeds))
+        # An interval that ends where as many images are gained as lost ends at 0.
+        assert all(end == 0 or abs(end) > 1e-3 for end in (found.low, found.high))
+    assert ties and set(ties) == {(0.0, math.inf)}
+
+
+def test_differences_as_small_as_rounding_in_float32_count_in_float64() -> None:
+    (found,) = hfta.compare({"a": PLAIN[:8], "b": PLAIN[:8] + 1e-9}).differences
+    assert found.permutation == 2 / 2**8
+
+
 @pytest.mark.parametrize(("mean", "deviation"), [(1.0, 1.0), (0.2, 1.0), (3.0, 1.0), (0.05, 1.0)])
 def test_the_seeds_needed_find_a_difference_in_four_of_five_studies(mean: float, deviation: float) -> None:
     base = np.array([-1.0, 1.0, -1.0, 1.0])
@@ -53,6 +80,8 @@ def test_the_seeds_needed_find_a_difference_in_four_of_five_studies(mean: float,
     draws = np.random.default_rng(0).normal(mean, deviation, (4000, count))
     share = (stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.05).mean()
     assert share == pytest.approx(0.8, abs=0.02) or (count <= 4 and share > 0.8)
+    assert found.seeds_for(found.mean) == found.seeds_for(-found.mean) == count
+    assert found.seeds_for(found.mean / 2) > count and found.seeds_for(0) == math.inf
 
 
 def test_equal_and_constant_differences() -> None:
@@ -94,6 +123,8 @@ def test_table_and_picture() -> None:
     found = hfta.compare({"plain": PLAIN, "better": BETTER, "worse": PLAIN - 0.02}, baseline="better")
     assert str(found).count("\n") == 2 and "plain - better" in str(found)
     assert list(found.frame()["name"]) == ["plain", "worse"]
+    long = str(hfta.compare({"a name of many letters": PLAIN, "another, longer still": BETTER})).splitlines()
+    assert len(set(map(len, long))) == 1 and long[1].startswith("another, longer still - a name of many letters ")
     ax = found.plot(Figure().subplots())
     assert [label.get_text() for label in ax.get_yticklabels()] == ["plain", "worse"]
 

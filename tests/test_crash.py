@@ -122,8 +122,8 @@ class Study:
         assert [trial.user_attrs["trial"] for trial in shown] == [trial.number for trial in result.trials]
         states = {"complete": "COMPLETE", "stopped": "PRUNED"}
         assert [trial.state.name for trial in shown] == [states[trial.status] for trial in result.trials]
-        reported = [list(trial.intermediate_values.values()) for trial in shown]
-        assert reported == [[value for (value,) in trial.values] for trial in result.trials]
+        reported = [trial.intermediate_values for trial in shown]
+        assert reported == [trial.intermediate_values for trial in expected.optuna.get_trials()]
 
 
 def same(a, b):

@@ -601,6 +601,68 @@ def test_samplers_are_asked_in_batches(kind: str, options: Mapping[str, Any], as
     assert told(search(**batch)) == told(study)
 
 
+def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None:
+    """From before the first epoch on, with curves, states, times and names of the objective."""
+    url, seen = f"sqlite:///{tmp_path}/study.db", []
+
+    def look() -> list[Any]:
+        seen.append(optuna.load_study(storage=url, study_name="study").trials)
+        return seen[-1]
+
+    def build_watched(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def evaluate(state: Any) -> Any:
+            look()
+            return found.evaluate(state)  # type: ignore[misc]
+
+        if fixed["width"] == 6:
+            raise RuntimeError("too wide")
+        return found._replace(evaluate=evaluate)
+
+    options = STUDY | {"epochs": 27, "storage": url, "name": "study", "max_models": 16, "scheduler": tune.halving()}
+    study = tune.run(build_watched, SPACE, callbacks=[lambda _: look()], **options)
+    # Before anything has trained, all trials are there, and those that cannot be made have failed.
+    assert [trial.state.name for trial in seen[0]] == [
+        "FAIL" if trial.params["width"] == 6 else "RUNNING" for trial in study.trials
+    ]
+    assert any(trial.state.name == "RUNNING" and trial.intermediate_values for found in seen for trial in found)
+    shown = optuna.load_study(storage=url, study_name="study")
+    assert shown.metric_names == study.optuna.metric_names == ["error"]
+    for trial, found in zip(study.trials, shown.trials, strict=True):
+        metrics = study.population.members[trial.members[0]].metrics
+        rungs = (1, 3, 9, 27)[: len(trial.values)]
+        expected = {epoch: metrics[epoch - 1]["error"] for epoch in {*rungs, *range(3, len(metrics) + 1, 3)}}
+        assert found.intermediate_values == expected
+        # What Optuna holds for the value of a trial that was stopped.
+        assert found.values == ([trial.values[-1][0]] if trial.values else None)
+        assert found.user_attrs.get("error") == trial.error
+        assert found.datetime_start < found.datetime_complete
+    assert {trial.state.name for trial in shown.trials} == {"COMPLETE", "PRUNED", "FAIL"}
+
+
+@pytest.mark.filterwarnings("ignore:PedAnovaImportanceEvaluator computes")
+def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None:
+    """Of a storage as of memory, for each of several objectives."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    options = STUDY | {"metric": ["error", "loss"], "trials": 12, "epochs": 2, "max_models": 16}
+    study = tune.run(build, SPACE, storage=url, name="study", **options)
+    shown = optuna.load_study(storage=url, study_name="study")
+    assert shown.metric_names == ["error", "loss"] and shown.directions == study.optuna.directions
+    assert [trial.number for trial in shown.best_trials] == [trial.number for trial in study.asking.study.best_trials]
+    assert all(not trial.intermediate_values for trial in shown.trials)
+    for place in range(2):
+        found, expected = (
+            optuna.importance.get_param_importances(
+                one,
+                target=lambda trial: trial.values[place],  # noqa: B023
+                evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
+            )
+            for one in (shown, study.asking.study)
+        )
+        assert set(found) == set(SPACE) and found == pytest.approx(expected)
+
+
 def test_a_storage_that_is_locked(tmp_path: pathlib.Path) -> None:
     """The study ends, and goes on once it is free."""
     file, options = tmp_path / "study.db", STUDY | {"max_models": 4, "scheduler": tune.halving()}

@@ -50,6 +50,19 @@ class Difference(NamedTuple):
     permutation: float
     seeds: float
 
+    def seeds_for(self, difference: float) -> float:
+        """Pairs that a two-sided t test at 5 % needs to find a given difference with 80 % power; infinite if it is 0.
+
+        Args:
+            difference: A mean difference that matters, in units of the metric.
+
+        Example:
+            >>> found = compare({"plain": [0.90, 0.91, 0.93, 0.90], "dropout": [0.92, 0.92, 0.94, 0.93]})
+            >>> found.differences[0].seeds_for(0.02), found.differences[0].seeds_for(0.005)
+            (5, 31)
+        """
+        return _seeds(_package("scipy.stats"), difference, self.deviation)
+
 
 class Comparison:
     """The differences of all configurations from a baseline; made by :func:`compare`.
@@ -72,15 +85,16 @@ class Comparison:
         return _package("pandas").DataFrame(self.differences)
 
     def __str__(self) -> str:
+        names = [f"{found.name} - {found.baseline}" for found in self.differences]
+        width = max(16, *map(len, names))
         rows = [
-            f"{'':>16}{'pairs':>7}{'difference':>12}{f'{self.level:.0%} interval':>26}{'wins':>7}{'p':>8}{'seeds':>7}"
+            f"{'':>{width}}{'pairs':>7}{'difference':>12}{f'{self.level:.0%} interval':>26}{'wins':>7}{'p':>9}{'seeds':>7}"
         ]
-        for found in self.differences:
+        for name, found in zip(names, self.differences, strict=True):
             interval = f"[{found.low:+.4g}, {found.high:+.4g}]"
-            name = f"{found.name} - {found.baseline}"
             rows.append(
-                f"{name:>16}{found.pairs:7d}{found.mean:+12.4g}{interval:>26}{found.wins:7.0%}{found.permutation:8.3f}"
-                f"{found.seeds:7.0f}"
+                f"{name:>{width}}{found.pairs:7d}{found.mean:+12.4g}{interval:>26}{found.wins:7.0%}"
+                f"{found.permutation:9.2g}{found.seeds:7.0f}"
             )
         return "\n".join(rows)
 
@@ -217,18 +231,27 @@ def _difference(
         random = numpy.random.default_rng(seed)
         found = stats.bootstrap((differences,), numpy.mean, confidence_level=level, n_resamples=resamples, rng=random)
         low, high = map(float, found.confidence_interval)
+    rounding = _rounding(numpy, pairs)
+    # What is 0 but for rounding would look like a difference.
+    mean, low, high = (0.0 if abs(value) * len(pairs) <= rounding else value for value in (mean, low, high))
     wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
     return Difference(
         *(name, baseline, len(shared), mean, low, high, deviation),
         unpaired=float(numpy.hypot(*pairs.std(axis=0, ddof=1))),
         wins=(wins + (len(shared) - wins - losses) / 2) / len(shared),
         sign=float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0,
-        permutation=_permuted(numpy, differences, resamples, seed),
+        permutation=_permuted(numpy, differences, rounding, resamples, seed),
         seeds=_seeds(stats, mean, deviation),
     )
 
 
-def _permuted(numpy: Any, differences: Any, resamples: int, seed: int) -> float:
+def _rounding(numpy: Any, pairs: Any) -> float:
+    """How far rounding may have moved a sum of differences: metrics are mostly float32, though held as float64."""
+    held = numpy.float32 if (pairs == pairs.astype(numpy.float32)).all() else numpy.float64
+    return float(len(pairs) * numpy.finfo(held).eps * numpy.abs(pairs).max())
+
+
+def _permuted(numpy: Any, differences: Any, rounding: float, resamples: int, seed: int) -> float:
     """The share of sign flips whose mean is at least as far from 0; of all flips where these are few."""
     count = len(differences)
     if 2**count <= resamples:
@@ -237,8 +260,8 @@ def _permuted(numpy: Any, differences: Any, resamples: int, seed: int) -> float:
     else:
         signs, extra = numpy.random.default_rng(seed).choice((1, -1), size=(resamples, count)), 1
     means = numpy.abs(signs @ differences)
-    # As far but for rounding.
-    far = int((means >= abs(differences.sum()) * (1 - 1e-9)).sum())
+    # Accuracies are multiples of one image, so many sums are equal but for rounding.
+    far = int((means >= abs(differences.sum()) - rounding).sum())
     return (far + extra) / (len(signs) + extra)
 
 

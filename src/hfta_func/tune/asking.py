@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -118,10 +119,19 @@ class Asking:
                 told[kind](*rest)
 
 
+def named(study: optuna.Study, metrics: Sequence[str]) -> None:
+    """Give the objectives of Optuna's study their names, for its plots and dashboard."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", _optuna().exceptions.ExperimentalWarning)
+        study.set_metric_names(list(metrics))
+
+
 class Mirror:
     """A study in one of Optuna's storages, which shows the trials to others; each is told once, however often it is shown."""
 
-    def __init__(self, asking: Asking, storage: Any, name: str | None, about: Mapping[str, Any]):
+    def __init__(
+        self, asking: Asking, storage: Any, name: str | None, metrics: Sequence[str], about: Mapping[str, Any]
+    ):
         self._module = _optuna()
         self._asking = asking
         if name is None:
@@ -143,9 +153,11 @@ class Mirror:
             )
         with _storing(storage):
             self.study.set_user_attr("hfta_func", told)
+            named(self.study, metrics)
         self._storage = storage
         self._shown: dict[int, Any] = {}
         self._ended: set[int] = set()
+        self._reported: dict[int, set[int]] = {}
         self._is_known = False
 
     def _look(self) -> None:
@@ -153,6 +165,7 @@ class Mirror:
         found = self.study.get_trials(deepcopy=False)
         self._shown = {trial.user_attrs["trial"]: trial for trial in found}
         self._ended = {number for number, trial in self._shown.items() if trial.state.is_finished()}
+        self._reported = {number: set(trial.intermediate_values) for number, trial in self._shown.items()}
 
     def _check_same(self, trials: Sequence[Any]) -> None:
         """Refuse to go on where another sampler has asked."""
@@ -165,8 +178,8 @@ class Mirror:
                     f"and not {asked[trial.number].params}; pass another name, or the same sampler and seed"
                 )
 
-    def show(self, trials: Sequence[Any], rungs_of: Callable[[Any], Sequence[int]]) -> None:
-        """Add new trials, and tell of those that have ended."""
+    def show(self, trials: Sequence[Any], reports_of: Callable[[Any], Mapping[int, float]]) -> None:
+        """Add new trials, report on those that train, and tell of those that have ended."""
         states = self._module.trial.TrialState
         with _storing(self._storage), _quiet():
             if not self._is_known:
@@ -189,13 +202,19 @@ class Mirror:
                 self._look()
             for trial in trials:
                 frozen = self._shown[trial.number]
-                if trial.number in self._ended or trial.status == "running":
+                if trial.number in self._ended:
+                    continue
+                reported = self._reported[trial.number]
+                reports = {epoch: value for epoch, value in reports_of(trial).items() if epoch not in reported}
+                if trial.status == "running" and not reports:
                     continue
                 # Optuna has no other way to report on a trial that was added and not asked for.
                 stored = self._module.trial.Trial(self.study, frozen._trial_id)
-                for epoch, values in zip(rungs_of(trial), trial.values, strict=False):
-                    if len(values) == 1 and epoch not in frozen.intermediate_values:
-                        stored.report(values[0], epoch)
+                for epoch, value in reports.items():
+                    stored.report(value, epoch)
+                    reported.add(epoch)
+                if trial.status == "running":
+                    continue
                 if trial.params != frozen.params:
                     stored.set_user_attr("params", trial.params)
                 if trial.error is not None:

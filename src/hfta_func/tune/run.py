@@ -135,25 +135,27 @@ def run(
                 asking.replay(held["events"])
                 study.restore(held["trials"], held["trajectory"])
                 search.replay()
-        mirror = Mirror(asking, storage, name, about) if storage is not None else None
+        mirror = Mirror(asking, storage, name, metrics, about) if storage is not None else None
         total = sum(cohort.trials for cohort in search.cohorts)
         bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="trial", dynamic_ncols=True))
         try:
-            for _ in search.rounds():
+            for has_trained in search.rounds():
+                if not has_trained and mirror is None:
+                    continue
                 if keeping is not None:
                     events, found = asking.events, [dataclasses.asdict(trial) for trial in study.trials]
                     keeping.keep(study.population, events=events, trials=found, trajectory=study.trajectory)
                 if mirror is not None:
-                    mirror.show(study.trials, search.rungs_of)
+                    mirror.show(study.trials, search.reports_of)
                 done = [trial for trial in study.trials if trial.status != "running"]
                 bar.update(len(done) - bar.n)
-                for callback in callbacks:
+                for callback in callbacks if has_trained else ():
                     callback(study)
         except KeyboardInterrupt:
             # Between arrays; while one trains, Ctrl-C waits for the end of its step.
             study.population.interrupted = True
         if mirror is not None:
-            mirror.show(study.trials, search.rungs_of)
+            mirror.show(study.trials, search.reports_of)
             study.optuna = mirror.study
     if not study.interrupted and all(trial.status == "failed" for trial in study.trials):
         raise RuntimeError(f"every trial failed, the first one with {study.trials[0].error}")

@@ -35,10 +35,22 @@ class Search:
         """The epochs in which a trial is compared."""
         return self.cohorts[trial.cohort].rungs
 
-    def rounds(self) -> Iterator[None]:
-        """One array's segment after another."""
+    def reports_of(self, trial: Trial) -> dict[int, float]:
+        """A single objective at the rungs that a trial has reached, and at epochs between them, some ten in all."""
+        study, rungs = self.study, self.rungs_of(trial)
+        if len(study.metrics) > 1:
+            return {}
+        epochs = min(len(study.population.members[member].metrics) for member in trial.members)
+        # A report is a transaction of the storage, of which one per epoch may take longer than small models train.
+        stride = math.ceil(rungs[-1] / 10)
+        shown = {*rungs[: len(trial.values)], *range(stride, epochs + 1, stride)}
+        return {epoch: study.value(trial, epoch)[0] for epoch in sorted(shown)}
+
+    def rounds(self) -> Iterator[bool]:
+        """One array's segment after another; False before a segment for which trials were asked, True after each."""
         while not self.study.interrupted:
-            self._ask()
+            if self._ask():
+                yield False
             targets = {
                 member: self.rungs_of(trial)[len(trial.values)]
                 for trial in self.study.trials
@@ -57,7 +69,7 @@ class Search:
             self._judge()
             if isinstance(self.scheduler, PopulationBased) and before < self._rung() < len(self.cohorts[0].rungs):
                 self._exploit(self.scheduler)
-            yield
+            yield True
 
     def _goes(self, trial: Trial) -> bool:
         return not trial.values or self._verdicts.get(trial.number) == "go"
@@ -68,8 +80,8 @@ class Search:
             counts[trial.cohort] += 1
         return next((place for place, one in enumerate(self.cohorts) if counts[place] < one.trials), None)
 
-    def _ask(self) -> None:
-        """New trials, as many as may train now."""
+    def _ask(self) -> bool:
+        """New trials, as many as may train now; whether there are any."""
         study, new = self.study, []
         while (place := self._next_cohort()) is not None:
             running = [trial for trial in study.trials if trial.status == "running"]
@@ -87,6 +99,7 @@ class Search:
             study.trials.append(trial)
             new.append(trial)
         self._make(new)
+        return bool(new)
 
     def _make(self, new: Sequence[Trial]) -> None:
         if not new:

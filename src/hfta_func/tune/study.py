@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.tune.asking import Asking
+from hfta_func.tune.asking import Asking, named
 from hfta_func.tune.member import counted
 from hfta_func.tune.population import Population
 from hfta_func.tune.tables import PathLike, frame_of, write_tables
@@ -69,6 +69,7 @@ class Study:
         self.trials: list[Trial] = []
         self.population = population
         self.optuna: optuna.Study = asking.study
+        named(self.optuna, metrics)
         self.metrics, self.directions, self.rank = metrics, directions, rank
         self.asking = asking
         self.trajectory: list[tuple[float, int, float]] = []
