@@ -85,7 +85,7 @@ def streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _defined() -> bool:
     """Define the operators; False where the kernels cannot be had."""
-    programs = [_native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS)]
+    programs: list[Any] = [_native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS)]
     if None in programs:
         return False
     mixed, words, below, streams = programs
@@ -95,12 +95,14 @@ def _defined() -> bool:
         mixed([z.numel()], 1, [z.contiguous(), out])
         return out
 
-    def draw(
-        start: Tensor, stride: Tensor, shape: Sequence[int], dtype: torch.dtype, run: Any, *more: Tensor
-    ) -> Tensor:
+    def draw(dtype: torch.dtype, run: Any, start: Tensor, stride: Tensor, shape: Sequence[int], *more: int) -> Tensor:
         out = torch.empty((*start.shape, *shape), dtype=dtype)
         if out.numel():
-            run([math.prod(shape)], start.numel(), [start.contiguous(), stride.contiguous(), out, *more])
+            run(
+                [math.prod(shape)],
+                start.numel(),
+                [start.contiguous(), stride.contiguous(), out, *map(torch.tensor, more)],
+            )
         return out
 
     def draw_streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -110,18 +112,18 @@ def _defined() -> bool:
 
     _define("mix(Tensor z) -> Tensor", draw_mixed)
     draws = "(Tensor start, Tensor stride, SymInt[] shape"
-    _define(f"words{draws}) -> Tensor", lambda *args: draw(*args, torch.int64, words))
-    _define(
-        f"words_below{draws}, int limit) -> Tensor",
-        lambda *args: draw(*args[:3], torch.bool, below, torch.tensor(args[3])),
-    )
+    _define(f"words{draws}) -> Tensor", functools.partial(draw, torch.int64, words))
+    _define(f"words_below{draws}, int limit) -> Tensor", functools.partial(draw, torch.bool, below))
     _define("streams(Tensor key, int first, int count) -> (Tensor, Tensor)", draw_streams)
     return True
 
 
 def _define(schema: str, kernel: Callable[..., Any]) -> None:
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
+    if hasattr(torch.ops.hfta_func, name):
+        return
+    library = torch.library.Library("hfta_func", "FRAGMENT")
+    library.define(schema)
     operator = getattr(torch.ops.hfta_func, name).default
 
     def batched(*args: Any) -> Any:
@@ -129,19 +131,24 @@ def _define(schema: str, kernel: Callable[..., Any]) -> None:
         interpreter = peek_interpreter()
         level, size = interpreter.level(), VmapInterpreter(interpreter).batchSize()
         with below_batching():
-            plain = []
-            for value in args:
-                if isinstance(value, Tensor):
-                    value, dim = unwrap_batched(value, level)
-                    value = value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
-                plain.append(value)
-            found = operator(*plain)
-        if isinstance(found, Tensor):
-            return add_batch_dim(found, 0, level)
-        return tuple(add_batch_dim(one, 0, level) for one in found)
+            found = [unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in args]
+            if all(dim is None for _, dim in found):
+                # What does not belong to this level goes on when it ends.
+                return operator(*(x for x, _ in found))
+            outputs = operator(*(_expanded(x, dim, size) for x, dim in found))
+        if isinstance(outputs, Tensor):
+            return add_batch_dim(outputs, 0, level)
+        return tuple(add_batch_dim(one, 0, level) for one in outputs)
 
-    _LIBRARY.impl(name, kernel, "CPU")
-    _LIBRARY.impl(name, batched, "FuncTorchBatched")
+    library.impl(name, kernel, "CPU")
+    library.impl(name, batched, "FuncTorchBatched")
+    _LIBRARIES.append(library)
 
 
-_LIBRARY = torch.library.Library("hfta_func", "FRAGMENT")
+def _expanded(value: Any, dim: int | None, size: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+
+
+_LIBRARIES: list[torch.library.Library] = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.proxy import GraphAppendingTracer
 
 from hfta_func import _native
 from hfta_func._torch import constant_to_compiler
@@ -75,7 +76,7 @@ class Kernel:
         *,
         donate: bool = False,
         apply: bool = False,
-    ) -> list[list[Tensor]] | None:
+    ) -> Sequence[Sequence[Tensor]] | None:
         """Run the rule; None if there is no program for these leaves.
 
         Args:
@@ -104,7 +105,7 @@ class Kernel:
                 return [*columns[1:]]
             found = torch.ops.hfta_func.update(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
             return [*_rows(found, width)]
-        if not all(map(_is_plain, leaves[width:])):
+        if any(leaf.requires_grad for leaf in leaves) or not all(map(_is_plain, leaves[width:])):
             return None
         outs = [column if donate else [*map(torch.empty_like, column)] for column in columns[1:]]
         if donate and not apply:
@@ -117,7 +118,7 @@ class Kernel:
     def source(self, names: tuple[str, ...], dtype: torch.dtype, adds: bool) -> str:
         """The program in C; the change is added to the parameter or given back."""
         graph = fx.Graph()
-        tracer = fx.proxy.GraphAppendingTracer(graph)
+        tracer = GraphAppendingTracer(graph)
 
         def symbol(name: str) -> Any:
             return fx.Proxy(graph.placeholder(name), tracer)
@@ -132,10 +133,11 @@ class Kernel:
         for node in graph.nodes:
             if node in held:
                 continue
-            name = node.target if isinstance(node.target, str) else _SAME.get(node.target, node.target.__name__)
+            target: Any = node.target
+            name: str = target if isinstance(target, str) else _SAME.get(target) or target.__name__
             terms = [held[x] if isinstance(x, fx.Node) else f"(T){x!r}" for x in node.args]
             value = _FORMS[name.strip("_")].format(*terms, **{key: f"(T){x!r}" for key, x in node.kwargs.items()})
-            in_place = isinstance(node.target, str) and name.endswith("_")
+            in_place = isinstance(target, str) and name.endswith("_")
             held[node] = terms[0] if in_place else f"at_{node.name}"
             lines.append(f"{'' if in_place else 'T '}{held[node]} = {value};")
         result, slots = held[change.node], range(self._num_slots)
@@ -172,8 +174,8 @@ def _source_of(number: int, names: tuple[str, ...], dtype: torch.dtype, adds: bo
 
 
 def _is_plain(leaf: Tensor) -> bool:
-    """Whether a tensor lies in memory as programs read it, and no derivatives are taken."""
-    return type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_contiguous() and not leaf.requires_grad
+    """Whether a tensor lies in memory as programs read it."""
+    return type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_contiguous()
 
 
 @constant_to_compiler
