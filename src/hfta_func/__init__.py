@@ -15,6 +15,7 @@ from hfta_func._tree import num_models as num_models
 from hfta_func._tree import take as take
 from hfta_func._types import BatchError as BatchError
 from hfta_func._types import CheckpointError as CheckpointError
+from hfta_func._types import CompileWarning as CompileWarning
 from hfta_func._types import HFTAError as HFTAError
 from hfta_func._types import HyperparameterError as HyperparameterError
 from hfta_func._types import LoopWarning as LoopWarning
@@ -43,6 +44,8 @@ from hfta_func.models.stack import stack_params as stack_params
 from hfta_func.models.stack import unstack_params as unstack_params
 from hfta_func.optim import *  # noqa: F403 - every optimizer, and what wraps or precedes them
 from hfta_func.rules.vmap import vmap as vmap
+from hfta_func.run.background import BackgroundStep as BackgroundStep
+from hfta_func.run.background import compile as compile
 from hfta_func.run.compare import Comparison as Comparison
 from hfta_func.run.compare import Difference as Difference
 from hfta_func.run.compare import compare as compare

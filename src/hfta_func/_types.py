@@ -117,5 +117,9 @@ class TraceError(HFTAError, RuntimeError):
     """Model code that reads the value of a tensor while all members run together."""
 
 
+class CompileWarning(UserWarning):
+    """A step that cannot be compiled in the background and goes on eagerly; given once."""
+
+
 class LoopWarning(UserWarning):
     """Members that run apart: at an operator without a batching rule, or where they branch differently; given once each."""

@@ -10,7 +10,10 @@ from hfta_func._torch._release import check_version as check_version
 from hfta_func._torch.compiler import Compiled as Compiled
 from hfta_func._torch.compiler import allow_recurrent_layers as allow_recurrent_layers
 from hfta_func._torch.compiler import checkpoint as checkpoint
+from hfta_func._torch.compiler import compiled_from_cache as compiled_from_cache
 from hfta_func._torch.compiler import dotted_path as dotted_path
+from hfta_func._torch.compiler import eager_unless_compiled as eager_unless_compiled
+from hfta_func._torch.compiler import graph_hits as graph_hits
 from hfta_func._torch.compiler import intercept_checkpoint as intercept_checkpoint
 from hfta_func._torch.compiler import mark_graphs as mark_graphs
 from hfta_func._torch.compiler import original as original

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -106,6 +107,33 @@ def mark_graphs(name: str, version: str | None) -> None:
     versions = {key: value for key, value in config.unsafe_marked_cacheable_functions.items() if key != name}
     # Assigned, not updated in place: the configuration notices only assignments.
     config.unsafe_marked_cacheable_functions = versions if version is None else {**versions, name: version}
+
+
+def graph_hits() -> int:
+    """How many graphs this process has found in the cache on disk."""
+    counters: Any = importlib.import_module("torch._dynamo.utils").counters
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@contextlib.contextmanager
+def compiled_from_cache() -> Iterator[None]:
+    """Graphs come from the cache on disk in here; one that is not there raises a LookupError instead of being compiled."""
+    module: Any = importlib.import_module("torch._inductor.compile_fx")
+    before = module.fx_codegen_and_compile
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise LookupError("the graph is not in PyTorch's cache")
+
+    module.fx_codegen_and_compile = refuse
+    try:
+        yield
+    finally:
+        module.fx_codegen_and_compile = before
+
+
+def eager_unless_compiled() -> Any:
+    """A context in which what would have to be compiled anew runs eagerly."""
+    return torch.compiler.set_stance("eager_on_recompile")
 
 
 def dotted_path(expression: str) -> str:
