@@ -15,14 +15,14 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[plot]'") from None
 
-from benchmarks._measure import ROOT
+from benchmarks._measure import RESULTS, ROOT
 from benchmarks.modes import MODES, PROCESSES, SERIAL
 from benchmarks.ops import ratio as op_ratio
 from benchmarks.sweep import UNLIKE
 from benchmarks.workloads import WORKLOADS
 from hfta_func.plot import COLORS
 
-RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+DOCS = ROOT / "docs"
 PAGE = DOCS / "benchmarks.md"
 TIMES = "\N{MULTIPLICATION SIGN}"
 BEGIN, END = "<!-- sweeps, made by python -m benchmarks report -->", "<!-- end -->"

@@ -1,8 +1,10 @@
 import importlib
+import inspect
 import itertools
 import json
 import pathlib
 import re
+import subprocess
 import sys
 import time
 import types
@@ -57,9 +59,11 @@ def test_every_way_to_train_gives_the_losses_of_the_loop(bench, name):
     spec = workloads.Spec(name, "small", 2, 4)
     expected = worker.Desk("serial", spec).losses()
     assert len(expected) == 3 and len(expected[0]) == 2 and expected[0][0] != expected[0][1]
-    for mode in ("array", "stock vmap"):
-        assert sweep.difference(worker.Desk(mode, spec).losses(), expected) < sweep.TOLERANCE
-        assert hfta.rules.is_installed() == (mode == "array")
+    missing = [mode for mode, names in bench("modes").NOT_FOR.items() if name in names]
+    for mode in ("serial foreach", "serial, default optimizer", "array", "array auto", "stock vmap"):
+        if mode not in missing:
+            assert sweep.difference(worker.Desk(mode, spec).losses(), expected) < sweep.TOLERANCE
+            assert hfta.rules.is_installed() == (mode != "stock vmap")
     alone = worker.Desk("processes", spec._replace(num_models=1, first=1)).losses()
     assert sweep.difference(alone, [losses[1:] for losses in expected]) < sweep.TOLERANCE
 
@@ -78,10 +82,12 @@ def test_other_packages_give_the_losses_of_the_loop(bench, name, mode):
 
 def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
     sweep, file = bench("sweep"), tmp_path / "results" / "cpu-small.json"
-    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--rounds", "2", "--json", str(file), "--modes"]
+    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--json", str(file), "--modes"]
     assert sweep.main([*order, "serial", "array", "processes"]) == 0
     assert sweep.main([*order, "dense"]) == 0
     rows = json.loads(file.read_text())["mlp"]["2"]["rows"]
+    assert all(row["rounds"] == sweep.QUICK and row["measured"] > 0 and "first step" in row for row in rows.values())
+    assert rows["array"]["code"] == bench("_code").code("array") and rows["serial"]["code"] is None
     assert set(rows) == {"serial", "array", "processes", "dense"}
     assert rows["serial"]["ratio"] == 1 and rows["array"]["difference"] < sweep.TOLERANCE
     for row in rows.values():
@@ -97,20 +103,24 @@ def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
 
 def test_rows_of_other_settings_are_not_mixed(bench, tmp_path):
     sweep, file = bench("sweep"), tmp_path / "cpu-small.json"
-    one = {"batch_size": 8, "device": "cpu", "amp": False}
+    one = {"batch_size": 8, "device": "cpu", "amp": False, "loop": "fused"}
     sweep.save(file, "mlp", "2", {**one, "rows": {"serial": {"ratio": 1}, "array": {"ratio": 2}}, "largest": 100})
     sweep.save(file, "mlp", "2", {**one, "rows": {"array": {"ratio": 3}}})
     kept = {**one, "rows": {"serial": {"ratio": 1}, "array": {"ratio": 3}}, "largest": 100}
     assert json.loads(file.read_text()) == {"mlp": {"2": kept}}
     sweep.save(file, "mlp", "2", {**one, "batch_size": 9, "rows": {"array": {"ratio": 4}}})
     assert json.loads(file.read_text()) == {"mlp": {"2": {**one, "batch_size": 9, "rows": {"array": {"ratio": 4}}}}}
+    # Ratios to another loop, or to one that is not known, are no ratios to this one.
+    file.write_text(json.dumps({"mlp": {"2": {"batch_size": 9, "device": "cpu", "amp": False, "rows": {"array": {}}}}}))
+    sweep.save(file, "mlp", "2", {**one, "batch_size": 9, "rows": {"dense": {"ratio": 5}}})
+    assert json.loads(file.read_text()) == {"mlp": {"2": {**one, "batch_size": 9, "rows": {"dense": {"ratio": 5}}}}}
 
 
 def test_compiled_modes(bench, capsys):
     """Each has a ratio where its losses are those of what it is held to."""
     sweep = bench("sweep")
     modes = ["stock vmap compiled", "array compiled"]
-    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--rounds", "2", "--largest", "--modes", *modes]
+    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--largest", "--modes", *modes]
     found = sweep.measure(sweep.parse(order))["mlp"]["2"]
     assert found["largest"] > 100
     for mode in modes:
@@ -121,7 +131,7 @@ def test_compiled_modes(bench, capsys):
 
 def test_lower_precision(bench):
     sweep = bench("sweep")
-    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--rounds", "2", "--amp", "--modes", "array"]
+    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--amp", "--modes", "array"]
     row = sweep.measure(sweep.parse(order))["mlp"]["2"]["rows"]["array"]
     # Where the processor has no such numbers, kernels round alike, and nothing differs.
     assert 0 <= row["alike"] < 0.05 and row["ratio"] > 0
@@ -131,7 +141,7 @@ def test_lower_precision(bench):
 @pytest.mark.parametrize("name", ["mlp", "resnet", "dcgan", "transformer"])
 def test_a_cuda_graph_gives_the_losses_of_the_eager_array(bench, name):
     sweep = bench("sweep")
-    order = ["--workloads", name, "--size", "small", "--models", "2", "--rounds", "2", "--device", "cuda", "--modes"]
+    order = ["--workloads", name, "--size", "small", "--models", "2", "--quick", "--device", "cuda", "--modes"]
     row = sweep.measure(sweep.parse([*order, "array CUDA graph"]))[name]["2"]["rows"]["array CUDA graph"]
     assert "error" not in row and row["ratio"] > 0 and row["bytes"] > 0
 
@@ -163,15 +173,100 @@ def test_modes_that_memory_holds_together_take_turns(bench, monkeypatch, free):
 
     monkeypatch.setattr(sweep, "Measured", Watched)
     monkeypatch.setattr(sweep, "room", lambda device: free)
-    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--rounds", "2", "--modes"]
+    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--modes"]
     rows = sweep.measure(sweep.parse([*order, "serial", "dense", "array"]))["mlp"]["2"]["rows"]
     assert "ratio" not in rows["dense"] and "out of memory" in rows["dense"]["error"]
     assert rows["serial"]["ratio"] == 1 and rows["array"]["ratio"] > 0
     turns, together = sweep.WARMUP + 2, ["serial", "array", "dense"]
     last = [mode for i in range(turns) for mode in (together if i < 3 else together[:2])]
     alone = [mode for i in range(turns) for mode in (["serial", "dense"] if i < 3 else ["serial"])]
-    # The first two find out how many steps a turn takes.
-    assert asked[2:] == (last if free > 0 else ["serial", "array"] * turns + alone)
+    assert asked == (last if free > 0 else ["serial", "array"] * turns + alone)
+
+
+def test_a_figure_rests_on_enough(bench, monkeypatch):
+    """Of rounds and of seconds of every mode, whose turns take as many steps as fill them."""
+    sweep, processes = bench("sweep"), bench("_processes")
+
+    class Clock(processes.Measured):
+        def __init__(self, mode, step):
+            self.mode, self.device, self.row, self.calls, self.step, self.turns = mode, "cpu", {}, 1, step, 0
+
+        def ask(self, order, *args):
+            return [100]
+
+        def time(self, calls):
+            self.turns += 1
+            # Slow while it warms up, so that its turns are too short afterwards.
+            return self.step * (10 if self.turns <= sweep.WARMUP else 1), 0.0
+
+        def close(self):
+            pass
+
+    loop, fast = Clock("serial", 0.5), Clock("array", 0.001)
+    sweep.take_turns(loop, [fast], sweep.Least())
+    assert loop.calls == 1 and fast.calls == 30
+    assert fast.row["measured"] >= sweep.SECONDS > fast.row["measured"] - 0.03
+    assert fast.row["rounds"] == loop.row["rounds"] == 67 and fast.row["ratio"] == pytest.approx(500)
+    sweep.take_turns(loop, [slow := Clock("array", 1.0)], sweep.Least())
+    assert slow.row["rounds"] == sweep.ROUNDS and slow.row["measured"] == pytest.approx(9.0)
+    assert slow.row["seconds"] == [1.0] * 3 and slow.row["calls"] == 1
+
+
+@pytest.mark.parametrize(("models", "parts"), [(5, [(0, 2), (2, 3)]), (1, [(0, 1)]), (2, [(0, 1), (1, 1)])])
+def test_a_process_per_core_has_its_share_of_the_models(bench, monkeypatch, models, parts):
+    processes, workloads, made = bench("_processes"), bench("workloads"), []
+    monkeypatch.setattr(processes, "Worker", lambda mode, spec, threads: made.append((spec, threads)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    processes.Measured("process per core", workloads.Spec("mlp", "small", models, 4))
+    assert [(spec.first, spec.num_models) for spec, _ in made] == parts
+    assert all(threads == (1 if models > 1 else 2) for _, threads in made)
+    made.clear()
+    processes.Measured("serial, one thread", workloads.Spec("mlp", "small", models, 4))
+    assert [(spec.num_models, threads) for spec, threads in made] == [(models, 1)]
+
+
+def test_the_loop_updates_by_the_best_kernels_there_are(bench):
+    """Fused where PyTorch has them; where it has not, the loop is that of ``foreach``, and no mode of its own."""
+    workloads, modes = bench("workloads"), bench("modes")
+    for name in workloads.WORKLOADS:
+        job = workloads.make(workloads.Spec(name, "small", 1, 4))
+        kind = job.task.optimizer if hasattr(job, "task") else "adam"
+        assert (name in modes.NOT_FOR["serial foreach"]) == (kind == "adadelta")
+    for kind, own in {"adam": torch.optim.Adam, "adadelta": torch.optim.Adadelta}.items():
+        (best,) = workloads.KERNELS["fused"][kind]
+        assert best == ("fused" if "fused" in inspect.signature(own).parameters else "foreach")
+
+
+def test_a_row_names_the_code_that_was_measured(bench, tmp_path, monkeypatch):
+    code = bench("_code")
+    source = 'def f(x):\n    """It adds."""\n    return f"{x + 1!r:>3}"\n'
+    same = '# About it.\ndef f(x):\n    """Adds."""\n\n    return f"{(x + 1)!r:>3}"\n'
+    assert code.digest([source]) == code.digest([same]) != code.digest([source.replace("1", "2")])
+    assert code.digest(["x = ''"]) != code.digest(["x = None"]) != code.digest(["x = 0"])
+    # The same under every version of Python.
+    assert code.digest([source]) == "43f40c7642c4e7ac"
+    assert code.code("serial") is None and not code.is_older("serial", {})
+    assert len({code.code(mode) for mode in ("array", "stock vmap", "JAX", "HFTA")}) == 4
+    assert code.is_older("array", {}) and not code.is_older("array compiled", {"code": code.code("array")})
+    assert all((code.PACKAGE / room).exists() or (code.PACKAGE / f"{room}.py").exists() for room in code.STEP)
+
+    def git(*order):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *order], check=True)
+
+    assert code.commit(tmp_path) == {}
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text("a = 1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    found = code.commit(tmp_path, ["src"])
+    assert re.fullmatch("[0-9a-f]{40}", found["commit"]) and not found["dirty"]
+    (tmp_path / "other.py").write_text("")
+    assert code.commit(tmp_path, ["src"]) == found
+    (tmp_path / "src" / "a.py").write_text("a = 2")
+    assert code.commit(tmp_path, ["src"]) == {**found, "dirty": True}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert code.commit(tmp_path) == {}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +275,9 @@ def test_modes_that_memory_holds_together_take_turns(bench, monkeypatch, free):
         ("sweep", ["--device", "cuda"], "no CUDA device"),
         ("predict", ["--device", "cuda"], "no CUDA device"),
         ("sweep", ["--models", "0"], "at least 1 model"),
-        ("sweep", ["--rounds", "1"], "2 rounds"),
+        ("sweep", ["--rounds", "8"], "9 rounds"),
+        ("sweep", ["--quick", "--json", str(ROOT / "benchmarks" / "results" / "cpu-small.json")], "too little"),
+        ("sweep", ["--hfta-source", "."], "no folder hfta/ops"),
         ("sweep", ["--workloads", "vgg"], "invalid choice"),
         ("report", ["fast"], "unrecognized arguments"),
         ("ops", ["--device", "cuda"], "no CUDA device"),
@@ -275,7 +372,7 @@ def test_a_mode_whose_losses_differ_gets_no_ratio(bench, capsys, monkeypatch, mo
 
     monkeypatch.setattr(sweep, "Measured", Wrong)
     results = sweep.measure(
-        sweep.parse(["--workloads", "mlp", "--size", "small", "--models", "2", "--modes", mode, "--rounds", "2"])
+        sweep.parse(["--workloads", "mlp", "--size", "small", "--models", "2", "--modes", mode, "--quick"])
     )
     assert "ratio" not in results["mlp"]["2"]["rows"][mode]
     out = capsys.readouterr().out
