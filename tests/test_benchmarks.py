@@ -68,16 +68,25 @@ def test_every_way_to_train_gives_the_losses_of_the_loop(bench, name):
     assert sweep.difference(alone, [losses[1:] for losses in expected]) < sweep.TOLERANCE
 
 
-# HFTA's own, where it is compiled at import.
-@pytest.mark.filterwarnings("ignore:.*invalid escape sequence")
-@pytest.mark.parametrize("mode", ["JAX", "HFTA"])
-@pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])
-def test_other_packages_give_the_losses_of_the_loop(bench, name, mode):
-    pytest.importorskip(mode.lower(), reason=f"needs {mode}")
+@pytest.mark.parametrize("name", bench_workloads())
+def test_jax_gives_the_losses_of_the_loop(bench, name):
+    pytest.importorskip("jax", reason="needs JAX")
     worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
-    spec = workloads.Spec(name, "small", 2, 4)
+    # In smaller batches MobileNet V3 makes much of PyTorch's constant of hard sigmoid, which has single precision.
+    spec = workloads.Spec(name, "small", 2, workloads.batch_size(name, "small", "cpu"))
     expected = worker.Desk("serial", spec).losses()
-    assert sweep.difference(worker.Desk(mode, spec).losses(), expected) < sweep.TOLERANCE
+    assert sweep.difference(worker.Desk("JAX", spec).losses(), expected) < sweep.TOLERANCE
+
+
+def test_jax_draws_noise_of_its_own(bench):
+    """With dropout and latent vectors, losses are like those of the loop and differ from member to member."""
+    pytest.importorskip("jax", reason="needs JAX")
+    worker, workloads = bench("worker"), bench("workloads")
+    for name in ("dcgan", "transformer"):
+        spec = workloads.Spec(name, "small", 2, 4)
+        (_, (first, second)), (_, (expected, _)) = (worker.Desk(mode, spec).start() for mode in ("JAX", "serial"))
+        assert first != expected and first == pytest.approx(expected, rel=0.3)
+        assert len({*first, *second}) == 4
 
 
 def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
@@ -405,9 +414,9 @@ def test_studies_in_every_way(bench, capsys, tmp_path):
 
 def test_a_process_that_fails_says_why(bench):
     worker, workloads = bench("worker"), bench("workloads")
-    one = worker.Worker("JAX", workloads.Spec("dcgan", "small", 2, 4), 1)
+    one = worker.Worker("JAX", workloads.Spec("mlp", "small", 2, 4, amp=True), 1)
     try:
-        with pytest.raises(RuntimeError, match=r"not written for this workload|jax is not installed; pip install"):
+        with pytest.raises(RuntimeError, match=r"not written for lower precision|jax is not installed; pip install"):
             one.ask("start")
         one._process.kill()
         with pytest.raises(RuntimeError, match="ended with status -9"):
