@@ -2,6 +2,7 @@ import importlib
 import inspect
 import itertools
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -76,6 +77,39 @@ def test_jax_gives_the_losses_of_the_loop(bench, name):
     spec = workloads.Spec(name, "small", 2, workloads.batch_size(name, "small", "cpu"))
     expected = worker.Desk("serial", spec).losses()
     assert sweep.difference(worker.Desk("JAX", spec).losses(), expected) < sweep.TOLERANCE
+
+
+# HFTA's own, where it is compiled at import.
+@pytest.mark.filterwarnings("ignore:.*invalid escape sequence")
+@pytest.mark.parametrize("name", bench_workloads())
+def test_hfta_gives_the_losses_of_the_loop(bench, name):
+    pytest.importorskip("hfta.ops", reason="needs a checkout of HFTA in PYTHONPATH")
+    worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
+    spec = workloads.Spec(name, "small", 2, 4)
+    expected = worker.Desk("serial", spec).losses()
+    assert sweep.difference(worker.Desk("HFTA", spec).losses(), expected) < sweep.TOLERANCE
+
+
+def test_a_checkout_of_hfta_is_found_by_the_processes(bench, monkeypatch, tmp_path):
+    sweep, asked = bench("sweep"), []
+    (tmp_path / "hfta" / "ops").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", "before")
+
+    def compare(spec, modes, least, verbose):
+        asked.append((modes, os.environ["PYTHONPATH"], least))
+        row = {"seconds": [1, 2, 3], "ratio": 1.0, "bytes": None, "busy": 1.0}
+        return {**sweep.settings(spec), "rows": {mode: dict(row) for mode in modes}}
+
+    monkeypatch.setattr(sweep, "compare", compare)
+    order = ["--workloads", "dcgan", "mlp", "--models", "2"]
+    rows = sweep.measure(sweep.parse([*order, "--hfta-source", str(tmp_path)]))["dcgan"]["2"]["rows"]
+    assert rows["HFTA"]["source"] == {}
+    sweep.measure(sweep.parse(order))
+    found = f"{tmp_path}{os.pathsep}before"
+    assert [("HFTA" in modes, path == found) for modes, path, _ in asked] == [(True, True)] * 2 + [(False, True)] * 2
+    # What a workload has no use for is not measured.
+    assert ["array auto" in modes for modes, _, _ in asked] == [False, True] * 2
+    assert all(least == (sweep.ROUNDS, sweep.SECONDS) for _, _, least in asked)
 
 
 def test_jax_draws_noise_of_its_own(bench):
