@@ -1,3 +1,4 @@
+import copy
 import importlib
 import inspect
 import itertools
@@ -468,9 +469,10 @@ def _results(bench):
         "stock vmap compiled": {"seconds": [1, 2, 3], "ratio": 9.0, "bytes": 98, "first step": 20.4},
         "JAX": {"seconds": [1, 2, 3], "ratio": 2.0, "alike": 0, "bytes": None},
     }
-    machine = {"cpu": "some CPU", "threads": 2, "torch": "2.13.0+cpu"}
-    rows = {mode: {**row, "machine": machine, "rounds": 5} for mode, row in rows.items()}
-    one = {"batch_size": 8, "rows": rows}
+    machine = {"cpu": "some CPU", "threads": 2, "torch": "2.13.0+cpu", "date": "2026-11-22"}
+    about = {"machine": machine, "rounds": 9, "measured": 2.25, "commit": "0123456789abcdef", "dirty": False}
+    rows = {mode: {**row, **about, "code": bench("_code").code(mode)} for mode, row in rows.items()}
+    one = {"batch_size": 8, "loop": "fused", "rows": rows}
     return {"cpu-small": {"resnet": {"2": one, "16": {**one, "rows": {**rows}, "largest": 70}}}}
 
 
@@ -481,7 +483,11 @@ def _cells(line):
 def test_the_report_shows_the_largest_array_and_what_has_a_ratio(bench):
     lines = bench("report").tables(_results(bench)).splitlines()
     assert lines[0] == "### On a CPU, small versions"
-    assert lines[2] == "some CPU, 2 cores, PyTorch 2.13.0; each ratio is the median of 5 rounds."
+    assert " ".join(lines[2:4]) == (
+        "some CPU, 2 cores, PyTorch 2.13.0; each ratio is the median of 9 rounds and 2.2 s or more, measured on 2026-11-22 "
+        "at 01234567; the loop updates by fused kernels, Adadelta by `foreach`."
+    )
+    del lines[3]
     x = bench("report").TIMES
     # A row that was not checked does not count, and a column without a number is left out.
     head = ["workload", f"M {x} N", "array", "compiled", "JAX", "memory", "compiling", "SMs", "fit"]
@@ -496,19 +502,112 @@ def test_the_report_shows_the_largest_array_and_what_has_a_ratio(bench):
 def test_the_report_shows_what_was_measured_only_for_smaller_arrays(bench):
     results = _results(bench)
     del results["cpu-small"]["resnet"]["16"]["rows"]["JAX"]
-    results["cpu-small"]["resnet"]["2"]["rows"]["JAX"]["rounds"] = 9
+    results["cpu-small"]["resnet"]["2"]["rows"]["JAX"] |= {"rounds": 25, "dirty": True}
     lines = bench("report").tables(results).splitlines()
-    assert lines[2].endswith("the median of 5 to 9 rounds.")
-    assert "JAX" not in _cells(lines[4]) and "JAX" in _cells(lines[10])
-    assert _cells(lines[12])[:2] == ["ResNet-18", f"2 {bench('report').TIMES} 8"]
+    assert "the median of 9 to 25 rounds" in lines[2] and "01234567, 01234567 with changes;" in " ".join(lines[2:4])
+    assert "JAX" not in _cells(lines[5]) and "JAX" in _cells(lines[11])
+    assert _cells(lines[13])[:2] == ["ResNet-18", f"2 {bench('report').TIMES} 8"]
+
+
+def test_the_readme_shows_the_best_of_all_opponents(bench):
+    """At the same M, and at another one where some were measured at that alone."""
+    readme, results, x = bench("readme"), _results(bench), bench("report").TIMES
+    text = readme.speed(results).splitlines()
+    assert _cells(text[0]) == ["workload", "M", "small: eager", "compiled", "best other"]
+    # Rows of stock vmap were not held to the loop, so they do not count.
+    assert [_cells(line) for line in text[2:3]] == [["ResNet-18", "16", f"3.2{x}", f"0.50{x}", f"2.0{x} JAX"]]
+    assert "median of 9 rounds and 2.2 s or more, measured on 2026-11-22 at 01234567" in text[4]
+    del results["cpu-small"]["resnet"]["16"]["rows"]["JAX"]
+    results["cpu-paper"] = {"mlp": results["cpu-small"]["resnet"]}
+    text = readme.speed(results).splitlines()
+    ours, none = [f"3.2{x}", f"0.50{x}"], [""] * 3
+    assert [_cells(line) for line in text[2:6]] == [
+        ["MLP", "16", *none, *ours, f"1.00{x} the loop"],
+        ["MLP", "2", *none, *ours, f"2.0{x} JAX"],
+        ["ResNet-18", "16", *ours, f"1.00{x} the loop", *none],
+        ["ResNet-18", "2", *ours, f"2.0{x} JAX", *none],
+    ]
+
+
+def test_every_opponent_has_a_name_in_the_readme(bench):
+    tables, modes = bench("_tables"), bench("modes")
+    others = {mode for mode in modes.MODES if mode not in (*tables.ARRAY, *bench("sweep").UNLIKE)}
+    # Loops that are no better by their making.
+    assert others - {*tables.NAMES} == {"serial, default optimizer", "serial, default allocator"}
+    assert {mode for modes in bench("report").COLUMNS.values() for mode in modes} == {*modes.MODES} - {"serial"}
+    assert {*bench("reach").SHOWN} <= {*tables.STYLES}
+
+
+def test_what_was_measured_with_other_code_is_marked(bench):
+    report, results, dagger = bench("report"), _results(bench), bench("_tables").DAGGER
+    assert report.older(results) == [] and dagger not in report.tables(results)
+    results["cpu-small"]["mlp"] = {"2": copy.deepcopy(results["cpu-small"]["resnet"]["2"])}
+    results["cpu-small"]["mlp"]["2"]["rows"]["array"]["code"] = "another"
+    # The loop is of plain PyTorch alone; what has no ratio is shown nowhere.
+    for mode in ("serial", "stock vmap"):
+        del results["cpu-small"]["mlp"]["2"]["rows"][mode]["code"]
+    assert report.older(results) == ["cpu-small: mlp, M = 2: array"]
+    for text in (report.tables(results), bench("readme").speed(results)):
+        assert text.count(f" {dagger} |") == 1 and "not known to be the same still" in " ".join(text.split())
+    for count in ("2", "16"):
+        results["cpu-small"]["resnet"][count]["rows"]["array"].pop("code", None)
+    # If all are, a sentence says it once.
+    for text in (report.tables(results), bench("readme").speed(results)):
+        assert dagger not in text and "is not known to be the same still" in " ".join(text.split())
+
+
+def test_pages_that_do_not_show_the_results_are_named(bench, monkeypatch, capsys):
+    report = bench("report")
+    assert report.main(["--check"]) == 0
+    rows = capsys.readouterr().out
+    pages = report.pages()
+    monkeypatch.setattr(report, "pages", lambda: {**pages, report.PAGE: "something else"})
+    assert report.main(["--check"]) == 1
+    assert capsys.readouterr().out.removeprefix(rows).startswith("docs/benchmarks.md does not show the results")
+
+
+def test_time_to_some_steps(bench, capsys, tmp_path):
+    reach = bench("reach")
+    row = lambda first, each: {"first step": first, "seconds": [each, each, each], "ratio": 1.0, "alike": 0.0}  # noqa: E731
+    rows = {
+        "serial": row(0.5, 0.1),
+        "array": row(1.0, 0.05),
+        "array compiled": row(30.0, 0.01),
+        "dense": row(0.1, 0.01),
+    }
+    assert reach.seconds(rows["array compiled"], 50) == pytest.approx(30.49)
+    assert reach.seconds({"seconds": [1, 2, 3]}, 10) == 20
+    for other in ("array", "serial"):
+        step = reach.pays(rows, "array compiled", other)
+        ours, others = ([reach.seconds(rows[mode], k) for k in (step - 1, step)] for mode in ("array compiled", other))
+        assert ours[0] >= others[0] and ours[1] < others[1]
+    assert reach.pays(rows, "array", "array compiled") is None and reach.pays(rows, "dense", "array") == 1
+    one = {"batch_size": 4, "rows": rows}
+    # More modes count for more than more models.
+    fewer = {"batch_size": 4, "rows": {"serial": rows["serial"], "array": {"error": "losses differ"}}}
+    found = {"mlp": {"2": one, "16": fewer}}
+    file = tmp_path / "cpu-small.json"
+    file.write_text(json.dumps(found))
+    assert bench("__main__").main(["reach", "--results", str(file), "--picture", str(tmp_path / "reach.png")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    x = bench("report").TIMES
+    assert _cells(lines[0]) == ["workload", f"M {x} N", "steps", "loop", "array", "compiled", "compiling pays"]
+    title = ["MLP 64-64-64-10", f"2 {x} 4"]
+    assert _cells(lines[2]) == [*title, "50", "5.4 s", "**3.5 s**", "30 s", "727 / 329"]
+    assert _cells(lines[3]) == ["", "", "500", "50 s", "**26 s**", "35 s", ""]
+    assert _cells(lines[4]) == ["", "", "5,000", "500 s", "251 s", "**80 s**", ""]
+    (ax,) = [ax for ax in reach.picture(found).axes if ax.get_visible()]
+    assert len(ax.lines) == 4 and ax.get_xscale() == ax.get_yscale() == "log"
+    assert (tmp_path / "reach.png").exists()
 
 
 def test_the_documentation_shows_the_committed_results(bench):
     report = bench("report")
     page = report.PAGE.read_text()
-    for mark in (report.BEGIN, report.UPDATES, report.OPERATORS, report.PREDICTIONS):
+    for mark in (report.BEGIN, report.UPDATES, report.OPERATORS, report.PREDICTIONS, report.TO_STEPS):
         assert mark in page
     assert report.written(page) == page
+    assert "reach-cpu-small.png" in page and (report.DOCS / "reach-cpu-small.png").exists()
     for key in report.results():
         assert f"speed-{key}.png" in page and (report.DOCS / f"speed-{key}.png").exists()
 
