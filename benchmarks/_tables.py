@@ -68,9 +68,14 @@ def counts(mode: str, row: dict[str, Any]) -> bool:
     return "ratio" in row and (mode in (SERIAL, *UNLIKE) or "alike" in row)
 
 
-def with_peers(sizes: dict[str, Any]) -> str | None:
-    """The largest M of a workload at which any of :data:`PEERS` was measured."""
-    return max((m for m in sizes if any(mode in sizes[m]["rows"] for mode in PEERS)), key=int, default=None)
+def shown(sizes: dict[str, Any]) -> list[str]:
+    """The largest M of a workload, and the largest at which each kind of :data:`PEERS` was measured."""
+    found = {"": max(sizes, key=int)}
+    for count, part in sizes.items():
+        for mode in PEERS:
+            if counts(mode, part["rows"].get(mode, {})):
+                found[NAMES[mode]] = max(count, found.get(NAMES[mode], count), key=int)
+    return sorted(set(found.values()), key=int, reverse=True)
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

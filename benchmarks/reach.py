@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._measure import RESULTS, ROOT
-from benchmarks._tables import STYLES, TIMES, Figure, counts, markdown
+from benchmarks._tables import ARRAY, STYLES, TIMES, Figure, counts, markdown
 from benchmarks.modes import PER_CORE, PROCESSES, SERIAL
 from benchmarks.workloads import WORKLOADS
 
@@ -27,9 +27,7 @@ SHOWN = (
     PER_CORE,
     "stock vmap compiled",
     "JAX",
-    "array",
-    "array auto",
-    "array compiled",
+    *ARRAY,
 )
 HEADS = {
     SERIAL: "loop",

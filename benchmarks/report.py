@@ -25,8 +25,8 @@ from benchmarks._tables import (
     markdown,
     measured,
     ratio,
+    shown,
     times,
-    with_peers,
 )
 from benchmarks.modes import PER_CORE, PROCESSES, SERIAL
 from benchmarks.ops import ratio as op_ratio
@@ -70,11 +70,11 @@ COLUMNS = {
 
 
 def _section(key: str, found: dict[str, Any]) -> str:
-    largest = {name: max(found[name], key=int) for name in WORKLOADS if name in found}
-    smaller = {name: with_peers(found[name]) for name in largest}
-    # Where the largest array was measured against all of them, one table says everything.
-    others = {name: m for name, m in smaller.items() if m is not None and m != largest[name]}
     every = [own for sizes in found.values() for own in sizes.values()]
+    pairs = [(name, count) for name in WORKLOADS if name in found for count in shown(found[name])]
+    largest = [(name, count) for name, count in pairs if count == max(found[name], key=int)]
+    # Where the largest array was measured against all of them, one table says everything.
+    others = [pair for pair in pairs if pair not in largest]
     parts = [f"### {TITLES[key]}", about(every, f"{_machines(found)}; "), _table(found, largest)]
     if others:
         parts += ["Smaller arrays, against more alternatives:", _table(found, others)]
@@ -82,10 +82,10 @@ def _section(key: str, found: dict[str, Any]) -> str:
     return "\n\n".join([*parts, f"[![Speed-up over the number of models, {key}](speed-{key}.png)](speed-{key}.png)"])
 
 
-def _table(found: dict[str, Any], sizes: dict[str, str]) -> str:
+def _table(found: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> str:
     head = ["workload", f"M {TIMES} N", *COLUMNS, "memory", "compiling", "SMs", "fit"]
     lines, every = [], [own for sizes in found.values() for own in sizes.values()]
-    for name, count in sizes.items():
+    for name, count in pairs:
         own = found[name][count]
         rows = own["rows"]
         lines.append(
@@ -195,7 +195,7 @@ def picture(found: dict[str, Any]) -> Figure:
     height = -(-len(names) // columns)
     figure = Figure(figsize=(2.9 * columns, 2.5 * height + 0.5), layout="constrained")
     axes = figure.subplots(height, columns, squeeze=False).flat
-    shown = {}
+    drawn = {}
     for name, ax in zip(names, axes, strict=False):
         counts = sorted(map(int, found[name]))
         for mode, (color, line) in ((mode, style) for mode, style in STYLES.items() if mode != SERIAL):
@@ -205,7 +205,7 @@ def picture(found: dict[str, Any]) -> Figure:
                 style = {"color": color, "linestyle": line, "linewidth": 1.4, "markersize": 4}
                 # Told apart without lines too.
                 style |= {"marker": "o"} if line == "-" else {"marker": "D", "markerfacecolor": "white"}
-                (shown[mode],) = ax.plot(*zip(*points, strict=True), **style)
+                (drawn[mode],) = ax.plot(*zip(*points, strict=True), **style)
         ax.axhline(1, color="0.3", linewidth=0.7)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
@@ -225,7 +225,7 @@ def picture(found: dict[str, Any]) -> Figure:
         ax.set_visible(False)
     figure.supylabel("speed relative to the serial loop", fontsize=9)
     figure.legend(
-        shown.values(), shown, loc="outside lower center", ncols=min(5, columns + 1), frameon=False, fontsize=8
+        drawn.values(), drawn, loc="outside lower center", ncols=min(5, columns + 1), frameon=False, fontsize=8
     )
     return figure
 
