@@ -6,11 +6,6 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-try:
-    from matplotlib.figure import Figure as Figure
-except ModuleNotFoundError as error:
-    raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[plot]'") from None
-
 from benchmarks import _code
 from benchmarks.modes import MODES, ONE_THREAD, PER_CORE, PROCESSES, SERIAL
 from benchmarks.sweep import UNLIKE

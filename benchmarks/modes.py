@@ -101,7 +101,7 @@ def jax(job: Job) -> Run:
 
 def hfta(job: Job) -> Run:
     """The same with the operators and optimizers of the original HFTA, for the workloads that are written with them."""
-    return _peer("hfta_peer", "name a checkout with --hfta-source").run(job)
+    return _peer("hfta_peer", "pip install git+https://github.com/UofT-EcoSystem/hfta, or --hfta-source DIR").run(job)
 
 
 def _peer(module: str, cure: str) -> Any:

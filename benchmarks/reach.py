@@ -13,8 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+try:
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[plot]'") from None
+
 from benchmarks._measure import RESULTS, ROOT
-from benchmarks._tables import ARRAY, STYLES, TIMES, Figure, counts, markdown
+from benchmarks._tables import ARRAY, STYLES, TIMES, counts, markdown
 from benchmarks.modes import PER_CORE, PROCESSES, SERIAL
 from benchmarks.workloads import WORKLOADS
 

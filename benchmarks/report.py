@@ -10,6 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+try:
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[plot]'") from None
+
 from benchmarks import _code, reach, readme
 from benchmarks._measure import RESULTS, ROOT
 from benchmarks._tables import (
@@ -18,7 +23,6 @@ from benchmarks._tables import (
     STOCK,
     STYLES,
     TIMES,
-    Figure,
     about,
     counts,
     mark,
