@@ -76,7 +76,7 @@ notebooks: $(STAMP)
 	$(PYTHON) notebooks/run.py --check
 
 bench: $(STAMP)
-	$(PYTHON) -m benchmarks sweep --size small --models 8 --rounds 5 --verbose
+	$(PYTHON) -m benchmarks sweep --size small --models 8 --verbose
 
 clean:
 	rm -rf .venv .venv-xla out docs/notebooks build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,1 +1,1 @@
-"""Ratios measured side by side in one run: ``python -m benchmarks [sweep|ops|optim|predict|lowerings|report]``."""
+"""Ratios measured side by side in one run: ``python -m benchmarks [sweep|ops|optim|predict|lowerings|reach|report]``."""

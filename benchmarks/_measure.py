@@ -7,6 +7,8 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from hfta_func.run import memory
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def machine() -> dict[str, Any]:
@@ -28,6 +31,7 @@ def machine() -> dict[str, Any]:
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
+        **{name: version(name) for name in ("jax",) if find_spec(name)},
         "threads": torch.get_num_threads(),
         **({"gpu": torch.cuda.get_device_name(), "mps": _mps()} if torch.cuda.is_available() else {}),
         "date": datetime.date.today().isoformat(),

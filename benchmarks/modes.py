@@ -13,14 +13,15 @@ from torch import Tensor
 import hfta_func
 from benchmarks.workloads import Job, Run
 
-SERIAL, PROCESSES = "serial", "processes"
-"""What all others are compared with, and what is a process for each model."""
+SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "processes", "process per core"
+"""What all others are compared with; the same on one thread, which small models may be faster on; a process for each model;
+a process for each core, with its share of the models."""
 
 
-def serial(job: Job, compiled: bool = False) -> Run:
+def serial(job: Job, compiled: bool = False, kernels: str = "fused") -> Run:
     """One model after another in plain PyTorch."""
     count = len(job.batches[0][0])
-    runs = [job.solo(member, compiled) for member in range(count)]
+    runs = [job.solo(member, compiled, kernels) for member in range(count)]
 
     def step(batch: Any) -> Tensor:
         return torch.stack([run.step(own) for run, *own in zip(runs, *batch, strict=True)])
@@ -48,9 +49,9 @@ def stock(job: Job, compiled: bool = False) -> Run:
     return run._replace(step=step)
 
 
-def array(job: Job, compiled: bool = False, graphed: bool = False) -> Run:
-    """An array that changes its state in place."""
-    step, state = job.array()
+def array(job: Job, compiled: bool = False, graphed: bool = False, **options: Any) -> Run:
+    """An array that changes its state in place; ``options`` are those of its step."""
+    step, state = job.array(**options)
     run = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
     if graphed:
         run = _graphed(run, state, job.batches[0])
@@ -100,7 +101,7 @@ def jax(job: Job) -> Run:
 
 def hfta(job: Job) -> Run:
     """The same with the operators and optimizers of the original HFTA, for the workloads that are written with them."""
-    return _peer("hfta_peer", "pip install git+https://github.com/UofT-EcoSystem/hfta").run(job)
+    return _peer("hfta_peer", "pip install git+https://github.com/UofT-EcoSystem/hfta, or --hfta-source DIR").run(job)
 
 
 def _peer(module: str, cure: str) -> Any:
@@ -112,15 +113,26 @@ def _peer(module: str, cure: str) -> Any:
 
 MODES: dict[str, Callable[[Job], Run]] = {
     SERIAL: serial,
+    ONE_THREAD: serial,
+    "serial foreach": lambda job: serial(job, kernels="foreach"),
+    "serial, default optimizer": lambda job: serial(job, kernels="default"),
     "serial, default allocator": serial,
     "serial compiled": lambda job: serial(job, compiled=True),
     PROCESSES: serial,
+    PER_CORE: serial,
     "stock vmap": stock,
     "stock vmap compiled": lambda job: stock(job, compiled=True),
     "array": array,
+    "array auto": lambda job: array(job, chunk_size="auto"),
     "array compiled": lambda job: array(job, compiled=True),
     "array CUDA graph": lambda job: array(job, compiled=True, graphed=True),
     "dense": dense,
     "JAX": jax,
     "HFTA": hfta,
 }
+
+NOT_FOR = {
+    "array auto": ("dcgan",),
+    "serial foreach": ("resnet", "transformer", "bert"),
+}
+"""Workloads that a mode is not for: a step of its own has no ``chunk_size``; Adadelta has no kernels but ``foreach``."""

@@ -1,4 +1,4 @@
-"""Tables and figures of committed results: the documentation's page on speed, and one picture for each device and size."""
+"""Tables and figures of committed results: the documentation's page on speed with its pictures, and README's table."""
 
 from __future__ import annotations
 
@@ -15,22 +15,34 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[plot]'") from None
 
-from benchmarks._measure import ROOT
-from benchmarks.modes import MODES, PROCESSES, SERIAL
+from benchmarks import _code, reach, readme
+from benchmarks._measure import RESULTS, ROOT
+from benchmarks._tables import (
+    ARRAY,
+    LOOPS,
+    STOCK,
+    STYLES,
+    TIMES,
+    about,
+    counts,
+    mark,
+    markdown,
+    measured,
+    ratio,
+    shown,
+    times,
+)
+from benchmarks.modes import PER_CORE, PROCESSES, SERIAL
 from benchmarks.ops import ratio as op_ratio
-from benchmarks.sweep import UNLIKE
 from benchmarks.workloads import WORKLOADS
-from hfta_func.plot import COLORS
 
-RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+DOCS = ROOT / "docs"
 PAGE = DOCS / "benchmarks.md"
-TIMES = "\N{MULTIPLICATION SIGN}"
 BEGIN, END = "<!-- sweeps, made by python -m benchmarks report -->", "<!-- end -->"
 UPDATES = "<!-- updates, made by python -m benchmarks report -->"
 PREDICTIONS = "<!-- predictions, made by python -m benchmarks report -->"
 OPERATORS = "<!-- operators, made by python -m benchmarks report -->"
-ARRAY = [mode for mode in MODES if mode.startswith("array")]
-STOCK = [mode for mode in MODES if mode.startswith("stock")]
+TO_STEPS = "<!-- time to some steps, made by python -m benchmarks report -->"
 TITLES = {
     "cpu-small": "On a CPU, small versions",
     "cpu-paper": "On a CPU, published sizes",
@@ -39,28 +51,6 @@ TITLES = {
     "cuda-paper-bf16": "On a GPU, published sizes in bfloat16",
 }
 FINE = (0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
-STYLES = {
-    "array": (COLORS[0], "-"),
-    "array compiled": (COLORS[0], "--"),
-    "array CUDA graph": (COLORS[0], ":"),
-    "stock vmap": (COLORS[1], "-"),
-    "stock vmap compiled": (COLORS[1], "--"),
-    "processes": (COLORS[2], "-"),
-    "serial compiled": (COLORS[3], "--"),
-    "serial, default allocator": (COLORS[4], "-"),
-    "dense": ("0.6", "-"),
-    "JAX": (COLORS[5], "-"),
-    "HFTA": (COLORS[6], "-"),
-}
-
-
-def ratio(rows: dict[str, Any], modes: Sequence[str]) -> float | None:
-    """The best of these modes that was measured and agreed with the loop."""
-    return max((rows[mode]["ratio"] for mode in modes if _counts(mode, rows.get(mode, {}))), default=None)
-
-
-def _counts(mode: str, row: dict[str, Any]) -> bool:
-    return "ratio" in row and (mode in (SERIAL, *UNLIKE) or "alike" in row)
 
 
 def tables(results: dict[str, dict[str, Any]]) -> str:
@@ -70,48 +60,44 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
 
 COLUMNS = {
     "array": ["array"],
+    "array, auto": ["array auto"],
     "compiled": ["array compiled"],
     "CUDA graph": ["array CUDA graph"],
     "stock `vmap`": STOCK,
+    "other loops": LOOPS,
     "loop, compiled": ["serial compiled"],
-    "processes": [PROCESSES],
+    "processes": [PROCESSES, PER_CORE],
     "HFTA": ["HFTA"],
     "JAX": ["JAX"],
     "dense": ["dense"],
 }
-PEERS = ["serial compiled", PROCESSES, "HFTA", "JAX"]
-"""Modes that are measured at few sizes."""
 
 
 def _section(key: str, found: dict[str, Any]) -> str:
-    largest = {name: max(found[name], key=int) for name in WORKLOADS if name in found}
-    with_peers = {
-        name: max(
-            (m for m in found[name] if any(mode in found[name][m]["rows"] for mode in PEERS)), key=int, default=None
-        )
-        for name in largest
-    }
+    every = [own for sizes in found.values() for own in sizes.values()]
+    pairs = [(name, count) for name in WORKLOADS if name in found for count in shown(found[name])]
+    largest = [(name, count) for name, count in pairs if count == max(found[name], key=int)]
     # Where the largest array was measured against all of them, one table says everything.
-    others = {name: m for name, m in with_peers.items() if m is not None and m != largest[name]}
-    parts = [f"### {TITLES[key]}", f"{_machines(found)}; {_rounds(found)}.", _table(found, largest)]
+    others = [pair for pair in pairs if pair not in largest]
+    parts = [f"### {TITLES[key]}", about(every, f"{_machines(found)}; "), _table(found, largest)]
     if others:
         parts += ["Smaller arrays, against more alternatives:", _table(found, others)]
     parts += ["Eager / compiled, over the number of models:", _growth(found)]
     return "\n\n".join([*parts, f"[![Speed-up over the number of models, {key}](speed-{key}.png)](speed-{key}.png)"])
 
 
-def _table(found: dict[str, Any], sizes: dict[str, str]) -> str:
+def _table(found: dict[str, Any], pairs: Sequence[tuple[str, str]]) -> str:
     head = ["workload", f"M {TIMES} N", *COLUMNS, "memory", "compiling", "SMs", "fit"]
-    lines = []
-    for name, count in sizes.items():
+    lines, every = [], [own for sizes in found.values() for own in sizes.values()]
+    for name, count in pairs:
         own = found[name][count]
         rows = own["rows"]
         lines.append(
-            [WORKLOADS[name].title, f"{count} {TIMES} {own['batch_size']}"]
-            + [_times(ratio(rows, modes)) for modes in COLUMNS.values()]
+            [WORKLOADS[name].title + mark(own, every), f"{count} {TIMES} {own['batch_size']}"]
+            + [times(ratio(rows, modes)) for modes in COLUMNS.values()]
             + [_memory(rows), _compiling(rows), _busy(rows), f"{own['largest']}" if own.get("largest") else ""]
         )
-    return _markdown(head, lines)
+    return markdown(head, lines)
 
 
 def _growth(found: dict[str, Any]) -> str:
@@ -120,21 +106,9 @@ def _growth(found: dict[str, Any]) -> str:
     for name in WORKLOADS:
         if name in found:
             own = [found[name].get(str(count), {"rows": {}})["rows"] for count in counts]
-            cells = [[_times(ratio(rows, [mode])) for mode in ("array", "array compiled")] for rows in own]
+            cells = [[times(ratio(rows, [mode])) for mode in ("array", "array compiled")] for rows in own]
             lines.append([WORKLOADS[name].title, *(" / ".join(filter(None, pair)) for pair in cells)])
-    return _markdown(["workload", *(f"M = {count}" for count in counts)], lines)
-
-
-def _markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A table of the columns that have something in them."""
-    shown = [i for i in range(len(head)) if any(line[i] for line in lines)]
-    # Numbers are aligned to the right, where the documentation keeps them on one line.
-    under = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in (head, under, *lines))
-
-
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}{TIMES}" if value >= 1.95 else f"{value:.2f}{TIMES}"
+    return markdown(["workload", *(f"M = {count}" for count in counts)], lines)
 
 
 def updates(found: dict[str, Any]) -> str:
@@ -147,8 +121,8 @@ def updates(found: dict[str, Any]) -> str:
             cells = [
                 one["ratios"][mode]["M x torch.optim"] for one in both for mode in ("array, donated", "array, compiled")
             ]
-            lines.append([name, *map(_times, cells)])
-    return _markdown(
+            lines.append([name, *map(times, cells)])
+    return markdown(
         ["update", *(f"{m} {mode}" for m in ("32 MLPs,", "4 ResNet-18,") for mode in ("eager", "compiled"))], lines
     )
 
@@ -165,7 +139,7 @@ def operators(found: dict[str, Any]) -> str:
         lines.append([family, *_means(groups, family)])
     lines.append(["all", *_means(groups, "all")])
     head = [f"{size}, over {base}" for size in ("small", "published") for base in ("the loop", "stock `vmap`")]
-    return _markdown(["family", *head], lines)
+    return markdown(["family", *head], lines)
 
 
 def predictions(found: dict[str, dict[str, Any]]) -> str:
@@ -179,7 +153,7 @@ def predictions(found: dict[str, dict[str, Any]]) -> str:
             lines.append([WORKLOADS[name].title, *cells])
     worst = max(abs(row["off"][1]) for size in found.values() for one in size.values() for row in one["rows"].values())
     head = ["workload", *(f"{size}, M = {count}" for size in found for count in counts)]
-    return f"{_markdown(head, lines)}\n\nMemory was predicted to within {worst:.1%}."
+    return f"{markdown(head, lines)}\n\nMemory was predicted to within {worst:.1%}."
 
 
 def _means(groups: dict[tuple[str, bool], list[dict[str, Any]]], family: str) -> list[str]:
@@ -189,18 +163,8 @@ def _means(groups: dict[tuple[str, bool], list[dict[str, Any]]], family: str) ->
         group = groups.get((family, small), [])
         for base in ("serial", "stock vmap"):
             ratios = [op_ratio(one, base) for one in group]
-            cells.append(f"{_times(statistics.geometric_mean(ratios))} ({len(ratios)})" if ratios else "")
+            cells.append(f"{times(statistics.geometric_mean(ratios))} ({len(ratios)})" if ratios else "")
     return cells
-
-
-def _rounds(found: dict[str, Any]) -> str:
-    rounds = [row["rounds"] for counts in found.values() for own in counts.values() for row in own["rows"].values()]
-    low, high = min(rounds), max(rounds)
-    return (
-        f"each ratio is the median of {low} rounds"
-        if low == high
-        else f"each ratio is the median of {low} to {high} rounds"
-    )
 
 
 def _machines(found: dict[str, Any]) -> str:
@@ -219,13 +183,13 @@ def _busy(rows: dict[str, Any]) -> str:
 
 def _memory(rows: dict[str, Any]) -> str:
     base = rows.get(SERIAL, {}).get("bytes")
-    own = [rows[mode]["bytes"] / base for mode in ARRAY if base and _counts(mode, rows.get(mode, {}))]
+    own = [rows[mode]["bytes"] / base for mode in ARRAY if base and counts(mode, rows.get(mode, {}))]
     return " / ".join(f"{value:.2f}" for value in own)
 
 
 def _compiling(rows: dict[str, Any]) -> str:
     row = rows.get("array compiled", {})
-    return f"{row['first step']:.0f} s" if _counts("array compiled", row) else ""
+    return f"{row['first step']:.0f} s" if counts("array compiled", row) else ""
 
 
 def picture(found: dict[str, Any]) -> Figure:
@@ -235,17 +199,17 @@ def picture(found: dict[str, Any]) -> Figure:
     height = -(-len(names) // columns)
     figure = Figure(figsize=(2.9 * columns, 2.5 * height + 0.5), layout="constrained")
     axes = figure.subplots(height, columns, squeeze=False).flat
-    shown = {}
+    drawn = {}
     for name, ax in zip(names, axes, strict=False):
         counts = sorted(map(int, found[name]))
-        for mode, (color, line) in STYLES.items():
+        for mode, (color, line) in ((mode, style) for mode, style in STYLES.items() if mode != SERIAL):
             points = [(m, ratio(found[name][str(m)]["rows"], [mode])) for m in counts]
             points = [point for point in points if point[1] is not None]
             if points:
                 style = {"color": color, "linestyle": line, "linewidth": 1.4, "markersize": 4}
                 # Told apart without lines too.
                 style |= {"marker": "o"} if line == "-" else {"marker": "D", "markerfacecolor": "white"}
-                (shown[mode],) = ax.plot(*zip(*points, strict=True), **style)
+                (drawn[mode],) = ax.plot(*zip(*points, strict=True), **style)
         ax.axhline(1, color="0.3", linewidth=0.7)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
@@ -265,7 +229,7 @@ def picture(found: dict[str, Any]) -> Figure:
         ax.set_visible(False)
     figure.supylabel("speed relative to the serial loop", fontsize=9)
     figure.legend(
-        shown.values(), shown, loc="outside lower center", ncols=min(5, columns + 1), frameon=False, fontsize=8
+        drawn.values(), drawn, loc="outside lower center", ncols=min(5, columns + 1), frameon=False, fontsize=8
     )
     return figure
 
@@ -283,7 +247,9 @@ def replaced(page: str, section: str, begin: str = BEGIN) -> str:
 
 def written(page: str, folder: Path = RESULTS) -> str:
     """The page with all tables of the results in a folder."""
-    page = replaced(page, tables(results(folder)))
+    sweeps = results(folder)
+    page = replaced(page, tables(sweeps))
+    page = replaced(page, reach.reached(sweeps[reach.KEY]), TO_STEPS)
     for begin, make, name in ((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu")):
         page = replaced(page, make(json.loads((folder / f"{name}.json").read_text())), begin)
     sizes = {"small": "plan-cpu-small", "published": "plan-cpu-paper"}
@@ -291,11 +257,47 @@ def written(page: str, folder: Path = RESULTS) -> str:
     return replaced(page, predictions(found), PREDICTIONS)
 
 
+def pages(folder: Path = RESULTS) -> dict[Path, str]:
+    """Every page that shows results, as it should be."""
+    readme_page = replaced(readme.README.read_text(), readme.speed(results(folder)), readme.BEGIN)
+    return {PAGE: written(PAGE.read_text(), folder), readme.README: readme_page}
+
+
+def older(sweeps: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for each workload and M with rows that other code was measured for than there is now."""
+    lines = []
+    for key, found in sweeps.items():
+        for name, sizes in found.items():
+            for count in sorted(sizes, key=int):
+                rows = measured([sizes[count]]).items()
+                modes = [mode for mode, (row,) in rows if _code.is_older(mode, row)]
+                if modes:
+                    lines.append(f"{key}: {name}, M = {count}: {', '.join(modes)}")
+    return lines
+
+
+def check() -> int:
+    """Say which rows are older than the code, and whether the pages show the results and say so."""
+    wrong = [path for path, text in pages().items() if path.read_text() != text]
+    for line in older(results()):
+        print(f"older than the code: {line}")
+    for path in wrong:
+        print(f"{path.relative_to(ROOT)} does not show the results as they are; run python -m benchmarks report")
+    return int(bool(wrong))
+
+
 def main(argv: Sequence[str] = ()) -> int:
-    """Write the tables of the page and the pictures."""
-    argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__).parse_args(argv)
-    PAGE.write_text(written(PAGE.read_text()))
-    for key, own in results().items():
-        picture(own).savefig(DOCS / f"speed-{key}.png", dpi=110)
-        print(f"docs/speed-{key}.png")
+    """Write the tables of the pages and the pictures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; say which rows are older than the code")
+    if parser.parse_args(argv).check:
+        return check()
+    for path, text in pages().items():
+        path.write_text(text)
+    found = results()
+    pictures = {f"speed-{key}.png": picture(own) for key, own in found.items()}
+    pictures[f"reach-{reach.KEY}.png"] = reach.picture(found[reach.KEY])
+    for name, figure in pictures.items():
+        figure.savefig(DOCS / name, dpi=110)
+        print(f"docs/{name}")
     return 0

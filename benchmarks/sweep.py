@@ -1,7 +1,8 @@
 """Every workload in every mode, over the number of models M: time, memory and processors of a step, relative to the loop.
 
 The loop and all modes that memory holds together take turns; the ratio of a mode is the median over rounds of the loop's
-time by its own in the same round. Before that both train without anything random, and a mode whose losses are not those of
+time by its own in the same round. Every figure rests on nine rounds and two seconds of its mode or more, and its row names
+them and the commit. Before that both train without anything random, and a mode whose losses are not those of
 the loop gets no ratio. A compiled array, whose noise is that of the eager one, has to give the losses of that. PyTorch's own
 ways to compile, which draw other noise, and everything in lower precision have to start alike.
 """
@@ -10,22 +11,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import operator
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import hfta_func as hfta
+from benchmarks import _code
 from benchmarks._gpu import watched
-from benchmarks._measure import machine, table
-from benchmarks.modes import MODES, PROCESSES, SERIAL
+from benchmarks._measure import RESULTS, machine, table
+from benchmarks._processes import Measured
+from benchmarks.modes import MODES, NOT_FOR, PER_CORE, PROCESSES, SERIAL
 from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec, batch_size
 from hfta_func.run.memory import free_bytes
@@ -38,73 +39,22 @@ ROUNDING, COARSE, MOVED = 1e-4, 3e-2, 0.1
 of a GPU, and the second one, before which Adam makes full steps of rounding noise. Tests hold the two together in float64."""
 ALIKE = 0.3
 """By how much the mean of all members' first losses may differ from the loop's, whatever they draw."""
-CHECKED = (PROCESSES, "stock vmap", "array", "JAX", "HFTA")
+CHECKED = (PROCESSES, PER_CORE, "serial foreach", "stock vmap", "array", "array auto", "JAX", "HFTA")
 COMPILED = ("array compiled", "array CUDA graph")
 CUDA_ONLY = ("array CUDA graph",)
 UNLIKE = ("dense",)
 """Trains one model on the samples of all."""
 CPU_ONLY = ("serial, default allocator",)
-ROUNDS, WARMUP = 9, 4
+ROUNDS, SECONDS, WARMUP = 9, 2.0, 4
+"""Rounds of all modes together and seconds of each that a figure rests on at least, and rounds before them."""
+QUICK = 2
+"""Rounds that show whether everything runs."""
+LOOP = "fused"
+"""How the loop updates, as rows of other loops cannot stand beside these."""
 SPARE = 2
 """How often the memory of the largest mode so far has to be free for one more to start beside it."""
-TURN, WATCH = 0.3, 3.0
-"""Seconds that a turn of the loop takes at least, in steps in a row, and that a GPU is watched."""
-
-
-class Measured:
-    """A mode's process or, for processes, one for each model; ``row`` is what is found, or why it has no numbers."""
-
-    def __init__(self, mode: str, spec: Spec, row: dict[str, Any] | None = None):
-        self.mode, self.device, self.row = mode, spec.device, {} if row is None else row
-        threads = torch.get_num_threads()
-        if mode == PROCESSES:
-            # As many threads as there are processors, shared out.
-            share = max(1, threads // spec.num_models)
-            specs = [spec._replace(num_models=1, first=spec.first + i) for i in range(spec.num_models)]
-            self._workers = [Worker(mode, one, share) for one in specs]
-        else:
-            self._workers = [Worker(mode, spec, threads)]
-
-    def ask(self, order: str, *args: Any) -> list[Any]:
-        """Every process, at once."""
-        for worker in self._workers:
-            worker.begin(order, *args)
-        return [worker.end() for worker in self._workers]
-
-    def losses(self) -> list[list[float]]:
-        """Of all models in three steps without anything random."""
-        return joined(self.ask("losses"))
-
-    def start(self) -> tuple[float, list[list[float]]]:
-        """Seconds of the first step, and the losses of the first two."""
-        took, losses = zip(*self.ask("start"), strict=True)
-        return max(took), joined(losses)
-
-    def time(self, calls: int) -> tuple[float, float]:
-        """Seconds of a step of all models, and of the processors meanwhile."""
-        start = time.perf_counter()
-        answers = self.ask("time", calls)
-        took = (time.perf_counter() - start) / calls if len(answers) > 1 else answers[0][0]
-        return took, sum(busy for _, busy in answers)
-
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """What goes wrong inside is the row's error, and ends the processes."""
-        try:
-            yield
-        except RuntimeError as error:
-            self.row["error"] = str(error)
-            self.close()
-
-    def close(self) -> None:
-        """End the processes."""
-        for worker in self._workers:
-            worker.close()
-
-
-def joined(parts: Iterable[list[list[float]]]) -> list[list[float]]:
-    """Steps of some models each to steps of all of them."""
-    return [[*itertools.chain.from_iterable(step)] for step in zip(*parts, strict=True)]
+WATCH = 3.0
+"""Seconds that a GPU is watched."""
 
 
 def difference(found: Sequence[Any], expected: Sequence[Any]) -> float:
@@ -113,30 +63,31 @@ def difference(found: Sequence[Any], expected: Sequence[Any]) -> float:
     return ((a - b).abs() / b.abs().clamp(min=1e-12)).nan_to_num(nan=float("inf")).max().item()
 
 
-def compare(spec: Spec, modes: list[str], rounds: int, verbose: bool) -> dict[str, Any]:
+def compare(spec: Spec, modes: list[str], least: Least, verbose: bool) -> dict[str, Any]:
     """One workload at one M: a row for each mode."""
-    rows, most = {mode: dict[str, Any]() for mode in modes}, 0
+    # Before anything runs, as files may change meanwhile.
+    about = {"machine": machine(), **_code.commit()}
+    rows, most = {mode: {**about, "code": _code.code(mode)} for mode in modes}, 0
     loop, beside = Measured(SERIAL, spec, rows.get(SERIAL)), list[Measured]()
     try:
         check(rows, spec)
         eager = alone("array", spec, Measured.start)[1] if any(mode in COMPILED for mode in modes) else []
-        reference = Reference(loop.start()[1], eager)
-        took, _ = loop.time(1)
-        calls = max(1, round(TURN / loop.time(1)[0])) if took < TURN else 1
+        loop.row["first step"], noisy = loop.start()
+        reference = Reference(noisy, eager)
         for mode in modes:
             if mode == SERIAL or "error" in rows[mode]:
                 continue
             if verbose:
                 print(f"{spec.workload} {spec.size} M = {spec.num_models}: {mode}", flush=True)
             if beside and room(spec.device) < SPARE * most:
-                take_turns(loop, beside, rounds, calls)
+                take_turns(loop, beside, least)
                 beside = []
             free = room(spec.device)
             beside.append(other := Measured(mode, spec, rows[mode]))
             with other.failing():
                 begin(other, spec, reference)
             most = max(most, free - room(spec.device))
-        take_turns(loop, beside, rounds, calls)
+        take_turns(loop, beside, least)
     except RuntimeError as error:
         # Without a loop or an eager array there is nothing to compare with.
         for row in rows.values():
@@ -145,8 +96,19 @@ def compare(spec: Spec, modes: list[str], rounds: int, verbose: bool) -> dict[st
     finally:
         for other in (loop, *beside):
             other.close()
-    about = {"rounds": rounds, "machine": machine()}
-    return {**settings(spec), "rows": {mode: row | about for mode, row in rows.items()}}
+    return {**settings(spec), "rows": rows}
+
+
+class Least(NamedTuple):
+    """What a figure rests on at least.
+
+    Args:
+        rounds: Of all modes together.
+        seconds: Of each mode, in all its rounds.
+    """
+
+    rounds: int = ROUNDS
+    seconds: float = SECONDS
 
 
 class Reference(NamedTuple):
@@ -195,7 +157,7 @@ def room(device: str) -> int:
 
 def settings(spec: Spec) -> dict[str, Any]:
     """What rows that stand together have in common."""
-    return {"batch_size": spec.batch_size, "device": spec.device, "amp": spec.amp}
+    return {"batch_size": spec.batch_size, "device": spec.device, "amp": spec.amp, "loop": LOOP}
 
 
 def begin(other: Measured, spec: Spec, reference: Reference) -> None:
@@ -217,28 +179,41 @@ def begin(other: Measured, spec: Spec, reference: Reference) -> None:
             raise RuntimeError(f"first losses differ from the loop's by {found['alike']:.0%}")
 
 
-def take_turns(loop: Measured, beside: list[Measured], rounds: int, calls: int) -> None:
+def take_turns(loop: Measured, beside: list[Measured], least: Least) -> None:
     """Fill rows: the loop and all others that have not failed, round by round, so that all see the same machine."""
     times: dict[str, list[tuple[float, float, float]]] = {other.mode: [] for other in (loop, *beside)}
-    for _ in range(WARMUP + rounds):
-        base, work = loop.time(calls)
-        times[SERIAL].append((base, base, work))
+    spent = dict.fromkeys(times, 0.0)
+
+    def turn(other: Measured, base: float | None, warm: bool) -> float:
+        own, work = other.turn(warm)
+        if warm:
+            times[other.mode].append((own, base or own, work))
+            spent[other.mode] += own * other.calls
+        return own
+
+    done = 0
+    while done < WARMUP + least.rounds or _short(spent, (loop, *beside), least.seconds):
+        base = turn(loop, None, done >= WARMUP)
         for other in beside:
             if "error" not in other.row:
                 with other.failing():
-                    own, work = other.time(calls)
-                    times[other.mode].append((own, base, work))
+                    turn(other, base, done >= WARMUP)
+        done += 1
     # Without the loop nothing goes on: its failure is not its row's alone.
-    loop.row |= numbers(loop, times[SERIAL][WARMUP:]) | {"calls": calls}
+    loop.row |= numbers(loop, times[SERIAL], spent[SERIAL])
     for other in beside:
         if "error" not in other.row:
             with other.failing():
-                other.row |= numbers(other, times[other.mode][WARMUP:]) | {"calls": calls}
+                other.row |= numbers(other, times[other.mode], spent[other.mode])
     for other in beside:
         other.close()
 
 
-def numbers(other: Measured, times: list[tuple[float, float, float]]) -> dict[str, Any]:
+def _short(spent: dict[str, float], modes: Iterable[Measured], seconds: float) -> bool:
+    return any(spent[other.mode] < seconds for other in modes if "error" not in other.row)
+
+
+def numbers(other: Measured, times: list[tuple[float, float, float]], spent: float) -> dict[str, Any]:
     """What a row tells, from seconds of a step of the mode and of the loop, and of the processors meanwhile, by rounds."""
     own, base, work = zip(*times, strict=True)
     low, median, high = statistics.quantiles(own, n=4, method="inclusive")
@@ -252,6 +227,9 @@ def numbers(other: Measured, times: list[tuple[float, float, float]]) -> dict[st
         "busy": statistics.median(map(operator.truediv, work, own)) / (os.cpu_count() or 1),
         "gpu": used,
         "bytes": None if None in taken else sum(taken),
+        "calls": other.calls,
+        "rounds": len(own),
+        "measured": spent,
     }
 
 
@@ -270,13 +248,21 @@ def largest(spec: Spec) -> int | None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All that the arguments name; results are added to the file as they come."""
     wrong = CPU_ONLY if args.device == "cuda" else CUDA_ONLY
-    modes = [mode for mode in MODES if mode not in wrong and (not args.modes or mode in args.modes)]
+    if args.hfta_source:
+        # Every process finds the package there.
+        path = str(args.hfta_source.resolve()), os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    wanted = args.modes or [mode for mode in MODES if mode != "HFTA" or args.hfta_source]
+    least = Least(QUICK, 0.0) if args.quick else Least(args.rounds)
     results: dict[str, Any] = {}
     for name in args.workloads or WORKLOADS:
+        modes = [mode for mode in MODES if mode in wanted and mode not in wrong and name not in NOT_FOR.get(mode, ())]
         for count in args.models:
             size = args.batch_size or batch_size(name, args.size, args.device)
             spec = Spec(name, args.size, count, size, args.device, args.amp)
-            found = compare(spec, modes, args.rounds, args.verbose)
+            found = compare(spec, modes, least, args.verbose)
+            if args.hfta_source and "HFTA" in found["rows"]:
+                found["rows"]["HFTA"]["source"] = _code.commit(args.hfta_source, ("hfta",))
             if args.largest:
                 found["largest"] = largest(spec._replace(num_models=1))
             results.setdefault(name, {})[str(count)] = found
@@ -290,7 +276,7 @@ def save(path: Path, name: str, count: str, found: dict[str, Any]) -> None:
     """Put rows into a file of results in the place of those they measure again; of other settings, of all that are there."""
     held = json.loads(path.read_text()) if path.exists() else {}
     old = held.setdefault(name, {}).get(count, {})
-    if any(found[key] != old.get(key) for key in ("batch_size", "device", "amp")):
+    if any(found.get(key) != old.get(key) for key in ("batch_size", "device", "amp", "loop")):
         old = {}
     held[name][count] = {**old, **found, "rows": {**old.get("rows", {}), **found["rows"]}}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,14 +321,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--amp", action="store_true", help="in bfloat16")
     parser.add_argument("--largest", action="store_true", help="how many models fit, too")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"{ROUNDS} or more")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} rounds of a step, to see that everything runs")
+    parser.add_argument(
+        "--hfta-source", type=Path, metavar="DIR", help="a checkout of the original HFTA, for that mode"
+    )
     parser.add_argument("--verbose", action="store_true", help="print each mode as it is measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to FILE")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device")
-    if args.rounds < 2 or min(args.models) < 1 or (args.batch_size or 1) < 1:
-        parser.error("at least 1 model, 1 sample and 2 rounds are needed")
+    if args.rounds < ROUNDS or min(args.models) < 1 or (args.batch_size or 1) < 1:
+        parser.error(f"at least 1 model, 1 sample and {ROUNDS} rounds are needed; --quick shows that everything runs")
+    if args.quick and args.json and args.json.resolve().is_relative_to(RESULTS):
+        parser.error("--quick: its figures rest on too little for the committed results; leave out --json")
+    if args.hfta_source and not (args.hfta_source / "hfta" / "ops").is_dir():
+        parser.error(f"--hfta-source: {args.hfta_source} has no folder hfta/ops")
     return args
 
 

@@ -28,6 +28,13 @@ import hfta_func as hfta
 
 WORDS = 33278
 """Different words of WikiText-2."""
+KERNELS: dict[str, dict[str, dict[str, bool]]] = {
+    "fused": {"adam": {"fused": True}, "adadelta": {"foreach": True}},
+    "foreach": {"adam": {"foreach": True}, "adadelta": {"foreach": True}},
+    "default": {"adam": {}, "adadelta": {}},
+}
+"""How ``torch.optim`` updates: by the best kernels that it has (none is fused for Adadelta), by ``foreach``, or as it does
+if nothing is said, on a CPU one parameter after another."""
 
 
 class Spec(NamedTuple):
@@ -66,12 +73,12 @@ class Job(Protocol):
 
     batches: list[Any]
 
-    def solo(self, member: int, compiled: bool) -> Run:
-        """One member in plain PyTorch."""
+    def solo(self, member: int, compiled: bool, kernels: str = "fused") -> Run:
+        """One member in plain PyTorch, whose optimizer updates by these of :data:`KERNELS`."""
         ...
 
-    def array(self) -> tuple[Callable[..., Any], Any]:
-        """Step and state of all members."""
+    def array(self, **options: Any) -> tuple[Callable[..., Any], Any]:
+        """Step, with further options of it, and state of all members."""
         ...
 
     def stock(self, compiled: bool) -> Run:
@@ -87,12 +94,12 @@ class TaskJob:
         self.task = task._replace(factory=lambda: silent(task.factory())) if quiet else task
         self.batches = batches(fused.make_loader(task.train, task.training_batch, flags, self.device))
 
-    def solo(self, member: int, compiled: bool) -> Run:
+    def solo(self, member: int, compiled: bool, kernels: str = "fused") -> Run:
         """One member in plain PyTorch."""
         flags, task = self.flags.member(member), self.task
         torch.manual_seed(flags.seeds[0])
         model = task.factory().to(self.device)
-        optimizer, _ = solo.make_optimizer(task.optimizer, model, flags)
+        optimizer, _ = solo.make_optimizer(task.optimizer, model, flags, **KERNELS[kernels][task.optimizer])
         run = torch.compile(model, dynamic=False) if compiled else model
 
         def step(batch: Batch) -> Tensor:
@@ -105,9 +112,9 @@ class TaskJob:
 
         return Run(step, lambda: (model.state_dict(), [*map(dict, optimizer.state.values())]))
 
-    def array(self) -> tuple[Callable[..., Any], Any]:
+    def array(self, **options: Any) -> tuple[Callable[..., Any], Any]:
         """Step and state of all members."""
-        step, state, _ = fused.prepare(self.task, self.flags, self.device)
+        step, state, _ = fused.prepare(self.task, self.flags, self.device, **options)
         return step, state
 
     def stock(self, compiled: bool) -> Run:
@@ -141,10 +148,11 @@ class GANJob:
         self.generator, self.discriminator, self.noise, images, _ = dcgan.setting(flags)
         self.batches = batches(fused.make_loader((images,), lambda batch: (to_float(batch[0]),), flags, self.device))
 
-    def solo(self, member: int, compiled: bool) -> Run:
+    def solo(self, member: int, compiled: bool, kernels: str = "fused") -> Run:
         """One member in plain PyTorch."""
         flags = dataclasses.replace(self.flags.member(member), compile=compiled)
-        pair, steps = dcgan.Pair(self.generator, self.discriminator, self.noise, flags), itertools.count()
+        make = self.generator, self.discriminator, self.noise, flags
+        pair, steps = dcgan.Pair(*make, **KERNELS[kernels]["adam"]), itertools.count()
 
         def as_in_the_array(count: int) -> Tensor:
             keys = hfta.random.keys(self.flags.seeds, device=self.device)
@@ -160,8 +168,14 @@ class GANJob:
 
         return Run(step, lambda: [part.state_dict() for part in pair.parts().values()])
 
-    def array(self) -> tuple[Callable[..., Any], Any]:
-        """Step and state of all members."""
+    def array(self, **options: Any) -> tuple[Callable[..., Any], Any]:
+        """Step and state of all members.
+
+        Raises:
+            RuntimeError: if there are options, which a step of its own does not have.
+        """
+        if options:
+            raise RuntimeError(f"the example's own step does not have {', '.join(options)}")
         step, state = gan.prepare(self.generator, self.discriminator, self.noise, self.flags)
 
         def both(state: gan.GANState, batch: Batch) -> tuple[gan.GANState, dict[str, Tensor]]:

@@ -96,20 +96,11 @@ def test_ratios_in_the_readme_were_measured():
     assert set(ratios) <= measured
 
 
-def test_rows_in_the_readme_are_those_of_the_tables():
-    """Eager, compiled and stock ``vmap`` of the small versions, then of the published sizes."""
-    rows = {}
-    for line in (DOCS / "benchmarks.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) > 4 and re.fullmatch(rf"16 {TIMES} \d+", cells[1]):
-            rows.setdefault(cells[0].removesuffix(" 64-64-64-10"), []).append(cells[2:5])
-    text = (ROOT / "README.md").read_text().split("\n## Speed", 1)[1].split("\n## ", 1)[0]
-    shown = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
-    ][2:]
-    assert len(shown) == len(rows) == 7
-    for name, *cells in shown:
-        assert [cell for cell in cells if cell] == [cell for row in rows[name] for cell in row], name
+def test_tables_of_speed_show_the_committed_results(monkeypatch, capsys):
+    """And say so where the code that was measured is another one; ``python -m benchmarks report`` writes them."""
+    monkeypatch.syspath_prepend(ROOT)
+    report = importlib.import_module("benchmarks.report")
+    assert report.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_the_gallery_shows_all_notebooks_examples_and_pictures():

@@ -32,6 +32,7 @@ def without(monkeypatch):
         *(("examples/convergence.py", package, "examples") for package in ("matplotlib", "pandas")),
         ("notebooks/run.py", "nbformat", "notebooks"),
         ("benchmarks/report.py", "matplotlib", "plot"),
+        ("benchmarks/reach.py", "matplotlib", "plot"),
     ],
 )
 def test_a_script_ends_with_one_line_where_a_package_is_missing(script, package, extra, without, monkeypatch):

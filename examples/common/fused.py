@@ -44,8 +44,10 @@ def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
     return Outcome(history, last, {"model": hfta.unstack_params(model, state.params, state.buffers)})
 
 
-def prepare(task: Task, flags: Flags, device: torch.device) -> tuple[hfta.TrainStep, hfta.TrainState, hfta.ArrayLoader]:
-    """The step, the state before the first one, and the batches of an array."""
+def prepare(
+    task: Task, flags: Flags, device: torch.device, **options: Any
+) -> tuple[hfta.TrainStep, hfta.TrainState, hfta.ArrayLoader]:
+    """The step, with further options of it, the state before the first one, and the batches of an array."""
     try:
         loader = make_loader(task.train, task.training_batch, flags, device)
         step = hfta.make_train_step(
@@ -54,6 +56,7 @@ def prepare(task: Task, flags: Flags, device: torch.device) -> tuple[hfta.TrainS
             OPTIMIZERS[task.optimizer](flags.per_model(), len(loader)),
             autocast=torch.bfloat16 if flags.amp else None,
             donate=True,
+            **options,
         )
         params, buffers = initial(task.factory, flags.seeds, device)
         return step, step.init(params, buffers, seeds=flags.seeds), loader

@@ -163,16 +163,17 @@ def single(metrics: Metrics) -> Metrics:
     return {name: value.reshape(1) for name, value in metrics.items()}
 
 
-def make_optimizer(name: str, model: nn.Module, flags: Flags) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer of a model, and its schedule by epochs."""
+def make_optimizer(name: str, model: nn.Module, flags: Flags, **kernels: bool) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer of a model, and its schedule by epochs; ``kernels`` is ``fused=True`` or ``foreach=True``."""
     knobs = {name: values[0] for name, values in flags.per_model().items()}
     try:
         if name == "adam":
             betas = knobs.get("beta1", 0.9), knobs.get("beta2", 0.999)
             decay = knobs.get("weight_decay", 0.0)
-            optimizer = torch.optim.Adam(model.parameters(), lr=knobs["lr"], betas=betas, weight_decay=decay)
+            options = {"lr": knobs["lr"], "betas": betas, "weight_decay": decay}
+            optimizer = torch.optim.Adam(model.parameters(), **options, **kernels)
         else:
-            optimizer = torch.optim.Adadelta(model.parameters(), lr=knobs["lr"])
+            optimizer = torch.optim.Adadelta(model.parameters(), lr=knobs["lr"], **kernels)
     except ValueError as error:
         raise BadInput(str(error)) from None
     every, gamma = knobs.get("step_size", 1), knobs.get("gamma", 1.0)

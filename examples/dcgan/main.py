@@ -59,16 +59,18 @@ def train_array(flags: Flags, keep: Path | None) -> Outcome:
 
 
 class Pair:
-    """The two models of one member in plain PyTorch, with their optimizers."""
+    """The two models of one member in plain PyTorch, with their optimizers, whose ``kernels`` may be chosen."""
 
-    def __init__(self, make_generator: Factory, make_discriminator: Factory, noise: int, flags: Flags):
+    def __init__(self, make_generator: Factory, make_discriminator: Factory, noise: int, flags: Flags, **kernels: bool):
         self.device, self.noise, self.amp = find_device(flags.device), noise, flags.amp
         solo.seed_noise(self.device, flags.seeds[0])
         self.generator = make_generator().to(self.device)
         solo.seed_noise(self.device, flags.seeds[0])
         self.discriminator = make_discriminator().to(self.device)
         models = self.generator, self.discriminator
-        self.generator_opt, self.discriminator_opt = (solo.make_optimizer("adam", model, flags)[0] for model in models)
+        self.generator_opt, self.discriminator_opt = (
+            solo.make_optimizer("adam", model, flags, **kernels)[0] for model in models
+        )
         self._generate, self._judge = (torch.compile(m, dynamic=False) if flags.compile else m for m in models)
 
     def parts(self) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""Which code a number was measured with, and whether that code is still the same.
+
+A row of results names its commit, for people, and holds a digest of what its step ran through, for the check, which works
+without git. Comments, docstrings and layout do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks._measure import ROOT
+
+PACKAGE = ROOT / "src" / "hfta_func"
+STEP = ("_torch", "_tree", "random", "optim", "schedules", "calls", "rules", "models", "step")
+"""The rooms of the package that a step runs through."""
+UPDATE = ("_torch", "_tree", "random", "optim", "schedules")
+"""Those that an array without its batching rules runs through."""
+MEASURED = ("src", "examples", "benchmarks", ":!benchmarks/results")
+"""What a commit has to have as it is, to be the one that was measured."""
+
+
+def commit(folder: Path = ROOT, paths: Sequence[str] = MEASURED) -> dict[str, Any]:
+    """The commit of a checkout and whether files differ from it; nothing where there is no git or no checkout."""
+    try:
+        found = [
+            subprocess.run(["git", "-C", folder, *order], capture_output=True, text=True, check=True).stdout.strip()
+            for order in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", *paths])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return {"commit": found[0], "dirty": bool(found[1])}
+
+
+def files(mode: str) -> list[Path]:
+    """What a step of a mode runs through; none of plain PyTorch."""
+    if mode in ("JAX", "HFTA"):
+        return [ROOT / "benchmarks" / f"{mode.lower()}_peer.py"]
+    rooms = STEP if mode.startswith("array") else UPDATE if mode.startswith("stock") else ()
+    return [path for room in rooms for path in (PACKAGE / f"{room}.py", *sorted((PACKAGE / room).rglob("*.py")))]
+
+
+@functools.cache
+def code(mode: str) -> str | None:
+    """The digest of what a step of a mode runs through, the same under every version of Python."""
+    found = [path for path in files(mode) if path.exists()]
+    return digest([path.read_text() for path in found]) if found else None
+
+
+def digest(sources: Sequence[str]) -> str:
+    """Of programs, without their comments, docstrings and layout."""
+    text = "\n".join(plain(ast.parse(source)) for source in sources)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def plain(node: Any) -> str:
+    """A program as text; what a version of Python adds to the tree is empty where the program does not use it."""
+    if isinstance(node, list):
+        return f"[{','.join(plain(item) for item in node if not _documents(item))}]"
+    if isinstance(node, ast.JoinedStr):
+        # Some versions have an empty text at the end.
+        node = ast.JoinedStr([part for part in node.values if getattr(part, "value", None) != ""])
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, value) for name, value in ast.iter_fields(node) if name == "value" or value not in (None, [])]
+    return f"{type(node).__name__}({','.join(f'{name}={plain(value)}' for name, value in fields if name != 'kind')})"
+
+
+def _documents(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def is_older(mode: str, row: dict[str, Any]) -> bool:
+    """Whether a row was measured with other code than there is now, or does not know."""
+    return code(mode) != row.get("code")

@@ -1,0 +1,83 @@
+"""A mode's processes, asked together."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.modes import ONE_THREAD, PER_CORE, PROCESSES
+from benchmarks.worker import Worker
+from benchmarks.workloads import Spec
+
+TURN = 0.3
+"""Seconds that a turn takes at least, in steps in a row."""
+
+
+class Measured:
+    """A mode's process or processes; ``row`` is what is found, or why it has no numbers, ``calls`` the steps of a turn."""
+
+    def __init__(self, mode: str, spec: Spec, row: dict[str, Any] | None = None):
+        self.mode, self.device, self.row, self.calls = mode, spec.device, {} if row is None else row, 1
+        threads = 1 if mode == ONE_THREAD else torch.get_num_threads()
+        count = {PROCESSES: spec.num_models, PER_CORE: min(threads, spec.num_models)}.get(mode, 1)
+        # As many threads as there are processors, shared out.
+        self._workers = [Worker(mode, part, max(1, threads // count)) for part in shares(spec, count)]
+
+    def ask(self, order: str, *args: Any) -> list[Any]:
+        """Every process, at once."""
+        for worker in self._workers:
+            worker.begin(order, *args)
+        return [worker.end() for worker in self._workers]
+
+    def losses(self) -> list[list[float]]:
+        """Of all models in three steps without anything random."""
+        return joined(self.ask("losses"))
+
+    def start(self) -> tuple[float, list[list[float]]]:
+        """Seconds of the first step, and the losses of the first two."""
+        took, losses = zip(*self.ask("start"), strict=True)
+        return max(took), joined(losses)
+
+    def time(self, calls: int) -> tuple[float, float]:
+        """Seconds of a step of all models, and of the processors meanwhile."""
+        start = time.perf_counter()
+        answers = self.ask("time", calls)
+        took = (time.perf_counter() - start) / calls if len(answers) > 1 else answers[0][0]
+        return took, sum(busy for _, busy in answers)
+
+    def turn(self, warm: bool) -> tuple[float, float]:
+        """``time`` of a turn's steps; while it warms up, it finds out how many those are."""
+        found = self.time(self.calls)
+        if not warm:
+            self.calls = max(1, round(TURN / found[0]))
+        return found
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """What goes wrong inside is the row's error, and ends the processes."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.row["error"] = str(error)
+            self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.close()
+
+
+def shares(spec: Spec, count: int) -> list[Spec]:
+    """The models of a spec in ``count`` parts, which differ by one model at most."""
+    bounds = [spec.num_models * i // count for i in range(count + 1)]
+    return [spec._replace(num_models=b - a, first=spec.first + a) for a, b in itertools.pairwise(bounds)]
+
+
+def joined(parts: Iterable[list[list[float]]]) -> list[list[float]]:
+    """Steps of some models each to steps of all of them."""
+    return [[*itertools.chain.from_iterable(step)] for step in zip(*parts, strict=True)]

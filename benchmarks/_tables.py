@@ -1,0 +1,130 @@
+"""What tables and pictures of the sweeps share: which rows count, how they are written, and what is said about them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from benchmarks import _code
+from benchmarks.modes import MODES, ONE_THREAD, PER_CORE, PROCESSES, SERIAL
+from benchmarks.sweep import UNLIKE
+from hfta_func.plot import COLORS
+
+TIMES, DAGGER, WIDTH = "\N{MULTIPLICATION SIGN}", "\N{DAGGER}", 128
+ARRAY = [mode for mode in MODES if mode.startswith("array")]
+STOCK = [mode for mode in MODES if mode.startswith("stock")]
+LOOPS = [ONE_THREAD, "serial foreach", "serial, default optimizer", "serial, default allocator"]
+PEERS = ["serial compiled", PROCESSES, PER_CORE, "HFTA", "JAX"]
+"""Modes that were measured at few sizes."""
+NAMES = {
+    SERIAL: "the loop",
+    ONE_THREAD: "the loop on one thread",
+    "serial foreach": "the loop, `foreach`",
+    "serial compiled": "the loop, compiled",
+    PROCESSES: "processes",
+    PER_CORE: "processes",
+    "stock vmap": "stock `vmap`",
+    "stock vmap compiled": "stock `vmap`, compiled",
+    "JAX": "JAX",
+    "HFTA": "HFTA",
+}
+"""The opponents of an array, as tables name them."""
+BASES = {
+    "fused": "the loop updates by fused kernels, Adadelta by `foreach`",
+    None: "the loop updates one parameter after another, as PyTorch does on a CPU if nothing is said",
+}
+STYLES = {
+    SERIAL: ("0.3", "-"),
+    "array": (COLORS[0], "-"),
+    "array compiled": (COLORS[0], "--"),
+    "array auto": (COLORS[0], "-."),
+    "array CUDA graph": (COLORS[0], ":"),
+    "stock vmap": (COLORS[1], "-"),
+    "stock vmap compiled": (COLORS[1], "--"),
+    PROCESSES: (COLORS[2], "-"),
+    PER_CORE: (COLORS[2], "--"),
+    "serial compiled": (COLORS[3], "--"),
+    ONE_THREAD: (COLORS[4], "--"),
+    "serial, default allocator": (COLORS[4], "-"),
+    "dense": ("0.6", "-"),
+    "JAX": (COLORS[5], "-"),
+    "HFTA": (COLORS[6], "-"),
+}
+
+
+def ratio(rows: dict[str, Any], modes: Collection[str]) -> float | None:
+    """The best of these modes that was measured and agreed with the loop."""
+    return max((rows[mode]["ratio"] for mode in modes if counts(mode, rows.get(mode, {}))), default=None)
+
+
+def counts(mode: str, row: dict[str, Any]) -> bool:
+    """Whether a row was measured and agreed with the loop."""
+    return "ratio" in row and (mode in (SERIAL, *UNLIKE) or "alike" in row)
+
+
+def shown(sizes: dict[str, Any]) -> list[str]:
+    """The largest M of a workload, and the largest at which each kind of :data:`PEERS` was measured."""
+    found = {"": max(sizes, key=int)}
+    for count, part in sizes.items():
+        for mode in PEERS:
+            if counts(mode, part["rows"].get(mode, {})):
+                found[NAMES[mode]] = max(count, found.get(NAMES[mode], count), key=int)
+    return sorted(set(found.values()), key=int, reverse=True)
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table of the columns that have something in them."""
+    shown = [i for i in range(len(head)) if any(line[i] for line in lines)]
+    # Numbers are aligned to the right, where the documentation keeps them on one line.
+    under = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in (head, under, *lines))
+
+
+def times(value: float | None) -> str:
+    """A ratio."""
+    return "" if value is None else f"{value:.1f}{TIMES}" if value >= 1.95 else f"{value:.2f}{TIMES}"
+
+
+def measured(parts: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """All rows of some workloads at some M, by mode."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        for mode, row in part["rows"].items():
+            if counts(mode, row):
+                rows.setdefault(mode, []).append(row)
+    return rows
+
+
+def is_older(part: dict[str, Any]) -> bool:
+    """Whether any row of a workload at some M was measured with other code than there is now."""
+    return any(_code.is_older(mode, row) for mode, rows in measured([part]).items() for row in rows)
+
+
+def mark(part: dict[str, Any], parts: Sequence[dict[str, Any]]) -> str:
+    """What stands behind the name of a workload whose rows are older than the code, where others are not."""
+    return f" {DAGGER}" if is_older(part) and not all(map(is_older, parts)) else ""
+
+
+def about(parts: Sequence[dict[str, Any]], machine: str = "") -> str:
+    """What figures rest on: rounds and seconds, the day, the commit, the loop, and whether the code has changed."""
+    rows = [row for own in measured(parts).values() for row in own]
+    enough = [row["measured"] for row in rows if "measured" in row]
+    seconds = f" and {min(enough):.1f} s or more" if len(enough) == len(rows) else ""
+    days = _range(sorted({row["machine"]["date"] for row in rows}))
+    commits = sorted({row["commit"][:8] + (" with changes" if row["dirty"] else "") for row in rows if "commit" in row})
+    if any("commit" not in row for row in rows):
+        commits.append("a commit that was not recorded")
+    each = f"each ratio is the median of {_range(sorted({row['rounds'] for row in rows}))} rounds{seconds}"
+    loops = "; ".join(dict.fromkeys(BASES[part.get("loop")] for part in parts))
+    text = f"{machine}{each if machine else each.capitalize()}, measured on {days} at {', '.join(commits)}; {loops}."
+    older = [is_older(part) for part in parts]
+    if all(older):
+        text += " The code of the package is not known to be the same still."
+    elif any(older):
+        text += f" Rows with {DAGGER} were measured with code of the package that is not known to be the same still."
+    return textwrap.fill(text, WIDTH, break_on_hyphens=False)
+
+
+def _range(values: Sequence[Any]) -> str:
+    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"

@@ -1,0 +1,43 @@
+"""The table in README: arrays against the best of their opponents at the same M."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks._measure import ROOT
+from benchmarks._tables import NAMES, about, counts, mark, markdown, ratio, shown, times
+from benchmarks.workloads import WORKLOADS
+
+README = ROOT / "README.md"
+BEGIN = "<!-- speed, made by python -m benchmarks report -->"
+SIZES = {"small": "cpu-small", "published size": "cpu-paper"}
+
+
+def speed(results: dict[str, dict[str, Any]]) -> str:
+    """The table, and what its figures rest on.
+
+    A workload has a row for its largest M, and one for each M at which opponents were measured that were not at that.
+    """
+    found = {size: results[key] for size, key in SIZES.items() if key in results}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for size, own in found.items():
+        for name in WORKLOADS:
+            for count in shown(own[name]) if name in own else ():
+                rows.setdefault((name, count), {})[size] = own[name][count]
+    parts = [part for both in rows.values() for part in both.values()]
+    lines = []
+    for name, count in sorted(rows, key=lambda pair: ([*WORKLOADS].index(pair[0]), -int(pair[1]))):
+        both = rows[name, count]
+        marked = "".join({mark(part, parts) for part in both.values()})
+        cells = [cell for size in found for cell in (_cells(both[size]["rows"]) if size in both else [""] * 3)]
+        lines.append([WORKLOADS[name].title.removesuffix(" 64-64-64-10") + marked, count, *cells])
+    head = [cell for size in found for cell in (f"{size}: eager", "compiled", "best other")]
+    return f"{markdown(['workload', 'M', *head], lines)}\n\n{about(parts)}"
+
+
+def _cells(rows: dict[str, Any]) -> list[str]:
+    """Of an array, eager and compiled, and of the best of its opponents, the loop itself among them."""
+    others = [mode for mode in NAMES if counts(mode, rows.get(mode, {}))]
+    best = max(others, key=lambda mode: rows[mode]["ratio"], default=None)
+    ours = [times(ratio(rows, [mode])) for mode in ("array", "array compiled")]
+    return [*ours, f"{times(rows[best]['ratio'])} {NAMES[best]}" if best else ""]
