@@ -80,14 +80,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     evaluate = hfta.make_eval_step(CNN(), accuracy)
 
     state = step.init(*hfta.init_params(CNN, seeds), seeds=seeds)
-    run = torch.compile(step, fullgraph=True) if args.compile else step
-    state, history = hfta.fit(run, state, loader, epochs=args.epochs, evaluate=lambda state: evaluate(state, test))
+    options = {"evaluate": lambda state: evaluate(state, test), "compile": args.compile}
+    state, history = hfta.fit(step, state, loader, epochs=args.epochs, **options)
 
     frame = history.frame(lr=lr)
     print(f"\nTest accuracy in % after {args.epochs} epochs, {args.seeds} seeds for each learning rate\n")
     print(table(frame[frame.epoch == args.epochs]))
     draw(frame, args.out)
     print(f"\nPicture: {args.out}")
+    run = torch.compile(step, fullgraph=True) if args.compile else step
     print(compare(run, state, lr, list(itertools.islice(loader, 10)), "compiled" if args.compile else "eager"))
 
 
@@ -165,7 +166,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=16, help="seeds for each learning rate, at least 2")
     parser.add_argument("--lr", type=float, nargs="+", default=[3e-4, 1e-2, 2e-1], help="learning rates")
     parser.add_argument("--out", type=Path, default=Path("out/digits.png"), help="where to save the picture")
-    parser.add_argument("--compile", action="store_true", help="compile the step first")
+    parser.add_argument("--compile", action="store_true", help="compile the step while it trains")
     args = parser.parse_args(argv)
     if args.seeds < 2 or args.epochs < 1:
         parser.error("give at least 2 seeds, which an interval over seeds needs, and at least 1 epoch")

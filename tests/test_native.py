@@ -153,6 +153,15 @@ def test_what_a_kernel_cannot_take_operators_do() -> None:
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 
 
+def test_numbers_may_be_narrow() -> None:
+    params = {"w": torch.ones(2, 3)}
+    optimizer = hfta.adam(lr=[0.5, 0.25])
+    state = optimizer.init(params)
+    narrow = optree.tree_map(lambda leaf: leaf.float() if leaf.is_floating_point() else leaf, state)
+    found, expected = (optimizer.update({"w": torch.ones(2, 3)}, held, params)[0]["w"] for held in (narrow, state))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
 def test_autograd_notices_what_a_kernel_writes() -> None:
     params = {"w": torch.ones(2, 3)}
     weight = torch.ones(2, 3, requires_grad=True)

@@ -93,10 +93,9 @@ def fit(
         print_epoch(len(history), history.epochs[-1])
         clock.restart()
 
-    run = torch.compile(step, fullgraph=True, dynamic=False) if flags.compile else step
-    options = {"evaluate": after_epoch, "callbacks": [report], "progress": False}
+    options = {"evaluate": after_epoch, "callbacks": [report], "progress": False, "compile": flags.compile}
     try:
-        state, history = hfta.fit(run, state, loader, epochs=flags.epochs, resume=keep, **options)
+        state, history = hfta.fit(step, state, loader, epochs=flags.epochs, resume=keep, **options)
         if history.interrupted:
             finished[:] = history.epochs
             raise KeyboardInterrupt

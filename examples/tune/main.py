@@ -140,7 +140,7 @@ def build(
             )
         )
 
-    run = torch.compile(step, fullgraph=True, dynamic=False) if flags.compile else step
+    run = hfta.compile(step) if flags.compile else step
     return tune.Array(run, state, loader, test, task.factory())
 
 

@@ -15,9 +15,11 @@ from hfta_func._torch.compiler import dotted_path as dotted_path
 from hfta_func._torch.compiler import eager_unless_compiled as eager_unless_compiled
 from hfta_func._torch.compiler import graph_hits as graph_hits
 from hfta_func._torch.compiler import intercept_checkpoint as intercept_checkpoint
+from hfta_func._torch.compiler import is_compiler_loaded as is_compiler_loaded
 from hfta_func._torch.compiler import mark_graphs as mark_graphs
 from hfta_func._torch.compiler import original as original
 from hfta_func._torch.compiler import set_compiling as set_compiling
+from hfta_func._torch.compiler import stand_for as stand_for
 from hfta_func._torch.compiler import tell_compiler_of_overrides as tell_compiler_of_overrides
 from hfta_func._torch.compiler import trace_checkpoint as trace_checkpoint
 from hfta_func._torch.compiler import until_compiled as until_compiled

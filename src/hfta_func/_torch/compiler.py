@@ -109,6 +109,16 @@ def mark_graphs(name: str, version: str | None) -> None:
     config.unsafe_marked_cacheable_functions = versions if version is None else {**versions, name: version}
 
 
+def stand_for(wrapper: Any, func: Callable[..., Any]) -> None:
+    """Have :func:`original` find ``func``, as it does in what ``torch.compile`` returns."""
+    wrapper._torchdynamo_orig_callable = func
+
+
+def is_compiler_loaded() -> bool:
+    """Whether the compiler has been imported, which takes seconds."""
+    return "torch._inductor.compile_fx" in sys.modules
+
+
 def graph_hits() -> int:
     """How many graphs this process has found in the cache on disk."""
     counters: Any = importlib.import_module("torch._dynamo.utils").counters

@@ -213,7 +213,8 @@ def _rows(leaves: list[Tensor], width: int) -> Iterator[list[Tensor]]:
 
 
 def _stacked(numbers: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack([*numbers.values()])
+    # A state whose leaves somebody has converted all at once holds narrower ones.
+    return torch.stack([value.to(torch.float64) for value in numbers.values()])
 
 
 _LIBRARIES: list[torch.library.Library] = []

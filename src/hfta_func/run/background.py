@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -15,13 +16,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any
 
-import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import compiled_from_cache, eager_unless_compiled, graph_hits
+from hfta_func._torch import compiled_from_cache, eager_unless_compiled, graph_hits, is_compiler_loaded, stand_for
+from hfta_func._tree import leaves, tree_map
 from hfta_func._types import CompileWarning
 
 _OPTIONS: tuple[dict[str, Any], ...] = ({"cpp.vec_isa_ok": True}, {})
@@ -87,8 +88,7 @@ class BackgroundStep:
 
     def __init__(self, step: Callable[..., Any], steps: int | None):
         self._step, self._steps = step, steps
-        # Whoever asks finds the step itself, as with what torch.compile returns.
-        self._torchdynamo_orig_callable = step
+        stand_for(self, step)
         self._shapes: dict[Any, _Graph] = {}
         self._calls = 0
 
@@ -106,8 +106,8 @@ class BackgroundStep:
     def __call__(self, state: Any, batch: Any) -> Any:
         """Call the step, eager or compiled."""
         self._calls += 1
-        leaves = optree.tree_leaves((batch, getattr(state, "step", None)))
-        key = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+        found = leaves((batch, getattr(state, "step", None)))
+        key = tuple((leaf.shape, leaf.dtype) for leaf in found if isinstance(leaf, Tensor))
         graph = self._shapes.pop(key, None) or _Graph(self._step)
         self._shapes[key] = graph
         left = None if self._steps is None else self._steps - self._calls + 1
@@ -162,7 +162,7 @@ class _Graph:
             warnings.warn(f"the step is not compiled and goes on eagerly: {why}", CompileWarning, stacklevel=5)
 
     def _pays(self, answer: Mapping[str, Any], left: int | None) -> bool:
-        cost = answer["seconds"] + (0.0 if "torch._inductor.compile_fx" in sys.modules else _IMPORTS)
+        cost = answer["seconds"] + (0.0 if is_compiler_loaded() else _IMPORTS)
         if left is None:
             return self._spent >= _PATIENCE * cost
         return left * statistics.median(self._eager) >= _WORTH * cost
@@ -204,7 +204,7 @@ class _Worker:
             order = _pickled(
                 {
                     "step": step,
-                    "inputs": optree.tree_map(_Like, (state, batch)),
+                    "inputs": tree_map(_Like, (state, batch)),
                     **{get.__name__: get() for get, _ in _SETTINGS},
                 }
             )
@@ -214,16 +214,20 @@ class _Worker:
             )
             self._found = {"error": f"it cannot be sent to another process, {_line(error)}{cure}"}
             return
-        # Not a pipe, which somebody would have to empty.
-        self._order, self._said = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-        self._order.write(json.dumps(sys.path).encode() + b"\n" + order)
-        self._order.seek(0)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import _answer; _answer()"],
-            stdin=self._order, stdout=self._said, stderr=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
-        weakref.finalize(self, _kill, self._process)
+        # Files, not pipes, which somebody would have to fill and to empty.
+        self._said = tempfile.TemporaryFile()
+        with tempfile.TemporaryFile() as given:
+            given.write(json.dumps(sys.path).encode() + b"\n" + order)
+            given.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import _answer; _answer()"],
+                stdin=given,
+                stdout=self._said,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        weakref.finalize(self, _end, self._process, self._said)
 
     @staticmethod
     def busy() -> bool:
@@ -236,6 +240,7 @@ class _Worker:
         if self._found is None and self._process.poll() is not None:
             self._said.seek(0)
             lines = self._said.read().decode(errors="replace").splitlines()
+            self._said.close()
             try:
                 self._found = json.loads(lines[-1])
             except (IndexError, ValueError):
@@ -243,12 +248,13 @@ class _Worker:
         return self._found
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             # With all compilers that it has started.
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    said.close()
 
 
 class _Like:
@@ -292,13 +298,10 @@ def _compiled(order: Mapping[str, Any]) -> dict[str, Any]:
     error: Exception | None = None
     for options in _OPTIONS:
         try:
-            for _ in range(2):
-                # The second time as the asking process will do it.
-                torch.compiler.reset()
-                inputs = optree.tree_map(_Like.tensor, order["inputs"])
-                before, start = graph_hits(), time.perf_counter()
-                torch.compile(order["step"], fullgraph=True, dynamic=False, options=options or None)(*inputs)
-                seconds = time.perf_counter() - start
+            _seconds(order, options)
+            before = graph_hits()
+            # As the asking process will do it.
+            seconds = _seconds(order, options)
             if graph_hits() == before:
                 return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
             return {"options": options, "seconds": seconds}
@@ -306,6 +309,15 @@ def _compiled(order: Mapping[str, Any]) -> dict[str, Any]:
             error = failed
     assert error is not None
     return {"error": _line(error)}
+
+
+def _seconds(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:
+    """How long a first call takes."""
+    torch.compiler.reset()
+    inputs = tree_map(_Like.tensor, order["inputs"])
+    start = time.perf_counter()
+    torch.compile(order["step"], fullgraph=True, dynamic=False, options=dict(options) or None)(*inputs)
+    return time.perf_counter() - start
 
 
 def _line(error: BaseException) -> str:

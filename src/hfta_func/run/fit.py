@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from hfta_func._types import CheckpointError, StateError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
+from hfta_func.run import background
 from hfta_func.run.history import Callback, History, Metrics, Running
 from hfta_func.step.state import TrainState
 
@@ -39,6 +40,7 @@ def fit(
     progress: bool = True,
     resume: PathLike | None = None,
     save_every: int | None = None,
+    compile: bool = False,
 ) -> Result:
     """Train an array for a number of epochs, or until no member is active.
 
@@ -59,6 +61,7 @@ def fit(
             these, by skipping the batches already seen. What would keep the file from being written is found before the
             first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends, even if killed.
         save_every: Also write the file after every ``save_every`` steps of an epoch.
+        compile: Let another process compile the step while it trains, see :func:`compile`.
 
     Returns:
         The last state, and the history: the step's metrics, averaged over each epoch, and the metrics of ``evaluate``.
@@ -102,6 +105,8 @@ def fit(
             checkpoint.write(resume, state, run())
 
     length = len(source) if hasattr(source, "__len__") else 0
+    if compile:
+        step = background.compile(step, steps=epochs * length or None)
     unchecked = resume is not None
     with contextlib.ExitStack() as stack:
         if resume is not None:

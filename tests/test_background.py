@@ -1,0 +1,238 @@
+"""Steps that are compiled in another process while they train."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from hfta_func import CompileWarning
+from hfta_func.run import background
+
+M = 3
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+
+def arrayed(loss: Any = loss_fn, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+    step = hfta.make_train_step(make(), loss, hfta.sgd(lr=[0.01, 0.02, 0.03]), **options)
+    return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cache of its own, and no patience for being compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
+    monkeypatch.setattr(background, "_PATIENCE", 0)
+    monkeypatch.setattr(background, "_TRIAL", 1_000_000)
+    torch.compiler.reset()
+    yield
+    last = background._Worker._last
+    worker = last() if last is not None else None
+    if worker is not None and worker._found is None:
+        worker._process.kill()
+
+
+def the_graph(quick: Any) -> Any:
+    """What becomes of the step for the only shape so far."""
+    return next(iter(quick._shapes.values()), None)
+
+
+def ended(quick: Any) -> bool:
+    """Whether it has been given up."""
+    return bool(quick._shapes) and the_graph(quick)._ended
+
+
+def until(quick: Any, wanted: Any, call: Any, seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not wanted(quick):
+        assert time.monotonic() < end, "nothing came of it"
+        call()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_goes_over_to_a_graph_and_on_with_the_same_results(donate: bool) -> None:
+    step, state = arrayed(donate=donate)
+    other, own = arrayed(donate=donate)
+    quick = hfta.compile(step)
+    done = 0
+
+    def call() -> None:
+        nonlocal state, own, done
+        x = torch.randn(M, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(done))
+        (state, found), (own, expected) = quick(state, x), other(own, x)
+        torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-9, atol=1e-9)
+        done += 1
+
+    until(quick, lambda quick: quick.is_compiled, call)
+    for _ in range(5):
+        call()
+    for one, two in zip(optree.tree_leaves(state), optree.tree_leaves(own), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+    # Another shape is not compiled yet, and nobody waits for it.
+    start = time.monotonic()
+    quick(optree.tree_map(torch.clone, state), torch.ones(M, 2, 4, dtype=torch.float64))
+    assert not quick.is_compiled and time.monotonic() - start < 2
+    call()
+    assert quick.is_compiled
+
+
+def test_functions_of_a_notebook_are_sent_too() -> None:
+    scale = 2.0
+    step, state = arrayed(lambda model, x: scale * model(x).square().mean())
+    quick = hfta.compile(step)
+    until(quick, lambda quick: quick.is_compiled, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
+
+
+def test_what_cannot_be_sent_goes_on_eagerly(recwarn: Any) -> None:
+    lock = __import__("threading").Lock()
+    step, state = arrayed(lambda model, x: model(x).square().mean() + 0 * bool(lock))
+    quick = hfta.compile(step)
+    with pytest.warns(
+        CompileWarning, match="cannot be sent to another process, TypeError: cannot pickle '_thread.lock'"
+    ):
+        for _ in range(3):
+            quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    assert not quick.is_compiled
+
+
+def test_what_cannot_be_compiled_goes_on_eagerly_and_says_why() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return model(x).square().mean()
+
+    step, state = arrayed(loss)
+    quick = hfta.compile(step)
+    with pytest.warns(CompileWarning, match="goes on eagerly: Unsupported: .*graph_break") as caught:
+        until(quick, ended, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+
+
+def test_without_a_compiler_one_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho no compiler here >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    step, state = arrayed()
+    quick = hfta.compile(step)
+    with pytest.warns(CompileWarning, match="goes on eagerly") as caught:
+        until(quick, ended, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
+    assert "\n" not in str(caught[0].message)
+
+
+def test_a_process_that_is_killed_costs_nothing() -> None:
+    step, state = arrayed()
+    quick = hfta.compile(step)
+    for _ in range(2):
+        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    worker = the_graph(quick)._worker
+    worker._process.kill()
+    worker._process.wait()
+    with pytest.warns(CompileWarning, match="ended with status -9"):
+        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+
+
+def test_a_graph_that_is_not_in_the_cache_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    quick = hfta.compile(step)
+    quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    graph = the_graph(quick)
+    monkeypatch.setattr(graph, "_ask", lambda *args: {"options": {}, "seconds": 0.0})
+    with pytest.warns(CompileWarning, match="LookupError: the graph is not in PyTorch's cache"):
+        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    assert not quick.is_compiled
+
+
+def test_a_slower_graph_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    quick = hfta.compile(step)
+    quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    (graph,) = quick._shapes.values()
+    monkeypatch.setattr(background, "_TRIAL", 3)
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.2)
+        return step(*args)
+
+    graph._run = slow
+    for _ in range(4):
+        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    assert not quick.is_compiled and len(graph._compiled) == 3
+
+
+@pytest.mark.parametrize(("left", "goes"), [(None, False), (10, False), (100_000, True)])
+def test_it_goes_over_where_that_pays(left: int | None, goes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_PATIENCE", 7)
+    monkeypatch.setattr(background, "is_compiler_loaded", lambda: True)
+    graph = background._Graph(lambda *args: None)
+    graph._eager, graph._spent = [0.001], 6.9
+    assert graph._pays({"seconds": 1.0}, left) is goes
+    graph._spent = 7.0
+    assert graph._pays({"seconds": 1.0}, left) is (goes or left is None)
+
+
+def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    data, asked = torch.randn(20, 4, dtype=torch.float64), []
+
+    def loader() -> hfta.ArrayLoader:
+        return hfta.ArrayLoader(data, 5, seeds=range(M))
+
+    monkeypatch.setattr(background._Graph, "_ask", lambda self, state, batch: asked.append(1))
+    compiled = hfta.fit(step, state, loader(), epochs=2, progress=False, compile=True)
+    assert len(asked) == 8
+    plain = hfta.fit(step, state, loader(), epochs=2, progress=False)
+    assert torch.equal(compiled.history["loss"], plain.history["loss"])
+
+
+def test_bad_input() -> None:
+    step, _ = arrayed()
+    with pytest.raises(TypeError, match="step is a int; pass what make_train_step"):
+        hfta.compile(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="compiled in the background already"):
+        hfta.compile(hfta.compile(step))
+    with pytest.raises(ValueError, match="steps is -1; it must be an integer"):
+        hfta.compile(step, steps=-1)
+
+
+def test_it_is_the_step_to_whoever_asks() -> None:
+    step, state = arrayed()
+    quick = pickle.loads(pickle.dumps(hfta.compile(step, steps=3)))
+    assert quick.trainable == step.trainable and quick.batch_dims == 0
+    assert hfta.plan(quick, state, torch.ones(M, 5, 4, dtype=torch.float64)).num_models >= 1
+
+
+def test_the_other_process_ends_with_this_one(tmp_path: pathlib.Path) -> None:
+    program = f"""
+import sys; sys.path[:0] = {sys.path!r}
+import test_background as t, torch, hfta_func as hfta
+step, state = t.arrayed()
+quick = hfta.compile(step)
+for _ in range(2):
+    quick(state, torch.ones(3, 5, 4, dtype=torch.float64))
+print(t.the_graph(quick)._worker._process.pid)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout, done.stderr
+    assert not pathlib.Path(f"/proc/{int(done.stdout)}").exists()
