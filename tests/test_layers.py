@@ -49,7 +49,19 @@ FILES_IN = {
         *("update", "commit", "train", "evaluate"),
     ],
     "files": ["atomic", "storage", "checkpoint"],
-    "run": ["memory", "history", "compare", "data", "background", "fit", "plan"],
+    "run": [
+        "memory",
+        "history",
+        "compare",
+        "data",
+        "background",
+        "executors",
+        "processes",
+        "part",
+        "workers",
+        "fit",
+        "plan",
+    ],
     "tune": "tables groups keeping member population schedulers asking study search run cli".split(),
 }
 LAST = {"_torch": ["__init__"], "tune": ["__init__"], "optim": ["_hyperparams", "__init__"], "rules": ["__init__"]}

@@ -27,6 +27,7 @@ from hfta_func._types import Schedule as Schedule
 from hfta_func._types import StackError as StackError
 from hfta_func._types import StateError as StateError
 from hfta_func._types import TraceError as TraceError
+from hfta_func._types import WorkerError as WorkerError
 from hfta_func.callbacks import early_stopping as early_stopping
 from hfta_func.callbacks import keep_best as keep_best
 from hfta_func.callbacks import keep_checkpoints as keep_checkpoints

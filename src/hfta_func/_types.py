@@ -117,6 +117,10 @@ class TraceError(HFTAError, RuntimeError):
     """Model code that reads the value of a tensor while all members run together."""
 
 
+class WorkerError(HFTAError, RuntimeError):
+    """A process that trains a part of an array and cannot go on."""
+
+
 class CompileWarning(UserWarning):
     """A step that cannot be compiled in the background and goes on eagerly; given once."""
 

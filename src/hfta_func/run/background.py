@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import io
 import json
 import os
+import pickle
 import signal
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from hfta_func._types import CompileWarning
 _OPTIONS: tuple[dict[str, Any], ...] = ({"cpp.vec_isa_ok": True}, {})
 """Options of inductor, tried in turn: the first trusts the processor's own list of its instructions, instead of compiling a
 program for each of them, which takes longer than a small graph."""
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -54,8 +54,8 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
     step is not used. Batches of a shape that is not compiled yet run eagerly.
 
     Args:
-        step: A training or evaluation step, ``step(state, batch)``. It is sent to the other process by ``pickle``, or by
-            ``cloudpickle`` where that is installed, which functions of a notebook need.
+        step: A training or evaluation step, ``step(state, batch)``. It is sent to the other process by
+            ``cloudpickle``, functions of a notebook included.
         steps: How often it will be called in all, if that is known.
 
     Returns:
@@ -174,7 +174,7 @@ class _Graph:
                 found = run(state, batch)
         except Exception as error:
             # Whatever keeps the graph from being read, the eager step goes on; if that raises too, it is the user's to see.
-            self._end(_line(error))
+            self._end(line(error))
             return self._step(state, batch)
         self._run = run
         return found
@@ -205,14 +205,11 @@ class _Worker:
                 {
                     "step": step,
                     "inputs": tree_map(_Like, (state, batch)),
-                    **{get.__name__: get() for get, _ in _SETTINGS},
+                    **{get.__name__: get() for get, _ in SETTINGS},
                 }
             )
         except Exception as error:
-            cure = (
-                "" if importlib.util.find_spec("cloudpickle") else " (pip install cloudpickle: it takes any function)"
-            )
-            self._found = {"error": f"it cannot be sent to another process, {_line(error)}{cure}"}
+            self._found = {"error": f"it cannot be sent to another process, {line(error)}"}
             return
         # Files, not pipes, which somebody would have to fill and to empty.
         self._said = tempfile.TemporaryFile()
@@ -269,10 +266,7 @@ class _Like:
 
 
 def _pickled(value: Any) -> bytes:
-    found = io.BytesIO()
-    name = "cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle"
-    importlib.import_module(name).dump(value, found)
-    return found.getvalue()
+    return cloudpickle.dumps(value)
 
 
 def _answer() -> None:
@@ -283,18 +277,23 @@ def _answer() -> None:
     # Its own program has begun with the same paths; this is the rest of the order.
     sys.path[:] = json.loads(sys.stdin.buffer.readline())
     try:
-        order = importlib.import_module("pickle").load(sys.stdin.buffer)
+        order = pickle.load(sys.stdin.buffer)
         found = _compiled(order)
     except Exception as error:
-        found = {"error": _line(error)}
+        found = {"error": line(error)}
     print(json.dumps(found), file=answers, flush=True)
 
 
-def _compiled(order: Mapping[str, Any]) -> dict[str, Any]:
-    for get, put in _SETTINGS:
+def settle(wanted: Mapping[str, Any]) -> None:
+    """Have this process compute as another one does, whose :data:`SETTINGS` these are."""
+    for get, put in SETTINGS:
         # Graphs remember whether a precision was ever set.
-        if get() != (wanted := order[get.__name__]):
-            put(wanted)
+        if get.__name__ in wanted and get() != wanted[get.__name__]:
+            put(wanted[get.__name__])
+
+
+def _compiled(order: Mapping[str, Any]) -> dict[str, Any]:
+    settle(order)
     error: Exception | None = None
     for options in _OPTIONS:
         try:
@@ -308,7 +307,7 @@ def _compiled(order: Mapping[str, Any]) -> dict[str, Any]:
         except Exception as failed:
             error = failed
     assert error is not None
-    return {"error": _line(error)}
+    return {"error": line(error)}
 
 
 def _seconds(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:
@@ -320,7 +319,7 @@ def _seconds(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
     """The innermost cause in one line."""
     while (cause := error.__cause__ or getattr(error, "inner_exception", None)) is not None:
         error = cause

@@ -130,6 +130,14 @@ class ArrayLoader:
         other._ahead = 0 if epochs is None else torch.tensor([*epochs], device=self.keys.device)
         return other
 
+    def part(self, low: int, high: int) -> ArrayLoader:
+        """The loader of members ``low`` to ``high - 1``, at the same position; shared batches are everybody's."""
+        other = copy.copy(self)
+        if not self.shared:
+            other.keys = self.keys[low:high]
+            other._ahead = self._ahead[low:high] if isinstance(self._ahead, Tensor) else self._ahead
+        return other
+
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration."""

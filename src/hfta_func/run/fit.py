@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import operator
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tqdm.auto import tqdm
 
 from hfta_func._types import CheckpointError, StateError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
-from hfta_func.run import background
 from hfta_func.run.history import Callback, History, Metrics, Running
+from hfta_func.run.workers import Workers, choose
 from hfta_func.step.state import TrainState
 
 
@@ -41,6 +40,7 @@ def fit(
     resume: PathLike | None = None,
     save_every: int | None = None,
     compile: bool = False,
+    workers: int | Literal["auto"] | None = None,
 ) -> Result:
     """Train an array for a number of epochs, or until no member is active.
 
@@ -62,6 +62,10 @@ def fit(
             first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends, even if killed.
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
+        workers: Number of processes that train a part of the members each, with an equal share of the processors, or a GPU
+            each. ``"auto"`` takes one for every processor if that is faster than this process alone, which it tries.
+            Results are the same to rounding. Callbacks and ``evaluate`` run in this process. A process that dies is started
+            again.
 
     Returns:
         The last state, and the history: the step's metrics, averaged over each epoch, and the metrics of ``evaluate``.
@@ -72,6 +76,7 @@ def fit(
         CheckpointError: if ``resume`` is damaged, does not hold a run, cannot be written, or another run is using it.
         TypeError: if JSON and tensors cannot hold the loader's ``state_dict``.
         StateError: if ``resume`` holds a run of another model, optimizer or seeds.
+        WorkerError: if the process of some members dies three times in a row.
 
     Example:
         >>> factory = lambda: torch.nn.Linear(4, 1)
@@ -105,8 +110,6 @@ def fit(
             checkpoint.write(resume, state, run())
 
     length = len(source) if hasattr(source, "__len__") else 0
-    if compile:
-        step = background.compile(step, steps=epochs * length or None)
     unchecked = resume is not None
     with contextlib.ExitStack() as stack:
         if resume is not None:
@@ -121,33 +124,33 @@ def fit(
             dynamic_ncols=True,
         )
         pressed, bar = stack.enter_context(_ctrl_c()), stack.enter_context(bar)
+        executor = choose(step, state, batches, loader, workers, compile, steps=epochs * length or None)
+        if isinstance(executor, Workers):
+            stack.enter_context(executor)
+
+        def begin() -> None:
+            nonlocal unchecked
+            if unchecked:
+                # What no file can hold is refused now and not after an epoch; loaders may only know their position here.
+                checkpoint.check(state, run())
+                unchecked = False
+
         while len(history) < epochs and not pressed() and bool(state.active.any()):
             bar.set_description(f"epoch {len(history) + 1}/{epochs}")
-            for batch in batches:
-                if unchecked:
-                    # What no file can hold is refused now and not after an epoch; loaders may only know their position here.
-                    checkpoint.check(state, run())
-                    unchecked = False
-                # A copy, because a step with donate=True writes the state.
-                active = state.active.clone()
-                state, metrics = step(state, batch)
-                running.add(metrics, active, state.step)
-                if state.keys.device.type == "xla":
-                    # XLA only records operations; without this, an epoch would become one program.
-                    importlib.import_module("torch_xla").sync()
-                bar.update()
-                if pressed():
-                    break
-                if save_every is not None and running.batches % save_every == 0:
+            ended = False
+            while not ended and not pressed():
+                limit = None if save_every is None else save_every - running.batches % save_every
+                state, ended = executor.segment(state, running, limit, begin=begin, tick=bar.update, stopped=pressed)
+                if not ended and not pressed():
                     save()
-            else:
+            if ended:
                 if running.batches == 0:
                     raise ValueError(
                         "the loader has no batch; pass an iterable that yields its batches in every epoch, and no larger "
                         "batch_size than there are rows if it has drop_last"
                     )
                 metrics = running.close(history, evaluate(state) if evaluate is not None else {})
-                running, batches = Running(), loader
+                running = Running()
                 bar.set_postfix_str(_summary(metrics))
                 for callback in callbacks:
                     changed = callback(state, history)

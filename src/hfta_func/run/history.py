@@ -134,14 +134,27 @@ class Running:
         self.batches += 1
         for name, value in metrics.items():
             if name == "failure":
-                failed = {"cause": torch.where(active, value, 0), "step": step - 1}
-                if self.failed:
-                    first = self.failed["cause"] == 0
-                    failed = {key: torch.where(first, failed[key], self.failed[key]) for key in failed}
-                self.failed = failed
+                self._fail({"cause": torch.where(active, value, 0), "step": step - 1})
             else:
-                value = value if value.is_floating_point() else value.float()
-                self.sums[name] = self.sums[name] + value if name in self.sums else value
+                self._sum(name, value if value.is_floating_point() else value.float())
+
+    def join(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Add what each process has summed up, as its ``state_dict``, over the same batches for its part of the members."""
+        self.batches += parts[0]["batches"]
+        for name in parts[0]["sums"]:
+            self._sum(name, torch.cat([part["sums"][name] for part in parts]))
+        if parts[0]["failed"]:
+            self._fail({key: torch.cat([part["failed"][key] for part in parts]) for key in ("cause", "step")})
+
+    def _sum(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def _fail(self, failed: Metrics) -> None:
+        """Note failures of members that had none."""
+        if self.failed:
+            first = self.failed["cause"] == 0
+            failed = {key: torch.where(first, failed[key], self.failed[key]) for key in failed}
+        self.failed = failed
 
     def close(self, history: History, further: Metrics) -> Metrics:
         """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""

@@ -1,0 +1,136 @@
+"""The side of a worker, which trains some members of an array as its standard input says."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+import optree
+import torch
+from torch import Tensor
+
+from hfta_func._tree import tree_map, write
+from hfta_func._types import WorkerError
+from hfta_func.run import background
+from hfta_func.run.executors import Here, Step
+from hfta_func.run.history import Running
+from hfta_func.run.processes import Place, Unpickler, receive
+from hfta_func.step.state import TrainState
+
+
+def speed(step: Step, state: TrainState, batch: Any, seconds: float) -> float:
+    """Steps a second on a copy of the state, without the first."""
+    state = tree_map(torch.clone, state)
+    state, _ = step(state, batch)
+    count, start = 0, time.perf_counter()
+    while count == 0 or time.perf_counter() - start < seconds:
+        state, _ = step(state, batch)
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+class Part:
+    """The worker's own side."""
+
+    def __init__(
+        self,
+        step: Step,
+        shared: Any,
+        control: Place,
+        kind: str,
+        compile: bool,
+        number: int,
+        part: tuple[int, int],
+        loader: Any,
+        settings: Mapping[str, Any],
+    ):
+        background.settle(settings)
+        self._step = background.compile(step) if compile else step
+        self._whole, self._kind = tree_map(lambda leaf: leaf.place.tensor(), shared), kind
+        self._control, self._number, (self._low, self._high) = control.tensor(), number, part
+        self._loader = loader
+        self._dims = getattr(step, "batch_dims", 0)
+        self._here = Here(self._step, loader or (), loader or ())
+        self._running = Running()
+
+    def answer(self, kind: str, anew: bool | None, **order: Any) -> Any:
+        """Do what an order says; ``anew`` is None where it goes on with what it was doing."""
+        if anew:
+            self._state = tree_map(lambda leaf: leaf[self._low : self._high].clone().to(self._kind), self._whole)
+        if kind == "trial":
+            return speed(self._step, self._state, self._own(order["batch"]), order["seconds"])
+        if anew is not None:
+            self._running = Running()
+            if self._loader is None:
+                batches = [*map(self._own, order["batches"])]
+                self._here = Here(self._step, batches, ())
+            elif anew:
+                self._loader.load_state_dict(order["position"])
+                self._here = Here(self._step, self._loader, self._loader)
+        self._state, ended = self._here.segment(
+            *(self._state, self._running, order["limit"]), begin=lambda: None, tick=self._tick, stopped=self._is_stopped
+        )
+        write(
+            tree_map(lambda leaf: leaf[self._low : self._high], self._whole),
+            tree_map(lambda leaf: leaf.cpu(), self._state),
+        )
+        position = None if self._loader is None else self._loader.state_dict()
+        done, running = self._running.batches, self._running.state_dict()
+        return {"ended": ended, "done": done, "running": tree_map(_cpu, running), "position": position}
+
+    def _tick(self) -> None:
+        self._control[self._number] += 1
+
+    def _is_stopped(self) -> bool:
+        return bool(self._control[self._number] >= self._control[-1])
+
+    def _own(self, batch: Any) -> Any:
+        """What a batch of all members holds for the part."""
+        found, spec = optree.tree_flatten(batch, none_is_leaf=True)
+        dims: Any = optree.broadcast_prefix(self._dims, batch, none_is_leaf=True)  # pyright: ignore
+        own = [leaf if dim is None else leaf[self._low : self._high] for leaf, dim in zip(found, dims, strict=True)]
+        return optree.tree_unflatten(spec, own)
+
+
+def _cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def serve() -> None:
+    """The worker's program: do what the standard input says, one order after another."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    orders = sys.stdin.buffer
+    paths, processors = json.loads(receive(orders) or b"")
+    sys.path[:] = paths
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, processors)
+    torch.set_num_threads(len(processors))
+    part: Part | BaseException | None = None
+    while (message := receive(orders)) is not None:
+        answer: Any = None
+        try:
+            order = Unpickler(io.BytesIO(message)).load()
+            if part is None:
+                part = Part(**order)
+                continue
+            answer = part.answer(**order) if isinstance(part, Part) else part
+        except Exception as error:
+            answer = error
+            if part is None:
+                part = error
+                continue
+        try:
+            found = cloudpickle.dumps(answer)
+        except Exception:
+            found = pickle.dumps(WorkerError(background.line(answer)))
+        answers.write(struct.pack("<Q", len(found)) + found)
+        answers.flush()

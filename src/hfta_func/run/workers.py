@@ -1,0 +1,270 @@
+"""An array in several processes: each trains a part of the members with processors of its own.
+
+Members are independent, so the processes exchange nothing while they train. A process that dies is started again and repeats
+its part of the segment.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import re
+import selectors
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from hfta_func._tree import leaves, num_models, tree_map, write
+from hfta_func._types import HFTAError, StateError, WorkerError
+from hfta_func.run import background
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.executors import Executor, Here, Step
+from hfta_func.run.history import Running
+from hfta_func.run.part import speed
+from hfta_func.run.processes import Folder, Leaf, Pickler, Process, cores
+from hfta_func.step.state import TrainState
+
+_TRIES = 3
+"""How often in a row a process may die before its segment is given up."""
+_LOOK = 0.05
+"""Seconds between two looks at what the processes have done."""
+_NEVER = 1 << 62
+_TRIAL = 0.5
+"""Seconds in which steps are timed to choose a number of processes."""
+
+
+class Workers:
+    """An :class:`Executor` of ``count`` processes.
+
+    Args:
+        step: The training step.
+        state: The state of all members, for its structure.
+        batches: What is left of the first epoch.
+        loader: All later epochs.
+        count: Number of processes.
+        compile: Whether they compile the step while they train.
+    """
+
+    def __init__(self, step: Step, state: TrainState, batches: Any, loader: Any, count: int, compile: bool = False):
+        self._loader, self._dealt = loader, isinstance(loader, ArrayLoader)
+        # What is left of an epoch of any other loader, in this process.
+        self._batches, self._left = batches, None if self._dealt else [*batches]
+        size = num_models(state)
+        self.parts = _shares(size, count)
+        self._folder = Folder(sum(leaf.nbytes for leaf in leaves(state)))
+        places = tree_map(lambda leaf: Leaf(self._folder.write(leaf.cpu())), state)
+        self._shared = tree_map(lambda leaf: leaf.place.tensor(), places)
+        # How many steps each has made in this segment, and after which one all stop.
+        control = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
+        self._control = control.tensor()
+        self._returned: TrainState | None = None
+        processors = cores()
+        self._cores = [processors[low:high] or processors for low, high in _shares(len(processors), count)]
+        kind = state.keys.device.type
+        self._on_gpu = kind == "cuda"
+        common = {"step": step, "shared": places, "control": control, "kind": kind, "compile": compile}
+        try:
+            self._orders = [
+                self._pickled(
+                    {
+                        **common,
+                        **{"number": number, "part": part, "loader": loader.part(*part) if self._dealt else None},
+                        "settings": {get.__name__: get() for get, _ in background.SETTINGS[1:]},
+                    }
+                )
+                for number, part in enumerate(self.parts)
+            ]
+        except Exception as error:
+            self._folder.close()
+            raise TypeError(
+                f"the step or the loader cannot be sent to other processes ({background.line(error)}); make what it uses "
+                f"inside its function, or in a module"
+            ) from error
+        self._processes = [self._started(number) for number in range(count)]
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.close()
+        self._folder.close()
+
+    def segment(
+        self,
+        state: TrainState,
+        running: Running,
+        limit: int | None,
+        *,
+        begin: Callable[[], None],
+        tick: Callable[[], object],
+        stopped: Callable[[], bool],
+    ) -> tuple[TrainState, bool]:
+        """See :class:`Executor`."""
+        begin()
+        anew = state is not self._returned
+        if anew:
+            _check_same(state, self._shared)
+            write(self._shared, tree_map(lambda leaf: leaf.cpu(), state))
+        if not self._dealt and self._left is None:
+            self._left = [*self._loader]
+        order = {"limit": limit, "position": self._loader.state_dict() if self._dealt else None, "batches": self._left}
+        answers = self._run({"kind": "segment", "anew": anew, **order}, state, tick, stopped)
+        done = answers[0]["done"]
+        running.join([answer["running"] for answer in answers])
+        ended = all(answer["ended"] for answer in answers)
+        if self._dealt:
+            self._loader.load_state_dict(answers[0]["position"])
+        elif self._left is not None:
+            self._left = None if ended else self._left[done:]
+        self._returned = after = tree_map(lambda own, old: own.clone().to(old.device), self._shared, state)
+        return after, ended
+
+    def speed(self, seconds: float, batch: Any) -> float:
+        """Steps a second of all processes at once, on copies of the state."""
+        order = {"kind": "trial", "anew": True, "seconds": seconds, "batch": batch}
+        return min(self._run(order, None, lambda: None, lambda: False))
+
+    def _run(
+        self, order: dict[str, Any], state: TrainState | None, tick: Callable[[], object], stopped: Callable[[], bool]
+    ) -> list[Any]:
+        """Have all processes do something, and wait for it; one that dies is started again and does it again."""
+        self._control[:] = 0
+        self._control[-1] = _NEVER
+        message = self._pickled(order)
+        for process in self._processes:
+            process.send(message)
+        answers: dict[int, Any] = {}
+        tries = [0] * len(self._processes)
+        ticked = 0
+        while len(answers) < len(self._processes):
+            with selectors.DefaultSelector() as selector:
+                for number, process in enumerate(self._processes):
+                    if number not in answers:
+                        selector.register(process.answers, selectors.EVENT_READ, number)
+                ready = [key.data for key, _ in selector.select(_LOOK)]
+            for number in ready:
+                answer = self._processes[number].receive()
+                if answer is not None:
+                    answers[number] = answer
+                    continue
+                tries[number] += 1
+                if tries[number] == _TRIES:
+                    low, high = self.parts[number]
+                    raise WorkerError(
+                        f"the process of models {low} to {high - 1} died {_TRIES} times in a row, last with status "
+                        f"{self._processes[number].status()}; what it printed says why, or the system's log if it ran out of "
+                        f"memory: use fewer workers"
+                    )
+                self._control[number] = 0
+                if state is not None:
+                    # It may have died while it wrote its part.
+                    low, high = self.parts[number]
+                    tree_map(
+                        lambda own, old, low=low, high=high: own[low:high].copy_(old[low:high]), self._shared, state
+                    )
+                self._processes[number].close()
+                self._processes[number] = self._started(number)
+                self._processes[number].send(self._pickled({**order, "anew": True}))
+            made = int(self._control[:-1].min())
+            for _ in range(ticked, made):
+                tick()
+            ticked = max(ticked, made)
+            if stopped() and self._control[-1] == _NEVER:
+                # All after the same step, which none has begun yet.
+                self._control[-1] = self._control[:-1].max() + 2
+        found = [answers[number] for number in range(len(answers))]
+        for (low, _), answer in zip(self.parts, found, strict=True):
+            if isinstance(answer, BaseException):
+                raise _renumbered(answer, low)
+        if order["kind"] == "segment" and len({answer["done"] for answer in found}) > 1:
+            found = self._level(found)
+        return found
+
+    def _level(self, answers: list[Any]) -> list[Any]:
+        """Have those that stopped earlier catch up with the others."""
+        most = max(answer["done"] for answer in answers)
+        self._control[-1] = _NEVER
+        behind = [number for number, answer in enumerate(answers) if answer["done"] < most]
+        for number in behind:
+            left = most - answers[number]["done"]
+            self._processes[number].send(self._pickled({"kind": "segment", "anew": None, "limit": left}))
+        for number in behind:
+            answers[number] = self._processes[number].receive()
+            if answers[number] is None:
+                raise WorkerError(
+                    "a process died while training was being stopped; go on from the last file of the run"
+                )
+            if isinstance(answers[number], BaseException):
+                raise _renumbered(answers[number], self.parts[number][0])
+        return answers
+
+    def _started(self, number: int) -> Process:
+        process = Process(number, self._cores[number], self._on_gpu)
+        process.send(self._orders[number])
+        return process
+
+    def _pickled(self, value: Any) -> bytes:
+        found = io.BytesIO()
+        Pickler(found, self._folder).dump(value)
+        return found.getvalue()
+
+
+def _shares(size: int, count: int) -> list[tuple[int, int]]:
+    edges = [size * number // count for number in range(count + 1)]
+    return [*itertools.pairwise(edges)]
+
+
+def _check_same(state: Any, shared: Any) -> None:
+    if [leaf.shape for leaf in leaves(state)] != [leaf.shape for leaf in leaves(shared)]:
+        raise StateError(
+            "a callback returned a state of other members than the array had; with workers, make members inactive instead "
+            "(state.active), or drop them between two calls of fit"
+        )
+
+
+def _renumbered(error: BaseException, first: int) -> BaseException:
+    """The error of a part as one of the whole array."""
+    if isinstance(error, HFTAError) and error.args:
+        text = re.sub(r"\bmodel (\d+)\b", lambda found: f"model {int(found[1]) + first}", str(error.args[0]))
+        error.args = (text, *error.args[1:])
+    return error
+
+
+def choose(
+    step: Step,
+    state: TrainState,
+    batches: Any,
+    loader: Any,
+    workers: int | Literal["auto"] | None,
+    compile: bool,
+    steps: int | None = None,
+) -> Executor | Workers:
+    """Who trains: this process, or as many others as asked for; ``"auto"`` measures which is faster.
+
+    Raises:
+        ValueError: if there are more workers than members or processors.
+    """
+    here = Here(background.compile(step, steps=steps) if compile else step, batches, loader)
+    if workers is None or workers == 1:
+        return here
+    most = {"members": num_models(state)}
+    if state.keys.device.type == "cpu":
+        most["processors that this process may use"] = len(cores())
+    count = min(most.values()) if workers == "auto" else workers
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"workers is {workers!r}; it must be at least 1, 'auto', or None for this process")
+    for what, number in most.items():
+        if count > number:
+            raise ValueError(f"workers is {count}, more than the {number} {what}; pass at most {number}, or 'auto'")
+    if workers == "auto" and (count == 1 or not isinstance(loader, ArrayLoader | Sequence) or batches is not loader):
+        return here
+    crew = Workers(step, state, batches, loader, count, compile)
+    if workers == "auto":
+        first = next(iter(copy.copy(loader)))
+        if crew.speed(_TRIAL, first) <= speed(step, state, first, _TRIAL):
+            crew.__exit__()
+            return here
+    return crew

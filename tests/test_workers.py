@@ -1,0 +1,275 @@
+"""Arrays whose parts train in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from hfta_func import StateError, WorkerError
+from hfta_func.run import workers
+from hfta_func.run.executors import Here
+from hfta_func.run.history import Running
+
+M = 5
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),
+    pytest.mark.usefixtures("two_cores"),
+]
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines with one core run these as well."""
+    if len(workers.cores()) < 2:
+        monkeypatch.setattr(workers, "cores", lambda: [0, 0])
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Any:
+    inputs, targets = batch
+    outputs = model(inputs)
+    return (outputs - targets).square().mean(), {"size": outputs.detach().abs().mean()}
+
+
+def data(rows: int = 24) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return inputs, inputs.sum(-1, keepdim=True)
+
+
+def arrayed(lr: Any = None, loss: Any = loss_fn, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+    lr = [0.01 / (i + 1) for i in range(M)] if lr is None else lr
+    step = hfta.make_train_step(make(), loss, hfta.sgd(lr=lr, momentum=0.5), **options)
+    return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
+
+
+def loader(seeds: Any = range(M), **options: Any) -> hfta.ArrayLoader:
+    return hfta.ArrayLoader(data(), 5, seeds=seeds, **options)
+
+
+def assert_same(one: hfta.Result, other: hfta.Result) -> None:
+    for a, b in zip(optree.tree_leaves(one.state), optree.tree_leaves(other.state), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert [*one.history.epochs[0]] == [*other.history.epochs[0]]
+    for name in one.history.epochs[0]:
+        torch.testing.assert_close(one.history[name], other.history[name], rtol=1e-10, atol=1e-10, equal_nan=True)
+    assert one.history.failures == other.history.failures
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_two_processes_are_one_array(donate: bool) -> None:
+    evaluated = hfta.make_eval_step(
+        make().eval(), lambda model, batch: {"error": (model(batch[0]) - batch[1]).square().mean()}
+    )
+    options: dict[str, Any] = {
+        "epochs": 4,
+        "progress": False,
+        "evaluate": lambda state: evaluated(state, data()),
+    }
+
+    def callbacks() -> list[Any]:
+        return [hfta.early_stopping("error", patience=2), hfta.schedules.plateau("loss", patience=0)]
+
+    found, expected = (
+        hfta.fit(step, state, loader(), callbacks=callbacks(), workers=count, **options)
+        for count in (2, None)
+        for step, state in [arrayed(donate=donate)]
+    )
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("dims", [0, None, (0, None)])
+def test_batches_of_any_kind(dims: Any) -> None:
+    inputs, targets = data()
+
+    def batches() -> list[Any]:
+        shapes = (dims, dims) if not isinstance(dims, tuple) else dims
+        whole = (inputs, targets)
+        return [
+            tuple(
+                leaf[at : at + 6] if dim is None else torch.stack([leaf[at : at + 6] * (i + 1) for i in range(M)])
+                for leaf, dim in zip(whole, shapes, strict=True)
+            )
+            for at in range(0, 24, 6)
+        ]
+
+    step, state = arrayed(batch_dims=dims)
+    found = hfta.fit(step, state, batches(), epochs=3, progress=False, workers=2, save_every=None)
+    assert_same(found, hfta.fit(step, state, batches(), epochs=3, progress=False))
+
+
+def test_shared_batches_of_a_loader() -> None:
+    step, state = arrayed(batch_dims=None)
+    found, expected = (
+        hfta.fit(step, state, loader(7, shared=True), epochs=2, progress=False, workers=count)
+        for count in (3 - 1, None)
+    )
+    assert_same(found, expected)
+
+
+def test_a_member_that_fails_is_named_by_its_place_in_the_array() -> None:
+    lr = [0.01, 0.01, 0.01, 0.01, 1e300]
+    step, state = arrayed(lr)
+    found, expected = (hfta.fit(step, state, loader(), epochs=3, progress=False, workers=count) for count in (2, None))
+    assert found.history.failures and {failure.member for failure in found.history.failures} == {4}
+    assert found.history.failures == expected.history.failures
+    step, state = arrayed(lr, nonfinite="raise")
+    with pytest.raises(hfta.NonFiniteError, match=r"^model 4: the "):
+        hfta.fit(step, state, loader(), epochs=3, progress=False, workers=2)
+
+
+def test_an_error_of_the_user_s_code_comes_through() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise LookupError("no such thing")
+
+    step, state = arrayed(loss=loss)
+    with pytest.raises(LookupError, match="no such thing"):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+
+
+def test_a_killed_process_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    expected = hfta.fit(step, state, loader(), epochs=4, progress=False)
+    crews: list[workers.Workers] = []
+    init = workers.Workers.__init__
+
+    def noted(self: workers.Workers, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        crews.append(self)
+
+    monkeypatch.setattr(workers.Workers, "__init__", noted)
+
+    def kill(state: Any, history: hfta.History) -> None:
+        process = crews[0]._processes[len(history) % 2]
+        threading.Timer(0.001 * len(history), process._process.kill).start()
+
+    assert_same(hfta.fit(step, state, loader(), epochs=4, progress=False, callbacks=[kill], workers=2), expected)
+
+
+def test_a_process_that_always_dies_is_given_up() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        os._exit(3)
+
+    step, state = arrayed(loss=loss)
+    with pytest.raises(
+        WorkerError, match=r"the process of models [02] to [14] died 3 times in a row, last with status 3"
+    ):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+
+
+def slow(model: nn.Module, batch: Any) -> Any:
+    time.sleep(0.01)
+    return loss_fn(model, batch)
+
+
+@pytest.mark.parametrize("save_every", [None, 2])
+def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, save_every: int | None) -> None:
+    step, state = arrayed(loss=slow)
+    options: dict[str, Any] = {"epochs": 12, "progress": False, "save_every": save_every}
+    expected = hfta.fit(step, state, loader(), resume=tmp_path / "whole", workers=2, **options)
+    stops = 0
+
+    def stop(state: Any, history: hfta.History) -> None:
+        if len(history) % 3 == 1:
+            threading.Timer(0.013 * (stops + 1), os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    while True:
+        calls = [stop] if stops < 3 else []
+        found = hfta.fit(step, state, loader(), resume=tmp_path / "run", callbacks=calls, workers=2, **options)
+        if not found.history.interrupted:
+            break
+        stops += 1
+        kept = hfta.load(tmp_path / "run", like=state)
+        assert len(set(kept.step.tolist())) == 1, "all members have seen the same batches"
+    assert stops == 3
+    assert_same(found, expected)
+    for a, b in zip(optree.tree_leaves(found.state), optree.tree_leaves(expected.state), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_uneven_stops_are_levelled() -> None:
+    """One process has gone further than the other when both are told to stop."""
+    step, state = arrayed()
+    crew = workers.Workers(step, state, loader(), loader(), 2)
+    order = {"kind": "segment", "anew": True, "position": loader().state_dict(), "batches": None}
+    with crew:
+        crew._control[-1] = workers._NEVER
+        for limit, process in zip((2, 4), crew._processes, strict=True):
+            process.send(crew._pickled({**order, "limit": limit}))
+        answers = [process.receive() for process in crew._processes]
+        assert [answer["done"] for answer in answers] == [2, 4]
+        answers = crew._level(answers)
+        assert [answer["done"] for answer in answers] == [4, 4]
+        found, expected = Running(), Running()
+        found.join([answer["running"] for answer in answers])
+        state, _ = Here(step, loader(), loader()).segment(
+            state, expected, 4, begin=lambda: None, tick=lambda: None, stopped=lambda: False
+        )
+        for a, b in zip(optree.tree_leaves(crew._shared), optree.tree_leaves(state), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found.sums["loss"], expected.sums["loss"])
+
+
+def test_auto_takes_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    for speed, kind in ((1e9, workers.Workers), (0.0, Here)):
+        monkeypatch.setattr(workers.Workers, "speed", lambda self, seconds, batch, speed=speed: speed)
+        whole = loader()
+        found = workers.choose(step, state, whole, whole, "auto", False)
+        assert type(found) is kind
+        if isinstance(found, workers.Workers):
+            found.__exit__()
+    monkeypatch.undo()
+    whole = loader()
+    assert_same(
+        hfta.fit(step, state, whole, epochs=2, progress=False, workers="auto"),
+        hfta.fit(step, state, loader(), epochs=2, progress=False),
+    )
+
+
+def test_data_is_shared_and_not_copied() -> None:
+    step, state = arrayed()
+    rows = torch.randn(50_000, 4, dtype=torch.float64)
+    whole = hfta.ArrayLoader((rows, rows.sum(-1, keepdim=True)), 5, seeds=range(M))
+    with workers.Workers(step, state, whole, whole, 2) as crew:
+        assert max(map(len, crew._orders)) < 200_000
+        files = [path.stat().st_size for path in Path(crew._folder._folder.name).iterdir()]
+        assert sum(size >= rows.nbytes for size in files) == 1
+        folder = crew._folder._folder.name
+    assert not Path(folder).exists()
+
+
+def test_bad_input() -> None:
+    step, state = arrayed()
+    for count, match in (
+        (0, "workers is 0; it must be at least 1"),
+        ("many", "workers is 'many'; it must be at least 1, 'auto'"),
+        (M + 1, f"workers is {M + 1}, more than the {M} members"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            hfta.fit(step, state, loader(), epochs=1, progress=False, workers=count)  # type: ignore[arg-type]
+    if (most := len(workers.cores())) < M:
+        with pytest.raises(ValueError, match=f"workers is {most + 1}, more than the {most} processors"):
+            hfta.fit(step, state, loader(), epochs=1, progress=False, workers=most + 1)
+    lock = threading.Lock()
+    step, state = arrayed(loss=lambda model, batch: loss_fn(model, batch)[0] + 0 * bool(lock))
+    with pytest.raises(TypeError, match="cannot be sent to other processes"):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+    step, state = arrayed()
+    with pytest.raises(StateError, match="a callback returned a state of other members"):
+        hfta.fit(
+            *(step, state, loader()), epochs=2, progress=False, workers=2,
+            callbacks=[lambda state, history: hfta.take(state, [0, 1])],
+        )  # fmt: skip
