@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.modes import ONE_THREAD, PER_CORE, PROCESSES
+from benchmarks.modes import ONE_THREAD, PER_CORE, PROCESSES, WORKERS
 from benchmarks.worker import Worker
 from benchmarks.workloads import Spec
 
@@ -24,7 +24,8 @@ class Measured:
     def __init__(self, mode: str, spec: Spec, row: dict[str, Any] | None = None):
         self.mode, self.device, self.row, self.calls = mode, spec.device, {} if row is None else row, 1
         threads = 1 if mode == ONE_THREAD else torch.get_num_threads()
-        count = {PROCESSES: spec.num_models, PER_CORE: min(threads, spec.num_models)}.get(mode, 1)
+        per_core = dict.fromkeys((PER_CORE, *WORKERS), min(threads, spec.num_models))
+        count = {PROCESSES: spec.num_models, **per_core}.get(mode, 1)
         # As many threads as there are processors, shared out.
         self._workers = [Worker(mode, part, max(1, threads // count)) for part in shares(spec, count)]
 

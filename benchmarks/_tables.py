@@ -7,12 +7,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from benchmarks import _code
-from benchmarks.modes import MODES, ONE_THREAD, PER_CORE, PROCESSES, SERIAL
+from benchmarks.modes import MODES, ONE_THREAD, PER_CORE, PROCESSES, SERIAL, WORKERS
 from benchmarks.sweep import UNLIKE
 from hfta_func.plot import COLORS
 
 TIMES, DAGGER, WIDTH = "\N{MULTIPLICATION SIGN}", "\N{DAGGER}", 128
 ARRAY = [mode for mode in MODES if mode.startswith("array")]
+EAGER, COMPILED = ["array", "array auto", WORKERS[0]], ["array compiled", WORKERS[1]]
+"""The ways to train an array of which tables show the best."""
 STOCK = [mode for mode in MODES if mode.startswith("stock")]
 LOOPS = [ONE_THREAD, "serial foreach", "serial, default optimizer", "serial, default allocator"]
 PEERS = ["serial compiled", PROCESSES, PER_CORE, "HFTA", "JAX"]
@@ -39,6 +41,8 @@ STYLES = {
     "array": (COLORS[0], "-"),
     "array compiled": (COLORS[0], "--"),
     "array auto": (COLORS[0], "-."),
+    WORKERS[0]: ("black", "-"),
+    WORKERS[1]: ("black", "--"),
     "array CUDA graph": (COLORS[0], ":"),
     "stock vmap": (COLORS[1], "-"),
     "stock vmap compiled": (COLORS[1], "--"),

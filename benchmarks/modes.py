@@ -16,6 +16,8 @@ from benchmarks.workloads import Job, Run
 SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "processes", "process per core"
 """What all others are compared with; the same on one thread, which small models may be faster on; a process for each model;
 a process for each core, with its share of the models."""
+WORKERS = "array workers", "array workers compiled"
+"""An array in a process for each core, with its share of the models, as ``fit(workers=)`` trains it."""
 
 
 def serial(job: Job, compiled: bool = False, kernels: str = "fused") -> Run:
@@ -125,6 +127,8 @@ MODES: dict[str, Callable[[Job], Run]] = {
     "array": array,
     "array auto": lambda job: array(job, chunk_size="auto"),
     "array compiled": lambda job: array(job, compiled=True),
+    WORKERS[0]: array,
+    WORKERS[1]: lambda job: array(job, compiled=True),
     "array CUDA graph": lambda job: array(job, compiled=True, graphed=True),
     "dense": dense,
     "JAX": jax,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks._measure import ROOT
-from benchmarks._tables import NAMES, about, counts, mark, markdown, ratio, shown, times
+from benchmarks._tables import COMPILED, EAGER, NAMES, about, counts, mark, markdown, ratio, shown, times
 from benchmarks.workloads import WORKLOADS
 
 README = ROOT / "README.md"
@@ -39,5 +39,5 @@ def _cells(rows: dict[str, Any]) -> list[str]:
     """Of an array, eager and compiled, and of the best of its opponents, the loop itself among them."""
     others = [mode for mode in NAMES if counts(mode, rows.get(mode, {}))]
     best = max(others, key=lambda mode: rows[mode]["ratio"], default=None)
-    ours = [times(ratio(rows, [mode])) for mode in ("array", "array compiled")]
+    ours = [times(ratio(rows, mode)) for mode in (EAGER, COMPILED)]
     return [*ours, f"{times(rows[best]['ratio'])} {NAMES[best]}" if best else ""]

@@ -32,7 +32,7 @@ from benchmarks._tables import (
     shown,
     times,
 )
-from benchmarks.modes import PER_CORE, PROCESSES, SERIAL
+from benchmarks.modes import PER_CORE, PROCESSES, SERIAL, WORKERS
 from benchmarks.ops import ratio as op_ratio
 from benchmarks.workloads import WORKLOADS
 
@@ -61,7 +61,9 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
 COLUMNS = {
     "array": ["array"],
     "array, auto": ["array auto"],
+    "array per core": [WORKERS[0]],
     "compiled": ["array compiled"],
+    "compiled, per core": [WORKERS[1]],
     "CUDA graph": ["array CUDA graph"],
     "stock `vmap`": STOCK,
     "other loops": LOOPS,

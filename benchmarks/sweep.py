@@ -26,7 +26,7 @@ from benchmarks import _code
 from benchmarks._gpu import watched
 from benchmarks._measure import RESULTS, machine, table
 from benchmarks._processes import Measured
-from benchmarks.modes import MODES, NOT_FOR, PER_CORE, PROCESSES, SERIAL
+from benchmarks.modes import MODES, NOT_FOR, PER_CORE, PROCESSES, SERIAL, WORKERS
 from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec, batch_size
 from hfta_func.run.memory import free_bytes
@@ -39,12 +39,12 @@ ROUNDING, COARSE, MOVED = 1e-4, 3e-2, 0.1
 of a GPU, and the second one, before which Adam makes full steps of rounding noise. Tests hold the two together in float64."""
 ALIKE = 0.3
 """By how much the mean of all members' first losses may differ from the loop's, whatever they draw."""
-CHECKED = (PROCESSES, PER_CORE, "serial foreach", "stock vmap", "array", "array auto", "JAX", "HFTA")
-COMPILED = ("array compiled", "array CUDA graph")
+CHECKED = (PROCESSES, PER_CORE, "serial foreach", "stock vmap", "array", "array auto", WORKERS[0], "JAX", "HFTA")
+COMPILED = ("array compiled", WORKERS[1], "array CUDA graph")
 CUDA_ONLY = ("array CUDA graph",)
 UNLIKE = ("dense",)
 """Trains one model on the samples of all."""
-CPU_ONLY = ("serial, default allocator",)
+CPU_ONLY = ("serial, default allocator", *WORKERS)
 ROUNDS, SECONDS, WARMUP = 9, 2.0, 4
 """Rounds of all modes together and seconds of each that a figure rests on at least, and rounds before them."""
 QUICK = 2
