@@ -438,4 +438,68 @@ PLANTED = [
         ),
         "test_checkpoint.py::test_the_bits_are_those_of_a_step_without",
     ),
+    Planted(
+        "half of a kernel is loaded",
+        *("_native.py", "hashlib.sha256(content[:-32]).digest() != content[-32:]", "False"),
+        "test_native.py::test_a_kernel_that_is_damaged_or_somebody_else_s_is_made_again",
+    ),
+    Planted(
+        "threads leave out the last elements",
+        *("_native.py", "thread + 1 == all ? total : total / all * (thread + 1)", "total / all * (thread + 1)"),
+        "test_native.py::test_threads_share_members_and_leaves",
+    ),
+    Planted(
+        "a kernel counts words from 0",
+        *("_noise.py", "stride[model] * (uint64_t)(i + 1)", "stride[model] * (uint64_t)i"),
+        "test_native.py::test_noise_is_that_of_operators",
+    ),
+    Planted(
+        "a kernel updates members that stand still",
+        *("optim/_kernel.py", "!keep || keep[model]", "1"),
+        "test_updates.py::test_updates_in_place_are_the_same",
+    ),
+    Planted(
+        "a kernel reads narrow numbers as wide ones",
+        *("optim/_kernel.py", "value.to(torch.float64) for value in", "value for value in"),
+        "test_native.py::test_numbers_may_be_narrow",
+    ),
+    Planted(
+        "autograd does not notice what a kernel writes",
+        *("optim/_kernel.py", "torch.autograd.graph.increment_version(", "len("),
+        "test_native.py::test_autograd_notices_what_a_kernel_writes",
+    ),
+    Planted(
+        "a slower graph is kept",
+        *("run/background.py", "statistics.median(self._compiled) > statistics.median(self._eager)", "False"),
+        "test_background.py::test_a_slower_graph_is_left",
+    ),
+    Planted(
+        "a step goes over to its graph whether that pays or not",
+        *("run/background.py", "self._spent >= _PATIENCE * cost", "True"),
+        "test_background.py::test_it_goes_over_where_that_pays",
+    ),
+    Planted(
+        "a graph that is not in the cache is waited for",
+        *("run/background.py", "with compiled_from_cache():", "with contextlib.nullcontext():"),
+        "test_background.py::test_a_graph_that_is_not_in_the_cache_is_not_waited_for",
+    ),
+    Planted(
+        "errors of workers name members by their places in the part",
+        *("run/workers.py", "int(found[1]) + first", "int(found[1])"),
+        "test_workers.py::test_a_member_that_fails_is_named_by_its_place_in_the_array",
+    ),
+    Planted(
+        "workers add the sums of earlier segments again",
+        *(
+            "run/part.py",
+            "            self._running = Running()\n            if self._loader",
+            "            if self._loader",
+        ),
+        "test_workers.py::test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits",
+    ),
+    Planted(
+        "workers do not see what a callback changed",
+        *("run/workers.py", "anew = state is not self._returned", "anew = self._returned is None"),
+        "test_workers.py::test_two_processes_are_one_array",
+    ),
 ]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import hfta_func as hfta
+from hfta_func import _native
 from hfta_func.tune import schedulers
 from hfta_func.tune.asking import Asking
 from hfta_func.tune.population import Population
@@ -240,12 +241,18 @@ def _doctor(args: argparse.Namespace) -> int:
         ("devices", ", ".join(_devices()) or "none besides the processor"),
         ("compiler", compiler or "none; torch.compile needs g++ or clang++ on a CPU"),
         ("compiled graphs", f"{cache} ({_writable(cache)})"),
+        ("kernels in C", _kernels()),
         ("rules", _rules()),
         ("allocator", _allocator()),
     ]
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
     return 0
+
+
+def _kernels() -> str:
+    compiler, folder = _native.compiler(), str(_native.folder())
+    return f"{compiler}, kept in {folder} ({_writable(folder)})" if compiler else "none; they need cc, gcc or clang"
 
 
 def _user() -> str:
