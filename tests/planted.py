@@ -253,6 +253,11 @@ PLANTED = [
     Planted(
         "optimizer states of members that stand still change",
         *("step/update.py", "where(keep, (params, opt_state), old)", "(where(keep, params, old[0]), opt_state)"),
+        "test_amp.py::test_members_that_stand_still_keep_what_is_rounded",
+    ),
+    Planted(
+        "updates of members that stand still are counted",
+        *("optim/_leafwise.py", "new = where(keep, new, {name: getattr(held, name) for name in new})", "pass"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
@@ -487,15 +492,6 @@ PLANTED = [
         "errors of workers name members by their places in the part",
         *("run/workers.py", "int(found[1]) + first", "int(found[1])"),
         "test_workers.py::test_a_member_that_fails_is_named_by_its_place_in_the_array",
-    ),
-    Planted(
-        "workers add the sums of earlier segments again",
-        *(
-            "run/part.py",
-            "            self._running = Running()\n            if self._loader",
-            "            if self._loader",
-        ),
-        "test_workers.py::test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits",
     ),
     Planted(
         "workers do not see what a callback changed",

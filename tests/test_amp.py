@@ -293,3 +293,19 @@ def test_rounded_members_are_arrays_of_one() -> None:
 def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _array(**options)
+
+
+def test_members_that_stand_still_keep_what_is_rounded() -> None:
+    def factory() -> nn.Module:
+        return nn.Linear(4, 2).bfloat16()
+
+    step = hfta.make_train_step(
+        factory(), lambda model, x: model(x).float().square().mean(), hfta.adam(lr=0.1), stochastic_rounding=True
+    )
+    state = step.init(*hfta.init_params(factory, seeds=range(3)), seeds=range(3))
+    state = state._replace(active=torch.tensor([True, False, True]))
+    after, _ = step(state, torch.ones(3, 5, 4, dtype=torch.bfloat16))
+    for part in ("params", "opt_state"):
+        for one, two in zip(*(optree.tree_leaves(getattr(x, part)) for x in (state, after)), strict=True):
+            assert torch.equal(one[1], two[1])
+    assert not torch.equal(after.params["weight"][0], state.params["weight"][0])

@@ -179,6 +179,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, save_
     step, state = arrayed(loss=slow)
     options: dict[str, Any] = {"epochs": 12, "progress": False, "save_every": save_every}
     expected = hfta.fit(step, state, loader(), resume=tmp_path / "whole", workers=2, **options)
+    assert_same(expected, hfta.fit(step, state, loader(), **{**options, "save_every": None}))
     stops = 0
 
     def stop(state: Any, history: hfta.History) -> None:
