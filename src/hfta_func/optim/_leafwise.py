@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_func._torch import can_look, inside_transform, num_dispatch_modes
-from hfta_func._tree import per_model, where, write, write_leaf
+from hfta_func._tree import per_model, where, write_leaf
 from hfta_func._types import Params
 from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
 from hfta_func.optim._kernel import Kernel
@@ -126,19 +125,19 @@ def leafwise(
 
     kernel = Kernel(whole, len(used))
 
-    def at_once(
-        numbers: _Numbers, grads: Params, held: Any, params: Params, **how: Any
-    ) -> Iterator[tuple[list[str], Any]]:
+    def at_once(numbers: _Numbers, grads: Params, held: Any, params: Params, **how: Any) -> list[tuple[list[str], Any]]:
         """What the kernel makes of all leaves of a dtype that it takes, and their paths."""
         observed = inside_transform() or (not torch.compiler.is_compiling() and num_dispatch_modes())
         if not elementwise or observed or numbers.requires_grad:
-            return
-        trees = grads, params, *(getattr(held, name) for name in used)
+            return []
+        trees, found = (grads, params, *(getattr(held, name) for name in used)), []
         for dtype in {params[path].dtype for path in grads}:
             paths = [path for path in grads if params[path].dtype == dtype]
             columns = kernel([[_real(tree[path]) for path in paths] for tree in trees], numbers.at, **how)
             if columns is not None:
-                yield paths, [map(_back(params[paths[0]]), column) for column in columns]
+                back = _back(params[paths[0]])
+                found.append((paths, [[back(leaf) for leaf in column] for column in columns]))
+        return found
 
     def run(
         grads: Params, held: Any, params: Params, keep: Tensor | None, donate: bool, apply: bool
@@ -171,10 +170,12 @@ def leafwise(
                 out = out if factor is None else out + factor * param
                 out = (param + out).to(param.dtype) if apply else out
                 if keep is not None:
-                    fresh = where(keep, fresh, own)
+                    fresh = [where(keep, slot, old) for slot, old in zip(fresh, own, strict=True)]
                     out = where(keep, out, param) if apply else out
                 if donate:
-                    write((param, own) if apply else own, (out, fresh) if apply else fresh)
+                    olds, news = ((param, *own), (out, *fresh)) if apply else (own, fresh)
+                    for old, leaf in zip(olds, news, strict=True):
+                        write_leaf(old, leaf)
                     out, fresh = param if apply else out, own
                 own = fresh
             found[path] = back(out)
@@ -182,7 +183,8 @@ def leafwise(
                 after[name][path] = back(slot)
         if keep is not None:
             new = where(keep, new, {name: getattr(held, name) for name in new})
-        return found, held._replace(**new, **after)
+        # Not _replace: the compiler of PyTorch 2.9 cannot return what that makes.
+        return found, state(**{name: getattr(held, name) for name in held._fields} | new | after)
 
     def update(grads: Params, held: Any, params: Params) -> tuple[Params, Any]:
         return run(grads, held, params, None, False, False)
@@ -197,18 +199,18 @@ class _Numbers:
         self.at = at
         self._columns: dict[torch.dtype, dict[str, Tensor]] = {}
         self._shaped: dict[tuple[torch.dtype, int], dict[str, Tensor]] = {}
+        self._members: list[dict[str, float]] = []
 
     @property
     def requires_grad(self) -> bool:
         """Whether derivatives by them are taken."""
         return any(value.requires_grad for value in self.at.values())
 
-    @functools.cached_property
-    def _rows(self) -> list[tuple[int, dict[str, float]]]:
-        if not can_look(self.at["step"]):
-            return []
-        rows = zip(*torch.stack([*self.at.values()]).tolist(), strict=True)
-        return [(member, dict(zip(self.at, row, strict=True))) for member, row in enumerate(rows)]
+    def _by_member(self) -> list[dict[str, float]]:
+        if not self._members:
+            rows = zip(*torch.stack([*self.at.values()]).tolist(), strict=True)
+            self._members = [dict(zip(self.at, row, strict=True)) for row in rows]
+        return self._members
 
     def like(self, leaf: Tensor) -> dict[str, Tensor]:
         """Tensors that broadcast over a leaf, made once for each dtype and number of axes."""
@@ -225,13 +227,14 @@ class _Numbers:
     def pieces(self, leaf: Tensor, elementwise: bool) -> list[tuple[tuple[slice, ...], dict[str, float]]]:
         """Index and floats of each member or part of one; empty where all members at once are faster."""
         size = leaf[0].numel()
-        if size < _ROWS:
+        if size < _ROWS or not can_look(self.at["step"]):
             return []
+        members = [*enumerate(self._by_member())]
         if not elementwise or leaf.dim() == 1 or size <= _PIECE:
-            return [((slice(member, member + 1),), k) for member, k in self._rows]
+            return [((slice(member, member + 1),), k) for member, k in members]
         length = max(1, leaf.shape[1] * _PIECE // size)
         starts = range(0, leaf.shape[1], length)
-        return [((slice(member, member + 1), slice(at, at + length)), k) for member, k in self._rows for at in starts]
+        return [((slice(member, member + 1), slice(at, at + length)), k) for member, k in members for at in starts]
 
 
 def _real(leaf: Tensor) -> Tensor:
