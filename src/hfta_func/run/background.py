@@ -28,10 +28,19 @@ from hfta_func._types import CompileWarning
 _OPTIONS: tuple[dict[str, Any], ...] = ({"cpp.vec_isa_ok": True}, {})
 """Options of inductor, tried in turn: the first trusts the processor's own list of its instructions, instead of compiling a
 program for each of them, which takes longer than a small graph."""
+
+
+def _precision() -> str:
+    with warnings.catch_warnings():
+        # PyTorch 2.9 warns whoever asks.
+        warnings.simplefilter("ignore")
+        return torch.get_float32_matmul_precision()
+
+
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (_precision, torch.set_float32_matmul_precision),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
 )
 """What graphs depend on, besides the step."""
