@@ -42,6 +42,7 @@ BEGIN, END = "<!-- sweeps, made by python -m benchmarks report -->", "<!-- end -
 UPDATES = "<!-- updates, made by python -m benchmarks report -->"
 PREDICTIONS = "<!-- predictions, made by python -m benchmarks report -->"
 OPERATORS = "<!-- operators, made by python -m benchmarks report -->"
+STUDIES = "<!-- studies, made by python -m benchmarks report -->"
 TO_STEPS = "<!-- time to some steps, made by python -m benchmarks report -->"
 TITLES = {
     "cpu-small": "On a CPU, small versions",
@@ -127,6 +128,24 @@ def updates(found: dict[str, Any]) -> str:
     return markdown(
         ["update", *(f"{m} {mode}" for m in ("32 MLPs,", "4 ResNet-18,") for mode in ("eager", "compiled"))], lines
     )
+
+
+def studies(found: dict[str, Any]) -> str:
+    """The table of a study in every way to run it."""
+    ways, where, added = found["tune"], found["machine"], statistics.median(found["overhead"])
+    lines = [
+        [
+            *(name, f"{statistics.median(way['seconds']):.1f}"),
+            *(times(way["ratio"]) if way["ratio"] != 1 else "", f"{way['best']:.3f}"),
+        ]
+        for name, way in ways.items()
+    ]
+    rests = (
+        f"{where['cpu']}, {where['cores']} cores, PyTorch {where['torch'].split('+')[0]}, {where['date']}, "
+        f"{len(ways['arrays']['seconds'])} rounds. A study adds {added:.1%} to its steps (median of "
+        f"{len(found['overhead'])} pairs of runs)."
+    )
+    return f"{markdown(['way', 'seconds', 'arrays are faster by', 'best accuracy'], lines)}\n\n{rests}"
 
 
 def operators(found: dict[str, Any]) -> str:
@@ -252,7 +271,8 @@ def written(page: str, folder: Path = RESULTS) -> str:
     sweeps = results(folder)
     page = replaced(page, tables(sweeps))
     page = replaced(page, reach.reached(sweeps[reach.KEY]), TO_STEPS)
-    for begin, make, name in ((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu")):
+    single = ((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu"), (STUDIES, studies, "tune-cpu"))
+    for begin, make, name in single:
         page = replaced(page, make(json.loads((folder / f"{name}.json").read_text())), begin)
     sizes = {"small": "plan-cpu-small", "published": "plan-cpu-paper"}
     found = {size: json.loads((folder / f"{name}.json").read_text()) for size, name in sizes.items()}
