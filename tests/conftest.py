@@ -25,6 +25,9 @@ EXHAUSTIVE = {
     ],
     "test_attributes": ["attributes_of_one_call_are_those_of_the_loop.(?!Auxiliary-3).*True"],
     "test_autodiff": ["the_cure_works.True"],
+    "test_background": ["a_step_goes_over_to_a_graph.*True", "functions_of_a_notebook", "without_a_compiler"],
+    "test_workers": ["ctrl_c", "a_process_that_always_dies", "batches_of_any_kind", "two_processes.*True", "auto"],
+    "test_native": ["an_update_of_many_leaves.*True"],
     "test_bad_members": [
         "a_bad_member_ends_no_other(?!.(linalg.cholesky|linalg.slogdet|linalg.svd|F.grid)-).*compiled"
     ],
