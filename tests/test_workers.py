@@ -208,7 +208,7 @@ def test_uneven_stops_are_levelled() -> None:
     with crew:
         crew._control[-1] = workers._NEVER
         for limit, process in zip((2, 4), crew._processes, strict=True):
-            process.send(crew._pickled({**order, "limit": limit}))
+            process.send(crew._pickled({**order, "limit": limit}, crew._folder))
         answers = [process.receive() for process in crew._processes]
         assert [answer["done"] for answer in answers] == [2, 4]
         answers = crew._level(answers)
@@ -246,10 +246,10 @@ def test_data_is_shared_and_not_copied() -> None:
     whole = hfta.ArrayLoader((rows, rows.sum(-1, keepdim=True)), 5, seeds=range(M))
     with workers.Workers(step, state, whole, whole, 2) as crew:
         assert max(map(len, crew._orders)) < 200_000
-        files = [path.stat().st_size for path in Path(crew._folder._folder.name).iterdir()]
+        folders = [Path(one.name) for one in crew._folder._folders]
+        files = [path.stat().st_size for folder in folders for path in folder.iterdir()]
         assert sum(size >= rows.nbytes for size in files) == 1
-        folder = crew._folder._folder.name
-    assert not Path(folder).exists()
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_bad_input() -> None:
@@ -274,3 +274,16 @@ def test_bad_input() -> None:
             *(step, state, loader()), epochs=2, progress=False, workers=2,
             callbacks=[lambda state, history: hfta.take(state, [0, 1])],
         )  # fmt: skip
+
+
+def test_batches_that_are_written_between_epochs_are_read_again() -> None:
+    def run(count: int | None) -> hfta.Result:
+        whole = tuple(torch.stack([leaf] * M).repeat(1, 40, 1) for leaf in data())
+
+        def change(state: Any, history: hfta.History) -> None:
+            whole[1].add_(1.0)
+
+        step, state = arrayed()
+        return hfta.fit(step, state, [whole], epochs=3, progress=False, callbacks=[change], workers=count)
+
+    assert_same(run(2), run(None))

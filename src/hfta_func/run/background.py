@@ -210,7 +210,7 @@ class _Worker:
         _Worker._last = weakref.ref(self)
         self._found: dict[str, Any] | None = None
         try:
-            order = _pickled(
+            order = cloudpickle.dumps(
                 {
                     "step": step,
                     "inputs": tree_map(_Like, (state, batch)),
@@ -272,10 +272,6 @@ class _Like:
     def tensor(self) -> Tensor:
         shape, stride, dtype, device = self.made_of
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
-
-
-def _pickled(value: Any) -> bytes:
-    return cloudpickle.dumps(value)
 
 
 def _answer() -> None:

@@ -55,14 +55,18 @@ class Place(NamedTuple):
 class Folder:
     """Files for tensors that processes share; in memory, where the system has such a folder with room."""
 
-    def __init__(self, needed: int):
-        memory = "/dev/shm"
-        roomy = os.path.isdir(memory) and shutil.disk_usage(memory).free > 2 * needed
-        self._folder = tempfile.TemporaryDirectory(
-            dir=memory if roomy else None, prefix="hfta-", ignore_cleanup_errors=True
-        )
+    def __init__(self) -> None:
+        places = [place for place in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(place)]
+        self._folders = [
+            tempfile.TemporaryDirectory(dir=place, prefix="hfta-", ignore_cleanup_errors=True) for place in places
+        ]
         self._places: dict[Any, tuple[Place, Tensor]] = {}
-        self.close = self._folder.cleanup
+        self._count = 0
+
+    def close(self) -> None:
+        """Remove all files; processes that have them in memory keep them."""
+        for folder in self._folders:
+            folder.cleanup()
 
     def put(self, tensor: Tensor) -> Place:
         """Write a tensor, once."""
@@ -74,7 +78,14 @@ class Folder:
 
     def write(self, tensor: Tensor) -> Place:
         """Write a tensor to a file of its own."""
-        path = str(Path(self._folder.name) / f"{len(os.listdir(self._folder.name))}.bin")
+        # Who writes a file in memory where there is no room is killed.
+        free = [one.name for one in self._folders if shutil.disk_usage(one.name).free > 2 * tensor.nbytes]
+        if not free:
+            raise OSError(
+                f"there is no room for {tensor.nbytes} bytes that processes share; free some in {self._folders[-1].name}"
+            )
+        self._count += 1
+        path = str(Path(free[0]) / f"{self._count}.bin")
         place = Place(path, tensor.dtype, tensor.shape, tensor.device.type)
         torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().flatten())
         return place

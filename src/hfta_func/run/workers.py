@@ -50,10 +50,10 @@ class Workers:
     def __init__(self, step: Step, state: TrainState, batches: Any, loader: Any, count: int, compile: bool = False):
         self._loader, self._dealt = loader, isinstance(loader, ArrayLoader)
         # What is left of an epoch of any other loader, in this process.
-        self._batches, self._left = batches, None if self._dealt else [*batches]
+        self._left = None if self._dealt else [*batches]
         size = num_models(state)
         self.parts = _shares(size, count)
-        self._folder = Folder(sum(leaf.nbytes for leaf in leaves(state)))
+        self._folder = Folder()
         places = tree_map(lambda leaf: Leaf(self._folder.write(leaf.cpu())), state)
         self._shared = tree_map(lambda leaf: leaf.place.tensor(), places)
         # How many steps each has made in this segment, and after which one all stop.
@@ -72,7 +72,8 @@ class Workers:
                         **common,
                         **{"number": number, "part": part, "loader": loader.part(*part) if self._dealt else None},
                         "settings": {get.__name__: get() for get, _ in background.SETTINGS[1:]},
-                    }
+                    },
+                    self._folder,
                 )
                 for number, part in enumerate(self.parts)
             ]
@@ -131,9 +132,24 @@ class Workers:
         self, order: dict[str, Any], state: TrainState | None, tick: Callable[[], object], stopped: Callable[[], bool]
     ) -> list[Any]:
         """Have all processes do something, and wait for it; one that dies is started again and does it again."""
+        # Of its own, since tensors of an order may have other values in the next one.
+        folder = Folder()
+        try:
+            return self._ordered(order, folder, state, tick, stopped)
+        finally:
+            folder.close()
+
+    def _ordered(
+        self,
+        order: dict[str, Any],
+        folder: Folder,
+        state: TrainState | None,
+        tick: Callable[[], object],
+        stopped: Callable[[], bool],
+    ) -> list[Any]:
         self._control[:] = 0
         self._control[-1] = _NEVER
-        message = self._pickled(order)
+        message = self._pickled(order, folder)
         for process in self._processes:
             process.send(message)
         answers: dict[int, Any] = {}
@@ -167,7 +183,7 @@ class Workers:
                     )
                 self._processes[number].close()
                 self._processes[number] = self._started(number)
-                self._processes[number].send(self._pickled({**order, "anew": True}))
+                self._processes[number].send(self._pickled({**order, "anew": True}, folder))
             made = int(self._control[:-1].min())
             for _ in range(ticked, made):
                 tick()
@@ -190,7 +206,7 @@ class Workers:
         behind = [number for number, answer in enumerate(answers) if answer["done"] < most]
         for number in behind:
             left = most - answers[number]["done"]
-            self._processes[number].send(self._pickled({"kind": "segment", "anew": None, "limit": left}))
+            self._processes[number].send(self._pickled({"kind": "segment", "anew": None, "limit": left}, self._folder))
         for number in behind:
             answers[number] = self._processes[number].receive()
             if answers[number] is None:
@@ -206,9 +222,10 @@ class Workers:
         process.send(self._orders[number])
         return process
 
-    def _pickled(self, value: Any) -> bytes:
+    @staticmethod
+    def _pickled(value: Any, folder: Folder) -> bytes:
         found = io.BytesIO()
-        Pickler(found, self._folder).dump(value)
+        Pickler(found, folder).dump(value)
         return found.getvalue()
 
 
