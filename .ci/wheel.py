@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ["pytest", "pytest-timeout", "pytest-xdist"]
 TESTS = ["callbacks", "data", "fit", "schedules", "stack"]
 """Files of tests that reach most of the public names in a minute; doctests reach the rest."""
-EXTRAS = "plot,tensorboard,tune"
+EXTRAS = "adapters,plot,tensorboard,tune"
 HELPERS = ["cases.py", "conftest.py", "oracle.py", "schedule_cases.py", "typed_user.py"]
 
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks import lowerings, ops, optim
 from benchmarks._measure import machine
 
-OWN = ("sweep", "predict", "report", "reach", "tune", "batches")
+OWN = ("sweep", "predict", "report", "reach", "background", "tune", "batches", "ensembles", "adapters", "executors")
 MEASURED = {"ops": ops, "optim": optim, "lowerings": lowerings}
 
 

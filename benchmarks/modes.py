@@ -12,6 +12,7 @@ from torch import Tensor
 
 import hfta_func
 from benchmarks.workloads import Job, Run
+from hfta_func.run.background import OPTIONS
 
 SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "processes", "process per core"
 """What all others are compared with; the same on one thread, which small models may be faster on; a process for each model;
@@ -51,10 +52,12 @@ def stock(job: Job, compiled: bool = False) -> Run:
     return run._replace(step=step)
 
 
-def array(job: Job, compiled: bool = False, graphed: bool = False, **options: Any) -> Run:
-    """An array that changes its state in place; ``options`` are those of its step."""
-    step, state = job.array(**options)
-    run = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
+def array(job: Job, compiled: bool = False, graphed: bool = False, **own: Any) -> Run:
+    """An array that changes its state in place; ``own`` are options of its step."""
+    step, state = job.array(**own)
+    # As hfta.compile does it; its options are for a CPU.
+    options = {} if state.keys.is_cuda else OPTIONS[0]
+    run = torch.compile(step, fullgraph=True, dynamic=False, options=options or None) if compiled else step
     if graphed:
         run = _graphed(run, state, job.batches[0])
 

@@ -41,6 +41,11 @@ class Row(NamedTuple):
     func: Callable[..., Tensor]
     make: Callable[[], tuple[Tensor, ...]]
     data: int = 1
+    frozen: bool = False  # whether members share the parameters, which need no gradient
+
+    def dims(self) -> tuple[int | None, ...]:
+        """The model axis of each tensor."""
+        return tuple(None if self.frozen and i >= self.data else 0 for i in range(len(self.make())))
 
 
 def randn(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
@@ -186,7 +191,28 @@ def plain(family: str, title: str, num_models: int, func: Callable[..., Tensor],
     return Row(family, title, num_models, func, lambda: tuple(torch.randn(shape) for shape in shapes), len(shapes))
 
 
+def frozen(row: Row) -> Row:
+    """The same with parameters that all members share and nobody trains, as those under adapters."""
+    return row._replace(name=f"{row.name}, shared", frozen=True)
+
+
+SHARED = (
+    linear("small transformer", 16, 64, 32, 128),
+    linear("transformer", 8, 256, 128, 512),
+    linear("gpt", 8, 256, 256, 768),
+    linear("gpt head", 8, 64, 256, 8000),
+    conv("small resnet", 8, 8, 16, 32, 32, 3, padding=1),
+    conv("resnet18 layer1", 8, 8, 8, 64, 64, 3, padding=1),
+    conv("mobilenet depthwise", 8, 32, 16, 96, 96, 3, padding=1, groups=96),
+    conv_transpose("dcgan", 4, 16, 16, 128, 64, stride=2, padding=1),
+    norm("small transformer layer norm", 16, lambda x, w, b: F.layer_norm(x, (32,), w, b), (4, 16, 32), 32),
+    norm("gpt layer norm", 8, lambda x, w, b: F.layer_norm(x, (256,), w, b), (4, 64, 256), 256),
+    norm("group norm", 8, lambda x, w, b: F.group_norm(x, 8, w, b), (8, 64, 8, 8), 64),
+    embedding("transformer", 8, (8, 32), 2000, 128),
+)  # fmt: skip
+
 ROWS = (
+    *map(frozen, SHARED),
     conv("small resnet", 16, 32, 8, 8, 8, 3, padding=1),
     conv("small resnet stem", 16, 8, 32, 3, 8, 7, stride=2, padding=3),
     conv("small resnet", 8, 8, 32, 16, 16, 3, padding=1),
@@ -322,10 +348,15 @@ def tensors(row: Row, device: str) -> tuple[list[list[Tensor]], list[Tensor]]:
     """Inputs of every member by themselves, and stacked."""
     torch.manual_seed(0)
     members = [[x.to(device).requires_grad_(x.is_floating_point()) for x in row.make()] for _ in range(row.num_models)]
-    stacks = [torch.stack([x.detach() for x in column]) for column in zip(*members, strict=True)]
+    shared = [dim is None for dim in row.dims()]
+    for member in members:
+        member[:] = [first.detach() if one else x for x, first, one in zip(member, members[0], shared, strict=True)]
+    columns = zip(zip(*members, strict=True), shared, strict=True)
+    stacks = [column[0] if one else torch.stack([x.detach() for x in column]) for column, one in columns]
     if row.family in ("conv", "pooling") or "batch norm" in row.name:
         stacks[0] = stacks[0].transpose(0, 1).contiguous().transpose(0, 1)
-    return members, [x.requires_grad_(x.is_floating_point()) for x in stacks]
+    pairs = zip(stacks, shared, strict=True)
+    return members, [x if one else x.requires_grad_(x.is_floating_point()) for x, one in pairs]
 
 
 def like(output: Tensor) -> Tensor:
@@ -339,7 +370,8 @@ def _measure(number: int, quick: bool, device: str, threads: int) -> dict[str, A
     hfta.keep_memory()
     warnings.filterwarnings("ignore", "There is a performance drop")
     members, stacks = tensors(row, device)
-    grads = like(hfta.vmap(row.func)(*stacks).detach())
+    dims = row.dims()
+    grads = like(hfta.vmap(row.func, dims)(*stacks).detach())
     own = [grad.contiguous() for grad in grads]
 
     def serial() -> list[tuple[Tensor, ...]]:
@@ -353,8 +385,9 @@ def _measure(number: int, quick: bool, device: str, threads: int) -> dict[str, A
 
     def array(size: int) -> list[Tensor]:
         # Steps run inside ``routed`` and so without the mode of ``hfta.vmap``.
-        vmap = functools.partial(vmap_routed, in_dims=0, known=known) if size < row.num_models else hfta.vmap
-        pieces = [_run(vmap(row.func), inputs, grad) for inputs, grad in chunks(size)]
+        routed = size < row.num_models
+        func = vmap_routed(row.func, dims, known) if routed else hfta.vmap(row.func, dims)
+        pieces = [_run(func, inputs, grad) for inputs, grad in chunks(size)]
         if len(pieces) == 1:
             return list(pieces[0])
         # A step gets the gradients of the parameters as stacks, while activations stay in their chunks.
@@ -363,12 +396,12 @@ def _measure(number: int, quick: bool, device: str, threads: int) -> dict[str, A
         return [*output, *(x for column in others[:data] for x in column), *map(torch.cat, others[data:])]
 
     expected = [torch.stack(column) for column in zip(*serial(), strict=True)]
-    agrees = all(map(_close, _run(hfta.vmap(row.func), stacks, grads), expected))
+    agrees = all(map(_close, _run(hfta.vmap(row.func, dims), stacks, grads), expected))
     best = fastest(array, row.num_models, torch.device(device))
     chunks.cache_clear()
     modes = {
         "serial": serial,
-        "stock vmap": _stock(row.func, stacks, grads),
+        "stock vmap": _stock(row, stacks, grads),
         "array": lambda: array(row.num_models),
         **({"chunks": lambda: array(best)} if best < row.num_models else {}),
     }
@@ -386,7 +419,10 @@ def _part(row: Row, stacks: list[Tensor], grads: Tensor, start: int, stop: int) 
         return stacks, grads
     parts = [stack.detach()[start:stop] for stack in stacks]
     parts[: row.data] = [_alone(part) for part in parts[: row.data]]
-    return [x.requires_grad_(x.is_floating_point()) for x in parts], _alone(grads[start:stop])
+    triples = zip(parts, stacks, row.dims(), strict=True)
+    return [stack if dim is None else x.requires_grad_(x.is_floating_point()) for x, stack, dim in triples], _alone(
+        grads[start:stop]
+    )
 
 
 def _alone(part: Tensor) -> Tensor:
@@ -396,10 +432,11 @@ def _alone(part: Tensor) -> Tensor:
     return part.permute(order).contiguous().permute(back)
 
 
-def _stock(func: Callable[..., Tensor], inputs: Sequence[Tensor], grads: Tensor) -> Callable[[], object]:
+def _stock(row: Row, inputs: Sequence[Tensor], grads: Tensor) -> Callable[[], object]:
     """PyTorch's own ``vmap``, the gradient outside it where it can be and inside otherwise."""
     hfta.rules.uninstall()
-    outside = functools.partial(_run, torch.func.vmap(func), inputs, grads)
+    func, dims = row.func, row.dims()
+    outside = functools.partial(_run, torch.func.vmap(func, dims), inputs, grads)
     wanted = tuple(i for i, x in enumerate(inputs) if x.requires_grad)
 
     def gradient(grad: Tensor, *values: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -416,7 +453,7 @@ def _stock(func: Callable[..., Tensor], inputs: Sequence[Tensor], grads: Tensor)
     try:
         outside()
     except RuntimeError:
-        return lambda: torch.func.vmap(gradient)(grads, *plain)
+        return lambda: torch.func.vmap(gradient, (0, *dims))(grads, *plain)
     return outside
 
 

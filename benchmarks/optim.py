@@ -1,9 +1,9 @@
 """The update alone: an array's optimizer against M optimizers of PyTorch, and against one over the same bytes.
 
 Four ResNet-18 (wide leaves) and 32 small MLPs (many small updates), random gradients. ``M x torch.optim`` is M optimizers
-with ``foreach=True``, as users have them; ``one torch.optim`` is one of them over the stacked leaves, with the same
-hyperparameters for all members: the time that the bytes take in place through ``torch._foreach_``. Optimizers that PyTorch
-does not have are measured alone.
+with their best kernels, ``fused=True`` or else ``foreach=True``; ``one torch.optim`` is one of them over the stacked leaves,
+with the same hyperparameters for all members: the time that the bytes take in place. Optimizers that PyTorch does not have
+are measured alone.
 """
 
 from __future__ import annotations
@@ -77,14 +77,15 @@ class Race:
         self.optimizer = make(lr=lr, **options)
         self.runs: dict[str, Callable[[], object]] = {}
         self.results: dict[str, Callable[[], dict[str, Tensor]]] = {}
-        foreach = {} if name == "muon" else {"foreach": True}
+        has = () if theirs is None else inspect.signature(theirs).parameters
+        kernels = next(({kind: True} for kind in ("fused", "foreach") if kind in has), {})
         if theirs is not None:
             own = [{path: nn.Parameter(leaf[i].clone()) for path, leaf in self.start.items()} for i in range(count)]
             for i, member in enumerate(own):
                 for path, parameter in member.items():
                     parameter.grad = self.grads[path][i].clone()
             optimizers = [
-                theirs(list(member.values()), lr=rate, **foreach, **options)
+                theirs(list(member.values()), lr=rate, **kernels, **options)
                 for member, rate in zip(own, lr, strict=True)
             ]
             self._add(M_SOLO, lambda: [optimizer.step() for optimizer in optimizers], lambda: _stacked(own))
@@ -92,7 +93,7 @@ class Race:
             whole = {path: nn.Parameter(leaf.clone()) for path, leaf in self.start.items()}
             for path, parameter in whole.items():
                 parameter.grad = self.grads[path].clone()
-            self._add(ONE, theirs(list(whole.values()), lr=1e-3, foreach=True, **options).step)
+            self._add(ONE, theirs(list(whole.values()), lr=1e-3, **kernels, **options).step)
         self._array("array, donated", self._in_place())
         self._array("array", self._pure())
         if compiled:

@@ -1,6 +1,10 @@
-"""A clock that counts calls instead of time, for tests of what is chosen by measurement."""
+"""Time in tests: a clock that counts calls, for what is chosen by measurement, and Ctrl-C at a later moment."""
 
 from __future__ import annotations
+
+import os
+import signal
+import threading
 
 import pytest
 import torch
@@ -53,3 +57,17 @@ class CallClock:
         assert rest == 0 and rounds >= 3 and self.runs == self.sizes * rounds
         assert self._calls == then * next(calls for calls, size in self._calls_of.items() if size == self._fast)
         self.runs, self._calls = [], 0
+
+
+def press_ctrl_c(seconds: float) -> None:
+    """Press Ctrl-C in a moment, while the main thread is in a call that listens.
+
+    If that call has ended by then, with an error perhaps, nobody is interrupted instead.
+    """
+
+    def press() -> None:
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler, "nobody listens"
+    threading.Timer(seconds, press).start()

@@ -25,8 +25,22 @@ EXHAUSTIVE = {
     ],
     "test_attributes": ["attributes_of_one_call_are_those_of_the_loop.(?!Auxiliary-3).*True"],
     "test_autodiff": ["the_cure_works.True"],
+    "test_members": [
+        "without_the_inactive.*(donate|batches|every)",
+        "a_run_whose_members_changed",
+        "a_member_that_is_active_again",
+    ],
+    "test_ensemble": ["outputs_are.*(gru|tied)", "gradients_flow.*gru"],
     "test_background": ["a_step_goes_over_to_a_graph.*True", "functions_of_a_notebook", "without_a_compiler"],
     "test_workers": ["ctrl_c", "a_process_that_always_dies", "batches_of_any_kind", "two_processes.*True", "auto"],
+    "test_pool": [
+        "a_study_in_workers.*(population|median|none)",
+        "a_member_that_raises",
+        "workers_that_are_killed",
+        "a_driver_that",
+    ],
+    "test_cluster": ["actors_that_are_killed", "nodes_that", "a_driver", "workers_with_other"],
+    "test_ranks": ["ranks_find"],
     "test_native": ["an_update_of_many_leaves.*True"],
     "test_bad_members": [
         "a_bad_member_ends_no_other(?!.(linalg.cholesky|linalg.slogdet|linalg.svd|F.grid)-).*compiled"
@@ -65,6 +79,7 @@ EXHAUSTIVE = {
         *("compiled_products", "compilers_leave", "overrides_of_submodules_reach_eager_and_compiled"),
         *("uninstalled_rules_are_gone", "two_copies"),
     ],
+    "test_frozen": ["a_base_in_half.*True", "members_are_the_solo.*(auto|accumulate)"],
     "test_functionals": [
         "functional.*-float32",
         "functional.(multi_head|max_unpool|max_pool3d|linear_cross_entropy.chunked)",
@@ -90,6 +105,8 @@ EXHAUSTIVE = {
     "test_recurrent": ["under_compile"],
     "test_stack": ["module_at_two_paths.True"],
     "test_storage": ["values_of_headers_at_random"],
+    "test_sites": ["sites_of_a_cluster"],
+    "test_trainable": ["a_tuner"],
     "test_tune_example": [""],
     "test_transformers": [r".*\[(?!bert\]|llama\])", "compiled", "grouped", "experts"],
     "test_weights": ["they_train_as_alone(?!.spectral norm-).*-True"],

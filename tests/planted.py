@@ -22,7 +22,7 @@ class Planted(NamedTuple):
 PLANTED = [
     Planted(
         "evaluation does not switch to eval mode",
-        *("step/evaluate.py", "bind(model, self._measure, training=False)", "bind(model, self._measure)"),
+        *("step/evaluate.py", "self._measure, training=False, ", "self._measure, "),
         "test_evaluate.py::test_it_runs_in_eval_mode",
     ),
     Planted(
@@ -61,12 +61,12 @@ PLANTED = [
     ),
     Planted(
         "one dropout mask at every step",
-        *("step/gradients.py", "random.fold_in(state.keys, state.step + _NOISE)", "random.fold_in(state.keys, 0)"),
+        *("step/gradients.py", "random.fold_in(state.keys, state.step + NOISE)", "random.fold_in(state.keys, 0)"),
         "test_step.py::test_noise_is_that_of_seed_and_step",
     ),
     Planted(
         "users who fold in the step get the noise of the step",
-        *("step/gradients.py", "state.step + _NOISE", "state.step"),
+        *("step/gradients.py", "state.step + NOISE", "state.step"),
         "test_step.py::test_noise_is_that_of_seed_and_step",
     ),
     Planted(
@@ -328,8 +328,8 @@ PLANTED = [
         "evaluation accepts float64 for autocast",
         *(
             "step/evaluate.py",
-            "Options(batch_dims, chunk_size, autocast)",
-            "Options(batch_dims, chunk_size, None if autocast == torch.float64 else autocast)",
+            "Options(batch_dims, chunk_size, autocast, share",
+            "Options(batch_dims, chunk_size, None if autocast == torch.float64 else autocast, share",
         ),
         "test_evaluate.py::test_training_and_evaluation_take_the_same_options",
     ),
@@ -494,8 +494,173 @@ PLANTED = [
         "test_workers.py::test_a_member_that_fails_is_named_by_its_place_in_the_array",
     ),
     Planted(
+        "an ensemble draws the same noise at every call",
+        *("step/ensemble.py", "self.calls += 1", "pass"),
+        "test_ensemble.py::test_noise_is_the_members_own",
+    ),
+    Planted(
+        "an ensemble keeps the running statistics that it began with",
+        *("step/ensemble.py", "buffer.copy_(buffers[path])", "pass"),
+        "test_ensemble.py::test_trained_by_torch_it_is_the_array_that_steps_train",
+    ),
+    Planted(
+        "an ensemble shares its tensors with what it is made of",
+        *("step/ensemble.py", "nn.Parameter(leaf.detach().clone(), requires", "nn.Parameter(leaf.detach(), requires"),
+        "test_ensemble.py::test_what_it_is_made_of_is_never_written",
+    ),
+    Planted(
+        "a member's rows depend on how many the others have",
+        *(
+            "run/rows.py",
+            "start // size, (start + count - 1) // size + 1",
+            "start // count, start // count + count // size + 1",
+        ),
+        "test_rows.py::test_a_member_alone_sees_the_same",
+    ),
+    Planted(
+        "folds follow the members' number, not the part",
+        *("run/rows.py", "[member % folds for member", "[min(member, folds - 1) for member"),
+        "test_rows.py::test_folds_part_the_data",
+    ),
+    Planted(
+        "a run gives back the best epoch of all members together",
+        *(
+            "run/members.py",
+            "better = is_better(value, self._value, self._sign)",
+            "better = is_better(value.mean(), self._value.mean(), self._sign).expand(len(value))",
+        ),
+        "test_members.py::test_the_best_epoch_of_each_member_is_given_back",
+    ),
+    Planted(
+        "a smaller array trains on the batches of others",
+        *(
+            "run/executors.py",
+            '"batch_dims", 0), batch, self.kept)',
+            '"batch_dims", 0), batch, torch.arange(len(self.kept)))',
+        ),
+        "test_members.py::test_without_the_inactive_members_the_others_train_the_same[eager]",
+    ),
+    Planted(
+        "members that come later see the batches of an old epoch",
+        *("run/data.py", "-start if place < 0 else", "0 if place < 0 else"),
+        "test_members.py::test_a_run_follows_members_that_are_added",
+    ),
+    Planted(
+        "a diverged member spoils averages without it",
+        *("step/average.py", "torch.where(finite, flat, 0)", "flat"),
+        "test_members.py::test_a_bad_member_spoils_its_own_averages_only",
+    ),
+    Planted(
+        "who is away averages",
+        *("step/mixing.py", "& (found >= 0)", ""),
+        "test_averaging.py::test_groups_average_with_weights_and_who_is_away_keeps_its_own",
+    ),
+    Planted(
+        "peers of a grid meet the same ones again",
+        *("step/mixing.py", "along = turn % len(sizes)", "along = 0"),
+        "test_averaging.py::test_a_grid_has_the_average_of_all_after_as_many_rounds_as_dimensions",
+    ),
+    Planted(
+        "a metric that was not declared leaves its site",
+        *("cluster/sites.py", "if set(found) != set(self._metrics):", "if set(found) < set(self._metrics):"),
+        "test_sites.py::test_what_was_not_declared_stays_at_the_site",
+    ),
+    Planted(
+        "two groups tell about the row in which they differ",
+        *("cluster/sites.py", "0 < more + less < self._min_count", "False"),
+        "test_sites.py::test_small_groups_are_refused",
+    ),
+    Planted(
+        "an ensemble predicts in train mode",
+        *("step/ensemble.py", "bind(model, _forward, training=False)", "bind(model, _forward)"),
+        "test_ensemble.py::test_predictions_are_those_of_the_members",
+    ),
+    Planted(
+        "an exported ensemble needs this package",
+        *("rules/_operator.py", "self.forward if torch.compiler.is_exporting() else self._op", "self._op"),
+        "test_ensemble.py::test_onnx_runtime_runs_it",
+    ),
+    Planted(
         "workers do not see what a callback changed",
         *("run/workers.py", "anew = state is not self._returned", "anew = self._returned is None"),
         "test_workers.py::test_two_processes_are_one_array",
+    ),
+    Planted(
+        "a result that was written since is made again as it was before",
+        *("calls/recall.py", "return recipe if written == _torch.writes(tensor) else None", "return recipe"),
+        "test_save.py::test_a_result_that_is_written_is_kept_as_it_is_then",
+    ),
+    Planted(
+        "an argument that is made again has another shape than it was passed in",
+        *(
+            "calls/recall.py",
+            "self.recipe.make().as_strided(self.size, self.stride, self.offset)",
+            "self.recipe.make()",
+        ),
+        "test_save.py::test_training_is_the_same",
+    ),
+    Planted(
+        "batch normalisation is made again without its shift",
+        *(
+            "rules/norm_batch.py",
+            "else bias - mean * scale\n        return affine(x, *(",
+            "else bias * scale\n        return affine(x, *(",
+        ),
+        "test_save.py::test_training_is_the_same",
+    ),
+    Planted(
+        "tensors beside views that are copies stay in memory while the model runs",
+        *("_torch/dispatcher.py", "own.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)", "pass"),
+        "test_save.py::test_copies_that_stand_for_views_are_not_held_beside_what_they_copy",
+    ),
+    Planted(
+        "a forward may write a shared base before anybody notices",
+        *("models/frozen.py", "with refusing_writes(read, _written):", "with contextlib.nullcontext():"),
+        "test_frozen.py::test_a_forward_that_writes_the_base_is_refused_before_it_does",
+    ),
+    Planted(
+        "products of rows that lie apart repeat shared weights",
+        *("rules/linear.py", "x.flatten(0, -2) if x.dim() > 2 else x, weight", "x, weight"),
+        "test_frozen.py::test_shared_weights_are_used_by_one_kernel_and_get_no_gradient",
+    ),
+    Planted(
+        "loading an adapter writes biases of the shared base",
+        *("models/adapters.py", "if param.requires_grad and id(param) in shared:", "if False:"),
+        "test_adapters.py::test_adapters_are_the_runs_of_peft_alone",
+    ),
+    Planted(
+        "a member that failed spoils what all share",
+        *("step/shared.py", "if keep is not None and not found.summed:", "if False:"),
+        "test_shared.py::test_a_member_that_fails_contributes_nothing",
+    ),
+    Planted(
+        "what members share is updated although all have failed",
+        *("step/shared.py", "None if keep is None else keep.any().reshape(1)", "None"),
+        "test_shared.py::test_nothing_is_updated_where_all_fail",
+    ),
+    Planted(
+        "inactive members train what all share",
+        *("step/gradients.py", " and bool(state.active.all()):", ":"),
+        "test_shared.py::test_inactive_and_dropped_members_contribute_nothing",
+    ),
+    Planted(
+        "an eager step holds a gradient of each member of what they share",
+        *("step/gradients.py", "None if together else 0", "0"),
+        "test_shared.py::test_an_eager_step_holds_one_gradient_of_the_trunk",
+    ),
+    Planted(
+        "members taken from a state write what it shares",
+        *("_tree.py", "return tree_map(torch.clone, leaf) if is_shared(leaf)", "return leaf if is_shared(leaf)"),
+        "test_shared.py::test_members_taken_from_a_state_do_not_write_its_trunk",
+    ),
+    Planted(
+        "a base whose tensors were replaced goes on as it was",
+        *("models/frozen.py", "if held.get(name) is not tensor:", "if False:"),
+        "test_frozen.py::test_a_base_whose_tensors_were_replaced_is_noticed",
+    ),
+    Planted(
+        "quantised bases of models are compared as if they were plain",
+        *("models/frozen.py", "if len(parts(mine)) > 1 and", "if False and"),
+        "test_quantised.py::test_equal_bases_are_one_and_others_are_named",
     ),
 ]

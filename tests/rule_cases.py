@@ -155,6 +155,10 @@ NORM = [
 ]
 
 POOLING = [
+    # Elements that are equally extreme share the gradient.
+    RuleCase("amax with ties", lambda x: x.detach().round().add(x - x.detach()).amax((0, -1)), _randn((3, 4, 6))),
+    RuleCase("amin of all", lambda x: x.amin(), _randn((3, 4))),
+    RuleCase("amax with kept axes", lambda x: x.amax((-2,), keepdim=True), _randn((3, 4, 6))),
     RuleCase("max_pool2d", lambda x: F.max_pool2d(x * 1, 2, return_indices=True), _randn((2, 3, 4, 6))),
     RuleCase(
         "max_pool2d after conv2d", lambda x, w: F.max_pool2d(F.conv2d(x, w), 2), _randn((2, 3, 5, 5), (4, 3, 2, 2))

@@ -436,6 +436,50 @@ def test_what_is_measured_by_itself(bench, capsys, tmp_path, what, only):
     assert found and all(result.get("agrees", True) for result in found.values())
 
 
+def test_steps_from_the_first_call_on(bench, capsys):
+    assert bench("background").main(["--workloads", "mlp", "--models", "2", "--steps", "3"]) == 0
+    *_, row = capsys.readouterr().out.strip().splitlines()
+    # Three steps are over before a compiler has begun.
+    assert re.fullmatch(r"MLP .* 2 +3( +\d+\.\d\d s){3} +\d+\.\d\dx +0", row)
+
+
+def test_adapters_over_one_base(bench, capsys, tmp_path):
+    pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
+    file = tmp_path / "adapters.json"
+    order = ["--base", "tiny", "--adapters", "3", "--batch", "1", "--length", "8", "--rounds", "1", "--bases"]
+    assert bench("adapters").main([*order, "--json", str(file)]) == 0
+    (found,) = json.loads(file.read_text())["adapters"].values()
+    ways = found["ways"]
+    assert ways.keys() == {"loop", "array", "array in chunks", "array of bases"}
+    assert abs(ways["array"]["held"] - ways["loop"]["held"]) < 1000
+    assert ways["array of bases"]["held"] > ways["array"]["held"] + 1.9 * found["base"]
+
+
+def test_what_executors_cost(tmp_path):
+    pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
+    file = tmp_path / "executors.json"
+    order = [
+        "--workers",
+        "1",
+        "--seconds",
+        "0.1",
+        "--megabytes",
+        "0.1",
+        "--rounds",
+        "1",
+        "--compute",
+        "--json",
+        str(file),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "executors", *order], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["start"].keys() == found["rate"]["0.001"].keys() == {"processes", "ray"}
+    assert [*found["overhead"]] == ["0.1"] and "a segment of 0.1 s, 0.1 MB" in done.stdout
+
+
 def test_studies_in_every_way(bench, capsys, tmp_path):
     file = tmp_path / "tune.json"
     order = ["--trials", "3", "--epochs", "3", "--max-models", "4", "--rounds", "1", "--json", str(file)]
@@ -445,6 +489,15 @@ def test_studies_in_every_way(bench, capsys, tmp_path):
     # Accuracies; plain PyTorch deals the data in another order.
     assert all(0.5 < row["best"] <= 1 for row in found["tune"].values())
     assert "A study adds" in capsys.readouterr().out
+
+
+def test_ensembles_and_loops_give_the_same(bench, capsys, tmp_path):
+    file = tmp_path / "ensembles.json"
+    order = ["--models", "3", "--batches", "2", "--critics", "3", "--widths", "8", "--rounds", "1", "--calls", "1"]
+    assert bench("ensembles").main([*order, "--no-compile", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())["ensembles"]
+    assert len(found) == 2 and all(row["agrees"] for ways in found.values() for row in ways.values())
+    assert "results differ" not in capsys.readouterr().out
 
 
 def test_a_process_that_fails_says_why(bench):

@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -85,6 +86,16 @@ def test_storage_sampler_and_seeds(study: pathlib.Path, capsys: pytest.CaptureFi
     assert len(rows(study.parent / "kept" / "history.csv")) == 6
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen")
+def test_workers_import_the_file(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "example_study.py", "--epochs", "1"]) == 0
+    alone = capsys.readouterr().out.splitlines()[1:]
+    assert cli.main(["tune", "example_study.py", "--epochs", "1", "--folder", "other", "--workers", "auto"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == alone
+    assert cli.main(["tune", "example_study.py", "--folder", "other", "--workers", "999"]) == 1
+    assert "workers is 999, more than the" in capsys.readouterr().err
+
+
 def test_ctrl_c_saves_and_the_same_command_goes_on(study: pathlib.Path) -> None:
     study.write_text(
         STUDY.replace("trials, epochs = 6, 3", "trials, epochs = 6, 400").replace("max_models = 4", "max_models = 2")
@@ -104,6 +115,38 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(study: pathlib.Path) -> None:
     assert cli.main(["tune", str(study), "--folder", "whole"]) == 0
     history = [rows(folder / "history.csv") for folder in (study.with_suffix(".study"), study.parent / "whole")]
     assert [(row["trial"], row["loss"]) for row in history[0]] == [(row["trial"], row["loss"]) for row in history[1]]
+
+
+def test_the_status_of_a_study(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "nowhere"]) == 1
+    assert "nowhere holds no study that has run; pass the folder" in capsys.readouterr().err
+    gate = study.parent / "gate"
+    study.write_text(
+        STUDY.replace("import torch\n", "import os, time, torch\n", 1).replace(
+            "    return (model(",
+            f"    while not os.path.exists({str(gate)!r}):\n        time.sleep(0.01)\n    return (model(",
+        )
+    )
+    order = [sys.executable, "-m", "hfta_func.tune.cli", "tune", str(study), "--scheduler", "halving"]
+    folder = str(study.with_suffix(".study"))
+    with subprocess.Popen(order, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        for _ in range(600):
+            if cli.main(["status", folder]) == 0 and "epochs 1 to 1" in (printed := capsys.readouterr().out):
+                break
+            time.sleep(0.1)
+        assert printed.startswith("running: 6 running, of 6 trials\n") and "this process: trials " in printed
+        process.kill()
+        process.communicate()
+    assert cli.main(["status", folder]) == 0
+    assert "not running any more (no word for" in capsys.readouterr().out
+    gate.touch()
+    assert cli.main(["tune", str(study), "--scheduler", "halving"]) == 0
+    capsys.readouterr()
+    assert cli.main(["status", folder]) == 0
+    # Six train one epoch, two of them two more.
+    assert capsys.readouterr().out.startswith("ended: 2 complete, 4 stopped, of 6 trials\n")
+    log = (study.with_suffix(".study") / "study.log").read_text()
+    assert "hfta_func.tune members " in log and " train for 1 epochs" in log
 
 
 def test_plan_explain_and_doctor(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

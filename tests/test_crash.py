@@ -15,6 +15,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+import tqdm
 from optuna.distributions import FloatDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -162,8 +163,9 @@ def writing(folder):
 
 def serve(training, folder, kills):
     """Fork a training from this warm process, kill it, look at what it left; so many times."""
-    # Threads would not be there in a forked process.
+    # Threads would not be there in a forked process, and what they lock would stay locked.
     torch.set_num_threads(1)
+    tqdm.tqdm.monitor_interval = 0
     chance = random.Random(0)
     for name in ("warm", "whole"):
         (folder / name).mkdir()

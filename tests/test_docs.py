@@ -13,7 +13,7 @@ import hfta_func as hfta
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-TOPICS = ("callbacks", "optim", "plot", "random", "rules", "schedules", "testing", "tune")
+TOPICS = ("callbacks", "cluster", "optim", "plot", "random", "rules", "schedules", "step.mixing", "testing", "tune")
 """The modules that users reach into; others hold what ``hfta_func`` itself exports."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 

@@ -167,3 +167,10 @@ def test_functional(op: OpInfo, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
         common_methods_invocations, "wrapper_set_seed", lambda func, *args, **named: func(*args, **named)
     )
     for_every(_samples(op, dtype), lambda sample: _check(op, dtype, *sample))
+
+
+@pytest.mark.parametrize("run", [lambda apply: apply, lambda apply: torch.compile(apply, backend="eager")])
+def test_a_name_that_the_model_does_not_know(run):
+    apply = hfta.functional(torch.nn.Linear(2, 2))
+    with pytest.raises(Exception, match="no parameter or buffer 'wieght'"):
+        run(apply)({"wieght": torch.zeros(2, 2)}, {}, torch.zeros(2))

@@ -18,6 +18,7 @@ from rule_cases import RULE_CASES
 from test_composition import check_autocast
 from test_modules import ROWS, check_every_sample
 from test_rules import check_against_loop
+from test_save import MODELS, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,6 +90,14 @@ def test_compiled(name):
     state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
     compiled = torch.compile(step, fullgraph=True)
     assert_matches_solo(step, state, _on("cuda", batches(3, 5)), run=compiled, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["encoder", "convolutions", "views"])
+def test_what_is_made_again_in_the_backward_pass(name):
+    # Which a device runs in a thread of its own.
+    with torch.device("cuda"):
+        expected, found = (train(MODELS[name], 3, save=save) for save in ("all", "less"))
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), found, expected)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
+import pathlib
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from clocks import press_ctrl_c
 from hfta_func import StateError, WorkerError
-from hfta_func.run import workers
-from hfta_func.run.executors import Here
+from hfta_func.run import pool, processes, spread, workers
+from hfta_func.run.executors import Here, Watch
 from hfta_func.run.history import Running
+from hfta_func.run.processes import dumps
 
 M = 5
 pytestmark = [
@@ -31,7 +35,8 @@ pytestmark = [
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines with one core run these as well."""
     if len(workers.cores()) < 2:
-        monkeypatch.setattr(workers, "cores", lambda: [0, 0])
+        for module in (workers, spread, pool):
+            monkeypatch.setattr(module, "cores", lambda: [0, 0])
 
 
 def make() -> nn.Module:
@@ -184,7 +189,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, save_
 
     def stop(state: Any, history: hfta.History) -> None:
         if len(history) % 3 == 1:
-            threading.Timer(0.013 * (stops + 1), os.kill, (os.getpid(), signal.SIGINT)).start()
+            press_ctrl_c(0.013 * (stops + 1))
 
     while True:
         calls = [stop] if stops < 3 else []
@@ -208,16 +213,14 @@ def test_uneven_stops_are_levelled() -> None:
     with crew:
         crew._control[-1] = workers._NEVER
         for limit, process in zip((2, 4), crew._processes, strict=True):
-            process.send(crew._pickled({**order, "limit": limit}, crew._folder))
+            process.send(dumps({**order, "limit": limit}, crew._folder))
         answers = [process.receive() for process in crew._processes]
         assert [answer["done"] for answer in answers] == [2, 4]
         answers = crew._level(answers)
         assert [answer["done"] for answer in answers] == [4, 4]
         found, expected = Running(), Running()
         found.join([answer["running"] for answer in answers])
-        state, _ = Here(step, loader(), loader()).segment(
-            state, expected, 4, begin=lambda: None, tick=lambda: None, stopped=lambda: False
-        )
+        state, _ = Here(step, loader(), loader()).segment(state, expected, 4, Watch())
         for a, b in zip(optree.tree_leaves(crew._shared), optree.tree_leaves(state), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(found.sums["loss"], expected.sums["loss"])
@@ -228,7 +231,7 @@ def test_auto_takes_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     for speed, kind in ((1e9, workers.Workers), (0.0, Here)):
         monkeypatch.setattr(workers.Workers, "speed", lambda self, seconds, batch, speed=speed: speed)
         whole = loader()
-        found = workers.choose(step, state, whole, whole, "auto", False)
+        found = spread.choose(step, state, whole, whole, "auto", False)
         assert type(found) is kind
         if isinstance(found, workers.Workers):
             found.__exit__()
@@ -287,3 +290,49 @@ def test_batches_that_are_written_between_epochs_are_read_again() -> None:
         return hfta.fit(step, state, [whole], epochs=3, progress=False, callbacks=[change], workers=count)
 
     assert_same(run(2), run(None))
+
+
+KILLED = """
+import sys, time
+import torch
+from hfta_func.run.processes import Folder
+
+folder = Folder()
+folder.write(torch.zeros(9))
+print(*[one.name for one in folder._folders], flush=True)
+time.sleep(3600)
+"""
+
+
+def test_what_a_killed_process_shared_is_removed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_places", lambda: [str(tmp_path)])
+    code = f"from hfta_func.run import processes; processes._places = lambda: [{str(tmp_path)!r}]\n" + KILLED
+    path = os.pathsep.join(filter(None, sys.path))
+    own = processes.Folder()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        (other,) = process.stdout.readline().split()
+        unfinished, foreign, linked = (tmp_path / f"hfta-{name}" for name in ("unfinished", "foreign", "linked"))
+        unfinished.mkdir()
+        foreign.mkdir()
+        (foreign / "owner.lock").touch()
+        linked.symlink_to(foreign)
+        (tmp_path / "others").mkdir()
+        with monkeypatch.context() as patch:
+            # What is not this user's stays.
+            patch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+            processes.sweep()
+            assert foreign.is_dir()
+        (foreign / "owner.lock").unlink()
+        processes.sweep()
+        assert os.path.isdir(other) and os.path.isdir(own._folders[0].name), "both live"
+        process.kill()
+        process.wait()
+    processes.sweep()
+    assert not os.path.exists(other)
+    left = {entry.name for entry in tmp_path.iterdir()}
+    assert left == {os.path.basename(own._folders[0].name), "hfta-unfinished", "hfta-foreign", "hfta-linked", "others"}
+    own.close()
+    assert not os.path.exists(own._folders[0].name)

@@ -26,7 +26,7 @@ class Flag(NamedTuple):
     apart: bool = False
 
 
-_MAY_CHANGE = {"epochs", "data", "device", "hfta", "compile", "eval", "out", "save", "resume"}
+_MAY_CHANGE = {"epochs", "data", "device", "hfta", "compile", "chunk_size", "eval", "out", "save", "resume"}
 """Flags that a run may go on with other values of; arrays and single members have different files anyway."""
 
 
@@ -46,6 +46,9 @@ class Flags:
     hfta: Annotated[bool, Flag("train all members as one array; without, each by itself in plain PyTorch")] = False
     amp: Annotated[bool, Flag("automatic mixed precision in bfloat16")] = False
     compile: Annotated[bool, Flag("compile before training")] = False
+    chunk_size: Annotated[
+        Literal["all", "auto"], Flag("members that run together: all, or as many as the first step finds fastest")
+    ] = "all"
     eval: Annotated[bool, Flag("test after every epoch, not only after the last")] = False
     out: Annotated[Path, Flag("folder for the table (CSV) and the picture of the curves (PNG)")] = Path("out")
     save: Annotated[Path | None, Flag("folder for the run, kept after every epoch, and the trained models")] = None

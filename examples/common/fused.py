@@ -25,7 +25,7 @@ def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
         keep: File that holds the run, to go on with if it is there.
     """
     device, model = find_device(flags.device), task.factory()
-    step, state, loader = prepare(task, flags, device)
+    step, state, loader = prepare(task, flags, device, **({"chunk_size": "auto"} if flags.chunk_size == "auto" else {}))
     autocast = torch.bfloat16 if flags.amp else None
     measure = hfta.make_eval_step(
         model, lambda model, batch: task.metric_fn(model, task.prepare(batch)), autocast=autocast

@@ -83,6 +83,10 @@ def prepare(
 ) -> tuple[Callable[..., Any], GANState]:
     """The step of an array, and the state before the first one."""
     device, seeds = find_device(flags.device), flags.seeds
+    if flags.chunk_size != "all":
+        raise BadInput(
+            "--chunk-size auto: two networks take turns in a step that runs all members together; leave it out"
+        )
     if device.type == "cpu":
         # As TrainStep.init does by itself.
         hfta.keep_memory()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import pytree
-from hfta_func._types import StackError, Tree
+from hfta_func._types import Shared, StackError, Tree
 
 T = TypeVar("T")
 
@@ -21,6 +21,21 @@ def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Any:
     if torch.compiler.is_compiling():
         return pytree.tree_map(func, tree, *rest)
     return optree.tree_map(func, tree, *rest)
+
+
+def is_shared(node: Any) -> bool:
+    """Whether a part of a tree has no model axis."""
+    return isinstance(node, Shared)
+
+
+def own(tree: Tree) -> Any:
+    """The tree without what its members share."""
+    return optree.tree_map(lambda leaf: () if is_shared(leaf) else leaf, tree, is_leaf=is_shared)
+
+
+def shared_paths(tree: Tree, name: str) -> set[str]:
+    """Those of :func:`paths` whose leaves have no model axis."""
+    return set(paths(tree, name)) - set(paths(own(tree), name))
 
 
 def leaves(tree: Tree) -> list[Tensor]:
@@ -43,6 +58,7 @@ def num_models(tree: Tree) -> int:
         >>> num_models({"weight": torch.zeros(4, 10, 2), "bias": torch.zeros(4, 10)})
         4
     """
+    tree = own(tree)
     found = [*zip(paths(tree, "tree"), leaves(tree), strict=True)]
     for path, leaf in found:
         if not isinstance(leaf, Tensor):
@@ -69,7 +85,7 @@ def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:
         index: One member (the result is an array of one), a slice, a list of members, or a boolean mask ``[M]``.
 
     Returns:
-        A tree of the same structure with new leaves ``[len(index), ...]``.
+        A tree of the same structure with new leaves ``[len(index), ...]``; what members share is copied as it is.
 
     Raises:
         StackError: if no member is selected or an index is out of range.
@@ -79,11 +95,25 @@ def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:
         {'bias': tensor([[2.], [0.]])}
     """
     count = num_models(tree)
-    chosen = _indices(index, count)
-    return tree_map(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)), tree)
+    chosen = indices(index, count)
+
+    def taken(leaf: Any) -> Any:
+        return tree_map(torch.clone, leaf) if is_shared(leaf) else leaf.index_select(0, chosen.to(leaf.device))
+
+    return optree.tree_map(taken, tree, is_leaf=is_shared)  # pyright: ignore
 
 
-def _indices(index: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:
+def put(tree: T, places: Tensor, part: T) -> T:
+    """The inverse of :func:`take`: the tree with the members of ``part`` at ``places``, and what these share."""
+
+    def placed(old: Any, new: Any) -> Any:
+        return new if is_shared(old) else old.index_copy(0, places, new)
+
+    return optree.tree_map(placed, tree, part, is_leaf=is_shared)  # pyright: ignore
+
+
+def indices(index: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:
+    """The places, from 0 to ``count - 1``, of the members that :func:`take` selects."""
     if isinstance(index, slice):
         chosen = torch.arange(count)[index]
     else:
@@ -112,7 +142,8 @@ def concat(trees: Sequence[T]) -> T:
         trees: Stacked trees or states of the same structure.
 
     Raises:
-        StackError: if the list is empty or two trees differ in structure, shape or dtype; it names the leaf.
+        StackError: if the list is empty or two trees differ in structure, shape or dtype, or in what members share; it
+            names the leaf.
 
     Example:
         >>> concat([{"bias": torch.zeros(1, 2)}, {"bias": torch.ones(1, 2)}])
@@ -125,8 +156,17 @@ def concat(trees: Sequence[T]) -> T:
         found = difference(tree, trees[0], "tree", f"array {position}", "array 0")
         if found is not None:
             raise StackError(f"{found}; join arrays of the same model, optimizer and step options")
-    joined = []
+    joined, shared = [], shared_paths(trees[0], "tree")
     for path, *column in zip(paths(trees[0], "tree"), *map(leaves, trees), strict=True):
+        if path in shared:
+            for position, leaf in enumerate(column):
+                if not torch.equal(leaf, column[0]):
+                    raise StackError(
+                        f"array {position}: {path}, which members share, is not that of array 0; arrays that share "
+                        f"parameters can be joined as long as they have not been trained apart"
+                    )
+            joined.append(column[0].clone())
+            continue
         for position, leaf in enumerate(column):
             if leaf.shape[1:] != column[0].shape[1:] or leaf.dtype != column[0].dtype:
                 raise StackError(

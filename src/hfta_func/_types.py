@@ -9,7 +9,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -49,6 +49,18 @@ def recipe(value: Any, *parts: Any) -> tuple[Callable[..., Any], tuple[Any, ...]
 
 def _function(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) else value.value
+
+
+class Shared(NamedTuple):
+    """Parameters that all members share and train together, without a model axis.
+
+    Args:
+        params: Parameters by path, in the model's own shapes.
+        opt_state: The state of their optimizer, which sees them as an array of one.
+    """
+
+    params: Params
+    opt_state: Tree
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import pathlib
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_func._tree import where
-from hfta_func._types import CheckpointError
+from hfta_func._types import CheckpointError, HyperparameterError, StateError
 from hfta_func.files.atomic import PathLike
 from hfta_func.files.checkpoint import load, plain, read_metadata, save
-from hfta_func.run.history import Callback, History
-from hfta_func.step.state import TrainState
-
-Mode = Literal["min", "max"]
+from hfta_func.run.history import Callback, History, present
+from hfta_func.run.members import Mode, is_better, sign_of
+from hfta_func.step import mixing
+from hfta_func.step.average import average
+from hfta_func.step.state import TrainState, refuse_shared
 
 
 def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "min") -> Callback:
@@ -41,17 +43,19 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
         >>> early_stopping("loss", patience=1)(state, history).active
         tensor([ True, False])
     """
-    sign = _sign(mode)
+    sign = sign_of(mode)
     if patience < 1:
         raise ValueError(f"patience is {patience}; it must be at least 1 epoch")
 
     def stop(state: TrainState, history: History) -> TrainState:
-        values = sign * _per_member(history, metric)
+        values = sign * present(history, metric)
         best = torch.full_like(values[0], float("inf"))
         waited = torch.zeros_like(values[0])
-        for value in values:
+        for epoch, value in enumerate(values):
             better = value < best - min_delta
             best, waited = torch.where(better, value, best), torch.where(better, 0, waited + 1)
+            # Members that came later have missed the epochs before.
+            waited = torch.where(history.since[history.members] > epoch, 0, waited)
         return state._replace(active=state.active & (waited < patience).to(state.active.device))
 
     return stop
@@ -109,10 +113,11 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
         >>> import os, tempfile
         >>> callback = keep_best(os.path.join(tempfile.mkdtemp(), "best.safetensors"), "accuracy", mode="max")
     """
-    sign = _sign(mode)
+    sign = sign_of(mode)
 
     def keep(state: TrainState, history: History) -> None:
-        value = _per_member(history, metric)[-1].double()
+        refuse_shared(state, "keep_best")
+        value = present(history, metric)[-1].double()
         epoch = torch.full_like(value, len(history), dtype=torch.int64)
         if len(history) > 1 and os.path.exists(path):
             held = read_metadata(path)["metadata"]
@@ -121,7 +126,12 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
                 epochs = torch.tensor(held["epoch"]).view_as(best)
             except (LookupError, TypeError, ValueError, RuntimeError):
                 raise CheckpointError(f"{path} is not a file of keep_best; pass a file of its own") from None
-            better = ~value.isnan() & ~(sign * value >= sign * best)
+            if best.shape != value.shape:
+                raise StateError(
+                    f"{path} holds {len(best)} members but the run has {len(value)} now; keep_best does not follow members "
+                    f"that come or go, so use fit(..., restore_best='{metric}') instead"
+                )
+            better = is_better(value, best, sign)
             if not better.any():
                 return
             state = where(better.to(state.active.device), state, load(path, like=state))
@@ -130,6 +140,61 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
         save(state, path, metadata=found)
 
     return keep
+
+
+def averaging(
+    groups: Tensor | Sequence[int] | mixing.Groups | None = None,
+    *,
+    weights: Tensor | Sequence[Any] | Callable[[int], Any] | None = None,
+    every: int = 1,
+) -> Callback:
+    """Average members after each epoch: federated averaging, gossip, peers that come and go.
+
+    Parameters and buffers are averaged, see :func:`hfta_func.average`; optimizer state, such as momentum, and integers stay
+    each member's own. Members that are inactive are away.
+
+    Args:
+        groups: ``[M]`` integers: members with the same number average among each other, and those with -1 are away and keep
+            what they have. Or a function of the round, from 0: ``hfta.mixing.grid``, ``at_random`` and ``dropouts`` make
+            some. All members by default.
+        weights: ``[M]``, such as numbers of rows; equal by default. In place of groups also ``[M, M]``, whose row ``i`` has
+            the weights of member ``i``'s own average. Or a function of the round.
+        every: Number of epochs from one round to the next.
+
+    Raises:
+        ValueError: if ``every`` is less than 1.
+        HyperparameterError: in the run, if groups or weights do not fit the members.
+
+    Example:
+        >>> federated = averaging(weights=[120, 80, 300])
+        >>> moshpit = averaging(mixing.dropouts(mixing.grid(16, 16), rate=0.1))
+    """
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"every is {every!r}; it must be at least 1 epoch")
+
+    def mix(state: TrainState, history: History) -> TrainState | None:
+        if len(history) % every:
+            return None
+        turn = len(history) // every - 1
+        own = None if weights is None else torch.as_tensor(weights(turn) if callable(weights) else weights)
+        active = state.active.cpu()
+        if own is None or own.dim() < 2:
+            found = torch.zeros(len(active), dtype=torch.int64) if groups is None else mixing.at(groups, turn).cpu()
+            if found.shape != active.shape:
+                raise HyperparameterError(f"groups is {list(found.shape)} for {len(active)} models; give one per model")
+            return average(state, mixing.matrix(torch.where(active, found, -1), own))
+        if groups is not None:
+            raise HyperparameterError(
+                f"weights is {list(own.shape)}, which says who averages with whom; leave out groups"
+            )
+        if own.shape != (len(active),) * 2:
+            return average(state, own)
+        # Who is away has no weight in others' averages, and keeps its own; so does who has no weight left.
+        there = torch.where(active[:, None] & active, own.double(), 0.0)
+        alone = (there == 0).all(1) & (own != 0).any(1)
+        return average(state, torch.where(alone[:, None], torch.eye(len(active), dtype=torch.float64), there))
+
+    return mix
 
 
 def tensorboard(writer: Any) -> Callback:
@@ -157,25 +222,9 @@ def tensorboard(writer: Any) -> Callback:
     def record(state: TrainState, history: History) -> None:
         for name, values in history.epochs[-1].items():
             if values.dim() == 1:
-                for member, value in enumerate(values.tolist()):
-                    writer.add_scalar(f"{name}/{member}", value, len(history))
+                there = history.members if values.shape == history.seeds.shape else torch.arange(len(values))
+                for member in there.tolist():
+                    writer.add_scalar(f"{name}/{member}", values[member].item(), len(history))
         writer.flush()
 
     return record
-
-
-def _per_member(history: History, metric: str) -> Tensor:
-    """A metric ``[epochs, M]``."""
-    values = history[metric]
-    if values.shape[1:] != history.seeds.shape:
-        raise ValueError(
-            f"metric '{metric}' has shape {list(values.shape[1:])} per epoch; a callback needs one number per model "
-            f"{list(history.seeds.shape)}"
-        )
-    return values
-
-
-def _sign(mode: str) -> int:
-    if mode not in ("min", "max"):
-        raise ValueError(f"mode is {mode!r}; it must be 'min' or 'max'")
-    return 1 if mode == "min" else -1

@@ -27,6 +27,7 @@ from hfta_func._torch.compiler import untraced as untraced
 from hfta_func._torch.dispatcher import SingleLevelFunction as SingleLevelFunction
 from hfta_func._torch.dispatcher import below_autograd as below_autograd
 from hfta_func._torch.dispatcher import below_batching as below_batching
+from hfta_func._torch.dispatcher import counter as counter
 from hfta_func._torch.dispatcher import decompositions as decompositions
 from hfta_func._torch.dispatcher import default_generators as default_generators
 from hfta_func._torch.dispatcher import destroy as destroy
@@ -41,6 +42,8 @@ from hfta_func._torch.dispatcher import num_dispatch_modes as num_dispatch_modes
 from hfta_func._torch.dispatcher import num_libraries as num_libraries
 from hfta_func._torch.dispatcher import operators_without as operators_without
 from hfta_func._torch.dispatcher import out_of_place as out_of_place
+from hfta_func._torch.dispatcher import parts as parts
+from hfta_func._torch.dispatcher import refusing_writes as refusing_writes
 from hfta_func._torch.dispatcher import replace_validation as replace_validation
 from hfta_func._torch.dispatcher import set_fallback_enabled as set_fallback_enabled
 from hfta_func._torch.dispatcher import single_level_functions as single_level_functions
@@ -77,8 +80,10 @@ from hfta_func._torch.levels import vmap_level as vmap_level
 from hfta_func._torch.levels import wrap_leaves as wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES as MODULE_ATTRIBUTES
 from hfta_func._torch.modules import BatchNorm as BatchNorm
+from hfta_func._torch.modules import call_with as call_with
 from hfta_func._torch.modules import forget_flat_weights as forget_flat_weights
 from hfta_func._torch.modules import has_hooks as has_hooks
 from hfta_func._torch.modules import own_tensors as own_tensors
+from hfta_func._torch.modules import places_of as places_of
 from hfta_func._torch.modules import reparametrized as reparametrized
 from hfta_func._torch.modules import weight_hooks as weight_hooks

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._torch.levels import _functorch, _vmap, get_unwrapped, is_batched
+from hfta_func._torch.levels import _functorch, _vmap, get_unwrapped, is_batched, is_wrapped
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = _vmap.lazy_load_decompositions
@@ -19,6 +19,7 @@ decompositions: Any = importlib.import_module("torch._decomp").decomposition_tab
 # Whether operators without a batching rule run one member after another, one switch for the whole process.
 is_fallback_enabled = _functorch._is_vmap_fallback_enabled
 set_fallback_enabled = _functorch._set_vmap_fallback_enabled
+_python_dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
 # Number of TorchDispatchModes in force; above zero the compiler may be tracing, with tensors that are fakes.
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 # The TorchFunctionModes in force, outermost first.
@@ -123,8 +124,49 @@ def writes(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def counter(tensor: Tensor) -> Tensor:
+    """A tensor that is written whenever ``tensor`` is, for :func:`writes`, but holds no memory where that can be had."""
+    while is_batched(tensor):
+        tensor = get_unwrapped(tensor)
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not is_wrapped(tensor) and not tensor.is_inference()
+    if not plain or tensor.device.type not in ("cpu", "cuda"):
+        return tensor
+    with torch.no_grad():
+        own = tensor.detach()
+        own.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return own
+
+
 # Whether two tensors have the same storage.
 is_alias: Any = importlib.import_module("torch._C")._is_alias_of
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor of another class, such as a quantised one, is made of; else itself."""
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    return [tensor] if flatten is None else [part for name in flatten()[0] for part in parts(getattr(tensor, name))]
+
+
+class refusing_writes(_python_dispatch.TorchDispatchMode):
+    """A context in which an operator that says it writes one of the tensors raises ``error(path)`` and writes nothing."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], error: Callable[[str], Exception]):
+        super().__init__()
+        self._paths = {
+            part.untyped_storage().data_ptr(): path
+            for path, tensor in tensors.items()
+            for part in parts(tensor)
+            if part.numel()
+        }
+        self._error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place in written_by(func)[0]:
+            one: Any = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+            if type(one) in (Tensor, torch.nn.Parameter) and one.untyped_storage().data_ptr() in self._paths:
+                raise self._error(self._paths[one.untyped_storage().data_ptr()])
+        return func(*args, **kwargs)
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:

@@ -6,10 +6,12 @@ import functools
 import importlib
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+T = TypeVar("T")
 
 # What all batch normalisations derive from.
 BatchNorm = _BatchNorm
@@ -22,6 +24,36 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
     """Parameters and buffers that a module itself holds, by name; None where it has registered a name only."""
     return {**module._parameters, **module._buffers}
+
+
+Places = dict[str, tuple[dict[str, Any], str]]
+"""For each path, what holds its tensor, and under which name."""
+
+
+def places_of(module: nn.Module) -> Places:
+    """Where a module and its children keep their parameters and buffers, under every path that leads there."""
+    return {
+        f"{path}.{name}" if path else name: (held, name)
+        for path, child in module.named_modules(remove_duplicate=False)
+        for held in (child._parameters, child._buffers)
+        for name in held
+    }
+
+
+def call_with(places: Places, tensors: dict[str, Tensor], func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """``func(*args, **kwargs)`` while modules hold these tensors; those that it replaces are left in ``tensors``.
+
+    As ``torch.func.functional_call``, whose checks of every tensor take longer than some operators.
+    """
+    before = [(*places[path], places[path][0].get(places[path][1])) for path in tensors]
+    try:
+        for (held, name, _), tensor in zip(before, tensors.values(), strict=True):
+            held[name] = tensor
+        return func(*args, **kwargs)
+    finally:
+        for path, (held, name, tensor) in zip(tensors, before, strict=True):
+            tensors[path] = held.get(name, tensors[path])
+            held[name] = tensor
 
 
 _WeightNorm: Any = importlib.import_module("torch.nn.utils.weight_norm").WeightNorm

@@ -21,6 +21,7 @@ class Body(nn.Module):
         self.model = model
         self.func = func
         self.training = model.training
+        self.places: dict[str, Any] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

@@ -26,6 +26,8 @@ class _Keys(Protocol):
 
     def next_key(self) -> random.Stream: ...
 
+    def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor: ...
+
 
 def _dropout(keys: _Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
     return _scale(keys, input, input.shape, p, training, inplace)
@@ -49,7 +51,11 @@ def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inpla
     if not training or (not isinstance(p, Tensor) and p == 0.0):
         return input
     keep = random.bernoulli(keys.next_key(), 1 - p, shape)
-    dropped = input * keep * _inverse(1 - p)
+    scale = _inverse(1 - p)
+    if isinstance(scale, Tensor):
+        dropped = input * keep * scale
+    else:
+        dropped = keys.cheap(lambda input, keep: input * keep * scale, input, keep)
     return input.copy_(dropped) if inplace else dropped
 
 

@@ -75,6 +75,10 @@ class routed(TorchFunctionMode):
                 found = self._inside(found, *level)
         return found
 
+    def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        """``func(*args)``, which is elementwise, for those who would rather call it again than keep the result."""
+        return func(*args)
+
     def _inside(
         self, found: random.Stream, level: int, size: int, randomness: str, derivatives: tuple[int, ...]
     ) -> random.Stream:

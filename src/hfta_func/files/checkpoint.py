@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hfta_func._tree import leaves, num_models, paths, take
+from hfta_func._tree import leaves, num_models, paths, shared_paths, take
 from hfta_func._types import HYPERPARAMS, CheckpointError, StackError, StateError, Tree
 from hfta_func.files import storage
 from hfta_func.files.atomic import PathLike
 from hfta_func.models.stack import Stacked, stack_params, unstack_params
 from hfta_func.models.structure import check_materialised
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, spread_shared
 
 T = TypeVar("T")
 
@@ -88,7 +88,8 @@ def read_metadata(path: PathLike) -> dict[str, Any]:
         path: The file.
 
     Returns:
-        ``format_version``, ``package_version``, ``num_models``; ``shapes`` of one member by path; ``hyperparameters`` by
+        ``format_version``, ``package_version``, ``num_models``; ``shapes`` of one member by path; ``shared``, the paths
+        of what members share and train; ``hyperparameters`` by
         path and ``seeds``, with one value per member (NaN and infinity as strings, which ``float`` reads); and the
         ``metadata`` given to :func:`save`.
 
@@ -106,13 +107,15 @@ def read_metadata(path: PathLike) -> dict[str, Any]:
     return _checked(storage.read_header(path), path)
 
 
-def export_model(model: nn.Module, state: TrainState | Stacked, index: int) -> nn.Module:
+def export_model(model: nn.Module, state: TrainState | Stacked, index: int, *, share_frozen: bool = False) -> nn.Module:
     """One member as an ordinary module with storage of its own.
 
     Args:
         model: Any module of the architecture, for code, settings, ties and ``requires_grad``; it is not changed.
         state: A training state, or the result of :func:`stack_params`.
         index: The member.
+        share_frozen: The array was stacked with ``share_frozen=True``: the module holds the very base of ``model``, which
+            must be that of the array.
 
     Raises:
         StackError: if the member does not exist, or the state belongs to another model.
@@ -123,7 +126,8 @@ def export_model(model: nn.Module, state: TrainState | Stacked, index: int) -> n
         >>> layers[0].load_state_dict(exported.state_dict())
         <All keys matched successfully>
     """
-    return unstack_params(model, *take((state.params, state.buffers), operator.index(index)))[0]
+    params, buffers = take((spread_shared(state), state.buffers), operator.index(index))
+    return unstack_params(model, params, buffers, share_frozen=share_frozen)[0]
 
 
 def import_models(model: nn.Module, checkpoints: Iterable[Mapping[str, Any] | PathLike]) -> Stacked:
@@ -171,15 +175,17 @@ def plain(values: Any) -> Any:
 def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
     """:func:`load`, and the metadata."""
     about, held = storage.read(path)
-    if any(tensor.shape[:1] != (_checked(about, path)["num_models"],) for tensor in held.values()):
+    count = _checked(about, path)["num_models"]
+    if any(held[name].shape[:1] != (count,) for name in held.keys() - {*about.get("shared", ())}):
         raise storage.damaged(path)
-    expected = _named(like)
+    expected, shared = _named(like), shared_paths(like, "state")
     differences = []
     for name in [*expected, *sorted(held.keys() - expected.keys())]:
         if name not in held or name not in expected:
             differences.append(f"{name} is only in {'like' if name in expected else 'the file'}")
             continue
-        (there, *shape), (here, *other) = ((leaf.dtype, *leaf.shape[1:]) for leaf in (held[name], expected[name]))
+        axes = 0 if name in shared else 1
+        (there, *shape), (here, *other) = ((leaf.dtype, *leaf.shape[axes:]) for leaf in (held[name], expected[name]))
         if shape != other:
             differences.append(f"{name} is {shape} per member in the file, {other} in like")
         elif there != here and not (there.is_floating_point and here.is_floating_point):
@@ -189,7 +195,9 @@ def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
             f"{path} does not fit like: {len(differences)} paths differ; pass a state of the same model, optimizer and step "
             f"options as were saved:\n  " + "\n  ".join(differences)
         )
-    chosen = [held[name].clone() if members is None else take(held[name], members) for name in expected]
+    chosen = [
+        held[name].clone() if members is None or name in shared else take(held[name], members) for name in expected
+    ]
     moved = [tensor.to(leaf.device, leaf.dtype) for tensor, leaf in zip(chosen, expected.values(), strict=True)]
     structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
     state: Any = optree.tree_unflatten(structure, moved)
@@ -197,10 +205,11 @@ def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
 
 
 def _content(state: Tree, metadata: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors = _named(state)
+    tensors, shared = _named(state), shared_paths(state, "state")
     return tensors, {
         "num_models": num_models(state),
-        "shapes": {name: list(tensor.shape[1:]) for name, tensor in tensors.items()},
+        "shapes": {name: list(tensor.shape[name not in shared :]) for name, tensor in tensors.items()},
+        "shared": sorted(shared),
         "hyperparameters": {
             name: plain(tensor.tolist())
             for name, tensor in tensors.items()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,24 +13,29 @@ from torch import Tensor, nn
 
 from hfta_func._torch import (
     BatchNorm,
+    call_with,
     forget_flat_weights,
     outside_transforms,
     own_tensors,
+    places_of,
     pytree,
 )
-from hfta_func._types import Params
+from hfta_func._types import Params, StateError
 from hfta_func.calls.body import Body
-from hfta_func.calls.routing import routed
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
+from hfta_func.models.frozen import Base, base_of, check_device, shared_of
+from hfta_func.models.noting import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
 
 
-def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
+def functional(model: nn.Module, *, share_frozen: bool = False) -> Callable[..., tuple[Any, Params]]:
     """The model's forward pass as a pure function.
 
     Args:
         model: A module, for code, settings and train mode; it is copied, without its parameters' storage.
+        share_frozen: Use the base of ``model``, see :func:`stack_params`, for all members; ``params`` and ``buffers`` hold
+            the rest.
 
     Returns:
         ``apply(params, buffers, *args, key=None, **kwargs) -> (output, new_buffers)`` for ONE member's parameters.
@@ -38,6 +44,7 @@ def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
 
     Raises:
         StackError: if a lazy module has not been run yet.
+        StateError: from ``apply``, if the model has no parameter or buffer of a name that it is given.
         RandomnessError: from ``apply`` with a key, if the model calls a random operator that cannot draw from a key.
 
     Example:
@@ -47,7 +54,7 @@ def functional(model: nn.Module) -> Callable[..., tuple[Any, Params]]:
         >>> output.shape, new_buffers["num_batches_tracked"], buffers["num_batches_tracked"]
         (torch.Size([3, 8, 2]), tensor([1, 1, 1]), tensor([0, 0, 0]))
     """
-    return bind(model, lambda model, *args, **kwargs: model(*args, **kwargs))
+    return bind(model, lambda model, *args, **kwargs: model(*args, **kwargs), share_frozen=share_frozen)
 
 
 def bind(
@@ -56,15 +63,16 @@ def bind(
     checkpoint: bool | Sequence[str] = False,
     training: bool | None = None,
     renorms: bool = False,
+    share_frozen: bool = False,
 ) -> Callable[..., tuple[Any, Params]]:
     """``func(model, *args, **kwargs)`` as a pure function ``(params, buffers, *args, key=None, **kwargs)``.
 
     ``func`` gets an ordinary module that holds the given tensors, to call, take apart or read as it likes. ``checkpoint``
     names submodules to rematerialise in the backward pass, see :func:`make_train_step`. ``training`` sets train or eval
     mode; None keeps the model's own. Look-up tables with ``max_norm`` shorten rows of the given parameters if ``renorms``
-    holds, else of copies.
+    holds, else of copies. With ``share_frozen`` the model's own base is used besides the given tensors.
     """
-    return Bound(model, func, checkpoint, training, renorms)
+    return Bound(model, func, checkpoint, training, renorms, share_frozen)
 
 
 class Bound:
@@ -77,9 +85,11 @@ class Bound:
         checkpoint: bool | Sequence[str],
         training: bool | None,
         renorms: bool,
+        share_frozen: bool,
     ):
         inner = skeleton(model)
         self._inner = inner if training is None else inner.train(training)
+        self._base = Base(model, training) if share_frozen else None
         self._func, self._checkpoint = func, checkpoint
         self._shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
         self._holders, self._rewritten = _holders(inner), () if renorms else tables_with_max_norm(inner)
@@ -92,18 +102,20 @@ class Bound:
     def _make(self) -> Body:
         body = Body(copy.deepcopy(self._inner, dict(self._shared)), self._func)
         rematerialise(body.model, self._checkpoint)
+        body.places = places_of(body)
         return body
 
     def __call__(self, params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
         """Call the function with one member's tensors; see :func:`bind`."""
         if torch.compiler.is_compiling():
             trace_through_checkpoint()
-            results = self._call(self._first[0], params, buffers, args, kwargs, key)
+            shared = {} if self._base is None else self._base.tensors
+            results = self._call(self._first[0], shared, params, buffers, args, kwargs, key)
             undo(self._undoing)
             return results
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
-        with checkpoints_of(body.model) as checkpoints:
-            results = self._call(body, params, buffers, args, kwargs, key)
+        with checkpoints_of(body.model) as checkpoints, self._reading(params, buffers) as shared:
+            results = self._call(body, shared, params, buffers, args, kwargs, key)
         changed = attributes.changed()
         if not self._harmless.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
@@ -115,17 +127,45 @@ class Bound:
             self._idle.append((body, attributes))
         return results
 
+    @contextlib.contextmanager
+    def _reading(self, params: Params, buffers: Params) -> Iterator[Mapping[str, Tensor]]:
+        if self._base is None:
+            yield {}
+            return
+        for leaf in (*params.values(), *buffers.values()):
+            check_device(self._base.tensors, leaf.device)
+            break
+        with self._base.reading() as shared:
+            yield shared
+
     def _call(
-        self, body: Body, params: Params, buffers: Params, args: Any, kwargs: dict[str, Any], key: Tensor | None
+        self,
+        body: Body,
+        shared: Mapping[str, Tensor],
+        params: Params,
+        buffers: Params,
+        args: Any,
+        kwargs: dict[str, Any],
+        key: Tensor | None,
     ) -> tuple[Any, Params]:
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
-        given = {**params, **{path: tensor.clone() for path, tensor in buffers.items()}}
+        given = {**shared, **params, **{path: tensor.clone() for path, tensor in buffers.items()}}
         given |= {path: params[path].clone() for path in self._rewritten if path in params}
         tensors = {
             f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
         }
-        with routed(key):
-            output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
+        if not tensors.keys() <= body.places.keys():
+            unknown = sorted(path.removeprefix("model.") for path in tensors.keys() - body.places.keys())
+            raise StateError(
+                f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
+            )
+        with routing(key):
+            if torch.compiler.is_compiling():
+                output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
+            else:
+                output = call_with(body.places, tensors, body, *args, **kwargs)
+        if self._base is not None:
+            self._base.check_kept(shared, tensors, "model.")
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 
     def _examine(self, *given: Any) -> None:
@@ -145,7 +185,9 @@ class Bound:
             args, kwargs = pytree.tree_map(lambda leaf: part(leaf, factor), (args, kwargs))
             buffers = {path: part(buffer, 1) for path, buffer in buffers.items()}
             torch.manual_seed(altered)
-            return self._call(body, params, buffers, args, kwargs, None if key is None else part(key, 1) + altered)
+            shared = {} if self._base is None else self._base.tensors
+            key = None if key is None else part(key, 1) + altered
+            return self._call(body, shared, params, buffers, args, kwargs, key)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
@@ -173,14 +215,16 @@ def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in found.values()}
 
 
-def outline(model: nn.Module) -> nn.Module:
-    """A copy of the model whose parameters and buffers have shapes but no storage."""
+def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> nn.Module:
+    """A copy of the model whose parameters and buffers have shapes but no storage; it holds what members share."""
     check_materialised(model)
     memo: dict[int, Any] = {}
     for own in model.parameters():
-        memo[id(own)] = nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=own.requires_grad)
+        memo[id(own)] = nn.Parameter(_without_storage(own), requires_grad=own.requires_grad)
     for own in model.buffers():
-        memo[id(own)] = torch.empty_like(own, device="meta")
+        memo[id(own)] = _without_storage(own)
+    memo |= {id(own): own for own in base_of(model).values()} if share_frozen else {}
+    memo |= {id(own): own for own in shared_of(model, shared_params).values()}
     made = {path: computed(module) for path, module in model.named_modules()}
     memo |= {id(tensor): torch.empty(0) for tensors in made.values() for tensor in tensors.values()}
     copied = copy.deepcopy(model, memo)
@@ -188,6 +232,12 @@ def outline(model: nn.Module) -> nn.Module:
         for name in names:
             delattr(copied.get_submodule(path), name)
     return copied
+
+
+def _without_storage(own: Tensor) -> Tensor:
+    # Tensors of other classes, such as quantised ones, may know no way to be like one on another device.
+    plain = type(own) in (Tensor, nn.Parameter, nn.Buffer)
+    return torch.empty_like(own, device="meta") if plain else torch.empty(own.shape, dtype=own.dtype, device="meta")
 
 
 def skeleton(model: nn.Module) -> nn.Module:

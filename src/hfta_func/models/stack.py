@@ -13,6 +13,7 @@ from hfta_func import random
 from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import Params, StackError, StateError
+from hfta_func.models.frozen import base_of, check_same_base, shared_of
 from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
 
 
@@ -26,15 +27,22 @@ class Stacked(NamedTuple):
     buffers: Params
 
 
-def stack_params(models: Iterable[nn.Module]) -> Stacked:
+def stack_params(
+    models: Iterable[nn.Module], *, share_frozen: bool = False, shared_params: Sequence[str] = ()
+) -> Stacked:
     """Stack the parameters and buffers of M models of one architecture.
 
     Args:
         models: At least one module; the modules are not changed.
+        share_frozen: Leave out the *base*: parameters that do not require grad, and buffers of modules that have no
+            trained parameter of their own. It must be the same in all models, and steps made with ``share_frozen=True``
+            hold it once.
+        shared_params: Leave out these parameters, too, which members share and train together, see
+            :func:`make_train_step`. They must be the same in all models.
 
     Raises:
         StackError: if there is no model, a lazy module has not been run yet, or two models differ in anything but the
-            values of their parameters and buffers. It names the member, the path and both values.
+            values of their parameters and buffers, or of the base. It names the member, the path and both values.
 
     Example:
         >>> params, buffers = stack_params([torch.nn.Linear(2, 10) for _ in range(3)])
@@ -44,10 +52,16 @@ def stack_params(models: Iterable[nn.Module]) -> Stacked:
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise StackError(f"expected a list of models but got one {type(models).__qualname__}; pass [model]")
     models = list(models)
-    return _stack(models, len(models))
+    return _stack(models, len(models), share_frozen, shared_params)
 
 
-def init_params(factory: Callable[[], nn.Module], seeds: Sequence[int] | Tensor) -> Stacked:
+def init_params(
+    factory: Callable[[], nn.Module],
+    seeds: Sequence[int] | Tensor,
+    *,
+    share_frozen: bool = False,
+    shared_params: Sequence[str] = (),
+) -> Stacked:
     """Build one model per seed and stack them, with at most two models in memory besides the array.
 
     Member ``i`` is what ``torch.manual_seed(seeds[i]); factory()`` makes. The global generator does not change.
@@ -55,6 +69,9 @@ def init_params(factory: Callable[[], nn.Module], seeds: Sequence[int] | Tensor)
     Args:
         factory: Makes one model, for example ``lambda: MLP(64, 10)``.
         seeds: One integer per member.
+        share_frozen: Leave out what all members share, as :func:`stack_params` does.
+        shared_params: Leave out these parameters. Whatever ``factory`` makes of them, members start from those of the model
+            that :func:`make_train_step` is given.
 
     Raises:
         HyperparameterError: if a seed is not an integer.
@@ -80,16 +97,21 @@ def init_params(factory: Callable[[], nn.Module], seeds: Sequence[int] | Tensor)
                 model = factory()
             yield model
 
-    return _stack(build(), len(values))
+    return _stack(build(), len(values), share_frozen, shared_params, alike=False)
 
 
-def unstack_params(model: nn.Module, params: Params, buffers: Params) -> list[nn.Module]:
+def unstack_params(
+    model: nn.Module, params: Params, buffers: Params, *, share_frozen: bool = False, shared: Params | None = None
+) -> list[nn.Module]:
     """Make M ordinary modules with storage of their own: the inverse of :func:`stack_params`.
 
     Args:
         model: Any module of the architecture, for code, settings, ties and ``requires_grad``; it is not changed.
         params: Stacked parameters ``[M, ...]``.
         buffers: Stacked buffers ``[M, ...]``.
+        share_frozen: The array was stacked with ``share_frozen=True``: the modules hold the very base of ``model``, which
+            must be that of the array.
+        shared: Parameters that members share, by path, as in ``state.shared.params``; all modules hold one copy of them.
 
     Raises:
         StackError: if paths or shapes differ from those of ``model``.
@@ -101,32 +123,45 @@ def unstack_params(model: nn.Module, params: Params, buffers: Params) -> list[nn
         True
     """
     count = num_models((params, buffers))
-    found = _mismatch((params, buffers), shapes(model))
-    if found:
-        raise StackError(f"{found}; pass the model that the array was stacked from")
-    return [_member(model, params, buffers, index) for index in range(count)]
+    held: Params = {path: nn.Parameter(param.detach().clone()) for path, param in (shared or {}).items()}
+    check_stacked((params, buffers), shapes(model, share_frozen, [*held]))
+    return [_member(model, params, buffers, held, index) for index in range(count)]
 
 
 class Shapes(NamedTuple):
-    """Shapes of one model's parameters and buffers by path, and the paths that are tied to one of those."""
+    """Shapes of a member's parameters and buffers by path, the paths that are tied to one of those, and those of the base."""
 
     params: dict[str, torch.Size]
     buffers: dict[str, torch.Size]
     ties: dict[str, str]
+    base: frozenset[str] = frozenset()
 
 
-def shapes(model: nn.Module) -> Shapes:
+def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> Shapes:
     """Shapes and ties of one model, none of whose modules may be lazy."""
     check_materialised(model)
-    params = {path: parameter.shape for path, parameter in model.named_parameters()}
-    return Shapes(params, {path: buffer.shape for path, buffer in model.named_buffers()}, ties(model))
+    base = frozenset({*(base_of(model) if share_frozen else ()), *shared_of(model, shared_params)})
+    params = {path: parameter.shape for path, parameter in model.named_parameters() if path not in base}
+    buffers = {path: buffer.shape for path, buffer in model.named_buffers() if path not in base}
+    return Shapes(params, buffers, ties(model), base)
+
+
+def check_stacked(stacked: tuple[Params, Params], own: Shapes) -> None:
+    """Raise a StackError unless parameters and buffers are those of a model, whose shapes are ``own``."""
+    found = _mismatch(stacked, own)
+    if found:
+        raise StackError(
+            f"{found}; pass the model that the array was stacked from, and the same share_frozen and shared_params"
+        )
 
 
 def check_state(stacked: tuple[Params, Params], own: Shapes) -> None:
     """Raise a StateError unless parameters and buffers are those of a step's model, whose shapes are ``own``."""
     found = _mismatch(stacked, own)
     if found:
-        raise StateError(f"{found}; the state and the step must be of the same model")
+        raise StateError(
+            f"{found}; the state and the step must be of the same model, made with the same share_frozen and shared_params"
+        )
 
 
 def _mismatch(stacked: tuple[Params, Params], own: Shapes) -> str:
@@ -135,6 +170,8 @@ def _mismatch(stacked: tuple[Params, Params], own: Shapes) -> str:
         for path in {**expected, **held}:
             if path not in held:
                 return f"'{path}' is in the model but not in the array"
+            if path in own.base:
+                return f"'{path}' is in the array but members share it; stack them with share_frozen=True, or shared_params"
             if path in own.ties:
                 return f"'{path}' is in the array but the model ties it to '{own.ties[path]}'"
             if path not in expected:
@@ -144,13 +181,15 @@ def _mismatch(stacked: tuple[Params, Params], own: Shapes) -> str:
     return ""
 
 
-def _member(model: nn.Module, params: Params, buffers: Params, index: int) -> nn.Module:
+def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, index: int) -> nn.Module:
     # A deep copy that takes its tensors from the memo keeps ties, views of weights and plain attributes.
     memo: dict[int, Any] = {}
     for path, own in model.named_parameters():
-        memo[id(own)] = nn.Parameter(params[path][index].detach().clone(), requires_grad=own.requires_grad)
+        # What is not in the array is shared.
+        made = nn.Parameter(params[path][index].detach().clone(), own.requires_grad) if path in params else own
+        memo[id(own)] = shared.get(path, made)
     for path, own in model.named_buffers():
-        memo[id(own)] = buffers[path][index].detach().clone()
+        memo[id(own)] = buffers[path][index].detach().clone() if path in buffers else own
     for own in model.modules():
         memo |= {id(tensor): tensor.detach().clone() for tensor in computed(own).values()}
     member = copy.deepcopy(model, memo)
@@ -160,14 +199,20 @@ def _member(model: nn.Module, params: Params, buffers: Params, index: int) -> nn
     return member
 
 
-def _stack(models: Iterable[nn.Module], count: int) -> Stacked:
+def _stack(
+    models: Iterable[nn.Module], count: int, share_frozen: bool, shared_params: Sequence[str], alike: bool = True
+) -> Stacked:
     first: nn.Module | None = None
+    base: dict[str, Tensor] = {}
+    shared: dict[str, Tensor] = {}
     stacked = Stacked({}, {})
     for member, model in enumerate(models):
         if not isinstance(model, nn.Module):
             raise StackError(f"model {member} is a {type(model).__qualname__}; every model must be a torch.nn.Module")
         check_materialised(model, f"model {member}: ")
-        first = model if first is None else first
+        if first is None:
+            first, base = model, base_of(model) if share_frozen else {}
+            shared = shared_of(model, shared_params)
         check_same_structure(model, first, member)
         for held, mine, theirs in (
             (stacked.params, dict(model.named_parameters()), dict(first.named_parameters())),
@@ -175,6 +220,13 @@ def _stack(models: Iterable[nn.Module], count: int) -> Stacked:
         ):
             for path, tensor, other in pairs(mine, theirs, member):
                 _check_tensors(tensor, other, path, member)
+                if path in base:
+                    check_same_base(tensor, other, path, member)
+                    continue
+                if path in shared:
+                    if alike:
+                        check_same_base(tensor, other, path, member, trained=True)
+                    continue
                 if member == 0:
                     held[path] = torch.empty(count, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
                 held[path][member].copy_(tensor.detach())

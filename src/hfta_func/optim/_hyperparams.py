@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from hfta_func._types import HPARAMS, HYPERPARAMS, HyperparameterError
+from hfta_func._types import HPARAMS, HYPERPARAMS, HyperparameterError, Shared
 from hfta_func.optim._base import Range, check, check_choice, labels, per_member, vector
 from hfta_func.optim._transforms import PartitionState
 
@@ -24,7 +24,8 @@ def with_hyperparams(state: S, **new: Any) -> S:
         state: A training or optimizer state.
         new: By name, a number, one number per member, or a function of the current values, ``float64[M] -> float64[M]``.
             For a schedule, these replace its initial value, and a dict replaces its knobs by name. Where the optimizer and
-            the loss function both have an ``lr``, it is the optimizer's, and ``"hparams.lr"`` is the loss function's.
+            the loss function both have an ``lr``, it is the optimizer's, and ``"hparams.lr"`` is the loss function's;
+            ``"shared.lr"`` is that of parameters which members share.
 
     Raises:
         HyperparameterError: if no part of the state has a hyperparameter of that name, or a value is NaN, out of range
@@ -102,20 +103,25 @@ def plateau(
         check(name, number, Range.DECAY if name == "factor" else Range.FINITE)
     sign = 1 if mode == "min" else -1
 
-    def is_due(metrics: Tensor, k: dict[str, Tensor]) -> Tensor:
+    def is_due(metrics: Tensor, k: dict[str, Tensor], since: Tensor) -> Tensor:
         best, bad = torch.full_like(k["eps"], math.inf), torch.zeros_like(k["eps"])
         resting, due = bad, bad > 0
-        for value in sign * metrics:
+        for epoch, value in enumerate(sign * metrics):
             limit = best * (1 - sign * k["threshold"]) if threshold_mode == "rel" else best - k["threshold"]
             better = value < limit
             best = torch.where(better, value, best)
-            bad = torch.where(better | (resting > 0), 0.0, bad + 1)
+            # Members that came later have missed the epochs before.
+            bad = torch.where(better | (resting > 0) | (since > epoch), 0.0, bad + 1)
             due = bad > k["patience"]
             bad, resting = bad * ~due, torch.where(due, k["cooldown"], (resting - 1).clamp(min=0))
         return due
 
     def callback(state: S, history: Any) -> S:
         metrics = history[metric].detach().double()
+        since = torch.zeros(metrics.shape[1:2])
+        # Values of a loop of one's own, in a dict, are those of the members there are.
+        if hasattr(history, "members") and metrics.shape[1:] == history.seeds.shape:
+            metrics, since = metrics[:, history.members], history.since[history.members]
 
         def reduced(held: Tensor) -> Tensor:
             if metrics.shape[1:] != held.shape:
@@ -125,7 +131,9 @@ def plateau(
                 )
             k = {name: vector(name, number, len(held), held.device) for name, number in numbers.items()}
             lower = torch.maximum(held * k["factor"], k["min_lr"])
-            return torch.where(is_due(metrics.to(held.device), k) & (held - lower > k["eps"]), lower, held)
+            return torch.where(
+                is_due(metrics.to(held.device), k, since.to(held.device)) & (held - lower > k["eps"]), lower, held
+            )
 
         return with_hyperparams(state, **{hyperparameter: reduced})
 
@@ -135,6 +143,12 @@ def plateau(
 def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
     if isinstance(node, PartitionState):
         return PartitionState({name: _replace_group(name, child, new, known) for name, child in node.groups.items()})
+    if isinstance(node, Shared):
+        own = {name.removeprefix("shared."): value for name, value in new.items() if name.startswith("shared.")}
+        found: set[str] = set()
+        changed = node._replace(opt_state=_replace(node.opt_state, own, found))
+        known |= {f"shared.{name}" for name in found}
+        return changed
     if not isinstance(node, tuple):
         return node
     names: tuple[str, ...] | None = getattr(node, "_fields", None)

@@ -5,6 +5,7 @@ The rule is followed once with symbols for its tensors, and what it does to them
 
 from __future__ import annotations
 
+import base64
 import functools
 import itertools
 import operator
@@ -100,6 +101,7 @@ class Kernel:
             return None
         if compiles:
             _define()
+            source = _in_one_line(source)
             if donate and apply:
                 torch.ops.hfta_func.update_(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
                 return [*columns[1:]]
@@ -173,6 +175,17 @@ def _source_of(number: int, names: tuple[str, ...], dtype: torch.dtype, adds: bo
     return None if _native.program(source) is None else source
 
 
+@constant_to_compiler
+def _in_one_line(source: str) -> str:
+    """A program as an argument in a graph, which some of inductor's programs quote as it is."""
+    return base64.b64encode(source.encode()).decode()
+
+
+@functools.cache
+def _as_written(argument: str) -> str:
+    return base64.b64decode(argument).decode()
+
+
 def _is_plain(leaf: Tensor) -> bool:
     """Whether a tensor lies in memory as programs read it."""
     return type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_contiguous()
@@ -189,7 +202,7 @@ def _define() -> bool:
     library.define(f"update_({arguments.format('(a!)')}) -> ()")
 
     def run(outs: list[Tensor], grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
-        width, source = len(grads), rest[-1]
+        width, source = len(grads), _as_written(rest[-1])
         plain = [[leaf.contiguous() for leaf in column] for column in (grads, leaves, outs)]
         _run(source, [plain[0], *_rows(plain[1], width)], [*_rows(plain[2], width)], *rest[:-1])
         for out, written in zip(outs, plain[2], strict=True):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hfta_func._torch import is_alias, writes
+from hfta_func._torch import counter, is_alias, writes
 from hfta_func.rules._layout import front
 
 
@@ -30,7 +30,7 @@ class Known:
 
 
 class _Copy(NamedTuple):
-    """A tensor, the copy of it that stands for a view, and how often both had been written then."""
+    """Counters of a tensor and of the copy of it that stands for a view, and how often both had been written then."""
 
     base: Tensor
     copy: Tensor
@@ -58,7 +58,8 @@ class watched:
     def note(self, base: Tensor, view: Tensor) -> Tensor:
         """``view``, on which an eye is kept if it is a copy."""
         if not self.known.front and not is_alias(base, view):
-            self._copies.append(_Copy(base, view, (writes(base), writes(view))))
+            # Not the tensors: they would stay in memory until the function returns.
+            self._copies.append(_Copy(counter(base), counter(view), (writes(base), writes(view))))
         return view
 
     def is_torn(self) -> bool:

@@ -156,6 +156,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "layer_norm": (
+        Row(lambda case: all(case.shared[1:]), "folded", "shared scale and shift: all members' rows in one kernel"),
         Row(_is_large, "loop", "2 MB or more: a kernel per member scales and shifts in one pass"),
         Row(_always, "folded", "all members' rows at once, then scale and shift"),
     ),

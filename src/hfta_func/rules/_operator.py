@@ -53,15 +53,18 @@ class Operator:
     fake: Callable[..., Any] | None = None
     # What an outer vmap sees, where the gradient of the forward pass alone is another.
     batched: Callable[..., Any] | None = None
+    lowers: bool = True  # whether autocast runs it in lower precision
 
     def __call__(self, *args: Any) -> Any:
-        """Call the operator; under autocast in the lower precision, backward pass included, like PyTorch's own."""
+        """Call the operator; under autocast in the lower precision if it ``lowers``, backward pass included."""
         kind = args[0].device.type
-        if not torch.is_autocast_enabled(kind):
-            return self._op(*args)
+        # An exported program runs where this package is not known.
+        op = self.forward if torch.compiler.is_exporting() else self._op
+        if not (self.lowers and torch.is_autocast_enabled(kind)):
+            return op(*args)
         args = lower_precision(*args)
         with torch.autocast(kind, enabled=False):
-            return self._op(*args)
+            return op(*args)
 
     @functools.cached_property
     def _op(self) -> Any:

@@ -68,8 +68,10 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     fused = bias is not None and not vector and (bias_dim is None) == (weight_dim is None)
     inner = bias if fused and bias is not None and bias.dim() - (bias_dim is not None) == 1 else None
     if weight_dim is None:
-        # [M,B,I], [O,I] -> [M,B,O]
-        y, dim = F.linear(front(x, x_dim), weight, inner), None if x_dim is None else 0
+        # [M,B,I], [O,I] -> [MB,I], [O,I] -> [MB,O] -> [M,B,O]; of rows that lie apart, the operator would repeat the weights.
+        x, dim = front(x, x_dim), None if x_dim is None else 0
+        y = F.linear(x.flatten(0, -2) if x.dim() > 2 else x, weight, inner)
+        y = y.unflatten(0, x.shape[:-1]) if x.dim() > 2 else y
     elif x_dim is None:
         # [B,I], [M,O,I] -> [B,I], [MO,I] -> [B,MO] -> [B,M,O]
         y = F.linear(x, *each(fold, (weight, inner), (weight_dim, bias_dim), 0, num_models))
@@ -111,6 +113,10 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
     if bias_dim is not None:
         # [M,O] or [M,P|1,O] -> [M,P|1,O]
         bias = align(bias, bias_dim, 2)
+    if bias_dim is None and weight_dim is None and bias.shape[:-1].numel() == 1:
+        # [O] + [M,P,I], [I,O] -> [O] + [MP,I], [I,O] -> [MP,O] -> [M,P,O]
+        y = torch.addmm(bias, fold(x, x_dim, 0, call.num_models), weight, beta=beta, alpha=alpha)
+        return split(y, 0, call.num_models), 0
     if x_dim is not None and weight_dim is not None:
         # [M,1,O] + [M,P,I], [M,I,O] -> [M,P,O]
         return torch.baddbmm(bias, front(x, x_dim), front(weight, weight_dim), beta=beta, alpha=alpha), 0

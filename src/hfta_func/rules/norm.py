@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfta_func.calls.recall import cheap
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads, unit
 from hfta_func.rules._layout import align, each, expand, fold, front, split
 from hfta_func.rules._lowering import member_shape
@@ -36,7 +37,8 @@ def layer_norm(
     if weight is not None and bias is not None and None not in (x_dim, *dims) and weight.dtype == x.dtype:
         # [M,N,D], [M,D] -> [M,N,D], [M,1,D]
         scale, shift = each(align, (weight, bias), dims, x.dim() - 1)
-        return torch.addcmul(shift, torch.layer_norm(front(x, x_dim), shape, None, None, eps), scale), 0
+        rows = cheap(lambda x: torch.layer_norm(x, shape, None, None, eps), front(x, x_dim))
+        return cheap(torch.addcmul, shift, rows, scale), 0
     outputs, out_dims = native_layer_norm(call._replace(dims=(x_dim, None, *dims, None)), x, shape, weight, bias, eps)
     return outputs[0], out_dims[0]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import TraceError
+from hfta_func.calls.recall import recalls
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads
 from hfta_func.rules._layout import align, each, fold, front, split
 from hfta_func.rules._registry import Call, Result, register
@@ -23,8 +24,25 @@ _native = torch.ops.aten.native_batch_norm.default
 @register("batch_norm", "norm")
 def batch_norm(call: Call, *args: Any) -> Result:
     """Batch normalisation with M times the channels; updates the running statistics of each member in place."""
-    outputs, dims = _normalise(call, lambda *args: (torch.batch_norm(*args),), *args)
+    outputs, dims = _normalise(call, _batch_norm, *args)
     return outputs[0], dims[0]
+
+
+def _batch_norm(x: Tensor, *args: Any) -> tuple[Tensor]:
+    """PyTorch's, which the backward pass may make again from the statistics of the batch."""
+    *tensors, training, momentum, eps, _ = args
+    if not training or (running := recalls()) is None:
+        return (torch.batch_norm(x, *args),)
+    weight, bias = tensors[:2]
+    y, mean, rstd = _native(x, *tensors, training, momentum, eps)
+
+    def again(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor) -> Tensor:
+        scale = rstd if weight is None else rstd * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        return affine(x, *(vector.view(-1, *(1,) * (x.dim() - 2)) for vector in (scale, shift)))
+
+    running.note(again, [x, weight, bias, mean, rstd], y)
+    return (y,)
 
 
 @register("instance_norm", "norm")
@@ -91,6 +109,10 @@ def _normalise(call: Call, kernel: Callable[..., Any], x: Tensor, *args: Any) ->
         y, *saved = _normalise_once(kernel, x, inner, stats, stat_dims, momentum, options)
         y = affine(y, *each(align, outer, dims, rank, rank - 2))
         return (y, *saved), (None if dims == [None, None] else 0, *(None for _ in saved))
+    if x_dim == 0 and not training and all(dim is None for dim in (*dims, *stat_dims)):
+        # [M,N,C,S], [C] -> [MN,C,S], [C] -> [M,N,C,S]
+        y, *saved = kernel(fold(x, 0, 0, num_models), *vectors, *stats, *options)
+        return (split(y, 0, num_models), *saved), (0, *(None for _ in saved))
     # [M,N,C,S], [M,C] -> [N,MC,S], [MC] -> [N,M,C,S], [M,C]
     folded_stats = each(fold, stats, stat_dims, 0, num_models)
     # On XLA an in-place update of a view does not reach its base.

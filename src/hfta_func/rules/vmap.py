@@ -60,6 +60,10 @@ def vmap(
     return _vmap(member, in_dims, out_dims, randomness, chunk_size, Known(), routed=False)
 
 
+_FRONT = Known()
+_FRONT.front = True
+
+
 def vmap_routed(func: Callable[..., Any], in_dims: Any, known: Known) -> Callable[..., Any]:
     """``vmap`` of a function that enters :class:`hfta_func.routed` itself; a single member runs without ``vmap``.
 
@@ -87,6 +91,10 @@ def _vmap(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             install_for_compiler(_choice.state)
+            if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+                # PyTorch cannot export moving the model axis of results to the front.
+                with watched(_FRONT):
+                    return mapped(*args, **kwargs)
             outputs = mapped(*args, **kwargs)
             settle_layout()
             return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any
 
 import cloudpickle
@@ -25,9 +26,11 @@ from hfta_func._torch import compiled_from_cache, eager_unless_compiled, graph_h
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import CompileWarning
 
-_OPTIONS: tuple[dict[str, Any], ...] = ({"cpp.vec_isa_ok": True}, {})
-"""Options of inductor, tried in turn: the first trusts the processor's own list of its instructions, instead of compiling a
-program for each of them, which takes longer than a small graph."""
+# It trusts the processor's own list of its instructions, instead of compiling a program for each of them, which takes longer
+# than a small graph; and does not look again at shapes that have been looked at to choose the graph.
+_TRUSTING = {"cpp.vec_isa_ok": True, "size_asserts": False, "alignment_asserts": False}
+OPTIONS: tuple[dict[str, Any], ...] = ({**_TRUSTING, "cpp_wrapper": True}, _TRUSTING, {})
+"""Options of inductor, tried in turn: the first calls kernels from C++ instead of Python."""
 
 
 def _precision() -> str:
@@ -44,6 +47,13 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
 )
 """What graphs depend on, besides the step."""
+# Before anything is imported. A session is a group of its own on Linux, within which alone "nice" counts.
+_YIELDING = """
+import contextlib, os, pathlib
+os.nice(19)
+with contextlib.suppress(OSError):
+    pathlib.Path("/proc/self/autogroup").write_text("19")
+"""
 _PATIENCE = 7
 """A step of which nobody knows how often it will be called goes over once it has trained for this many times the cost."""
 _WORTH = 4
@@ -78,8 +88,7 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
         >>> step = make_train_step(models[0], lambda model, x: model(x).square().mean(), sgd(lr=0.1))
         >>> quick = compile(step, steps=2)
         >>> state = step.init(*stack_params(models), seeds=[0, 1, 2])
-        >>> for _ in range(2):
-        ...     state, metrics = quick(state, torch.ones(3, 8, 4))
+        >>> state, metrics = quick(state, torch.ones(3, 8, 4))
         >>> quick.is_compiled
         False
     """
@@ -191,7 +200,6 @@ class _Graph:
     def _call_compiled(self, state: Any, batch: Any) -> Any:
         assert self._run is not None
         start = time.perf_counter()
-        # Where a graph would have to be made anew, the step runs eagerly.
         with eager_unless_compiled():
             found = self._run(state, batch)
         if len(self._compiled) < _TRIAL:
@@ -210,23 +218,17 @@ class _Worker:
         _Worker._last = weakref.ref(self)
         self._found: dict[str, Any] | None = None
         try:
-            order = cloudpickle.dumps(
-                {
-                    "step": step,
-                    "inputs": tree_map(_Like, (state, batch)),
-                    **{get.__name__: get() for get, _ in SETTINGS},
-                }
-            )
+            inputs, settings = tree_map(_Like, (state, batch)), {get.__name__: get() for get, _ in SETTINGS}
+            order = _sent({"step": step, "inputs": inputs, **settings}, getattr(step, "base", {}).values())
         except Exception as error:
             self._found = {"error": f"it cannot be sent to another process, {line(error)}"}
             return
-        # Files, not pipes, which somebody would have to fill and to empty.
         self._said = tempfile.TemporaryFile()
         with tempfile.TemporaryFile() as given:
             given.write(json.dumps(sys.path).encode() + b"\n" + order)
             given.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import _answer; _answer()"],
+                [sys.executable, "-c", f"{_YIELDING}from {__name__} import _answer; _answer()"],
                 stdin=given,
                 stdout=self._said,
                 stderr=subprocess.DEVNULL,
@@ -257,7 +259,6 @@ class _Worker:
 def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
-            # With all compilers that it has started.
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     said.close()
@@ -274,15 +275,31 @@ class _Like:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
 
+def _sent(order: Any, base: Iterable[Tensor]) -> bytes:
+    """The order, in which the tensors that members share have no values: they are inputs of the graph."""
+    known = {tensor.data_ptr() for tensor in base}
+
+    class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return _Like(obj) if type(obj) is Tensor and not obj.is_meta and obj.data_ptr() in known else None
+
+    found = io.BytesIO()
+    Pickler(found).dump(order)
+    return found.getvalue()
+
+
+class _Received(pickle.Unpickler):
+    def persistent_load(self, pid: Any) -> Any:
+        return pid.tensor()
+
+
 def _answer() -> None:
     """The other process: compile what the standard input asks for, and print what came of it."""
-    os.nice(19)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # Its own program has begun with the same paths; this is the rest of the order.
     sys.path[:] = json.loads(sys.stdin.buffer.readline())
     try:
-        order = pickle.load(sys.stdin.buffer)
+        order = _Received(sys.stdin.buffer).load()
         found = _compiled(order)
     except Exception as error:
         found = {"error": line(error)}
@@ -300,11 +317,12 @@ def settle(wanted: Mapping[str, Any]) -> None:
 def _compiled(order: Mapping[str, Any]) -> dict[str, Any]:
     settle(order)
     error: Exception | None = None
-    for options in _OPTIONS:
+    likes: Any = leaves(order["inputs"])
+    on_cpu = all(like.made_of[-1].type == "cpu" for like in likes)
+    for options in OPTIONS if on_cpu else OPTIONS[-1:]:
         try:
             _seconds(order, options)
             before = graph_hits()
-            # As the asking process will do it.
             seconds = _seconds(order, options)
             if graph_hits() == before:
                 return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}

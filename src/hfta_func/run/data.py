@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._tree import leaves, tree_map
+from hfta_func._tree import indices, leaves, tree_map
 from hfta_func._types import BatchError, HyperparameterError, StateError, Tree
 from hfta_func.calls.routing import routed
 from hfta_func.rules.vmap import vmap
+from hfta_func.run.rows import Rows, bags, folded, given, weighed, weighted
 
 # Negative, to differ from the step numbers that a training step folds in.
 _ORDER, _TRANSFORM = -(2**61), -(2**61) - 1
@@ -23,8 +24,9 @@ _ORDER, _TRANSFORM = -(2**61), -(2**61) - 1
 class ArrayLoader:
     """Iterates over tensors in batches ``[M, N, ...]``, shuffled for each member by its own seed.
 
-    Every member sees every row once per epoch, in an order that depends only on its seed and the epoch. Each iteration
-    over the loader is the next epoch; ``state_dict`` and ``load_state_dict`` resume within one, as torchdata's
+    Every member sees every row once per epoch, in an order that depends only on its seed and the epoch, unless ``rows``,
+    ``bootstrap``, ``folds`` or ``weights`` say otherwise. Each iteration over the loader is the next epoch; ``state_dict``
+    and ``load_state_dict`` resume within one, as torchdata's
     ``StatefulDataLoader`` does.
 
     Args:
@@ -35,11 +37,18 @@ class ArrayLoader:
         shuffle: Whether to shuffle the rows.
         drop_last: Skip a last batch smaller than ``batch_size``, so that compiled steps see only one shape.
         device: Where the data is moved, once.
+        rows: The rows of each member, M lists of row numbers of any lengths. An epoch has as many batches as the longest
+            list needs; members with shorter ones go on with their next pass, so that every batch is full.
+        bootstrap: Whether each member has n rows drawn with replacement by its seed in place of the n rows.
+        folds: A number K of parts; member ``i`` has all rows but those of part ``i % K``, see :meth:`held_out`.
+        weights: How often each row is drawn, ``[n]`` or ``[M, n]``; a pass then draws its rows with replacement, in
+            proportion.
         transform: ``transform(batch) -> batch`` for ONE member's batch ``[N, ...]``, such as augmentation. Its random calls
             draw from the member's seed.
 
     Raises:
-        HyperparameterError: if ``seeds`` does not fit ``shared``, or ``batch_size`` is not positive.
+        HyperparameterError: if ``seeds`` does not fit ``shared``, ``batch_size`` is not positive, or rows, folds or weights
+            leave a member without data.
         BatchError: if there is no data, two leaves have different numbers of rows, or all leaves seem to be ``[M, n, ...]``.
 
     Example:
@@ -57,6 +66,10 @@ class ArrayLoader:
         shared: bool = False,
         shuffle: bool = True,
         drop_last: bool = False,
+        rows: Sequence[Sequence[int] | Tensor] | None = None,
+        bootstrap: bool = False,
+        folds: int | None = None,
+        weights: Sequence[Any] | Tensor | None = None,
         device: torch.device | str | None = None,
         transform: Callable[[Tree], Tree] | None = None,
     ):
@@ -95,8 +108,9 @@ class ArrayLoader:
         ):
             raise BatchError(
                 f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]} for {self.rows} models, so it "
-                f"seems to have a model axis; an ArrayLoader deals the same rows [n, ...] to every model. For rows of each "
-                f"model's own, give the step batches [{self.rows}, N, ...] of your own, such as leaf[:, start:stop]"
+                f"seems to have a model axis; an ArrayLoader deals rows [n, ...] to the models. For rows of each model's "
+                f"own, join them, leaf.flatten(0, 1), and pass rows=[[0, 1, ...], ...]; or give the step batches "
+                f"[{self.rows}, N, ...] of your own, such as leaf[:, start:stop]"
             )
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -104,6 +118,78 @@ class ArrayLoader:
         self.transform = transform
         self._position = self._next = (0, 0)
         self._ahead: Tensor | int = 0
+        chosen = {"rows": rows is not None, "bootstrap": bootstrap, "folds": folds is not None}
+        named = [name for name, is_given in {**chosen, "weights": weights is not None}.items() if is_given]
+        if named and (shared or not shuffle):
+            raise HyperparameterError(
+                f"{named[0]} deals rows to each model by its seed; leave out {'shared=True' if shared else 'shuffle=False'}"
+            )
+        if sum(chosen.values()) > 1 or (bootstrap and weights is not None):
+            raise HyperparameterError(f"{' and '.join(named[:2])} both say which rows a model has; pass one of them")
+        self.bootstrap = bootstrap
+        self._own: Rows | None = None
+        if rows is not None:
+            self._own = given(rows, len(self.keys), self.rows, device)
+        elif folds is not None:
+            self._own = folded(folds, len(self.keys), self.rows, device)
+        self._weights = None if weights is None else weighed(weights, len(self.keys), self.rows, device, self._own)
+        self._length = self._batches_in(self.rows if self._own is None else max(map(len, self._own.own)))
+
+    def held_out(self) -> Any:
+        """The rows of each member's own part, ``[M, n // K, ...]``, for evaluation with ``batch_dims=0``.
+
+        Raises:
+            HyperparameterError: if the loader was made without ``folds``.
+
+        Example:
+            >>> loader = ArrayLoader(torch.arange(6), batch_size=4, seeds=[0, 0, 0], folds=3)
+            >>> loader.held_out().flatten().sort().values
+            tensor([0, 1, 2, 3, 4, 5])
+        """
+        if self._own is None or self._own.held_out is None:
+            raise HyperparameterError("only folds hold rows out; make the loader with folds=5 or another number")
+        rows = torch.stack(self._own.held_out)
+        return tree_map(lambda leaf: leaf[rows], self.data)
+
+    def take(self, index: int | slice | Sequence[int] | Tensor) -> ArrayLoader:
+        """The loader of some members, in the order given, at the same position; shared batches are everybody's.
+
+        Raises:
+            StackError: if no member is selected or an index is out of range.
+
+        Example:
+            >>> loader = ArrayLoader(torch.arange(6), batch_size=6, seeds=[0, 1, 2])
+            >>> torch.equal(next(iter(loader.take([2, 0]))), next(iter(loader))[[2, 0]])
+            True
+        """
+        other = copy.copy(self)
+        if not self.shared:
+            chosen = indices(index, len(self.keys)).to(self.keys.device)
+            other.keys = self.keys[chosen]
+            other._ahead = self._ahead[chosen] if isinstance(self._ahead, Tensor) else self._ahead
+            other._own = None if self._own is None else self._own.take(chosen.tolist())
+            if self._weights is not None and self._weights.dim() == 2:
+                other._weights = self._weights[chosen]
+        return other
+
+    def follow(self, places: Sequence[int], keys: Tensor, starts: Sequence[int]) -> ArrayLoader:
+        """The loader at the same position for members of which some are new.
+
+        Args:
+            places: The place that each had in this loader, -1 for a new one.
+            keys: Their keys.
+            starts: The epoch that is a new member's first.
+
+        Raises:
+            HyperparameterError: if there are new members and the others have rows or weights of their own.
+        """
+        if self.shared or min(places) >= 0:
+            return self if self.shared else self.take([*places])
+        ahead = torch.as_tensor(self._ahead).expand(len(self.keys)).tolist()
+        epochs = [-start if place < 0 else ahead[place] for place, start in zip(places, starts, strict=True)]
+        other = self.of_members(keys, epochs)
+        other._position, other._next = self._position, self._next
+        return other
 
     def of_members(self, keys: Tensor, epochs: Sequence[int] | None = None) -> ArrayLoader:
         """A loader of the same data for other members.
@@ -113,7 +199,7 @@ class ArrayLoader:
             epochs: The epoch in which each member starts; 0 by default.
 
         Raises:
-            HyperparameterError: if the batches are shared.
+            HyperparameterError: if the batches are shared, or members have rows or weights of their own.
 
         Example:
             >>> loader = ArrayLoader(torch.arange(6), batch_size=6, seeds=[0, 1])
@@ -124,6 +210,11 @@ class ArrayLoader:
         """
         if self.shared:
             raise HyperparameterError("all members share the batches of this loader; make it with seeds=[...] instead")
+        if self._own is not None or (self._weights is not None and self._weights.dim() == 2):
+            raise HyperparameterError(
+                "each model of this loader has rows or weights of its own, which new models do not have; make a loader for "
+                "them"
+            )
         other = copy.copy(self)
         other.keys = keys.to(self.keys.device)
         other._position = other._next = (0, 0)
@@ -132,11 +223,7 @@ class ArrayLoader:
 
     def part(self, low: int, high: int) -> ArrayLoader:
         """The loader of members ``low`` to ``high - 1``, at the same position; shared batches are everybody's."""
-        other = copy.copy(self)
-        if not self.shared:
-            other.keys = self.keys[low:high]
-            other._ahead = self._ahead[low:high] if isinstance(self._ahead, Tensor) else self._ahead
-        return other
+        return self.take(slice(low, high))
 
     @property
     def epoch(self) -> int:
@@ -145,7 +232,10 @@ class ArrayLoader:
 
     def __len__(self) -> int:
         """Batches in one epoch."""
-        return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
+        return self._length
+
+    def _batches_in(self, rows: int) -> int:
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self._position = self._next
@@ -192,11 +282,17 @@ class ArrayLoader:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
-        epochs = self._ahead + epoch
-        if self.shuffle:
-            order = random.permutation(random.fold_in(random.fold_in(self.keys, _ORDER), epochs), self.rows)
+        epochs, key = self._ahead + epoch, random.fold_in(self.keys, _ORDER)
+        if self._own is not None:
+            order = self._own.order(key, epochs, self._length * self.batch_size, self._weights)
+        elif self._weights is not None:
+            order = weighted(random.fold_in(key, epochs), self._weights, self.rows)
+        elif self.shuffle:
+            order = random.permutation(random.fold_in(key, epochs), self.rows)
         else:
             order = torch.arange(self.rows, device=self.keys.device).expand(self.keys.shape[0], -1)
+        if self.bootstrap:
+            order = bags(self.keys, self.rows).gather(1, order)
         noise = random.fold_in(random.fold_in(self.keys, _TRANSFORM), epochs)
         for number in range(start, len(self)):
             rows = order[:, number * self.batch_size : (number + 1) * self.batch_size]

@@ -16,9 +16,13 @@ from tqdm.auto import tqdm
 from hfta_func._types import CheckpointError, StateError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.executors import Executor, Here, Watch
 from hfta_func.run.history import Callback, History, Metrics, Running
-from hfta_func.run.workers import Workers, choose
-from hfta_func.step.state import TrainState
+from hfta_func.run.members import Best, Compact, Mode
+from hfta_func.run.spread import Spread, choose
+from hfta_func.run.workers import Workers
+from hfta_func.step.state import TrainState, refuse_shared
 
 
 class Result(NamedTuple):
@@ -41,6 +45,9 @@ def fit(
     save_every: int | None = None,
     compile: bool = False,
     workers: int | Literal["auto"] | None = None,
+    executor: Executor | None = None,
+    restore_best: str | tuple[str, Mode] | None = None,
+    compact: bool = False,
 ) -> Result:
     """Train an array for a number of epochs, or until no member is active.
 
@@ -53,7 +60,9 @@ def fit(
         epochs: Number of epochs.
         evaluate: ``evaluate(state) -> metrics``, called after each epoch: ``lambda state: eval_step(state, test)``.
         callbacks: Called after each epoch with ``(state, history)``, where ``len(history)`` is the epoch and
-            ``history.epochs[-1]`` its metrics. A state that a callback returns replaces the current one.
+            ``history.epochs[-1]`` its metrics. A state that a callback returns replaces the current one; it may have fewer
+            members or more, by :func:`take` and :func:`concat`, which an :class:`ArrayLoader` and the history follow by
+            the members' seeds.
         progress: Show a progress bar with mean and standard deviation of each metric over the members.
         resume: A file for state, history and position, written after each epoch and on Ctrl-C; :func:`load` reads its
             state. If it exists, training continues from it with the same bits as without interruption, and ``state`` only
@@ -66,6 +75,12 @@ def fit(
             each. ``"auto"`` takes one for every processor if that is faster than this process alone, which it tries.
             Results are the same to rounding. Callbacks and ``evaluate`` run in this process. A process that dies is started
             again.
+        executor: Workers that outlive the call, instead: a :class:`WorkerPool` or ``hfta_func.cluster.ray(...)``. Each trains
+            a part of the members for a segment, an epoch or ``save_every`` steps; Ctrl-C is heeded between segments.
+        restore_best: A metric, or a pair of one and ``"max"``: the returned state holds each member as of the epoch in which
+            it was lowest, or highest. Who is active stays as it is.
+        compact: Train the active members only, as a smaller array, once a quarter of them or more is inactive. The step's
+            metrics of the others are NaN; callbacks, ``evaluate`` and the returned state have all members.
 
     Returns:
         The last state, and the history: the step's metrics, averaged over each epoch, and the metrics of ``evaluate``.
@@ -75,7 +90,8 @@ def fit(
             that the step reports too, or ``save_every`` is given without ``resume`` or is less than 1.
         CheckpointError: if ``resume`` is damaged, does not hold a run, cannot be written, or another run is using it.
         TypeError: if JSON and tensors cannot hold the loader's ``state_dict``.
-        StateError: if ``resume`` holds a run of another model, optimizer or seeds.
+        StateError: if ``resume`` holds a run of another model, optimizer or seeds, or members that share trained parameters
+            are to be taken apart by ``restore_best``, ``workers`` or ``executor``.
         WorkerError: if the process of some members dies three times in a row.
 
     Example:
@@ -96,6 +112,12 @@ def fit(
     if callable(callbacks):
         raise ValueError("callbacks is a single function; pass a list of them, [callback]")
     _check_state(state)
+    if compact and (workers is not None or executor is not None):
+        raise ValueError("workers keep all members of the array; leave out compact=True, or workers and executor")
+    for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
+        if given is not None:
+            refuse_shared(state, option)
+    best = None if restore_best is None else Best(restore_best)
     history, running = History(state.keys), Running()
     # What it has besides iteration is optional.
     source: Any = loader
@@ -103,7 +125,8 @@ def fit(
 
     def run() -> dict[str, Any]:
         position = source.state_dict() if _has_position(source) else None
-        return {"run": {"history": history.state_dict(), "running": running.state_dict(), "loader": position}}
+        held = {"history": history.state_dict(), "running": running.state_dict(), "loader": position}
+        return {"run": held if best is None else {**held, "best": best.state_dict()}}
 
     def save() -> None:
         if resume is not None:
@@ -115,7 +138,7 @@ def fit(
         if resume is not None:
             stack.enter_context(atomic.holding(resume))
             if os.path.exists(resume):
-                state, batches = _resume(resume, state, history, running, loader)
+                state, batches, source = _resume(resume, state, history, running, loader, best)
         bar = tqdm(
             total=epochs * length or None,
             initial=len(history) * length + running.batches,
@@ -124,9 +147,11 @@ def fit(
             dynamic_ncols=True,
         )
         pressed, bar = stack.enter_context(_ctrl_c()), stack.enter_context(bar)
-        executor = choose(step, state, batches, loader, workers, compile, steps=epochs * length or None)
-        if isinstance(executor, Workers):
-            stack.enter_context(executor)
+        trainer = choose(step, state, batches, source, workers, compile, epochs * length or None, executor)
+        if compact and isinstance(trainer, Here):
+            trainer = Compact(trainer)
+        if isinstance(trainer, Workers | Spread):
+            stack.enter_context(trainer)
 
         def begin() -> None:
             nonlocal unchecked
@@ -140,7 +165,7 @@ def fit(
             ended = False
             while not ended and not pressed():
                 limit = None if save_every is None else save_every - running.batches % save_every
-                state, ended = executor.segment(state, running, limit, begin=begin, tick=bar.update, stopped=pressed)
+                state, ended = trainer.segment(state, running, limit, Watch(begin, bar.update, pressed))
                 if not ended and not pressed():
                     save()
             if ended:
@@ -152,14 +177,30 @@ def fit(
                 metrics = running.close(history, evaluate(state) if evaluate is not None else {})
                 running = Running()
                 bar.set_postfix_str(_summary(metrics))
+                if best is not None:
+                    best.note(state, history)
                 for callback in callbacks:
                     changed = callback(state, history)
                     if changed is not None:
                         _check_state(changed)
-                        state = changed
+                        state, places = changed, history.follow(changed.keys)
+                        if places is not None:
+                            source = _follow(source, places, state, history)
+                            if isinstance(trainer, Here | Compact):
+                                trainer.follow(source)
+                            if best is not None:
+                                best.follow(places, state)
             save()
         history.interrupted = pressed()
-    return Result(state, history)
+    return Result(state if best is None else best.restored(state), history)
+
+
+def _follow(loader: Any, places: list[int], state: TrainState, history: History) -> Any:
+    """The loader of the members that the array has now."""
+    if not isinstance(loader, ArrayLoader):
+        return loader
+    since = history.since[history.members].tolist()
+    return loader.follow(places, state.keys, [loader.epoch - len(history) + epoch for epoch in since])
 
 
 def _check_state(state: Any) -> None:
@@ -172,36 +213,43 @@ def _check_state(state: Any) -> None:
 
 
 def _resume(
-    path: PathLike, like: TrainState, history: History, running: Running, loader: Any
-) -> tuple[TrainState, Iterable[Any]]:
-    """Read the state, and fill the history and the running means; also returns the batches left in the epoch."""
+    path: PathLike, like: TrainState, history: History, running: Running, loader: Any, best: Best | None
+) -> tuple[TrainState, Iterable[Any], Any]:
+    """Read the state, and fill the history and the running means; also returns the batches left in the epoch, and all."""
     state, metadata = checkpoint.read(path, like)
     if not isinstance(metadata, dict) or "run" not in metadata:
         raise CheckpointError(
             f"{path} holds a state but no run; start from it with fit(step, load(path, like=state), ...) and pass another "
             f"path as resume"
         )
-    if state.keys.tolist() != like.keys.tolist():
-        raise StateError(
-            f"{path} holds a run with seeds {state.keys.tolist()} but the state has {like.keys.tolist()}; use a file of its "
-            f"own for every run, or remove this one to start again"
-        )
     try:
         held = metadata["run"]
+        count = len(like.keys)
+        began = held["history"].get("seeds", state.keys)[:count].tolist()
+        if began != like.keys.tolist():
+            raise StateError(
+                f"{path} holds a run with seeds {began} but the state has {like.keys.tolist()}; use a file of its own for "
+                f"every run, or remove this one to start again"
+            )
         history.load_state_dict(held["history"])
         running.load_state_dict(held["running"], like.keys.device)
         if operator.index(running.batches) < 0:
             raise ValueError(f"{running.batches} batches")
+        if best is not None:
+            best.load_state_dict(held["best"], state)
         if held["loader"] is not None and _has_position(loader):
             loader.load_state_dict(held["loader"])
-            return state, loader
-    except StateError:
+            places = [number if number < count else -1 for number in history.members.tolist()]
+            if places != [*range(count)]:
+                loader = _follow(loader, places, state, history)
+            return state, loader, loader
+    except (StateError, CheckpointError):
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} holds a run that cannot be read ({type(error).__name__}: {error}); load another copy of it"
         ) from error
-    return state, itertools.islice(loader, running.batches, None)
+    return state, itertools.islice(loader, running.batches, None), loader
 
 
 def _has_position(loader: Any) -> bool:
@@ -236,5 +284,7 @@ def _summary(metrics: Metrics) -> str:
             failed = int((value < 1).sum())
             shown += [f"{failed} not finite"] if failed else []
         elif value.dim() == 1:
+            # Members that a smaller array left out have none.
+            value = value[~value.isnan()] if value.isnan().any() and not value.isnan().all() else value
             shown.append(f"{name} {value.mean():.4f} ± {value.std(correction=0):.4f}")
     return ", ".join(shown)

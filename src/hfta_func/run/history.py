@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hfta_func._types import StateError
 from hfta_func.step.failures import Failure
 from hfta_func.step.state import TrainState
 
@@ -43,6 +44,9 @@ class History:
         seeds: The members' seeds ``[M]``.
 
     Attributes:
+        seeds: Those of all members that the run has had, in the order in which they came.
+        members: ``int64[M]``, the numbers of those that it has now, which are their columns. Others have NaN.
+        since: The number of epochs that each had missed when it came.
         epochs: Metrics of each epoch by name, on the CPU.
         failures: The first :class:`FailedStep` of each member in each epoch, ordered by epoch and member.
         interrupted: Whether Ctrl-C ended the last :func:`fit`.
@@ -50,6 +54,8 @@ class History:
 
     def __init__(self, seeds: Tensor):
         self.seeds = seeds.cpu()
+        self.members = torch.arange(len(self.seeds))
+        self.since = torch.zeros_like(self.members)
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
         self.interrupted = False
@@ -65,6 +71,40 @@ class History:
             if name not in metrics:
                 raise KeyError(f"epoch {epoch} has no metric '{name}'; it has {', '.join(metrics)}")
         return torch.stack([metrics[name] for metrics in self.epochs])
+
+    def follow(self, keys: Tensor) -> list[int] | None:
+        """Go on with the members of these keys.
+
+        Returns:
+            The place that each had among the members before, -1 for a new one; None if they are the same.
+
+        Raises:
+            StateError: if some of several members with one seed are gone, so that it cannot be told which.
+        """
+        old, new = self.seeds[self.members].tolist(), keys.tolist()
+        if old == new:
+            return None
+        places = {key: [place for place, other in enumerate(old) if other == key] for key in set(new)}
+        for key, found in places.items():
+            if new.count(key) < len(found):
+                raise StateError(
+                    f"a callback dropped some of the {len(found)} members with seed {key}, and the run cannot tell which; "
+                    f"give members seeds of their own, or make them inactive (state.active)"
+                )
+        found = [places[key].pop(0) if places[key] else -1 for key in new]
+        added = found.count(-1)
+        width = len(self.seeds)
+        numbers = iter(range(width, width + added))
+        self.members = torch.tensor([next(numbers) if place < 0 else int(self.members[place]) for place in found])
+        if added:
+            keys = keys.cpu()
+            self.seeds = torch.cat([self.seeds, keys[[place < 0 for place in found]]])
+            self.since = torch.cat([self.since, torch.full((added,), len(self))])
+            self.epochs = [
+                {name: _widened(value, torch.arange(width), width, width + added) for name, value in metrics.items()}
+                for metrics in self.epochs
+            ]
+        return found
 
     def frame(self, **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
         """A pandas frame with one row per member and epoch.
@@ -105,7 +145,8 @@ class History:
         for _, block in itertools.groupby(self.epochs, lambda found: [(k, v.dtype, v.shape) for k, v in found.items()]):
             block = list(block)
             epochs.append([len(block), {name: torch.stack([metrics[name] for metrics in block]) for name in block[0]}])
-        return {"epochs": epochs, "failures": self.failures}
+        members = {"seeds": self.seeds, "members": self.members, "since": self.since}
+        return {"epochs": epochs, "failures": self.failures, **members}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the epochs and failures of :meth:`state_dict`."""
@@ -115,6 +156,35 @@ class History:
             for number in range(length)
         ]
         self.failures = [FailedStep(*failure) for failure in state_dict["failures"]]
+        # Files of earlier versions know no members that came or went.
+        self.seeds, self.members, self.since = (
+            state_dict.get(name, getattr(self, name)).cpu() for name in ("seeds", "members", "since")
+        )
+
+
+def present(history: History, metric: str) -> Tensor:
+    """A metric ``[epochs, M]`` of the members that a run has now.
+
+    Raises:
+        ValueError: if the metric does not have one number per member.
+    """
+    values = history[metric]
+    if values.shape[1:] != history.seeds.shape:
+        raise ValueError(
+            f"metric '{metric}' has shape {list(values.shape[1:])} per epoch; a callback needs one number per model "
+            f"{list(history.seeds.shape)}"
+        )
+    return values[:, history.members]
+
+
+def _widened(value: Tensor, places: Tensor, count: int, width: int) -> Tensor:
+    """A metric of ``count`` members as one of ``width``, in which they have ``places`` and others have NaN."""
+    if value.shape[:1] != (count,) or (
+        count == width and bool((places == torch.arange(width, device=places.device)).all())
+    ):
+        return value
+    value = value if value.is_floating_point() else value.float()
+    return value.new_full((width, *value.shape[1:]), torch.nan).index_copy(0, places, value)
 
 
 Callback = Callable[[TrainState, History], "TrainState | None"]
@@ -146,6 +216,15 @@ class Running:
         if parts[0]["failed"]:
             self._fail({key: torch.cat([part["failed"][key] for part in parts]) for key in ("cause", "step")})
 
+    def spread(self, own: Running, kept: Tensor, num_models: int) -> None:
+        """Add the sums of the members ``kept``, out of ``num_models``; the others had no batch."""
+        self.batches += own.batches
+        for name, value in own.sums.items():
+            self._sum(name, _widened(value, kept, len(kept), num_models))
+        if own.failed:
+            empty = {name: value.new_zeros(num_models) for name, value in own.failed.items()}
+            self._fail({name: empty[name].index_copy(0, kept, value) for name, value in own.failed.items()})
+
     def _sum(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
@@ -165,12 +244,13 @@ class Running:
         if hidden:
             raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
         metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
-        history.epochs.append(metrics)
+        members, width = history.members, len(history.seeds)
+        history.epochs.append({name: _widened(value, members, len(members), width) for name, value in metrics.items()})
         if self.failed:
-            columns = (history.seeds, self.failed["step"], self.failed["cause"])
+            columns = (members, history.seeds[members], self.failed["step"], self.failed["cause"])
             history.failures += [
                 FailedStep(member, seed, len(history), step, Failure(cause).name.lower())
-                for member, (seed, step, cause) in enumerate(zip(*map(Tensor.tolist, columns), strict=True))
+                for member, seed, step, cause in zip(*map(Tensor.tolist, columns), strict=True)
                 if cause
             ]
         return metrics

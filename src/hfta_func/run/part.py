@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import json
-import os
 import pickle
-import struct
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +15,9 @@ from torch import Tensor
 from hfta_func._tree import tree_map, write
 from hfta_func._types import WorkerError
 from hfta_func.run import background
-from hfta_func.run.executors import Here, Step
+from hfta_func.run.executors import Here, Step, Watch
 from hfta_func.run.history import Running
-from hfta_func.run.processes import Place, Unpickler, receive
+from hfta_func.run.processes import Place, begin, loads, receive, send
 from hfta_func.step.state import TrainState
 
 
@@ -76,7 +71,7 @@ class Part:
                 self._loader.load_state_dict(order["position"])
                 self._here = Here(self._step, self._loader, self._loader)
         self._state, ended = self._here.segment(
-            *(self._state, self._running, order["limit"]), begin=lambda: None, tick=self._tick, stopped=self._is_stopped
+            *(self._state, self._running, order["limit"]), Watch(tick=self._tick, stopped=self._is_stopped)
         )
         write(
             tree_map(lambda leaf: leaf[self._low : self._high], self._whole),
@@ -84,7 +79,7 @@ class Part:
         )
         position = None if self._loader is None else self._loader.state_dict()
         done, running = self._running.batches, self._running.state_dict()
-        return {"ended": ended, "done": done, "running": tree_map(_cpu, running), "position": position}
+        return {"ended": ended, "done": done, "running": tree_map(cpu, running), "position": position}
 
     def _tick(self) -> None:
         self._control[self._number] += 1
@@ -93,32 +88,30 @@ class Part:
         return bool(self._control[self._number] >= self._control[-1])
 
     def _own(self, batch: Any) -> Any:
-        """What a batch of all members holds for the part."""
-        found, spec = optree.tree_flatten(batch, none_is_leaf=True)
-        dims: Any = optree.broadcast_prefix(self._dims, batch, none_is_leaf=True)  # pyright: ignore
-        own = [leaf if dim is None else leaf[self._low : self._high] for leaf, dim in zip(found, dims, strict=True)]
-        return optree.tree_unflatten(spec, own)
+        return own(batch, self._dims, self._low, self._high)
 
 
-def _cpu(value: Any) -> Any:
+def own(batch: Any, dims: Any, low: int, high: int) -> Any:
+    """What a batch of all members holds for some, by the step's ``batch_dims``."""
+    found, spec = optree.tree_flatten(batch, none_is_leaf=True)
+    each: Any = optree.broadcast_prefix(dims, batch, none_is_leaf=True)  # pyright: ignore
+    parts = [leaf if dim is None else leaf[low:high] for leaf, dim in zip(found, each, strict=True)]
+    return optree.tree_unflatten(spec, parts)
+
+
+def cpu(value: Any) -> Any:
+    """A tensor in the host's memory; anything else as it is."""
     return value.cpu() if isinstance(value, Tensor) else value
 
 
 def serve() -> None:
     """The worker's program: do what the standard input says, one order after another."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    orders = sys.stdin.buffer
-    paths, processors = json.loads(receive(orders) or b"")
-    sys.path[:] = paths
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, processors)
-    torch.set_num_threads(len(processors))
+    orders, answers = begin()
     part: Part | BaseException | None = None
     while (message := receive(orders)) is not None:
         answer: Any = None
         try:
-            order = Unpickler(io.BytesIO(message)).load()
+            order = loads(message)
             if part is None:
                 part = Part(**order)
                 continue
@@ -132,5 +125,4 @@ def serve() -> None:
             found = cloudpickle.dumps(answer)
         except Exception:
             found = pickle.dumps(WorkerError(background.line(answer)))
-        answers.write(struct.pack("<Q", len(found)) + found)
-        answers.flush()
+        send(answers, found)

@@ -144,7 +144,7 @@ def plan(
     if not fits:
         raise MemoryError(
             f"a step ran out of memory with M = {sizes[0]}, the smallest of sizes; pass smaller sizes or batches, or make "
-            f"the step with checkpoint=True"
+            f"the step with save='less' or checkpoint=True"
         )
     # Fewer models never take longer; a disturbed time would make extrapolated times negative.
     seconds = [*itertools.accumulate((statistics.median(times[size]) for size in reversed(fits)), min)]

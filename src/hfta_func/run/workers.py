@@ -6,24 +6,21 @@ its part of the segment.
 
 from __future__ import annotations
 
-import copy
-import io
 import itertools
 import re
 import selectors
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from hfta_func._tree import leaves, num_models, tree_map, write
 from hfta_func._types import HFTAError, StateError, WorkerError
 from hfta_func.run import background
+from hfta_func.run.bench import settings
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.executors import Executor, Here, Step
+from hfta_func.run.executors import Step, Watch
 from hfta_func.run.history import Running
-from hfta_func.run.part import speed
-from hfta_func.run.processes import Folder, Leaf, Pickler, Process, cores
+from hfta_func.run.processes import Folder, Leaf, Process, cores, dumps
 from hfta_func.step.state import TrainState
 
 _TRIES = 3
@@ -31,12 +28,10 @@ _TRIES = 3
 _LOOK = 0.05
 """Seconds between two looks at what the processes have done."""
 _NEVER = 1 << 62
-_TRIAL = 0.5
-"""Seconds in which steps are timed to choose a number of processes."""
 
 
 class Workers:
-    """An :class:`Executor` of ``count`` processes.
+    """The :class:`Segments` of ``count`` processes.
 
     Args:
         step: The training step.
@@ -52,7 +47,7 @@ class Workers:
         # What is left of an epoch of any other loader, in this process.
         self._left = None if self._dealt else [*batches]
         size = num_models(state)
-        self.parts = _shares(size, count)
+        self.parts = shares(size, count)
         self._folder = Folder()
         places = tree_map(lambda leaf: Leaf(self._folder.write(leaf.cpu())), state)
         self._shared = tree_map(lambda leaf: leaf.place.tensor(), places)
@@ -61,17 +56,17 @@ class Workers:
         self._control = control.tensor()
         self._returned: TrainState | None = None
         processors = cores()
-        self._cores = [processors[low:high] or processors for low, high in _shares(len(processors), count)]
+        self._cores = [processors[low:high] or processors for low, high in shares(len(processors), count)]
         kind = state.keys.device.type
         self._on_gpu = kind == "cuda"
         common = {"step": step, "shared": places, "control": control, "kind": kind, "compile": compile}
         try:
             self._orders = [
-                self._pickled(
+                dumps(
                     {
                         **common,
                         **{"number": number, "part": part, "loader": loader.part(*part) if self._dealt else None},
-                        "settings": {get.__name__: get() for get, _ in background.SETTINGS[1:]},
+                        "settings": settings(),
                     },
                     self._folder,
                 )
@@ -93,26 +88,17 @@ class Workers:
             process.close()
         self._folder.close()
 
-    def segment(
-        self,
-        state: TrainState,
-        running: Running,
-        limit: int | None,
-        *,
-        begin: Callable[[], None],
-        tick: Callable[[], object],
-        stopped: Callable[[], bool],
-    ) -> tuple[TrainState, bool]:
-        """See :class:`Executor`."""
-        begin()
+    def segment(self, state: TrainState, running: Running, limit: int | None, watch: Watch) -> tuple[TrainState, bool]:
+        """See :class:`Segments`."""
+        watch.begin()
         anew = state is not self._returned
         if anew:
-            _check_same(state, self._shared)
+            check_same(state, self._shared)
             write(self._shared, tree_map(lambda leaf: leaf.cpu(), state))
         if not self._dealt and self._left is None:
             self._left = [*self._loader]
         order = {"limit": limit, "position": self._loader.state_dict() if self._dealt else None, "batches": self._left}
-        answers = self._run({"kind": "segment", "anew": anew, **order}, state, tick, stopped)
+        answers = self._run({"kind": "segment", "anew": anew, **order}, state, watch)
         done = answers[0]["done"]
         running.join([answer["running"] for answer in answers])
         ended = all(answer["ended"] for answer in answers)
@@ -126,30 +112,21 @@ class Workers:
     def speed(self, seconds: float, batch: Any) -> float:
         """Steps a second of all processes at once, on copies of the state."""
         order = {"kind": "trial", "anew": True, "seconds": seconds, "batch": batch}
-        return min(self._run(order, None, lambda: None, lambda: False))
+        return min(self._run(order, None, Watch()))
 
-    def _run(
-        self, order: dict[str, Any], state: TrainState | None, tick: Callable[[], object], stopped: Callable[[], bool]
-    ) -> list[Any]:
+    def _run(self, order: dict[str, Any], state: TrainState | None, watch: Watch) -> list[Any]:
         """Have all processes do something, and wait for it; one that dies is started again and does it again."""
         # Of its own, since tensors of an order may have other values in the next one.
         folder = Folder()
         try:
-            return self._ordered(order, folder, state, tick, stopped)
+            return self._ordered(order, folder, state, watch)
         finally:
             folder.close()
 
-    def _ordered(
-        self,
-        order: dict[str, Any],
-        folder: Folder,
-        state: TrainState | None,
-        tick: Callable[[], object],
-        stopped: Callable[[], bool],
-    ) -> list[Any]:
+    def _ordered(self, order: dict[str, Any], folder: Folder, state: TrainState | None, watch: Watch) -> list[Any]:
         self._control[:] = 0
         self._control[-1] = _NEVER
-        message = self._pickled(order, folder)
+        message = dumps(order, folder)
         for process in self._processes:
             process.send(message)
         answers: dict[int, Any] = {}
@@ -183,18 +160,18 @@ class Workers:
                     )
                 self._processes[number].close()
                 self._processes[number] = self._started(number)
-                self._processes[number].send(self._pickled({**order, "anew": True}, folder))
+                self._processes[number].send(dumps({**order, "anew": True}, folder))
             made = int(self._control[:-1].min())
             for _ in range(ticked, made):
-                tick()
+                watch.tick()
             ticked = max(ticked, made)
-            if stopped() and self._control[-1] == _NEVER:
+            if watch.stopped() and self._control[-1] == _NEVER:
                 # All after the same step, which none has begun yet.
                 self._control[-1] = self._control[:-1].max() + 2
         found = [answers[number] for number in range(len(answers))]
         for (low, _), answer in zip(self.parts, found, strict=True):
             if isinstance(answer, BaseException):
-                raise _renumbered(answer, low)
+                raise renumbered(answer, low)
         if order["kind"] == "segment" and len({answer["done"] for answer in found}) > 1:
             found = self._level(found)
         return found
@@ -206,7 +183,7 @@ class Workers:
         behind = [number for number, answer in enumerate(answers) if answer["done"] < most]
         for number in behind:
             left = most - answers[number]["done"]
-            self._processes[number].send(self._pickled({"kind": "segment", "anew": None, "limit": left}, self._folder))
+            self._processes[number].send(dumps({"kind": "segment", "anew": None, "limit": left}, self._folder))
         for number in behind:
             answers[number] = self._processes[number].receive()
             if answers[number] is None:
@@ -214,7 +191,7 @@ class Workers:
                     "a process died while training was being stopped; go on from the last file of the run"
                 )
             if isinstance(answers[number], BaseException):
-                raise _renumbered(answers[number], self.parts[number][0])
+                raise renumbered(answers[number], self.parts[number][0])
         return answers
 
     def _started(self, number: int) -> Process:
@@ -222,19 +199,15 @@ class Workers:
         process.send(self._orders[number])
         return process
 
-    @staticmethod
-    def _pickled(value: Any, folder: Folder) -> bytes:
-        found = io.BytesIO()
-        Pickler(found, folder).dump(value)
-        return found.getvalue()
 
-
-def _shares(size: int, count: int) -> list[tuple[int, int]]:
+def shares(size: int, count: int) -> list[tuple[int, int]]:
+    """From where to where each of ``count`` parts goes."""
     edges = [size * number // count for number in range(count + 1)]
     return [*itertools.pairwise(edges)]
 
 
-def _check_same(state: Any, shared: Any) -> None:
+def check_same(state: Any, shared: Any) -> None:
+    """Refuse a state of other members."""
     if [leaf.shape for leaf in leaves(state)] != [leaf.shape for leaf in leaves(shared)]:
         raise StateError(
             "a callback returned a state of other members than the array had; with workers, make members inactive instead "
@@ -242,46 +215,9 @@ def _check_same(state: Any, shared: Any) -> None:
         )
 
 
-def _renumbered(error: BaseException, first: int) -> BaseException:
+def renumbered(error: BaseException, first: int) -> BaseException:
     """The error of a part as one of the whole array."""
     if isinstance(error, HFTAError) and error.args:
         text = re.sub(r"\bmodel (\d+)\b", lambda found: f"model {int(found[1]) + first}", str(error.args[0]))
         error.args = (text, *error.args[1:])
     return error
-
-
-def choose(
-    step: Step,
-    state: TrainState,
-    batches: Any,
-    loader: Any,
-    workers: int | Literal["auto"] | None,
-    compile: bool,
-    steps: int | None = None,
-) -> Executor | Workers:
-    """Who trains: this process, or as many others as asked for; ``"auto"`` measures which is faster.
-
-    Raises:
-        ValueError: if there are more workers than members or processors.
-    """
-    here = Here(background.compile(step, steps=steps) if compile else step, batches, loader)
-    if workers is None or workers == 1:
-        return here
-    most = {"members": num_models(state)}
-    if state.keys.device.type == "cpu":
-        most["processors that this process may use"] = len(cores())
-    count = min(most.values()) if workers == "auto" else workers
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"workers is {workers!r}; it must be at least 1, 'auto', or None for this process")
-    for what, number in most.items():
-        if count > number:
-            raise ValueError(f"workers is {count}, more than the {number} {what}; pass at most {number}, or 'auto'")
-    if workers == "auto" and (count == 1 or not isinstance(loader, ArrayLoader | Sequence) or batches is not loader):
-        return here
-    crew = Workers(step, state, batches, loader, count, compile)
-    if workers == "auto":
-        first = next(iter(copy.copy(loader)))
-        if crew.speed(_TRIAL, first) <= speed(step, state, first, _TRIAL):
-            crew.__exit__()
-            return here
-    return crew

@@ -93,7 +93,7 @@ def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None
     elif tree.dim() == 0 or tree.shape[0] != count:
         raise BatchError(
             f"{path} is {list(tree.shape)} but the array has {count} models; give every model its own part "
-            f"[{count}, N, ...], or make the step with batch_dims=None to share one batch"
+            f"[{count}, N, ...], or share one batch with batch_dims=None"
         )
 
 

@@ -82,11 +82,19 @@ class Rehearsal:
 class Check:
     """``check(state, batch)`` raises unless both fit the step; see :meth:`TrainStep.__call__`."""
 
-    def __init__(self, shapes: Shapes, trainable: frozenset[str], optimizer: GradientTransformation, options: Options):
+    def __init__(
+        self,
+        shapes: Shapes,
+        trainable: frozenset[str],
+        optimizer: GradientTransformation,
+        options: Options,
+        check_shared: Callable[[TrainState], None],
+    ):
         self._shapes = shapes
         self._trainable = trainable
         self._optimizer = optimizer
         self._options = options
+        self._check_shared = check_shared
         self._expected: Any = None
 
     def __call__(self, state: TrainState, batch: Tree) -> None:
@@ -100,6 +108,7 @@ class Check:
         # A graph is compiled for the structure of its inputs, so the compiler checks it by itself.
         if not torch.compiler.is_compiling():
             self._check_opt_state(state)
+            self._check_shared(state)
         check_batch(self._options.batch_dims, plain(batch), state.keys.shape[0])
 
     def _check_opt_state(self, state: TrainState) -> None:

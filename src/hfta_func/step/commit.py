@@ -6,11 +6,14 @@ from hfta_func._tree import where, write
 from hfta_func.step.gradients import Found
 from hfta_func.step.judge import Verdict
 from hfta_func.step.options import Options
+from hfta_func.step.shared import Sharing
 from hfta_func.step.state import TrainState
 from hfta_func.step.update import Update
 
 
-def commit(state: TrainState, found: Found, verdict: Verdict, update: Update, options: Options) -> TrainState:
+def commit(
+    state: TrainState, found: Found, verdict: Verdict, update: Update, sharing: Sharing, options: Options
+) -> TrainState:
     """The state after the step; members that are not kept stay as they are."""
     keep = verdict.keep
     params, opt_state = update(keep)
@@ -23,6 +26,7 @@ def commit(state: TrainState, found: Found, verdict: Verdict, update: Update, op
         hparams=state.hparams,
         active=verdict.active,
         loss_scale=verdict.loss_scale,
+        shared=sharing.update(state, found, keep, options.donate),
     )
     if not options.donate:
         return after

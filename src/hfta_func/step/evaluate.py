@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from hfta_func import random
 from hfta_func._torch import Compiled, can_look
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, StateError, Tree
+from hfta_func.models.frozen import base_of, shared_of
 from hfta_func.models.functional import bind, outline
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.rules._aliasing import Known
@@ -22,7 +23,7 @@ from hfta_func.step.check import Rehearsal, require, unwritten
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.gradients import autocasting, check_metrics, num_positional
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, spread_shared
 
 
 def make_eval_step(
@@ -32,6 +33,8 @@ def make_eval_step(
     batch_dims: Tree = None,
     chunk_size: int | Literal["auto"] | None = None,
     autocast: torch.dtype | None = None,
+    share_frozen: bool = False,
+    shared_params: Sequence[str] = (),
 ) -> EvalStep:
     """An evaluation step for arrays of ``model``, which it runs in eval mode and without gradients.
 
@@ -43,6 +46,8 @@ def make_eval_step(
             The default is not that of :func:`make_train_step`.
         chunk_size: Members that run together, as for :func:`make_train_step`.
         autocast: Run in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does.
+        share_frozen: The array was stacked with ``share_frozen=True``, and all members share the base of ``model``.
+        shared_params: Those of the training step, whose state this one is then given.
 
     Returns:
         ``evaluate(state, batch) -> dict[str, Tensor[M, ...]]``, where ``state`` is a :class:`TrainState` or what
@@ -61,27 +66,34 @@ def make_eval_step(
         >>> evaluate(stack_params(models), (torch.randn(8, 4), torch.randn(8, 1)))["error"].shape
         torch.Size([3])
     """
-    return EvalStep(model, metric_fn, Options(batch_dims, chunk_size, autocast))
+    options = Options(batch_dims, chunk_size, autocast, share_frozen=share_frozen, shared_params=shared_params)
+    return EvalStep(model, metric_fn, options)
 
 
 class EvalStep(Compiled):
     """``evaluate(state, batch) -> metrics``, a pure function; made by :func:`make_eval_step`."""
 
     def __init__(self, model: nn.Module, metric_fn: Callable[..., Any], options: Options):
-        self._made_from = outline(model), metric_fn, options
+        self._made_from = outline(model, options.share_frozen, options.shared_params), metric_fn, options
         self.options = options
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
         self._name = getattr(metric_fn, "__name__", "metric")
-        self._shapes = shapes(model)
+        self._shapes = shapes(model, options.share_frozen, options.shared_params)
+        self._shared = frozenset(shared_of(model, options.shared_params))
         self._takes_hparams = num_positional(metric_fn) >= 3
         self._metric_fn = metric_fn
-        self._metrics = bind(model, self._measure, training=False)
+        self._metrics = bind(model, self._measure, training=False, share_frozen=options.share_frozen)
         self._known = Known(reads=options.chunk_size == 1)
         self._tried = False
         self._rehearse = Rehearsal(self._run, options.batch_dims)
 
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from
+
+    @property
+    def base(self) -> Params:
+        """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
+        return base_of(self._made_from[0]) if self.options.share_frozen else {}
 
     @torch.no_grad()
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:
@@ -107,12 +119,20 @@ class EvalStep(Compiled):
             )
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
+        everything = spread_shared(state)
+        shared = {path: param for path, param in everything.items() if path not in state.params}
+        if shared.keys() != self._shared:
+            path = min(shared.keys() ^ self._shared)
+            cure = "pass shared_params" if path in shared else "pass a state of a step that does, too"
+            raise StateError(
+                f"'{path}' is shared by members of {'the state' if path in shared else 'this step'} alone; {cure}"
+            )
         # The first call finds out whether a model writes its parameters, and the compiler must not see that flag.
         params = state.params
         tries = can_look(keys) and not self._tried
         if tries:
             params = copied(params)
-        members = keys, params, state.buffers, hparams
+        members = keys, params, shared, state.buffers, hparams
         self._rehearse(members, batch)
         with unwritten(params):
             metrics = self.chunks(functools.partial(self._run, batch), members, plain(batch))
@@ -120,10 +140,16 @@ class EvalStep(Compiled):
             self._tried = True
         return metrics
 
-    def _run(self, batch: Tree, members: tuple[Tensor, Params, Params, Params], tree: Tree) -> dict[str, Tensor]:
-        in_dims = (0, 0, 0, 0, spread(self.options.batch_dims, tree))
+    def _run(
+        self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree
+    ) -> dict[str, Tensor]:
+        keys, params, shared, buffers, hparams = members
+        dims = dict.fromkeys(params, 0) | dict.fromkeys(shared, None)
+        params = params | {path: param[0] for path, param in shared.items()}
+        in_dims = (0, dims, 0, 0, spread(self.options.batch_dims, tree))
         with autocasting(members[0].device, self.options.autocast):
-            return vmap_routed(functools.partial(self._member, batch), in_dims, self._known)(*members, tree)
+            run = vmap_routed(functools.partial(self._member, batch), in_dims, self._known)
+            return run(keys, params, buffers, hparams, tree)
 
     def _member(
         self, like: Tree, key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree

@@ -15,6 +15,7 @@ from hfta_func import random
 from hfta_func._torch import can_look, inside_transform
 from hfta_func._tree import tree_map
 from hfta_func._types import LossError, Params, Tree
+from hfta_func.calls.recall import Recalls
 from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.rules._aliasing import Known
 from hfta_func.rules.vmap import vmap_routed
@@ -23,10 +24,10 @@ from hfta_func.step.batch import copied, plain, restored, spread
 from hfta_func.step.check import Rehearsal, unwritten
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, spread_shared
 
 # Negative, as all numbers are that this package folds into the keys of a state: the others are left to the users.
-_NOISE = -(2**62)
+NOISE = -(2**62)
 
 _REPORTED = ("loss", "finite", "failure", "loss_scale")
 
@@ -39,6 +40,8 @@ class Found(NamedTuple):
     losses: Tensor
     metrics: Params  # what the loss function reports
     buffers: Params  # those after the forward pass
+    shared: Params  # the gradients of what members share, each member's ``[M, ...]``
+    summed: bool = False  # or their sums ``[1, ...]``, if no member is to be left out
 
 
 class Gradients:
@@ -50,7 +53,7 @@ class Gradients:
         self.rewrites_params = bool(tables_with_max_norm(model))
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
         self._loss_fn = loss_fn
-        self._loss = bind(model, self._lose, options.checkpoint, renorms=True)
+        self._loss = bind(model, self._lose, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
         self._trainable = trainable
         self._options = options
         self._known = Known(reads=options.chunk_size == 1)
@@ -64,19 +67,39 @@ class Gradients:
             params = copied(params)
         trained = {path: param for path, param in params.items() if path in self._trainable}
         frozen = {path: param for path, param in params.items() if path not in self._trainable}
-        keys = random.fold_in(state.keys, state.step + _NOISE)
+        keys = random.fold_in(state.keys, state.step + NOISE)
         scale = () if self._options.scaling is None else state.loss_scale.scale
-        members = (keys, trained, frozen, state.buffers, state.hparams, scale)
+        everything = spread_shared(state)
+        shared = {path: param for path, param in everything.items() if path not in state.params}
+        members = (keys, trained, shared, frozen, state.buffers, state.hparams, scale)
         self._rehearse(members, batch)
+        if shared and can_look(keys) and self._options.scaling is None and bool(state.active.all()):
+            run = functools.partial(self._run, batch, together=True)
+            grads, losses, metrics, buffers = self.chunks(run, members, plain(batch))
+            grads, sums = _parted(grads, shared)
+            if bool(torch.stack([leaf.sum() for leaf in (losses, *grads.values(), *sums.values())]).isfinite().all()):
+                sums = {path: total.sum(0, keepdim=True) for path, total in sums.items()}
+                return Found(trained, grads, losses, metrics, buffers, sums, summed=True)
+            # A sum does not tell whose part is not finite.
         grads, losses, metrics, buffers = self.chunks(functools.partial(self._run, batch), members, plain(batch))
         if self._options.scaling is not None:
             grads = amp.unscaled(grads, state.loss_scale.scale)
-        return Found(trained, grads, losses, metrics, buffers)
+        grads, apart = _parted(grads, shared)
+        return Found(trained, grads, losses, metrics, buffers, apart)
 
-    def _run(self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params, Any], tree: Tree) -> Any:
-        keys, trained, frozen, buffers, hparams, scale = members
+    def _run(
+        self,
+        batch: Tree,
+        members: tuple[Tensor, Params, Params, Params, Params, Params, Any],
+        tree: Tree,
+        together: bool = False,
+    ) -> Any:
+        keys, trained, shared, frozen, buffers, hparams, scale = members
         member = functools.partial(self._member, batch)
-        run = vmap_routed(member, (0, 0, 0, 0, 0, spread(self._options.batch_dims, tree)), self._known)
+        dims = dict.fromkeys(trained, 0) | dict.fromkeys(shared, None if together else 0)
+        run = vmap_routed(member, (dims, 0, 0, 0, 0, spread(self._options.batch_dims, tree)), self._known)
+        # One copy, whose gradient is the sum over members, or each member's own.
+        trained = trained | ({path: param[0] for path, param in shared.items()} if together else shared)
 
         def total(trained: Params) -> tuple[Tensor, Any]:
             with autocasting(keys.device, self._options.autocast):
@@ -91,9 +114,12 @@ class Gradients:
         if tries:
             trained, frozen = (trained if self.rewrites_params else copied(trained)), copied(frozen)
         with unwritten(frozen if self.rewrites_params else trained | frozen):
-            grads, aux = grad_and_aux(trained, total)
+            # The first step finds out whether what is kept is written, which PyTorch does not notice under hooks.
+            grads, aux = grad_and_aux(trained, total, less=self._options.save == "less" and not tries)
         if tries:
             self._tried = True
+        if together:
+            grads = {path: grad[None] if path in shared else grad for path, grad in grads.items()}
         return grads, *aux
 
     def _member(
@@ -108,6 +134,12 @@ class Gradients:
         return self._loss_fn(model, batch, copied(hparams)) if self.takes_hparams else self._loss_fn(model, batch)
 
 
+def _parted(grads: Params, shared: Params) -> tuple[Params, Params]:
+    """The gradients of the members' own parameters, and of those that they share."""
+    own = {path: grad for path, grad in grads.items() if path not in shared}
+    return own, {path: grads[path] for path in shared}
+
+
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """Autocast to ``dtype``, or nothing; tensors of one member are not cached, as they do not outlive ``vmap``."""
     if dtype is None:
@@ -115,8 +147,10 @@ def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.A
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
-def grad_and_aux(params: Params, func: Callable[[Params], tuple[Tensor, Any]]) -> tuple[Params, Any]:
-    """Gradient of the first result, and the second result.
+def grad_and_aux(
+    params: Params, func: Callable[[Params], tuple[Tensor, Any]], less: bool = False
+) -> tuple[Params, Any]:
+    """Gradient of the first result, and the second result; ``less`` keeps less for the backward pass.
 
     The gradient is taken outside ``vmap``, so that the backward pass is autograd's own on the lowered operators. Eagerly
     that is plain autograd, which is faster than ``torch.func.grad``; compiler and outer transforms know only the latter.
@@ -124,7 +158,7 @@ def grad_and_aux(params: Params, func: Callable[[Params], tuple[Tensor, Any]]) -
     if torch.compiler.is_compiling() or inside_transform():
         return torch.func.grad(func, has_aux=True)(params)
     leaves = {path: param.detach().requires_grad_() for path, param in params.items()}
-    with torch.enable_grad():
+    with torch.enable_grad(), Recalls()() if less else contextlib.nullcontext():
         value, aux = func(leaves)
     if not value.requires_grad:
         raise LossError("the loss does not depend on any parameter that requires grad; return what model(...) computed")

@@ -27,7 +27,8 @@ class Verdict(NamedTuple):
 def judge(state: TrainState, found: Found, options: Options) -> Verdict:
     """Decide from losses and gradients; raises a NonFiniteError with ``nonfinite="raise"`` if a member has failed."""
     # Codes are compared as plain numbers: compilers do not know an enum's members for such.
-    failure = diagnose(found.losses, found.grads.values())
+    shared = [] if found.summed else found.shared.values()
+    failure = diagnose(found.losses, [*found.grads.values(), *shared])
     report = {"loss": found.losses, "finite": failure == int(Failure.NONE), "failure": failure}
     scaling, loss_scale, active = options.scaling, state.loss_scale, state.active
     if scaling is not None:

@@ -10,12 +10,13 @@ import optree
 import torch
 
 from hfta_func._types import PerModel, Tree
+from hfta_func.optim._base import GradientTransformation, check_transformation
 from hfta_func.step.amp import LossScale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
-    """The options of a step, as :func:`make_train_step` describes them; evaluation uses the first three.
+    """The options of a step, as :func:`make_train_step` describes them; evaluation uses the first three and the last.
 
     Raises:
         ValueError: if one has an invalid value.
@@ -28,7 +29,11 @@ class Options:
     stochastic_rounding: bool = False
     nonfinite: Literal["skip", "freeze", "raise"] = "skip"
     checkpoint: bool | Sequence[str] = False
+    save: Literal["all", "less"] = "all"
     donate: bool = False
+    share_frozen: bool = False
+    shared_params: Sequence[str] = ()
+    shared_optimizer: GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         for dim in optree.tree_leaves(self.batch_dims, none_is_leaf=True):
@@ -43,9 +48,22 @@ class Options:
             raise ValueError(f"autocast is {self.autocast!r}; it must be torch.bfloat16, torch.float16, or None")
         if self.nonfinite not in ("skip", "freeze", "raise"):
             raise ValueError(f"nonfinite is {self.nonfinite!r}; it must be 'skip', 'freeze' or 'raise'")
-        for name in ("stochastic_rounding", "donate"):
+        if self.save not in ("all", "less"):
+            raise ValueError(f"save is {self.save!r}; it must be 'all' or 'less'")
+        for name in ("stochastic_rounding", "donate", "share_frozen"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        shared: Any = self.shared_params
+        if isinstance(shared, str) or not all(isinstance(path, str) for path in shared):
+            raise ValueError(f"shared_params is {shared!r}; it must be a list of paths of parameters or submodules")
+        if self.shared_optimizer is not None:
+            check_transformation("shared_optimizer", self.shared_optimizer)
+            if not shared:
+                raise ValueError("there is a shared_optimizer, but no shared_params; leave it out, or name them")
+        if shared and self.stochastic_rounding:
+            raise ValueError(
+                "stochastic_rounding draws from a member's key, which shared_params do not have; leave one out"
+            )
         paths: Any = self.checkpoint
         if not isinstance(paths, bool | str) and not (
             isinstance(paths, Sequence) and all(isinstance(path, str) for path in paths)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hfta_func._types import Params, Tree
+from hfta_func._types import Params, Shared, StateError, Tree
 
 
 class TrainState(NamedTuple):
-    """Everything that training changes, for M members; every leaf is ``[M, ...]``.
+    """Everything that training changes, for M members; every leaf is ``[M, ...]``, except in ``shared``.
 
     Args:
         params: Parameters by path, including frozen ones.
@@ -21,6 +21,7 @@ class TrainState(NamedTuple):
         hparams: The members' own numbers for the loss function, ``[M]`` each.
         active: ``bool[M]``; inactive members stay exactly as they are.
         loss_scale: The members' loss scales, or ``()`` without loss scaling.
+        shared: What members share and train together, or ``()`` if the step has no ``shared_params``.
     """
 
     params: Params
@@ -31,3 +32,23 @@ class TrainState(NamedTuple):
     hparams: Params
     active: Tensor
     loss_scale: Tree = ()
+    shared: Shared | tuple[()] = ()
+
+
+def spread_shared(state: Any) -> Params:
+    """The parameters of a state or a :class:`Stacked`, ``[M, ...]``; what members share is seen M times, not copied."""
+    shared = getattr(state, "shared", ())
+    if not isinstance(shared, Shared):
+        return state.params
+    count = state.keys.shape[0]
+    return {**state.params, **{path: param.expand(count, *param.shape) for path, param in shared.params.items()}}
+
+
+def refuse_shared(state: Any, option: str) -> None:
+    """Raise a StateError if members share and train parameters, where ``option`` needs members that can be trained apart."""
+    shared = getattr(state, "shared", ())
+    if isinstance(shared, Shared):
+        raise StateError(
+            f"{option} takes members apart, but they share '{next(iter(shared.params))}', which they train together; leave "
+            f"out {option}, or shared_params"
+        )

@@ -4,10 +4,9 @@
 searches of your own. Needs Optuna: ``pip install 'hfta_func[tune]'``.
 """
 
-from hfta_func.tune.groups import Array as Array
 from hfta_func.tune.member import Member as Member
 from hfta_func.tune.population import Population as Population
-from hfta_func.tune.population import population as population
+from hfta_func.tune.run import population as population
 from hfta_func.tune.run import run as run
 from hfta_func.tune.schedulers import Scheduler as Scheduler
 from hfta_func.tune.schedulers import asynchronous_halving as asynchronous_halving
@@ -17,3 +16,4 @@ from hfta_func.tune.schedulers import median_stopping as median_stopping
 from hfta_func.tune.schedulers import population_based as population_based
 from hfta_func.tune.study import Study as Study
 from hfta_func.tune.study import Trial as Trial
+from hfta_func.tune.training import Array as Array

@@ -1,19 +1,21 @@
-"""The command line: ``hfta-func tune``, ``plan``, ``explain`` and ``doctor``."""
+"""The command line: ``hfta-func tune``, ``status``, ``plan``, ``explain`` and ``doctor``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import os
 import pathlib
 import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from hfta_func.tune import schedulers
 from hfta_func.tune.asking import Asking
 from hfta_func.tune.population import Population
 from hfta_func.tune.run import run
+from hfta_func.tune.status import read, shown
 from hfta_func.tune.study import Study
 
 SCHEDULERS = {
@@ -75,12 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--eta", type=float, default=3, help="trials for each that goes on (default: 3)")
     tune.add_argument("--sampler", choices=SAMPLERS, help="Optuna's sampler")
     tune.add_argument("--batch", type=int, help="trials asked for at a time")
+    tune.add_argument("--workers", type=_models, help="processes that train an array each, or auto")
     tune.add_argument("--max-models", type=_models, help="the largest array, or auto")
     tune.add_argument("--seeds", type=int, help="members of every trial")
     tune.add_argument("--seed", type=int, help="the first seed")
     tune.add_argument("--storage", help="Optuna's storage, such as sqlite:///study.db")
     tune.add_argument("--name", help="name of the study in the storage (default: that of the file)")
     tune.add_argument("--folder", help="where the study is kept (default: <file>.study)")
+    status = command("status", _status, "Show what a study that runs is doing, from the folder that it is kept in.")
+    status.add_argument("folder", help="the folder, <file>.study for studies of this command line")
     plan = command("plan", _plan, "Measure how many models of a file's study train together.")
     study(plan)
     plan.add_argument("--limit", type=int, default=64, help="the largest number of models considered (default: 64)")
@@ -123,7 +129,7 @@ def _module(path: str) -> dict[str, Any]:
 
 def _tune(args: argparse.Namespace) -> int:
     module = _module(args.file)
-    known = set(inspect.signature(run).parameters) - {"build", "space", "progress", "callbacks", "resume"}
+    known = set(inspect.signature(run).parameters) - {"build", "space", "progress", "callbacks", "resume", "executor"}
     options = {name: module[name] for name in known if name in module}
     for name in module:
         if name not in known and (close := difflib.get_close_matches(name, known - set(module), 1, 0.8)):
@@ -145,13 +151,36 @@ def _tune(args: argparse.Namespace) -> int:
         options.setdefault("name", pathlib.Path(args.file).stem)
     folder = args.folder or f"{pathlib.Path(args.file).with_suffix('')}.study"
     table = _Table(sys.stderr)
-    study = run(module["build"], module["space"], resume=folder, progress=False, callbacks=[table.show], **options)
+    with _logged(folder):
+        study = run(module["build"], module["space"], resume=folder, progress=False, callbacks=[table.show], **options)
     study.write(folder)
     print(_summary(study))
     if study.interrupted:
         print(f"interrupted; the same command goes on from {folder}", file=sys.stderr)
         return 130
     return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    print(shown(read(args.folder)))
+    return 0
+
+
+@contextlib.contextmanager
+def _logged(folder: str) -> Iterator[None]:
+    """What happens to members and workers, in a file of the folder."""
+    os.makedirs(folder, exist_ok=True)
+    handler, logger = logging.FileHandler(os.path.join(folder, "study.log"), delay=True), logging.getLogger("hfta_func")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        handler.close()
 
 
 class _Table:

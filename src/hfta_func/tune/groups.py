@@ -1,40 +1,17 @@
-"""Members of one architecture: who is where, who trains with whom, and what becomes of those that fail."""
+"""Members of one architecture: who is where, and how many train together."""
 
 from __future__ import annotations
 
 import inspect
-import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hfta_func as hfta
-
-Build = Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], "Array"]
-"""``build(fixed, members) -> Array``: makes the members of an array."""
-
-
-class Array(NamedTuple):
-    """What trains an array: the arguments of :func:`hfta_func.fit`.
-
-    Args:
-        step: A training step, compiled or not, that works for any number of members.
-        state: ``step.init(...)`` of the members asked for, in their order.
-        loader: An :class:`~hfta_func.ArrayLoader` for these members, or, for steps with ``batch_dims=None``, any
-            iterable over the batches of an epoch.
-        evaluate: ``evaluate(state) -> metrics`` after every epoch, for any number of members.
-        model: Any module of the architecture, which exported models are made of.
-    """
-
-    step: Callable[[Any, Any], tuple[Any, dict[str, Tensor]]]
-    state: Any
-    loader: Iterable[Any]
-    evaluate: Callable[[Any], dict[str, Tensor]] | None = None
-    model: nn.Module | None = None
+from hfta_func.tune.training import Array, Build, Trainer, moved
 
 
 class Block(NamedTuple):
@@ -44,15 +21,6 @@ class Block(NamedTuple):
     state: Any
 
 
-class Trained(NamedTuple):
-    """What a segment yields: metrics by member and epoch, seconds by member, and the errors of those that failed."""
-
-    metrics: dict[int, list[dict[str, float]]]
-    seconds: dict[int, float]
-    errors: dict[int, Exception]
-    interrupted: bool
-
-
 class Group:
     """Members that can share an array, because their values of all non-fusible names are equal."""
 
@@ -60,16 +28,14 @@ class Group:
         self.fixed = dict(fixed)
         self.limit: int | Literal["auto"] = limit
         self.blocks: list[Block] = []
-        self._build = build
-        self._array: Array | None = None
-        self._first: dict[str, Any] = {}
+        self.trainer = Trainer(build, fixed)
         self._keys: dict[int, Tensor] = {}
 
     @property
     def array(self) -> Array:
         """What trains the members; its state is not used."""
-        assert self._array is not None
-        return self._array
+        assert self.trainer.array is not None
+        return self.trainer.array
 
     @property
     def is_shared(self) -> bool:
@@ -90,8 +56,8 @@ class Group:
                 failed |= self.add({number: configs[number] for number in half})
             return failed
         block = self._checked(tuple(configs), made)
-        if not self._first:
-            self._first = dict(next(iter(configs.values())))
+        if not self.trainer.first:
+            self.trainer.first = dict(next(iter(configs.values())))
         elif _shapes(block.state) != _shapes(self.array.state):
             raise hfta.StackError(self._culprit(next(iter(configs.values()))))
         self.blocks.append(block)
@@ -100,14 +66,14 @@ class Group:
     def make_like(self, configs: Mapping[int, Mapping[str, Any]], read: Callable[[Any], Any]) -> None:
         """Make members whose state is then ``read(like)``, for members that were saved."""
         block = self._checked(tuple(configs), self._built(configs))
-        self._first = self._first or dict(next(iter(configs.values())))
+        self.trainer.first = self.trainer.first or dict(next(iter(configs.values())))
         self.blocks.append(Block(block.numbers, read(block.state)))
 
     def _built(self, configs: Mapping[int, Mapping[str, Any]]) -> Any:
         rows = list(configs.values())
         names = [name for name in rows[0] if name not in self.fixed]
         try:
-            return self._build(dict(self.fixed), {name: [row[name] for row in rows] for name in names})
+            return self.trainer.build(dict(self.fixed), {name: [row[name] for row in rows] for name in names})
         except KeyError as error:
             name = error.args[0] if error.args else None
             if name in names:
@@ -140,8 +106,8 @@ class Group:
                 f"build returned a {type(loader).__qualname__} for a step whose members have batches of their own; return an "
                 f"ArrayLoader, or make the step with batch_dims=None"
             )
-        if self._array is None:
-            self._array = made
+        if self.trainer.array is None:
+            self.trainer.array = made
         return Block(numbers, made.state)
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -166,11 +132,11 @@ class Group:
         parts, found = [], []
         for block in self.blocks:
             if block.numbers == wanted:
-                return _moved(block.state, device)
+                return moved(block.state, device)
             places = [place for place, number in enumerate(block.numbers) if number in wanted]
             if places:
                 part = block.state if len(places) == len(block.numbers) else hfta.take(block.state, places)
-                parts.append(_moved(part, device))
+                parts.append(moved(part, device))
                 found += [block.numbers[place] for place in places]
         state = hfta.concat(parts) if len(parts) > 1 else parts[0]
         order = [found.index(number) for number in wanted]
@@ -183,75 +149,32 @@ class Group:
         self._keys |= keys
         self.blocks.append(Block(tuple(numbers), state))
 
-    def train(self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int) -> Trained:
-        """Train members together for some more epochs; those that raise fail alone, and the others go on without them."""
-        try:
-            return self._train(numbers, epoch, epochs)
-        except Exception as error:
-            if len(numbers) == 1:
-                return Trained({}, {}, {numbers[0]: error}, False)
-            half = -(-len(numbers) // 2)
-            if hfta.is_out_of_memory(error):
-                warnings.warn(
-                    f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead",
-                    stacklevel=2,
-                )
-                self.limit = half
-            error.__traceback__ = None
-        first = self.train(numbers[:half], epoch, epochs)
-        # Ctrl-C ends both.
-        second = Trained({}, {}, {}, True) if first.interrupted else self.train(numbers[half:], epoch, epochs)
-        return Trained(
-            first.metrics | second.metrics,
-            first.seconds | second.seconds,
-            first.errors | second.errors,
-            first.interrupted or second.interrupted,
-        )
-
-    def _train(self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int) -> Trained:
-        step, _, loader, evaluate, _ = self.array
-        state, count = self.gather(numbers), len(numbers)
-        # A step that writes its state must not write what is needed if it fails.
-        places = [*range(count)] + [0] * (self._size(count) - count)
-        if len(places) > count or getattr(getattr(step, "options", None), "donate", True):
-            state = hfta.take(state, places)
-        if len(places) > count:
-            active = state.active.clone()
-            active[count:] = False
-            state = state._replace(active=active)
-        if isinstance(loader, hfta.ArrayLoader):
-            if loader.shared:
-                loader.load_state_dict({"epoch": epoch[numbers[0]], "batches": 0})
-            else:
-                members = [numbers[place] for place in places]
-                keys = torch.stack([self._keys[number] for number in members])
-                loader = loader.of_members(keys, [epoch[number] for number in members])
-        start = time.perf_counter()
-        state, history = hfta.fit(step, state, loader, epochs=epochs, evaluate=evaluate, progress=False)
-        seconds = time.perf_counter() - start
-        if history.interrupted:
-            return Trained({}, {}, {}, True)
-        if len(places) > count:
-            state = hfta.take(state, slice(count))
-        self.put(numbers, state)
-        self._rest()
-        columns = [
-            {name: values[:count].tolist() for name, values in found.items() if values.dim() == 1}
-            for found in history.epochs
-        ]
-        metrics = {
-            number: [{name: values[place] for name, values in column.items()} for column in columns]
-            for place, number in enumerate(numbers)
+    def order(self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int) -> dict[str, Any]:
+        """The arguments with which the trainer trains members together for some more epochs."""
+        return {
+            "state": self.gather(numbers),
+            "keys": None if self.is_shared else torch.stack([self._keys[number] for number in numbers]),
+            "starts": [epoch[number] for number in numbers],
+            "epochs": epochs,
+            "size": self._size(len(numbers)),
         }
-        return Trained(metrics, dict.fromkeys(numbers, seconds / count), {}, False)
+
+    def take_back(self, numbers: Sequence[int], state: Any, alive: Iterable[int]) -> None:
+        """Replace the state of members that have trained, without those that have gone meanwhile."""
+        left = set(alive)
+        places = [place for place, number in enumerate(numbers) if number in left]
+        if places:
+            part = state if len(places) == len(numbers) else hfta.take(state, places)
+            self.put([numbers[place] for place in places], part)
+            self._rest()
 
     def _rest(self) -> None:
         """Members that did not train last rest in the host's memory, where there is more than on a device."""
-        resting = self.blocks[:-1]
+        resting = self.blocks[:-1] if self.array.state.keys.device.type != "cpu" else []
         for place, block in enumerate(resting):
-            moved = _moved(block.state, torch.device("cpu"))
-            if moved is not block.state:
-                self.blocks[place] = block._replace(state=moved)
+            state = moved(block.state, torch.device("cpu"))
+            if state is not block.state:
+                self.blocks[place] = block._replace(state=state)
 
     def _size(self, count: int) -> int:
         """Members of an array that trains ``count``: compiled steps see few sizes, because each is compiled once."""
@@ -284,21 +207,15 @@ class Group:
     def _culprit(self, config: Mapping[str, Any]) -> str:
         """The name whose value makes members of other shapes: the first member's with this value is of other shapes, too."""
         for name, value in config.items():
-            if name != "seed" and value != self._first[name]:
-                made = self._built({0: {**self._first, name: value}})
+            if name != "seed" and value != self.trainer.first[name]:
+                made = self._built({0: {**self.trainer.first, name: value}})
                 if _shapes(made.state) != _shapes(self.array.state):
+                    first = self.trainer.first[name]
                     return (
-                        f"'{name}' decides the shapes of members, which differ for {self._first[name]!r} and {value!r}; pass "
+                        f"'{name}' decides the shapes of members, which differ for {first!r} and {value!r}; pass "
                         f"nonfusible=['{name}'] among the others"
                     )
         return "several names together decide the shapes of members; pass them as nonfusible"
-
-
-def _moved(state: Any, device: torch.device) -> Any:
-    """A state on a device: the same one if it is there already."""
-    if all(leaf.device == device for leaf in optree.tree_leaves(state)):
-        return state
-    return optree.tree_map(lambda leaf: leaf.to(device), state)
 
 
 def _shapes(state: Any) -> Any:

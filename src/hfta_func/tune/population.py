@@ -9,65 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.tune.groups import Build, Group, Trained
+from hfta_func.run.executors import Executor, Inline
+from hfta_func.tune.flights import Flights, Trained
+from hfta_func.tune.groups import Group
 from hfta_func.tune.keeping import Keeping
 from hfta_func.tune.member import Member, check_alive, check_copies, counted
 from hfta_func.tune.tables import PathLike, frame_of, rows_of
+from hfta_func.tune.training import Build
 
 if TYPE_CHECKING:
     import pandas
 
 
-def population(
-    build: Build,
-    table: Any = (),
-    *,
-    nonfusible: Sequence[str] = (),
-    max_models: int | Literal["auto"] = "auto",
-    seed: int = 0,
-) -> Population:
-    """A population of models that train as arrays.
-
-    Args:
-        build: ``build(fixed, members) -> Array``. ``fixed`` has the values of the non-fusible names, which all members of an
-            array share; ``members`` has a list with one value per member for every other name, and for ``"seed"``.
-        table: The configurations: a list of dicts, a dict of lists, or a pandas frame. A configuration without a ``"seed"``
-            gets ``seed``.
-        nonfusible: Names whose values decide shapes or code, so that members of one array must have equal ones.
-        max_models: The largest array; ``"auto"`` asks :func:`hfta_func.plan` for the number that pays.
-        seed: The seed of members whose configuration names none.
-
-    Raises:
-        ValueError: if the configurations do not have the same names, a non-fusible name is none of them, or ``max_models`` is
-            not positive.
-        StateError: if ``build`` returns another number of members than it was asked for.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> import hfta_func as hfta
-        >>> from hfta_func import tune
-        >>> x = torch.randn(64, 4)
-        >>> def build(fixed, members):
-        ...     factory = lambda: nn.Sequential(nn.Linear(4, fixed["width"]), nn.ReLU(), nn.Linear(fixed["width"], 1))
-        ...     loss_fn = lambda model, batch: (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
-        ...     seeds = members["seed"]
-        ...     step = hfta.make_train_step(factory(), loss_fn, hfta.adam(lr=members["lr"]))
-        ...     state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
-        ...     return tune.Array(step, state, hfta.ArrayLoader(x, 16, seeds=seeds))
-        >>> table = {"lr": [1e-3, 1e-2, 1e-1, 1e-2], "width": [8, 8, 8, 16]}
-        >>> found = tune.population(build, table, nonfusible=["width"], max_models=8)
-        >>> found.fit(epochs=2)
-        >>> best = found.keep(top=0.5, by="loss", direction="minimize")
-        >>> found.fit(epochs=2)
-        >>> [found.members[number].epoch for number in best]
-        [4, 4]
-    """
-    return Population(build, nonfusible, max_models, seed, table)
-
-
 class Population:
-    """Members that train as arrays; made by :func:`population`.
+    """Members that train as arrays; made by :func:`~hfta_func.tune.population`.
 
     Attributes:
         members: All members that ever were, by number.
@@ -76,7 +31,13 @@ class Population:
     """
 
     def __init__(
-        self, build: Build, nonfusible: Sequence[str], max_models: int | Literal["auto"], seed: int, table: Any = ()
+        self,
+        build: Build,
+        nonfusible: Sequence[str],
+        max_models: int | Literal["auto"],
+        seed: int,
+        table: Any = (),
+        executor: Executor | None = None,
     ):
         if isinstance(nonfusible, str):
             raise ValueError(f"nonfusible is '{nonfusible}'; pass a list of names, ['{nonfusible}']")
@@ -90,13 +51,14 @@ class Population:
         self.last: tuple[int, ...] = ()
         self._errors: dict[int, Exception] = {}
         self.interrupted = False
+        self.flights = Flights(executor or Inline())
         self.add(table)
 
     def add(self, table: Any) -> list[int]:
         """Add members.
 
         Args:
-            table: Configurations, as for :func:`population`.
+            table: Configurations, as for :func:`~hfta_func.tune.population`.
 
         Returns:
             Their numbers.
@@ -172,25 +134,54 @@ class Population:
         return [member.number for member in self.members if member.status == "alive"]
 
     def fit(self, epochs: int) -> None:
-        """Train every member for some more epochs; Ctrl-C ends it, and the epochs of the array that was training are lost."""
+        """Train every member for some more epochs; Ctrl-C ends it, and the epochs of arrays that were training are lost."""
         self.interrupted = False
         targets = {number: self.members[number].epoch + epochs for number in self.alive}
-        while not self.interrupted and self.advance(targets):
-            pass
+        try:
+            while not self.interrupted and self.advance(targets):
+                pass
+        except KeyboardInterrupt:
+            # In this process, the first Ctrl-C ends the array and only the second one raises.
+            if isinstance(self.flights.executor, Inline):
+                raise
+            self.interrupted = True
 
     def advance(self, targets: Mapping[int, int]) -> list[int]:
-        """Train one array for as many epochs as all its members need; returns who they were, none if nobody needs any.
+        """Train one array for as many epochs as all its members need, or several at a time, until one of them has trained.
 
         Args:
             targets: The epoch in which each member is to arrive; who trains with whom changes no result.
+
+        Returns:
+            Who has trained, none if nobody needs to.
         """
+        try:
+            while self.flights.room and self._start(targets):
+                pass
+            if not self.flights.under_way:
+                return []
+            self.on_start()
+            found = self.flights.wait()
+        except BaseException:
+            self.flights.stop()
+            raise
+        self._record(found)
+        self.last = found.numbers
+        return list(found.numbers)
+
+    def on_start(self) -> None:
+        """Called while arrays train."""
+
+    def _start(self, targets: Mapping[int, int]) -> bool:
+        """Begin to train an array; whether anybody waited for that."""
+        training = self.flights.members
         waiting = [
             number
             for number, epoch in targets.items()
-            if self.members[number].status == "alive" and self.members[number].epoch < epoch
+            if number not in training and self.members[number].status == "alive" and self.members[number].epoch < epoch
         ]
         if not waiting:
-            return []
+            return False
         # Those that trained last go on in place.
         waiting.sort(key=lambda number: (number not in self.last, number))
         key = self._group_of(self.members[waiting[0]])
@@ -202,20 +193,25 @@ class Population:
             if self._group_of(self.members[number]) == key
             and (not group.is_shared or self.members[number].epoch == first)
         ]
-        chosen = tuple(sorted(together[: group.capacity(len(together))]))
+        most = group.capacity(len(together))
+        if (room := self.flights.room) > 1:
+            most = min(most, -(-len(waiting) // room))
+        chosen = tuple(sorted(together[:most]))
         epochs = min(targets[number] - self.members[number].epoch for number in chosen)
-        self._record(group.train(chosen, {number: self.members[number].epoch for number in chosen}, epochs))
-        self.last = chosen
-        return list(chosen)
+        self.flights.start(group, chosen, {number: self.members[number].epoch for number in chosen}, epochs)
+        return True
 
     def _record(self, found: Trained) -> None:
         self.interrupted = found.interrupted
-        for number, metrics in found.metrics.items():
+        alive = {number for number in found.numbers if self.members[number].status == "alive"}
+        for numbers, state in found.states:
+            found.group.take_back(numbers, state, alive)
+        for number in alive & found.metrics.keys():
             member = self.members[number]
-            member.metrics += metrics
-            member.epoch += len(metrics)
+            member.metrics += found.metrics[number]
+            member.epoch += len(found.metrics[number])
             member.seconds += found.seconds[number]
-        self._fail(found.errors)
+        self._fail({number: error for number, error in found.errors.items() if number in alive})
 
     def keep(
         self, members: Iterable[int] | None = None, *, top: float | None = None, by: str | None = None,
@@ -243,7 +239,8 @@ class Population:
                 raise ValueError(f"top is {top}; pass a number of members, or a share between 0 and 1")
             count = math.ceil(top * len(self.alive)) if top < 1 else int(top)
             staying = self.ranked(by, direction)[:count]
-        gone = [number for number in self.alive if number not in set(staying)]
+        left = set(staying)
+        gone = [number for number in self.alive if number not in left]
         for number in gone:
             self.members[number].status = "dropped"
         for group in self._groups.values():

@@ -1,4 +1,4 @@
-"""A search of a space, whose trials train as arrays."""
+"""The two ways in: a search of a space, whose trials train as arrays, and a population for searches of one's own."""
 
 from __future__ import annotations
 
@@ -9,16 +9,69 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm.auto import tqdm
 
+import hfta_func as hfta
+from hfta_func.run.executors import Executor
 from hfta_func.tune.asking import Asking, Mirror
-from hfta_func.tune.groups import Build
 from hfta_func.tune.keeping import Keeping
 from hfta_func.tune.population import Population
 from hfta_func.tune.schedulers import PopulationBased, Scheduler
 from hfta_func.tune.search import Search
+from hfta_func.tune.status import Status
 from hfta_func.tune.study import Direction, Rank, Study
+from hfta_func.tune.training import Build
 
 if TYPE_CHECKING:
     import optuna
+
+
+def population(
+    build: Build,
+    table: Any = (),
+    *,
+    nonfusible: Sequence[str] = (),
+    max_models: int | Literal["auto"] = "auto",
+    seed: int = 0,
+    executor: Executor | None = None,
+) -> Population:
+    """A population of models that train as arrays.
+
+    Args:
+        build: ``build(fixed, members) -> Array``. ``fixed`` has the values of the non-fusible names, which all members of an
+            array share; ``members`` has a list with one value per member for every other name, and for ``"seed"``.
+        table: The configurations: a list of dicts, a dict of lists, or a pandas frame. A configuration without a ``"seed"``
+            gets ``seed``.
+        nonfusible: Names whose values decide shapes or code, so that members of one array must have equal ones.
+        max_models: The largest array; ``"auto"`` asks :func:`hfta_func.plan` for the number that pays.
+        seed: The seed of members whose configuration names none.
+        executor: Who trains the arrays, several at a time, such as a :class:`~hfta_func.WorkerPool`; this process by default.
+
+    Raises:
+        ValueError: if the configurations do not have the same names, a non-fusible name is none of them, or ``max_models`` is
+            not positive.
+        StateError: if ``build`` returns another number of members than it was asked for.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> import hfta_func as hfta
+        >>> from hfta_func import tune
+        >>> x = torch.randn(64, 4)
+        >>> def build(fixed, members):
+        ...     factory = lambda: nn.Sequential(nn.Linear(4, fixed["width"]), nn.ReLU(), nn.Linear(fixed["width"], 1))
+        ...     loss_fn = lambda model, batch: (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
+        ...     seeds = members["seed"]
+        ...     step = hfta.make_train_step(factory(), loss_fn, hfta.adam(lr=members["lr"]))
+        ...     state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
+        ...     return tune.Array(step, state, hfta.ArrayLoader(x, 16, seeds=seeds))
+        >>> table = {"lr": [1e-3, 1e-2, 1e-1, 1e-2], "width": [8, 8, 8, 16]}
+        >>> found = tune.population(build, table, nonfusible=["width"], max_models=8)
+        >>> found.fit(epochs=2)
+        >>> best = found.keep(top=0.5, by="loss", direction="minimize")
+        >>> found.fit(epochs=2)
+        >>> [found.members[number].epoch for number in best]
+        [4, 4]
+    """
+    return Population(build, nonfusible, max_models, seed, table, executor)
 
 
 def run(
@@ -42,6 +95,8 @@ def run(
     resume: Any = None,
     progress: bool = True,
     callbacks: Sequence[Callable[[Study], None]] = (),
+    workers: int | Literal["auto"] | None = None,
+    executor: Executor | None = None,
 ) -> Study:
     """Search a space; trials with the same non-fusible values train as arrays, and what is stopped makes room for others.
 
@@ -69,6 +124,10 @@ def run(
         resume: A folder that the study is kept in: the same call goes on where it was broken off, to the same bits.
         progress: Show a progress bar.
         callbacks: Called with the study after every array that has trained.
+        workers: Number of processes that train an array each, with an equal share of the processors, or a GPU each;
+            ``"auto"`` is one for each of those. ``build`` is sent to them, and makes its arrays there. A process that dies is
+            replaced, and what it trained is repeated.
+        executor: Workers that are there already instead: a :class:`~hfta_func.WorkerPool` or ``hfta_func.cluster.ray(...)``.
 
     Returns:
         The study. Ctrl-C ends it early, and sets ``interrupted``.
@@ -78,6 +137,8 @@ def run(
         ValueError: if the space is empty or has no fusible name, an argument has an invalid value, or a folder or storage
             holds another study.
         KeyError: if the metric is none of those reported.
+        TypeError: if ``build`` cannot be sent to workers.
+        WorkerError: if no worker is left.
         StateError: if ``build`` returns another number of members than it was asked for.
 
     Example:
@@ -109,13 +170,13 @@ def run(
         raise ValueError(f"batch is {batch!r}; pass a number of trials, at least 1, or None")
     scheduler = scheduler or Scheduler()
     asking = Asking(space, directions, sampler, seed)
-    study = Study(Population(build, nonfusible, max_models, seed), asking, metrics, directions, rank)
+    if workers is not None and executor is not None:
+        raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
     if rank == "paired" and seeds < 2:
         raise ValueError(f"rank is 'paired' and seeds is {seeds}; pass at least 2, whose differences are compared")
     cohorts = scheduler.cohorts(trials, epochs)
     if not any(cohort.trials for cohort in cohorts):
         raise ValueError("trials is 0, the scheduler's own number, and this scheduler has none; pass how many to try")
-    search = Search(study, scheduler, cohorts, range(seed, seed + seeds), batch, max_models)
     about = {
         "space": {key: asking.json(key) for key in space},
         **{
@@ -128,6 +189,12 @@ def run(
         **{"scheduler": repr(scheduler), "seeds": seeds, "seed": seed, "rank": rank},
     }
     with contextlib.ExitStack() as stack:
+        if workers is not None and workers != 1:
+            executor = stack.enter_context(hfta.WorkerPool(workers))
+        members = Population(build, nonfusible, max_models, seed, executor=executor)
+        stack.callback(members.flights.land)
+        study = Study(members, asking, metrics, directions, rank)
+        search = Search(study, scheduler, cohorts, range(seed, seed + seeds), batch, max_models)
         keeping = stack.enter_context(Keeping(resume, about)) if resume is not None else None
         if keeping is not None:
             held = keeping.restore(study.population)
@@ -135,6 +202,8 @@ def run(
                 asking.replay(held["events"])
                 study.restore(held["trials"], held["trajectory"])
                 search.replay()
+        if resume is not None:
+            stack.enter_context(Status(resume, search))
         mirror = Mirror(asking, storage, name, metrics, about) if storage is not None else None
         total = sum(cohort.trials for cohort in search.cohorts)
         bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="trial", dynamic_ncols=True))

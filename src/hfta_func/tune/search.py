@@ -28,8 +28,22 @@ class Search:
         size = max_models if isinstance(max_models, int) else 16
         learns = study.asking.learns
         self._verdicts: dict[int, str] = {}
-        self.batch = batch or (max(1, size // len(seeds)) if learns else sum(cohort.trials for cohort in cohorts))
+        arrays = study.population.flights.executor.count
+        self.batch = batch or (
+            max(1, arrays * size // len(seeds)) if learns else sum(cohort.trials for cohort in cohorts)
+        )
         self.learns = learns
+
+    @property
+    def planned(self) -> int:
+        """About how many epochs all members train in all: those of the trials that go on, where their share is known."""
+        eta, total = getattr(self.scheduler, "eta", 1), 0
+        for cohort in self.cohorts:
+            before = 0
+            for place, rung in enumerate(cohort.rungs):
+                total += (rung - before) * max(min(1, cohort.trials), int(cohort.trials / eta**place + 1e-9))
+                before = rung
+        return total * len(self.seeds)
 
     def rungs_of(self, trial: Trial) -> tuple[int, ...]:
         """The epochs in which a trial is compared."""
@@ -143,7 +157,7 @@ class Search:
         for trial in trials:
             trial.status = status
             self.study.asking.tell(trial.number, status, trial.values[-1] if trial.values else None)
-        if status != "complete":
+        if trials and status != "complete":
             gone = {member for trial in trials for member in trial.members}
             self.study.population.keep([member for member in self.study.population.alive if member not in gone])
 

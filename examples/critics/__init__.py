@@ -1,0 +1,1 @@
+"""Reinforcement learning with an ensemble of critics."""

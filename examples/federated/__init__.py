@@ -1,0 +1,1 @@
+"""Federated averaging, and peers that average among each other."""

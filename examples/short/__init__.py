@@ -1,0 +1,1 @@
+"""Uses of arrays that take few lines."""

@@ -1,0 +1,33 @@
+"""Federated averaging: 30 rounds over 16 clients that hold from 9 to 150 handwritten digits each, mostly of few classes."""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import hfta_func as hfta
+
+x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
+train, test = ((x[rows].float() / 16, y[rows]) for rows in torch.arange(1797).split([1272, 525]))
+sizes = torch.arange(9, 160, 10)[:15].tolist()
+clients = train[1].argsort(stable=True).split([*sizes, len(train[1]) - sum(sizes)])
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def accuracy(model, batch):
+    return (model(batch[0]).argmax(-1) == batch[1]).float().mean()
+
+
+step, evaluate = hfta.make_train_step(make_model(), loss, hfta.sgd(0.1)), hfta.make_eval_step(make_model(), accuracy)
+state = step.init(*hfta.init_params(make_model, [0] * 16), seeds=range(16))
+loader = hfta.ArrayLoader(train, 16, seeds=range(16), rows=clients)
+for turn in range(1, 31):
+    state, _ = hfta.fit(step, state, loader, epochs=1, progress=False)
+    state = hfta.average(state, weights=[len(rows) for rows in clients])
+    print(f"round {turn}: accuracy {evaluate(hfta.take(state, 0), test)['accuracy'].item():.3f}")

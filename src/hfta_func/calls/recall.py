@@ -1,0 +1,194 @@
+"""Recipes in place of results that the backward pass needs.
+
+Autograd keeps what each operator's derivative reads: an activation stays in memory although it is the GELU of another one
+that is kept as well, a normalised row beside the row it was made from. Here such a result is replaced by a recipe, the
+function and its arguments, if these are in memory anyway, and made again when its derivative is computed. Nothing else is
+repeated, unlike under rematerialisation, so a step takes hardly longer.
+
+Reference: Andoorveedu et al., "Tempo: Accelerating Transformer-Based Model Training through Memory Footprint Reduction",
+NeurIPS 2022, which does so for GELU, layer normalisation and attention by kernels of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hfta_func import _torch
+from hfta_func._types import StateError
+
+_SMALL = 8
+"""An argument that is this many times smaller than the result is kept for it."""
+
+
+class Kept:
+    """What stands in a derivative for a tensor: the tensor, or its recipe."""
+
+    __slots__ = ("__weakref__", "_layout", "recipe", "tensor")
+
+    def __init__(self, tensor: Tensor, recipe: Recipe | None):
+        self._layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        # With its history, a result that its own derivative reads would keep itself alive.
+        self.tensor, self.recipe = tensor.detach(), None
+        if recipe is not None:
+            self.forget(recipe)
+
+    def forget(self, recipe: Recipe) -> None:
+        """Let the tensor go, which ``recipe`` makes again."""
+        self.tensor, self.recipe = None, recipe
+        recipe.wanted += 1
+
+    def get(self) -> Tensor:
+        """The tensor."""
+        if self.recipe is None:
+            assert self.tensor is not None
+            return self.tensor
+        return self.recipe.take().as_strided(*self._layout)
+
+
+class Recipe:
+    """A call of a function, to be made again."""
+
+    def __init__(self, call: Callable[..., Tensor], leaves: list[Any], made: Tensor):
+        self._call, self._leaves = call, leaves
+        self._made = made.size(), made.stride(), made.storage_offset(), made.dtype, made.device
+        self._written = [_torch.writes(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        self._autocast = autocast_now(made.device.type)
+        self._cached: Tensor | None = None
+        self.wanted = 0
+        """How many derivatives will ask for it."""
+
+    def take(self) -> Tensor:
+        """The result for one who wants it; made once for all of these."""
+        made = self.make()
+        self.wanted -= 1
+        return self._keep(made)
+
+    def make(self) -> Tensor:
+        """The result, where the first one was in its storage."""
+        if self._cached is not None:
+            return self._cached
+        for leaf, written in zip(self._leaves, self._written, strict=True):
+            if isinstance(leaf, Tensor) and _torch.writes(leaf) != written:
+                raise StateError(
+                    "a tensor that the backward pass needs was written in place after it was used; write a copy instead, "
+                    "or make the step without save='less'"
+                )
+        leaves = [leaf.make() if isinstance(leaf, _View) else leaf for leaf in self._leaves]
+        with torch.no_grad(), self._autocast():
+            made = self._call(*leaves)
+        size, stride, offset, dtype, device = self._made
+        if (made.size(), made.stride(), made.storage_offset()) == (size, stride, offset):
+            return self._keep(made)
+        length = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+        return self._keep(torch.empty(length, dtype=dtype, device=device).as_strided(size, stride, offset).copy_(made))
+
+    def _keep(self, made: Tensor) -> Tensor:
+        # For the others who will ask for it, soon as a rule.
+        self._cached = made if self.wanted > 0 else None
+        return made
+
+
+class _View(NamedTuple):
+    """An argument that is made again: what was passed of the memory that a recipe fills."""
+
+    recipe: Recipe
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+    def make(self) -> Tensor:
+        return self.recipe.make().as_strided(self.size, self.stride, self.offset)
+
+
+class Recalls:
+    """What a forward pass keeps for the backward pass, and what it could make again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, weakref.ref[Kept]] = {}
+        # A weak reference keeps the number of a storage from being given to another one.
+        self._made: dict[int, tuple[Any, int, Recipe]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """A block whose derivatives keep recipes where they can."""
+        token = _recalls.set(self)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, Kept.get):
+                yield
+        finally:
+            _recalls.reset(token)
+
+    def _pack(self, tensor: Tensor) -> Kept:
+        kept = Kept(tensor, self._recipe(tensor))
+        if kept.recipe is None:
+            self._kept[_number(tensor)] = weakref.ref(kept)
+        return kept
+
+    def _recipe(self, tensor: Tensor) -> Recipe | None:
+        """That of a result that nobody has written since."""
+        _, written, recipe = self._made.get(_number(tensor), (None, -1, None))
+        return recipe if written == _torch.writes(tensor) else None
+
+    def note(self, call: Callable[..., Tensor], leaves: list[Any], result: Tensor) -> None:
+        """Keep a recipe for ``result = call(*leaves)`` from now on, if its arguments are in memory anyway."""
+        number = _number(result)
+        found: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if _number(leaf) == number:
+                    return
+                if self._is_there(leaf) or leaf.nbytes * _SMALL <= result.nbytes:
+                    leaf = leaf.detach()
+                elif (recipe := self._recipe(leaf)) is not None:
+                    leaf = _View(recipe, leaf.size(), leaf.stride(), leaf.storage_offset())
+                else:
+                    return
+            found.append(leaf)
+        recipe = Recipe(call, found, result)
+        self._made[number] = StorageWeakRef(result.untyped_storage()), _torch.writes(result), recipe
+        # Its own derivative may have kept the result already.
+        kept = self._kept.get(number, lambda: None)()
+        if kept is not None:
+            kept.forget(recipe)
+
+    def _is_there(self, tensor: Tensor) -> bool:
+        """Whether it stays in memory until the backward pass in any case."""
+        kept = self._kept.get(_number(tensor), lambda: None)()
+        return (kept is not None and kept.tensor is not None) or (tensor.requires_grad and tensor.is_leaf)
+
+
+_recalls: contextvars.ContextVar[Recalls | None] = contextvars.ContextVar("recalls", default=None)
+
+
+def recalls() -> Recalls | None:
+    """Those of the block that is running."""
+    return None if torch.compiler.is_compiling() else _recalls.get()
+
+
+def cheap(func: Callable[..., Tensor], *leaves: Any) -> Tensor:
+    """``func(*leaves)`` of plain tensors, which is called again for the backward pass in a block of :class:`Recalls`."""
+    result, running = func(*leaves), recalls()
+    if running is not None and torch.is_grad_enabled():
+        running.note(func, [*leaves], result)
+    return result
+
+
+def autocast_now(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Autocast as it is now."""
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
+
+
+def _number(tensor: Tensor) -> int:
+    """That of its storage, which no other has while it is there."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,323 @@
+"""Adapters of ``peft`` over one base: M of them, of differing rank, scale, dropout and targets, as one array and back."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import operator
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hfta_func._tree import num_models, take
+from hfta_func._types import HyperparameterError, Params, StackError
+from hfta_func.models.frozen import OWN_BUFFERS, base_of, check_same_base
+
+_NAME = "default"
+_FREE = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
+"""Settings that change nothing in a forward pass."""
+_OF_LORA = {"r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora"}
+_TARGETS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+_RANKED = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+class Adapters:
+    """M adapters over one base, made by :func:`stack_adapters`.
+
+    Attributes:
+        model: The model to make steps with, ``share_frozen=True``; its base is the one that was given.
+        params: What is trained, ``[M, ...]`` each; where ranks differ, padded with zeros, which training leaves alone.
+        buffers: Numbers of the members in which they differ, such as scales and dropout rates.
+        configs: The configuration of each adapter.
+    """
+
+    def __init__(self, model: nn.Module, params: Params, buffers: Params, configs: Sequence[Any], base: nn.Module):
+        self.model, self.params, self.buffers = model, params, buffers
+        self.configs, self._base = list(configs), base
+
+    def take(self, index: Any) -> Adapters:
+        """Some of the adapters, as :func:`take` selects members of a state."""
+        params, buffers = take((self.params, self.buffers), index)
+        kept = take({"": torch.arange(len(self.configs))}, index)[""].tolist()
+        return Adapters(self.model, params, buffers, [self.configs[i] for i in kept], self._base)
+
+    def export(self, state: Any, index: int) -> Any:
+        """One trained adapter as an ordinary ``PeftModel`` over the base; ``save_pretrained`` writes it in peft's format.
+
+        Args:
+            state: A training state, or anything else with ``params``.
+            index: The member.
+
+        Raises:
+            StackError: if the state holds other adapters, or the member does not exist.
+        """
+        if num_models(state.params) != len(self.configs) or state.params.keys() != self.params.keys():
+            raise StackError(
+                f"the state holds {num_models(state.params)} members with {len(state.params)} parameters, but these are "
+                f"{len(self.configs)} adapters with {len(self.params)}; after take(state, index), call "
+                f"adapters.take(index).export(state, ...)"
+            )
+        params, index = take(state.params, operator.index(index)), operator.index(index)
+        made = _made(self._base, self.configs[index], f"adapter {index}")
+        base = base_of(made)
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in base.values()}
+        for path, own in made.named_parameters():
+            if path not in base:
+                part = params[path][0][tuple(slice(size) for size in own.shape)]
+                memo[id(own)] = nn.Parameter(part.detach().clone())
+        return copy.deepcopy(made, memo)
+
+
+def stack_adapters(
+    base: nn.Module | Sequence[nn.Module],
+    adapters: Sequence[Any] | None = None,
+    *,
+    seeds: Sequence[int] | None = None,
+) -> Adapters:
+    """Stack M adapters of ``peft`` over one base, which is held once.
+
+    Members of LoRA may differ in rank, ``lora_alpha``, dropout and in the layers that they adapt.
+
+    Args:
+        base: The model that all adapters share, with ``adapters``; or M models of ``peft`` with one adapter each, over equal
+            bases; or one with M adapters.
+        adapters: A ``peft`` configuration for each new adapter, or the folder of a saved one.
+        seeds: One integer for each new adapter: it is the one that ``torch.manual_seed(seed); get_peft_model(base, config)``
+            makes. By default PyTorch's generator goes on.
+
+    Returns:
+        :class:`Adapters`. As under ``get_peft_model``, the base's parameters no longer require grad.
+
+    Raises:
+        StackError: if the adapters cannot form one array; it names the adapter and what differs.
+        ImportError: if peft is missing.
+
+    Example:
+        >>> from peft import LoraConfig
+        >>> base = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        >>> configs = [LoraConfig(r=r, target_modules=["0", "2"]) for r in (2, 4, 8)]
+        >>> adapters = stack_adapters(base, configs, seeds=[0, 1, 2])
+        >>> step = make_train_step(
+        ...     adapters.model, lambda model, x: model(x).square().mean(), adam(lr=1e-3), share_frozen=True
+        ... )
+        >>> state = step.init(adapters.params, adapters.buffers, seeds=[0, 1, 2])
+        >>> state, metrics = step(state, torch.randn(3, 5, 8))
+        >>> adapters.export(state, 0).base_model.model[0].lora_A["default"].weight.shape
+        torch.Size([2, 8])
+    """
+    _peft()
+    if adapters is None:
+        found = _given([base] if isinstance(base, nn.Module) else [*base])
+    elif isinstance(base, nn.Module):
+        found = base, _new(base, adapters, seeds)
+    else:
+        raise StackError(f"base is a {type(base).__qualname__}; pass one model with adapters, or M models without")
+    plain, members = found
+    configs = [member.peft_config[_NAME] for member in members]
+    _check_configs(configs)
+    trained = [{path: p for path, p in member.named_parameters() if p.requires_grad} for member in members]
+    layers = [_layers(member) for member in members]
+    same = all(
+        _numbers(own) == _numbers(layers[0]) and _shapes(one) == _shapes(trained[0])
+        for own, one in zip(layers, trained, strict=True)
+    )
+    model, buffers = (members[0], {}) if same else _union(plain, configs, layers)
+    params: Params = {}
+    for path, own in model.named_parameters():
+        if own.requires_grad:
+            params[path] = torch.stack([_padded(one.get(path), own, path, i) for i, one in enumerate(trained)])
+    for i, one in enumerate(trained):
+        for path in one.keys() - params.keys():
+            raise StackError(f"adapter {i} trains '{path}', which adapter 0 does not; train the same in all of them")
+    shared = base_of(model)
+    for path, _ in model.named_buffers():
+        if path not in shared and path not in buffers:
+            buffers[path] = torch.stack([member.get_buffer(path) for member in members])
+    return Adapters(model, params, buffers, configs, plain)
+
+
+def _peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ImportError("adapters need peft; install it with pip install 'hfta_func[adapters]'") from error
+
+
+def _over(model: nn.Module) -> Any:
+    """A copy of the model over the same tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def _new(base: nn.Module, adapters: Sequence[Any], seeds: Sequence[int] | None) -> list[Any]:
+    adapters = [adapters] if isinstance(adapters, str | os.PathLike) else [*adapters]
+    if not adapters:
+        raise StackError("no adapters to stack; pass at least one configuration or folder")
+    if seeds is not None and len(seeds) != len(adapters):
+        raise HyperparameterError(f"got {len(seeds)} seeds but {len(adapters)} adapters; give one integer per adapter")
+    members = []
+    for i, adapter in enumerate(adapters):
+        if isinstance(adapter, str | os.PathLike):
+            folder = os.fspath(adapter)
+            config = _peft().PeftConfig.from_pretrained(folder)
+            config.inference_mode = False
+            members.append(_made(base, config, f"adapter {i} ({folder})"))
+            _peft().set_peft_model_state_dict(members[-1], _peft().utils.load_peft_weights(folder, "cpu"), _NAME)
+        else:
+            members.append(_made(base, adapter, f"adapter {i}", None if seeds is None else seeds[i], draws=True))
+    return members
+
+
+def _made(base: nn.Module, config: Any, title: str, seed: int | None = None, draws: bool = False) -> Any:
+    """A new adapter; the global generator goes on only if it ``draws`` without a seed."""
+    if not isinstance(config, _peft().PeftConfig):
+        raise StackError(
+            f"{title} is a {type(config).__qualname__}; pass a peft configuration, or the folder of an adapter"
+        )
+    if getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+        raise StackError(
+            f"{title} has init_lora_weights={config.init_lora_weights!r}, which may write the weights of the base, and all "
+            f"adapters share them; pass True, False, 'gaussian' or 'orthogonal'"
+        )
+    with torch.random.fork_rng(enabled=seed is not None or not draws):
+        if seed is not None:
+            torch.manual_seed(seed)
+        try:
+            made = _peft().get_peft_model(_over(base), copy.deepcopy(config))
+        except ValueError as error:
+            raise StackError(f"{title} does not fit the base: {error}") from error
+    shared = {id(param) for param in base.parameters()}
+    for module in made.modules():
+        for name, param in [*module.named_parameters(recurse=False)]:
+            if param.requires_grad and id(param) in shared:
+                # A bias of the base that the adapter trains is its own.
+                setattr(module, name, nn.Parameter(param.detach().clone()))
+                param.requires_grad_(False)
+    return made.train(base.training)
+
+
+def _given(models: list[Any]) -> tuple[nn.Module, list[Any]]:
+    """The plain base of models of peft, and a model for each adapter, over it."""
+    peft, plain, members = _peft(), None, []
+    for number, model in enumerate(models):
+        if not isinstance(model, peft.PeftModel):
+            raise StackError(
+                f"model {number} is a {type(model).__qualname__}; pass models of peft, or a base and adapters"
+            )
+        if len(models) > 1 and len(model.peft_config) != 1:
+            raise StackError(f"model {number} has {len(model.peft_config)} adapters; give every model one")
+        copied = _over(model)
+        own = copied.base_model.unload() if hasattr(copied.base_model, "unload") else copied.get_base_model()
+        if plain is None:
+            plain = own
+        else:
+            _check_bases(own, plain, number)
+        for name, config in model.peft_config.items():
+            member = _made(plain, config, f"adapter {len(members)}")
+            peft.set_peft_model_state_dict(member, peft.get_peft_model_state_dict(model, adapter_name=name), _NAME)
+            members.append(member.train(model.training))
+    if plain is None:
+        raise StackError("no models to stack; pass at least one")
+    return plain, members
+
+
+def _check_bases(mine: nn.Module, theirs: nn.Module, number: int) -> None:
+    own, others = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (mine, theirs))
+    if _shapes(own) != _shapes(others):
+        path = next(path for path in {**others, **own} if _shapes(own).get(path) != _shapes(others).get(path))
+        raise StackError(f"model {number}: '{path}' of the base is not of the shape of model 0's; use one base")
+    for path, tensor in own.items():
+        check_same_base(tensor, others[path], path, number)
+
+
+def _check_configs(configs: Sequence[Any]) -> None:
+    """Raise a StackError if adapters differ in what one array cannot hold."""
+    first = configs[0].to_dict()
+    is_lora, dora = first["peft_type"] == "LORA", first.get("use_dora")
+    # With DoRA, a layer that is not adapted is not one with an adapter of zeros.
+    free = _FREE | (_OF_LORA if is_lora else set()) | (_TARGETS if is_lora and not dora else set())
+    for i, config in enumerate(configs):
+        for name, value in config.to_dict().items():
+            if name not in free and value != first.get(name):
+                raise StackError(
+                    f"adapter {i} has {name}={value!r} but adapter 0 has {first.get(name)!r}; adapters in one array "
+                    f"may differ in {', '.join(sorted(free - _FREE)) or 'their values only'}"
+                )
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    kind = importlib.import_module("peft.tuners.lora").LoraLayer
+    return {path: module for path, module in model.named_modules() if isinstance(module, kind)}
+
+
+def _numbers(layers: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Scale and dropout rate of every adapted layer."""
+    return {
+        path: (float(layer.scaling[_NAME]), float(getattr(layer.lora_dropout[_NAME], "p", 0.0)))
+        for path, layer in layers.items()
+    }
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {path: tensor.shape for path, tensor in tensors.items()}
+
+
+def _union(base: nn.Module, configs: Sequence[Any], layers: Sequence[Mapping[str, Any]]) -> tuple[Any, Params]:
+    """A model with all adapted layers of all members, of the largest rank, and the members' scales and dropout rates."""
+    config = copy.deepcopy(configs[0])
+    prefix = "base_model.model."
+    names = {path.removeprefix(prefix) for own in layers for path in own}
+    config.target_modules = "|".join(map(re.escape, sorted(names)))
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    config.rank_pattern, config.alpha_pattern = {}, {}
+    numbers = [_numbers(own) for own in layers]
+    config.r = max(layer.r[_NAME] for own in layers for layer in own.values())
+    # Some rate above 0, so that there are layers for it.
+    config.lora_dropout = max(rate for own in numbers for _, rate in own.values())
+    model = _made(base, config, "the array of adapters")
+    buffers: Params = {}
+    for path, layer in _layers(model).items():
+        scales, rates = zip(*(own.get(path, (0.0, 0.0)) for own in numbers), strict=True)
+        like = next(p for p in layer.parameters() if p.requires_grad)
+        if len({*scales}) == 1:
+            layer.scaling[_NAME] = scales[0]
+        else:
+            del layer.scaling
+            layer.scaling = _Scale(like.new_tensor(scales[0]))
+            buffers[f"{path}.scaling.value"] = like.new_tensor(scales)
+        drop: Any = layer.lora_dropout[_NAME]
+        if isinstance(drop, nn.Dropout):
+            # The rates of one layer may be equal, but not those of all: the layer made has the largest.
+            del drop.p
+            drop.register_buffer("p", like.new_tensor(rates[0]))
+            setattr(drop, OWN_BUFFERS, True)
+            buffers[f"{path}.lora_dropout.{_NAME}.p"] = like.new_tensor(rates)
+    return model, buffers
+
+
+class _Scale(nn.Module):
+    """The scale of one layer, looked up like peft's dict of them by adapter."""
+
+    def __init__(self, value: Tensor):
+        super().__init__()
+        setattr(self, OWN_BUFFERS, True)
+        self.register_buffer("value", value)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.value
+
+
+def _padded(tensor: Tensor | None, own: Tensor, path: str, member: int) -> Tensor:
+    """A member's parameter with zeros up to the shape of the array's."""
+    ranked = any(name in path.split(".") for name in _RANKED)
+    if tensor is None and ranked:
+        return torch.zeros_like(own)
+    if tensor is None or (tensor.shape != own.shape and not ranked):
+        found = "missing" if tensor is None else list(tensor.shape)
+        raise StackError(f"adapter {member}: '{path}' is {found} but in adapter 0 it is {list(own.shape)}")
+    pairs = zip(reversed(tensor.shape), reversed(own.shape), strict=True)
+    return F.pad(tensor.detach(), [size for mine, other in pairs for size in (0, other - mine)])

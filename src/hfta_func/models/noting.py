@@ -1,0 +1,108 @@
+"""Which calls of a model are cheap enough to be made again for the backward pass."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfta_func import _torch
+from hfta_func.calls.draws import spellings
+from hfta_func.calls.recall import Recalls, recalls
+from hfta_func.calls.routing import routed
+
+
+def routing(key: Tensor | None) -> routed:
+    """``routed(key)``, which inside a block of :class:`Recalls` notes what can be made again."""
+    running = recalls()
+    return routed(key) if running is None else _Noting(key, running)
+
+
+class _Noting(routed):
+    def __init__(self, key: Tensor | None, recalls: Recalls):
+        super().__init__(key)
+        self._recalls = recalls
+        self._interpreter = _torch.current_interpreter() if self.depth else None
+        # Of several members, rules note what they normalise.
+        self._noted = _CHEAP if self.depth else _CHEAP_ALONE
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function, and note its result if it is cheap."""
+        result = super().__torch_function__(func, types, args, kwargs)
+        if (noted := self._noted.get(func)) is not None and isinstance(result, Tensor):
+            given, elementwise = noted(args, kwargs or {})
+            self._note(func, given, result, elementwise)
+        return result
+
+    def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        """See :class:`routed`."""
+        result = super().cheap(func, *args)
+        self._note(func, (args, {}), result, True)
+        return result
+
+    def _note(self, func: Callable[..., Any], given: Any, result: Tensor, elementwise: bool) -> None:
+        if _torch.depth() != self.depth or not torch.is_grad_enabled():
+            return
+        leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
+        dims: list[int | None] = [None] * len(leaves)
+        if (inner := self._interpreter) is not None:
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    leaves[place], dims[place] = _torch.unwrap_batched(leaf, self.depth)
+            result, dim = _torch.unwrap_batched(result, self.depth)
+            if dim is None:
+                return
+            # Of elements that lie side by side in all arguments, no level of vmap is needed.
+            tensors = (isinstance(leaf, Tensor) for leaf in leaves)
+            elementwise = elementwise and set(itertools.compress(dims, tensors)) == {dim}
+
+        def call(*leaves: Any) -> Tensor:
+            if inner is None or elementwise:
+                args, kwargs = optree.tree_unflatten(spec, leaves)
+                return func(*args, **kwargs)
+            with _torch.vmap_level(inner.batch_size(), inner.randomness()) as level:
+                own = (
+                    leaf if at is None else _torch.add_batch_dim(leaf, at, level)
+                    for leaf, at in zip(leaves, dims, strict=True)
+                )
+                args, kwargs = optree.tree_unflatten(spec, own)
+                return _torch.unwrap_batched(func(*args, **kwargs), level)[0]
+
+        self._recalls.note(call, leaves, result)
+
+
+def _elementwise(args: Any, kwargs: Any) -> Any:
+    return (args, kwargs), True
+
+
+def _as_it_is(args: Any, kwargs: Any) -> Any:
+    return (args, kwargs), False
+
+
+def _without_running_statistics(args: Any, kwargs: Any) -> Any:
+    """Batch normalisation by the statistics of the batch, which changes no others."""
+    given = inspect.signature(F.batch_norm).bind(*args, **kwargs)
+    if given.arguments.get("training"):
+        given.arguments |= {"running_mean": None, "running_var": None}
+    return (given.args, given.kwargs), False
+
+
+_ACTIVATIONS = (
+    "celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "relu", "relu6",
+    "selu", "sigmoid", "silu", "softplus", "softsign", "tanh", "tanhshrink",
+)  # fmt: skip
+_CHEAP: dict[Any, Callable[[Any, Any], Any]] = {
+    **{found: _elementwise for name in _ACTIVATIONS for found, _ in spellings(name)},
+    **{found: _as_it_is for name in ("contiguous", "flatten", "prelu", "reshape") for found, _ in spellings(name)},
+}
+"""Functions whose result costs about as much to make as to read: what they are called with again, and whether that acts on
+elements one by one."""
+_CHEAP_ALONE = {**_CHEAP, F.batch_norm: _without_running_statistics, F.layer_norm: _as_it_is}

@@ -1,0 +1,126 @@
+"""Members that a run keeps, drops or adds: the best epoch of each, and training without those that are inactive."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+
+from hfta_func._tree import concat, leaves, num_models, put, take, tree_map, where
+from hfta_func._types import CheckpointError
+from hfta_func.run.executors import Here, Watch
+from hfta_func.run.history import History, Running, present
+from hfta_func.step.state import TrainState
+
+Mode = Literal["min", "max"]
+
+_FEW = 0.75
+"""The share of members at or below which those left are packed: every new number of members is compiled anew."""
+
+
+def sign_of(mode: str) -> int:
+    """1 where lower values are better, -1 where higher ones are.
+
+    Raises:
+        ValueError: if ``mode`` is neither ``"min"`` nor ``"max"``.
+    """
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode is {mode!r}; it must be 'min' or 'max'")
+    return 1 if mode == "min" else -1
+
+
+def is_better(value: Tensor, best: Tensor, sign: int) -> Tensor:
+    """Where ``value`` is better than ``best``; NaN is never better, and anything else is better than NaN."""
+    return ~value.isnan() & ~(sign * value >= sign * best)
+
+
+class Best:
+    """The state of each member after its own best epoch.
+
+    Args:
+        metric: Name of a metric in the history, or a pair of it and ``"min"`` or ``"max"``.
+    """
+
+    def __init__(self, metric: str | tuple[str, Mode]):
+        self._metric, mode = (metric, "min") if isinstance(metric, str) else metric
+        self._sign = sign_of(mode)
+        self._state: Any = None
+        self._value = torch.empty(0)
+
+    def note(self, state: TrainState, history: History) -> None:
+        """Keep the members whose last epoch was their best."""
+        value = present(history, self._metric)[-1].double()
+        if self._state is None:
+            # Copies, because a step with donate=True writes the state.
+            self._state, self._value = tree_map(torch.clone, state), value
+            return
+        better = is_better(value, self._value, self._sign)
+        self._state = where(better.to(state.active.device), state, self._state)
+        self._value = torch.where(better, value, self._value)
+
+    def follow(self, places: list[int], state: TrainState) -> None:
+        """Go on with the members of ``state``, which were at ``places`` before; -1 for new ones."""
+        if self._state is not None:
+            own = [len(self._value) + number if place < 0 else place for number, place in enumerate(places)]
+            self._state = take(concat([self._state, state]), own)
+            self._value = torch.cat([self._value, self._value.new_full((len(places),), torch.nan)])[own]
+
+    def restored(self, state: TrainState) -> TrainState:
+        """The members as of their best epochs; who is active stays as it is."""
+        return state if self._state is None else self._state._replace(active=state.active)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Value and tensors of the best epochs."""
+        return None if self._state is None else {"value": self._value, "leaves": leaves(self._state)}
+
+    def load_state_dict(self, held: Any, like: TrainState) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        if held is None:
+            return
+        expected = leaves(like)
+        if [leaf.shape[1:] for leaf in held["leaves"]] != [leaf.shape[1:] for leaf in expected]:
+            raise CheckpointError(
+                "the best epochs in the file are not those of this state; start again with another file"
+            )
+        moved = [leaf.to(own.device, own.dtype) for leaf, own in zip(held["leaves"], expected, strict=True)]
+        structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
+        self._state, self._value = optree.tree_unflatten(structure, moved), held["value"]
+
+
+class Compact:
+    """Training of the active members only, as a smaller array, which are put back after each segment."""
+
+    def __init__(self, here: Here):
+        self._here = here
+        self._kept: Tensor | None = None
+        self._within = False
+
+    def follow(self, loader: Any) -> None:
+        """Go on with the batches of another loader, for other members."""
+        self._kept = None
+        self._here.follow(loader)
+
+    def segment(self, state: TrainState, running: Running, limit: int | None, watch: Watch) -> tuple[TrainState, bool]:
+        """See :class:`Segments`."""
+        if not self._within:
+            self._kept = self._choose(state)
+        kept = self._here.kept = self._kept
+        if kept is None:
+            state, ended = self._here.segment(state, running, limit, watch)
+        else:
+            own = Running()
+            few, ended = self._here.segment(take(state, kept), own, limit, watch)
+            running.spread(own, kept, num_models(state))
+            state = put(state, kept, few)
+        self._within = not ended
+        return state, ended
+
+    def _choose(self, state: TrainState) -> Tensor | None:
+        """The members to train; None for all."""
+        active = state.active.nonzero().flatten()
+        kept, count = self._kept, num_models(state)
+        if kept is not None and len(active) > _FEW * len(kept) and bool(torch.isin(active, kept).all()):
+            return kept
+        return active if len(active) <= _FEW * count else None

@@ -1,0 +1,131 @@
+"""Which rows of the data each member of an array has, and in what order it sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func import random
+from hfta_func._types import HyperparameterError
+
+# Negative, to differ from the step numbers that a training step folds in.
+_BAG, _FOLDS = -(2**61) - 2, -(2**61) - 3
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Row numbers of each member, and those held out from it by folds."""
+
+    own: list[Tensor]
+    held_out: list[Tensor] | None = None
+
+    def take(self, members: Sequence[int]) -> Rows:
+        """The rows of some members."""
+        held_out = None if self.held_out is None else [self.held_out[member] for member in members]
+        return Rows([self.own[member] for member in members], held_out)
+
+    def order(self, keys: Tensor, epochs: Tensor | int, count: int, weights: Tensor | None) -> Tensor:
+        """The rows ``[M, count]`` of one epoch.
+
+        A member sees its rows pass after pass, each in a new order, as one stream, of which an epoch is the next ``count``:
+        where it stands depends on no other member.
+        """
+        starts = (epochs * count).tolist() if isinstance(epochs, Tensor) else [epochs * count] * len(self.own)
+        found = []
+        for member, (rows, start) in enumerate(zip(self.own, starts, strict=True)):
+            size = len(rows)
+            passes = torch.arange(start // size, (start + count - 1) // size + 1, device=keys.device)
+            each = random.fold_in(keys[member], passes)
+            if weights is None:
+                order = random.permutation(each, size)
+            else:
+                order = weighted(each, (weights if weights.dim() == 1 else weights[member])[rows], size)
+            found.append(rows[order.flatten()[start % size : start % size + count]])
+        return torch.stack(found)
+
+
+def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, device: torch.device) -> Rows:
+    """Rows as a user gives them.
+
+    Raises:
+        HyperparameterError: if there are not M lists, or one is empty or has a number that is no row.
+    """
+    if not isinstance(rows, Sequence | Tensor) or len(rows) != num_models:
+        what = f"{len(rows)} lists" if hasattr(rows, "__len__") else f"a {type(rows).__qualname__}"
+        raise HyperparameterError(f"rows is {what} for {num_models} models; give one list of row numbers per model")
+    own = []
+    for member, numbers in enumerate(rows):
+        found = torch.as_tensor(numbers, device=device)
+        if found.dim() != 1 or not len(found):
+            raise HyperparameterError(
+                f"model {member}: rows[{member}] is {list(found.shape)}, so the model has no data; give a list of row numbers"
+            )
+        if found.dtype.is_floating_point or found.dtype == torch.bool:
+            raise HyperparameterError(
+                f"model {member}: rows[{member}] is {found.dtype}; give row numbers, such as mask.nonzero().flatten()"
+            )
+        wrong = found[(found < 0) | (found >= count)]
+        if len(wrong):
+            raise HyperparameterError(
+                f"model {member}: row {int(wrong[0])} does not exist; the data has rows 0 to {count - 1}"
+            )
+        own.append(found.long())
+    return Rows(own)
+
+
+def folded(folds: int, num_models: int, count: int, device: torch.device) -> Rows:
+    """Member ``i`` has all rows but those of part ``i % folds``; the parts are the same whatever the members' seeds.
+
+    Raises:
+        HyperparameterError: if there are fewer than two parts, or a part would have no row.
+    """
+    if not isinstance(folds, int) or not 2 <= folds <= count:
+        raise HyperparameterError(
+            f"folds is {folds!r} for {count} rows; it must be an integer from 2 to {count}, so that every part has a row"
+        )
+    order = random.permutation(random.fold_in(random.keys([0], device=device)[0], _FOLDS), count)
+    part = torch.empty_like(order).scatter_(0, order, torch.arange(count, device=device) % folds)
+    parts = [member % folds for member in range(num_models)]
+    # As many of each, since parts differ by a row where the folds do not divide the data.
+    held_out = [(part == own).nonzero().flatten()[: count // folds] for own in parts]
+    return Rows([(part != own).nonzero().flatten() for own in parts], held_out)
+
+
+def bags(keys: Tensor, count: int) -> Tensor:
+    """``[M, count]`` rows drawn with replacement by each member's key."""
+    return random.randint(random.fold_in(keys, _BAG), 0, count, (count,))
+
+
+def weighed(weights: Any, num_models: int, count: int, device: torch.device, rows: Rows | None) -> Tensor:
+    """Weights ``[n]`` or ``[M, n]`` in double precision.
+
+    Raises:
+        HyperparameterError: if they have another shape, one is negative or not finite, or a member has only zeros.
+    """
+    found = torch.as_tensor(weights, dtype=torch.float64, device=device)
+    if found.shape not in ((count,), (num_models, count)):
+        raise HyperparameterError(
+            f"weights is {list(found.shape)} for {num_models} models and {count} rows; give [{count}] or "
+            f"[{num_models}, {count}]"
+        )
+    if not bool((found.isfinite() & (found >= 0)).all()):
+        raise HyperparameterError("weights must be finite and not negative; a row that is never drawn has weight 0")
+    for member, each in enumerate(found.expand(num_models, count)):
+        if not bool((each if rows is None else each[rows.own[member]]).any()):
+            raise HyperparameterError(
+                f"model {member}: all weights of its rows are 0, so the model has no data; give at least one row a weight"
+            )
+    return found
+
+
+def weighted(keys: Tensor, weights: Tensor, count: int) -> Tensor:
+    """``[..., count]`` places drawn with replacement in proportion to weights ``[C]`` or ``[..., C]``."""
+    # Integers, so that sums are the same in any order.
+    share = (weights / weights.amax(-1, keepdim=True) * ((1 << 52) // weights.shape[-1])).ceil().to(torch.int64)
+    edges = share.cumsum(-1).expand(*keys.shape, -1).contiguous()
+    drawn = (random.uniform(keys, (count,), dtype=torch.float64) * edges[..., -1:]).to(torch.int64)
+    return torch.searchsorted(edges, drawn, right=True)

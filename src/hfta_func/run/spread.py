@@ -1,0 +1,168 @@
+"""An array in the hands of an executor, and the choice of who trains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from hfta_func._tree import concat, num_models, take, tree_map
+from hfta_func.run import background
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.executors import Executor, Here, Segments, Step, Watch
+from hfta_func.run.history import Running
+from hfta_func.run.part import cpu, own, speed
+from hfta_func.run.processes import cores
+from hfta_func.run.workers import Workers, check_same, renumbered, shares
+from hfta_func.step.state import TrainState
+
+_TRIAL = 0.5
+"""Seconds in which steps are timed to choose a number of processes."""
+
+
+class Segment:
+    """Trains a segment of a part of the members: what is sent to workers.
+
+    Args:
+        step: The training step.
+        loader: The loader of all members, if it deals to parts of them.
+        kind: Type of the device to train on.
+        compile: Whether the step is compiled while it trains.
+    """
+
+    label = "the step or the loader"
+
+    def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
+        self._step = background.compile(step) if compile else step
+        self._loader, self._kind = loader, kind
+
+    def __call__(
+        self, state: TrainState, part: tuple[int, int], position: Any, batches: list[Any] | None, limit: int | None
+    ) -> dict[str, Any]:
+        """Train, on the loader's batches from a position or on those given."""
+        loader: Any = batches
+        if self._loader is not None:
+            loader = self._loader.part(*part)
+            loader.load_state_dict(position)
+        running = Running()
+        state = tree_map(lambda leaf: leaf.to(self._kind), state)
+        state, ended = Here(self._step, loader, ()).segment(state, running, limit, Watch())
+        position = None if self._loader is None else loader.state_dict()
+        found = tree_map(cpu, running.state_dict())
+        return {"state": tree_map(cpu, state), "ended": ended, "running": found, "position": position}
+
+
+class Spread:
+    """The :class:`Segments` of an array that an executor trains, a part of the members in each call.
+
+    Progress is seen, and Ctrl-C heeded, after every segment.
+
+    Args:
+        step: The training step.
+        batches: What is left of the first epoch.
+        loader: All later epochs.
+        executor: Who trains.
+        compile: Whether the step is compiled while it trains.
+    """
+
+    def __init__(self, step: Step, batches: Any, loader: Any, executor: Executor, compile: bool):
+        self._step, self._loader, self._executor, self._compile = step, loader, executor, compile
+        self._dealt = isinstance(loader, ArrayLoader)
+        self._left = None if self._dealt else [*batches]
+        self._function: Segment | None = None
+
+    def __enter__(self) -> Spread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.forget()
+
+    def segment(self, state: TrainState, running: Running, limit: int | None, watch: Watch) -> tuple[TrainState, bool]:
+        """See :class:`Segments`."""
+        watch.begin()
+        device = state.keys.device
+        if self._function is None:
+            self._function = Segment(self._step, self._loader if self._dealt else None, device.type, self._compile)
+            self._like = state
+        check_same(state, self._like)
+        if not self._dealt and self._left is None:
+            self._left = [*self._loader]
+        size = num_models(state)
+        parts = shares(size, min(self._executor.count, size))
+        position = self._loader.state_dict() if self._dealt else None
+        dims, calls = getattr(self._step, "batch_dims", 0), {}
+        for low, high in parts:
+            batches = None if self._dealt else [own(batch, dims, low, high) for batch in (self._left or [])[:limit]]
+            mine = take(state, slice(low, high))
+            order = {"part": (low, high), "position": position, "batches": batches, "limit": limit}
+            calls[self._executor.submit(self._function, state=mine, **order)] = low
+        answers: dict[int, Any] = {}
+        while len(answers) < len(parts):
+            number, answer = self._executor.wait()
+            low = calls[number]
+            if isinstance(answer, Exception):
+                raise renumbered(answer, low)
+            answers[low] = answer
+        found = [answers[low] for low, _ in parts]
+        done = found[0]["running"]["batches"]
+        running.join([
+            {**answer["running"], **{name: _on(answer["running"][name], device) for name in ("sums", "failed")}}
+            for answer in found
+        ])  # fmt: skip
+        if self._dealt:
+            self._loader.load_state_dict(found[0]["position"])
+        ended = all(answer["ended"] for answer in found)
+        if self._left is not None:
+            self._left = None if ended else self._left[done:]
+        for _ in range(done):
+            watch.tick()
+        after = concat([answer["state"] for answer in found]) if len(found) > 1 else found[0]["state"]
+        return tree_map(lambda leaf: leaf.to(device), after), ended
+
+
+def _on(values: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: value.to(device) for name, value in values.items()}
+
+
+def choose(
+    step: Step,
+    state: TrainState,
+    batches: Any,
+    loader: Any,
+    workers: int | Literal["auto"] | None,
+    compile: bool,
+    steps: int | None = None,
+    executor: Executor | None = None,
+) -> Segments | Workers:
+    """Who trains: this process, an executor, or as many processes as asked for; ``"auto"`` measures which is faster.
+
+    Raises:
+        ValueError: if there are more workers than members or processors, or an executor besides.
+    """
+    if executor is not None:
+        if workers is not None:
+            raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
+        return Spread(step, batches, loader, executor, compile)
+    here = Here(background.compile(step, steps=steps) if compile else step, batches, loader)
+    if workers is None or workers == 1:
+        return here
+    most = {"members": num_models(state)}
+    if state.keys.device.type == "cpu":
+        most["processors that this process may use"] = len(cores())
+    count = min(most.values()) if workers == "auto" else workers
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"workers is {workers!r}; it must be at least 1, 'auto', or None for this process")
+    for what, number in most.items():
+        if count > number:
+            raise ValueError(f"workers is {count}, more than the {number} {what}; pass at most {number}, or 'auto'")
+    if workers == "auto" and (count == 1 or not isinstance(loader, ArrayLoader | Sequence) or batches is not loader):
+        return here
+    crew = Workers(step, state, batches, loader, count, compile)
+    if workers == "auto":
+        first = next(iter(copy.copy(loader)))
+        if crew.speed(_TRIAL, first) <= speed(step, state, first, _TRIAL):
+            crew.__exit__()
+            return here
+    return crew

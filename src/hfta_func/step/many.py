@@ -1,0 +1,50 @@
+"""Several steps in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._torch import Compiled
+from hfta_func._tree import leaves, tree_map
+from hfta_func._types import BatchError, Tree
+from hfta_func.step.state import TrainState
+
+
+class ManySteps(Compiled):
+    """``many(state, batches) -> (state, metrics)``, see :attr:`TrainStep.many`."""
+
+    def __init__(self, step: Callable[[TrainState, Tree], tuple[TrainState, dict[str, Tensor]]]):
+        self._step = step
+
+    def __reduce__(self) -> Any:
+        return ManySteps, (self._step,)
+
+    def __call__(self, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
+        """Take a step with each batch in turn.
+
+        Args:
+            state: The state before the first one.
+            batches: Batches stacked along a new first axis: every leaf ``[K, M, N, ...]``, or ``[K, N, ...]`` of what members
+                share.
+
+        Returns:
+            The state after the last one, and the metrics of all, each ``[K, M, ...]``.
+
+        Raises:
+            BatchError: if the leaves do not have the same number of batches.
+            Exception: what the step raises.
+        """
+        counts = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves(batches)}
+        if len(counts) != 1 or 0 in counts:
+            raise BatchError(
+                f"the batches have {sorted(counts)} as their first axes; stack as many batches in every leaf, [K, M, N, ...]"
+            )
+        found = []
+        for place in range(counts.pop()):
+            state, metrics = self._step(state, tree_map(lambda leaf, place=place: leaf[place], batches))
+            found.append(metrics)
+        return state, {name: torch.stack([metrics[name] for metrics in found]) for name in found[0]}

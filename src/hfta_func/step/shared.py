@@ -1,0 +1,86 @@
+"""Parameters that all members share and train: where they start, whether a state has them, and their update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func._tree import difference, per_model
+from hfta_func._types import HyperparameterError, Params, Shared, StackError, StateError
+from hfta_func.models.frozen import shared_of
+from hfta_func.optim._base import GradientTransformation, renew
+from hfta_func.step.gradients import Found
+from hfta_func.step.state import TrainState
+
+
+class Sharing:
+    """The shared parameters of a step.
+
+    Args:
+        model: The model that gives their first values.
+        paths: What ``shared_params`` names; empty if members share nothing that is trained.
+        optimizer: What updates them.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], optimizer: GradientTransformation):
+        self.paths = frozenset(shared_of(model, paths))
+        self._optimizer = optimizer
+        if self.paths and self.paths >= {path for path, param in model.named_parameters() if param.requires_grad}:
+            raise StackError(
+                "shared_params leaves members no trained parameter of their own, so that they would be one model; name fewer"
+            )
+
+    def init(self, model: nn.Module, device: torch.device) -> Shared | tuple[()]:
+        """Copies of the model's parameters and their optimizer's state; ``()`` if nothing is shared."""
+        if not self.paths:
+            return ()
+        own = dict(model.named_parameters())
+        params = {path: own[path].detach().to(device, copy=True) for path in own if path in self.paths}
+        try:
+            return Shared(params, self._optimizer.init(_as_one(params)))
+        except HyperparameterError as error:
+            raise HyperparameterError(
+                f"{error} - the shared parameters are an array of one model; pass shared_optimizer with numbers for them"
+            ) from None
+
+    def check(self, state: TrainState) -> None:
+        """Raise a StateError unless the state shares what the step does."""
+        shared = state.shared
+        held = shared.params if isinstance(shared, Shared) else {}
+        if held.keys() != self.paths:
+            path = min(held.keys() ^ self.paths)
+            has, needs = ("shares", "does not") if path in held else ("does not share", "does")
+            raise StateError(
+                f"the state {has} '{path}' among its members but this step {needs}; make a state with step.init(...)"
+            )
+        if isinstance(shared, Shared):
+            meta = {path: param.to("meta") for path, param in _as_one(held).items()}
+            found = difference(
+                *(shared.opt_state, self._optimizer.init(meta), "state.shared.opt_state"),
+                *("the state", "this step's shared_optimizer"),
+            )
+            if found is not None:
+                raise StateError(f"the state belongs to another optimizer: {found}; make a state with step.init(...)")
+
+    def update(self, state: TrainState, found: Found, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
+        """One update by the sum of the gradients of members where ``keep`` holds; none if it holds nowhere."""
+        shared = state.shared
+        if not isinstance(shared, Shared):
+            return ()
+        grads = found.shared
+        if keep is not None and not found.summed:
+            # Not a product, since 0 times NaN is NaN.
+            grads = {path: torch.where(per_model(keep, grad).bool(), grad, 0) for path, grad in grads.items()}
+        if not found.summed:
+            grads = {path: grad.sum(0, keepdim=True) for path, grad in grads.items()}
+        any_kept = None if keep is None else keep.any().reshape(1)
+        params, opt_state = renew(
+            self._optimizer, grads, shared.opt_state, _as_one(shared.params), any_kept, donate=donate
+        )
+        return Shared({path: param[0] for path, param in params.items()}, opt_state)
+
+
+def _as_one(params: Params) -> Params:
+    return {path: param[None] for path, param in params.items()}

@@ -1,0 +1,139 @@
+"""Arrays that train, in this process or in workers; those that raise are halved, so that members fail alone."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import hfta_func as hfta
+from hfta_func.run.executors import Executor, Inline
+from hfta_func.tune.groups import Group
+from hfta_func.tune.training import Segment
+
+_log = logging.getLogger("hfta_func.tune")
+
+
+class Trained(NamedTuple):
+    """What became of an array: metrics by member and epoch, seconds by member, states, and errors of those that failed."""
+
+    group: Group
+    numbers: tuple[int, ...]
+    metrics: dict[int, list[dict[str, float]]]
+    seconds: dict[int, float]
+    states: list[tuple[tuple[int, ...], Any]]
+    errors: dict[int, Exception]
+    interrupted: bool
+
+
+class Flight(NamedTuple):
+    """An array that trains: whose, who, from which epochs, and for how many more."""
+
+    group: Group
+    numbers: tuple[int, ...]
+    starts: Mapping[int, int]
+    epochs: int
+    calls: dict[int, tuple[int, ...]]
+    """The calls that train it or its halves, and who is in each."""
+    trained: Trained
+
+
+class Flights:
+    """All arrays that train.
+
+    Args:
+        executor: Who trains them.
+    """
+
+    def __init__(self, executor: Executor):
+        self.executor = executor
+        self.under_way: list[Flight] = []
+
+    @property
+    def room(self) -> int:
+        """How many more arrays could train now."""
+        return max(0, self.executor.count - sum(len(flight.calls) for flight in self.under_way))
+
+    @property
+    def members(self) -> set[int]:
+        """Who trains."""
+        return {number for flight in self.under_way for number in flight.numbers}
+
+    def start(self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int) -> None:
+        """Have an array trained."""
+        trained = Trained(group, numbers, {}, {}, [], {}, False)
+        flight = Flight(group, numbers, starts, epochs, {}, trained)
+        self._call(flight, numbers)
+        self.under_way.append(flight)
+
+    def _call(self, flight: Flight, numbers: Sequence[int]) -> None:
+        order = flight.group.order(numbers, flight.starts, flight.epochs)
+        call = self.executor.submit(flight.group.trainer, **order)
+        flight.calls[call] = tuple(numbers)
+        _log.info("members %s train for %d epochs, call %d", spans(numbers), flight.epochs, call)
+
+    def wait(self) -> Trained:
+        """Wait until any array has trained."""
+        while True:
+            call, answer = self.executor.wait()
+            flight = next(one for one in self.under_way if call in one.calls)
+            numbers, trained = flight.calls.pop(call), flight.trained
+            if isinstance(answer, Exception):
+                _log.info("members %s: %s: %s", spans(numbers), type(answer).__name__, answer)
+                if len(numbers) == 1:
+                    trained.errors[numbers[0]] = answer
+                else:
+                    self._halve(flight, numbers, answer)
+            else:
+                _note(trained, numbers, answer)
+                if answer.interrupted:
+                    # Ctrl-C ends both halves of an array.
+                    self.stop()
+                    return trained._replace(metrics={}, seconds={}, states=[], errors={}, interrupted=True)
+            if not flight.calls:
+                self.under_way = [one for one in self.under_way if one is not flight]
+                return trained
+
+    def _halve(self, flight: Flight, numbers: tuple[int, ...], error: Exception) -> None:
+        half = -(-len(numbers) // 2)
+        if hfta.is_out_of_memory(error):
+            warnings.warn(
+                f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead",
+                stacklevel=2,
+            )
+            flight.group.limit = half
+        error.__traceback__ = None
+        for part in (numbers[:half], numbers[half:]):
+            self._call(flight, part)
+
+    def stop(self) -> None:
+        """Forget what trains."""
+        self.under_way.clear()
+        self.executor.forget()
+
+    def land(self) -> None:
+        """Forget what trains, and train in this process from now on."""
+        self.stop()
+        self.executor = Inline()
+
+
+def _note(trained: Trained, numbers: tuple[int, ...], segment: Segment) -> None:
+    for place, number in enumerate(numbers):
+        trained.metrics[number] = [
+            {name: values[place] for name, values in metrics.items()} for metrics in segment.epochs
+        ]
+        trained.seconds[number] = segment.seconds / len(numbers)
+    trained.states.append((numbers, segment.state))
+    _log.info("members %s have trained %.2f s", spans(numbers), segment.seconds)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Numbers in few words: ``"0-3, 7"``."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)

@@ -1,0 +1,111 @@
+"""What trains the members of an architecture, in this process or in a worker's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+
+Build = Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], "Array"]
+"""``build(fixed, members) -> Array``: makes the members of an array."""
+
+
+class Array(NamedTuple):
+    """What trains an array: the arguments of :func:`hfta_func.fit`.
+
+    Args:
+        step: A training step, compiled or not, that works for any number of members.
+        state: ``step.init(...)`` of the members asked for, in their order.
+        loader: An :class:`~hfta_func.ArrayLoader` for these members, or, for steps with ``batch_dims=None``, any
+            iterable over the batches of an epoch.
+        evaluate: ``evaluate(state) -> metrics`` after every epoch, for any number of members.
+        model: Any module of the architecture, which exported models are made of.
+    """
+
+    step: Callable[[Any, Any], tuple[Any, dict[str, Tensor]]]
+    state: Any
+    loader: Iterable[Any]
+    evaluate: Callable[[Any], dict[str, Tensor]] | None = None
+    model: nn.Module | None = None
+
+
+class Segment(NamedTuple):
+    """What a call of :class:`Trainer` yields: the state, metrics of every epoch with a value per member, and seconds."""
+
+    state: Any
+    epochs: list[dict[str, list[float]]]
+    seconds: float
+    interrupted: bool
+
+
+class Trainer:
+    """Trains members of one architecture; a copy in another process builds the step, loader and data there.
+
+    Args:
+        build: See :data:`Build`.
+        fixed: The values of the non-fusible names.
+    """
+
+    label = "build"
+
+    def __init__(self, build: Build, fixed: Mapping[str, Any]):
+        self.build, self.fixed = build, dict(fixed)
+        self.array: Array | None = None
+        self.first: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The array is built where it is used; what could not be sent may be in it.
+        return {**self.__dict__, "array": None}
+
+    def __call__(self, state: Any, keys: Tensor | None, starts: Sequence[int], epochs: int, size: int) -> Segment:
+        """Train for some more epochs.
+
+        Args:
+            state: The members' state, which is not written.
+            keys: The members' keys for the loader, unless all see the same batches.
+            starts: The epoch in which each member starts.
+            epochs: How many.
+            size: How many members the array has, at least as many as there are; those besides are inactive.
+        """
+        if self.array is None:
+            row = {name: [value] for name, value in self.first.items() if name not in self.fixed}
+            self.array = self.build(dict(self.fixed), row)
+        step, like, loader, evaluate, _ = self.array
+        count = len(starts)
+        state = moved(state, like.keys.device)
+        # A step that writes its state must not write what is needed if it fails.
+        places = [*range(count)] + [0] * (size - count)
+        if size > count or getattr(getattr(step, "options", None), "donate", True):
+            state = hfta.take(state, places)
+        if size > count:
+            active = state.active.clone()
+            active[count:] = False
+            state = state._replace(active=active)
+        if isinstance(loader, hfta.ArrayLoader):
+            if keys is None:
+                loader.load_state_dict({"epoch": starts[0], "batches": 0})
+            else:
+                loader = loader.of_members(keys[places], [starts[place] for place in places])
+        began = time.perf_counter()
+        state, history = hfta.fit(step, state, loader, epochs=epochs, evaluate=evaluate, progress=False)
+        seconds = time.perf_counter() - began
+        if size > count:
+            state = hfta.take(state, slice(count))
+        found = [
+            {name: values[:count].tolist() for name, values in metrics.items() if values.dim() == 1}
+            for metrics in history.epochs
+        ]
+        return Segment(state, found, seconds, history.interrupted)
+
+
+def moved(state: Any, device: torch.device) -> Any:
+    """A state on a device: the same one if it is there already."""
+    if all(leaf.device == device for leaf in optree.tree_leaves(state)):
+        return state
+    return optree.tree_map(lambda leaf: leaf.to(device), state)

@@ -1,0 +1,199 @@
+"""Adapters of peft over one base: each member of an array is the run that peft makes alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hfta_func as hfta
+
+pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
+transformers = pytest.importorskip("transformers")
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+]
+LR = [1e-2, 3e-3, 1e-3]
+stack = hfta.stack_adapters
+ATTENTION = r".*attn\.c_attn"
+
+
+def make_base(dtype=torch.float64):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).to(dtype).train()
+
+
+def lora(r=2, alpha=4, target_modules=ATTENTION, **options):
+    return LoraConfig(r=r, lora_alpha=alpha, target_modules=target_modules, fan_in_fan_out=True, **options)
+
+
+def loss_fn(model, tokens):
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return F.cross_entropy(logits[:, -tokens.shape[1] : -1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_batches(count, members=3):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(32, (count, members, 2, 6), generator=generator)
+
+
+def double(tree):
+    return {path: leaf.double() for path, leaf in tree.items()}
+
+
+def solo(base, config, seed):
+    torch.manual_seed(seed)
+    model = get_peft_model(copy.deepcopy(base), copy.deepcopy(config)).train()
+    for param in model.parameters():
+        param.data = param.data.double()
+    return model
+
+
+def train(adapters, batches, lr=LR):
+    step = hfta.make_train_step(adapters.model, loss_fn, hfta.adamw(lr=lr), share_frozen=True)
+    seeds = range(len(adapters.configs))
+    state = step.init(double(adapters.params), double(adapters.buffers), seeds=seeds)
+    for batch in batches:
+        state, _ = step(state, batch)
+    return step, state
+
+
+CONFIGS = {
+    "equal": [lora(), lora(), lora()],
+    "ranks, alphas and targets": [
+        *(lora(1, 2), lora(4, 16, use_rslora=True)),
+        lora(3, 8, r".*(attn\.c_proj|mlp\.c_fc)", rank_pattern={"c_fc": 2}, alpha_pattern={"c_fc": 1}),
+    ],
+    "ia3": [IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True)] * 3,
+    "prompts": [PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")] * 3,
+    "dora": [lora(2, use_dora=True), lora(3, use_dora=True), lora(1, use_dora=True)],
+    "biases of LoRA's own": [
+        *(lora(2, 3, lora_bias=True), lora(1, 5, r".*mlp\.c_fc", lora_bias=True)),
+        lora(3, 2, lora_bias=True, init_lora_weights=False),
+    ],
+    "biases and a head": [lora(r, bias="lora_only", modules_to_save=["ln_f"]) for r in (1, 2, 3)],
+}
+
+
+# peft takes biases of LoRA's own for parts of matrices when it saves them.
+@pytest.mark.filterwarnings("ignore:Adapter 'default'.*LoRA tensor")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_are_the_runs_of_peft_alone(name, tmp_path):
+    base, configs = make_base(), CONFIGS[name]
+    before = copy.deepcopy(base.state_dict())
+    adapters = hfta.stack_adapters(base, configs, seeds=range(3))
+    batches = make_batches(6)
+    _, state = train(adapters, batches)
+    for member, config in enumerate(configs):
+        model = solo(base, config, member)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LR[member])
+        for batch in batches[:, member]:
+            loss_fn(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        exported = adapters.export(state, member)
+        alone = dict(model.named_parameters())
+        assert alone.keys() == dict(exported.named_parameters()).keys()
+        for path, param in exported.named_parameters():
+            torch.testing.assert_close(param, alone[path], rtol=1e-10, atol=1e-12)
+        if member == 1:
+            exported.save_pretrained(tmp_path)
+            loaded = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path)).double()
+            torch.testing.assert_close(loaded(batches[0, 0]).logits, model.eval()(batches[0, 0]).logits)
+            again = hfta.stack_adapters(base, [str(tmp_path)])
+            kept = {path: leaf for path, leaf in adapters.take([1]).export(hfta.take(state, [1]), 0).named_parameters()}
+            for path, leaf in again.model.named_parameters():
+                torch.testing.assert_close(leaf.double(), kept[path], rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(leaf, before[path]) for path, leaf in base.state_dict().items())
+    frozen = {id(p) for p in base.parameters()}
+    assert sum(id(p) in frozen for p in adapters.model.parameters()) >= len(frozen) - (2 if "biases" in name else 0)
+
+
+def test_one_model_with_many_adapters_and_many_models_with_one():
+    base = make_base(torch.float32)
+    many = get_peft_model(copy.deepcopy(base), lora(2), adapter_name="first")
+    many.add_adapter("second", lora(3, 6))
+    one = hfta.stack_adapters(many)
+    models = [get_peft_model(copy.deepcopy(base), lora(2)), get_peft_model(copy.deepcopy(base), lora(3, 6))]
+    other = hfta.stack_adapters(models)
+    assert one.params.keys() == other.params.keys() and list(one.buffers) == list(other.buffers)
+    path = next(iter(one.params))
+    assert one.params[path].shape[:2] == (2, 3) and not one.params[path][0, 2:].any()
+    layer = many.base_model.model.transformer.h[0].attn.c_attn
+    assert torch.equal(one.params[path][1], layer.lora_A["second"].weight)
+    with torch.no_grad():
+        models[1].base_model.model.transformer.wpe.weight[2, 3] += 0.25
+    with pytest.raises(hfta.StackError, match=r"model 1: the frozen 'transformer.wpe.weight' .* up to 0.25"):
+        hfta.stack_adapters(models)
+
+
+def test_dropout_of_each_member():
+    base = nn.Sequential(nn.Linear(64, 64))
+    configs = [LoraConfig(r=2, target_modules=["0"], lora_dropout=p, init_lora_weights=False) for p in (0.0, 0.5, 0.9)]
+    adapters = hfta.stack_adapters(base, configs, seeds=[0, 0, 0])
+    kept = []
+    adapters.model.base_model.model[0].lora_A["default"].register_forward_pre_hook(lambda m, args: kept.append(args[0]))
+
+    def loss_fn(model, x):
+        kept.clear()
+        model(x)
+        return kept[0].sum(), {"kept": (kept[0] != 0).double().mean(), "most": kept[0].max()}
+
+    step = hfta.make_train_step(adapters.model, lambda m, x: m(x).sum(), hfta.sgd(lr=0.1), share_frozen=True)
+    run = hfta.make_train_step(
+        adapters.model, lambda m, x: _with_sum(m, x, loss_fn), hfta.sgd(lr=0.1), share_frozen=True
+    )
+    state = step.init(adapters.params, adapters.buffers, seeds=[0, 1, 2])
+    _, metrics = run(state, torch.ones(3, 8, 64))
+    torch.testing.assert_close(metrics["kept"], torch.tensor([1, 0.5, 0.1]).double(), rtol=0, atol=0.1)
+    torch.testing.assert_close(metrics["most"], torch.tensor([1.0, 2.0, 10.0]))
+
+
+def _with_sum(model, x, func):
+    _, metrics = func(model, x)
+    return model(x).sum(), metrics
+
+
+def test_padding_stays_zero():
+    adapters = hfta.stack_adapters(make_base(), [lora(1), lora(2), lora(4)], seeds=range(3))
+    _, state = train(adapters, make_batches(3))
+    for path, leaf in state.params.items():
+        part = leaf[0][1:] if "lora_A" in path else leaf[0][:, 1:]
+        assert part.shape.numel() > 0 and not part.any()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda base: stack(base, []), "no adapters"),
+        (lambda base: stack(base, [lora()], seeds=[1, 2]), "2 seeds but 1 adapters"),
+        (lambda base: stack(base, [lora(), lora(target_modules=["nowhere"])]), "adapter 1 does not fit the base"),
+        (lambda base: stack(base, [lora(), 3]), "adapter 1 is a int"),
+        (lambda base: stack(base, [lora(), CONFIGS["ia3"][0]]), "adapter 1 has .* but adapter 0"),
+        (lambda base: stack(base, [lora(), lora(bias="all")]), "adapter 1 has bias='all' but adapter 0 has 'none'"),
+        (lambda base: stack(base, [lora(init_lora_weights="pissa")]), "adapter 0 has init_lora_weights='pissa'"),
+        (lambda base: stack(base, [lora(use_dora=True), lora(target_modules=["c_fc"], use_dora=True)]), "target_mod"),
+        (lambda base: stack([base]), "model 0 is a GPT2LMHeadModel; pass models of peft"),
+        (lambda base: stack([], None), "no models"),
+    ],
+)  # fmt: skip
+def test_bad_adapters(call, message):
+    with pytest.raises((hfta.StackError, hfta.HyperparameterError), match=message):
+        call(make_base(torch.float32))
+
+
+def test_states_of_other_adapters_are_refused():
+    adapters = hfta.stack_adapters(make_base(), [lora(1), lora(2)], seeds=[0, 1])
+    _, state = train(adapters, make_batches(1, 2), LR[:2])
+    with pytest.raises(hfta.StackError, match=r"holds 1 members .* 2 adapters .*take"):
+        adapters.export(hfta.take(state, [1]), 0)
+    with pytest.raises(hfta.StackError, match="member 5 does not exist"):
+        adapters.export(state, 5)
+    assert adapters.export(state, -1).peft_config["default"].r == 2

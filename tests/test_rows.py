@@ -1,0 +1,157 @@
+"""Rows of each member's own: lists of unequal length, bags, folds and weights, the same alone as in an array."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hfta_func as hfta
+
+ROWS = 11
+DATA = {"x": torch.arange(ROWS * 2.0, dtype=torch.float64).reshape(ROWS, 2), "row": torch.arange(ROWS)}
+SEEDS = [4, 9, 4, 2]
+OWN = [[0, 3, 5], [10, 9, 8, 7, 6, 5, 4], torch.tensor([2]), range(ROWS)]
+WEIGHTS = torch.tensor([0, 1, 0, 0, 2, 0, 0, 0, 0, 1, 0.0])
+WAYS = {
+    "rows": {"rows": OWN},
+    "bootstrap": {"bootstrap": True},
+    "folds": {"folds": 3},
+    "weights": {"weights": WEIGHTS},
+    "weights each": {"weights": torch.arange(4 * ROWS).reshape(4, ROWS)},
+    "rows and weights": {"rows": OWN, "weights": 1 + WEIGHTS},
+}
+
+
+def loader(way, **options):
+    return hfta.ArrayLoader(DATA, 4, seeds=SEEDS, **WAYS[way], **options)
+
+
+def seen(loader, epochs):
+    """``[M, rows seen]``, epoch after epoch."""
+    return torch.cat([batch["row"] for epoch in range(epochs) for batch in loader.batches(epoch)], dim=1)
+
+
+def test_members_see_their_own_rows_pass_after_pass():
+    dealt = loader("rows")
+    found = seen(dealt, 7)
+    assert len(dealt) == 3 and found.shape == (4, 7 * 3 * 4)
+    orders = set()
+    for own, rows in zip(OWN, found.tolist(), strict=True):
+        for start in range(0, len(rows) - len(own) + 1, len(own)):
+            assert sorted(rows[start : start + len(own)]) == sorted(torch.as_tensor(own).tolist())
+            orders.add(tuple(rows[start : start + len(own)]))
+    assert len(orders) > 20
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_member_alone_sees_the_same(way):
+    whole = loader(way)
+    found = seen(whole, 4)
+    for index in ([2], [3, 0], slice(1, 3)):
+        assert torch.equal(seen(whole.take(index), 4), found[index])
+    assert torch.equal(seen(whole.part(1, 4), 2), found[1:, : seen(whole, 2).shape[1]])
+    for member, seed in enumerate(SEEDS):
+        if way in ("rows", "bootstrap", "weights"):
+            own = {"rows": [OWN[member]]} if way == "rows" else WAYS[way]
+            alone = seen(hfta.ArrayLoader(DATA, 4, seeds=[seed], **own), 4)[0]
+            assert torch.equal(alone, found[member][: len(alone)])
+    assert torch.equal(found[0], found[2]) == (way in ("bootstrap", "weights"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_epoch_goes_on_where_it_was_left(way):
+    whole, other = loader(way), loader(way)
+    batches = [batch for _ in range(3) for batch in whole]
+    other.load_state_dict({"epoch": 1, "batches": 1})
+    rest = [*other, *other]
+    assert all(torch.equal(a["row"], b["row"]) for a, b in zip(batches[len(whole) + 1 :], rest, strict=True))
+
+
+def test_a_bag_is_the_same_in_every_epoch():
+    found = seen(loader("bootstrap"), 2).reshape(4, 2, ROWS).sort(-1).values
+    assert torch.equal(found[:, 0], found[:, 1])
+    assert all(len(set(bag)) < ROWS for bag in found[:, 0].tolist())
+    many = hfta.ArrayLoader(torch.arange(200), 200, seeds=range(50), bootstrap=True)
+    share = torch.stack([torch.tensor(len(set(bag)) / 200) for bag in next(iter(many)).tolist()]).mean()
+    assert abs(share - 0.632) < 0.02
+    # Other members have bags of their own.
+    assert torch.equal(seen(loader("bootstrap").of_members(torch.tensor([9])), 2), seen(loader("bootstrap"), 2)[1:2])
+
+
+def test_folds_part_the_data():
+    whole = loader("folds")
+    held_out = whole.held_out()["row"]
+    assert held_out.shape == (4, ROWS // 3)
+    for member in range(4):
+        trained = set(seen(whole, 3)[member].tolist())
+        assert trained.isdisjoint(held_out[member].tolist()) and len(trained) in (7, 8)
+    assert torch.equal(held_out[0], held_out[3]) and len(set(held_out[:3].flatten().tolist())) == 9
+    assert torch.equal(whole.take([2, 1]).held_out()["row"], held_out[[2, 1]])
+    # Whatever the seeds.
+    assert torch.equal(hfta.ArrayLoader(DATA, 4, seeds=[1, 1, 1, 1], folds=3).held_out()["row"], held_out)
+
+
+def test_weights_are_proportions():
+    rows = torch.arange(5)
+    weights = torch.tensor([[0, 1, 2, 0, 1], [1, 0, 0, 0, 0.0]])
+    found = seen(hfta.ArrayLoader({"row": rows}, 5, seeds=[1, 2], weights=weights), 2000)
+    shares = torch.stack([(found == row).double().mean(1) for row in rows], 1)
+    torch.testing.assert_close(shares, (weights / weights.sum(1, keepdim=True)).double(), atol=0.02, rtol=0)
+    assert shares[0, 0] == shares[0, 3] == 0 and shares[1, 0] == 1
+
+
+def test_members_train_as_they_do_alone():
+    """Batches of rows of their own, through fit."""
+    step = hfta.make_train_step(
+        nn.Linear(2, 1).double(),
+        lambda model, batch: F.mse_loss(model(batch["x"] / 20), batch["x"][:, :1]),
+        hfta.sgd(lr=0.1),
+    )
+    params = hfta.init_params(lambda: nn.Linear(2, 1).double(), SEEDS)
+    whole = loader("rows")
+    together, _ = hfta.fit(step, step.init(*params, seeds=SEEDS), whole, epochs=3, progress=False)
+    for member, seed in enumerate(SEEDS):
+        alone = hfta.ArrayLoader(DATA, 4, seeds=[seed], rows=[OWN[member]])
+        state = step.init(*hfta.take(params, member), seeds=[seed])
+        for batch in itertools.islice(itertools.chain.from_iterable(alone.batches(epoch) for epoch in range(9)), 9):
+            state, _ = step(state, batch)
+        torch.testing.assert_close(state.params, hfta.take(together.params, member), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": [[0], [1]]}, "rows is 2 lists for 4 models"),
+        ({"rows": [[0], [1], [], [2]]}, r"model 2: rows\[2\] is \[0\], so the model has no data"),
+        ({"rows": [[0], [1], [2], [11]]}, "model 3: row 11 does not exist; the data has rows 0 to 10"),
+        ({"rows": [[0], [1], [-1], [2]]}, "model 2: row -1 does not exist"),
+        ({"rows": [[0], [1.5], [1], [2]]}, r"model 1: rows\[1\] is torch.float32; give row numbers"),
+        ({"rows": torch.ones(4, 11, dtype=torch.bool)}, "give row numbers, such as mask"),
+        ({"folds": 12}, "folds is 12 for 11 rows; it must be an integer from 2 to 11, so that every part has a row"),
+        ({"folds": 1}, "from 2 to 11"),
+        ({"folds": 2.0}, "it must be an integer"),
+        ({"folds": 3, "bootstrap": True}, "bootstrap and folds both say which rows a model has"),
+        ({"weights": WEIGHTS, "bootstrap": True}, "bootstrap and weights both say"),
+        ({"weights": [1.0, 2.0]}, r"weights is \[2\] for 4 models and 11 rows; give \[11\] or \[4, 11\]"),
+        ({"weights": -WEIGHTS}, "finite and not negative"),
+        ({"weights": WEIGHTS.log()}, "finite and not negative"),
+        ({"weights": torch.zeros(11)}, "model 0: all weights of its rows are 0"),
+        ({"weights": WEIGHTS, "rows": [[1], [0, 2], [4], [9]]}, "model 1: all weights of its rows are 0"),
+        ({"folds": 3, "shuffle": False}, "leave out shuffle=False"),
+    ],
+)
+def test_bad_input(options, message):
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        hfta.ArrayLoader(DATA, 4, seeds=SEEDS, **options)
+
+
+def test_bad_uses():
+    with pytest.raises(hfta.HyperparameterError, match="leave out shared=True"):
+        hfta.ArrayLoader(DATA, 4, shared=True, bootstrap=True)
+    with pytest.raises(hfta.HyperparameterError, match="only folds hold rows out"):
+        loader("rows").held_out()
+    for way in ("rows", "folds", "weights each"):
+        with pytest.raises(hfta.HyperparameterError, match="make a loader for them"):
+            loader(way).of_members(torch.tensor([1, 2]))

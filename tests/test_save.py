@@ -1,0 +1,201 @@
+"""``save="less"``: what cheap functions can make again is not kept for the backward pass, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from hfta_func.calls.recall import Recalls, cheap
+from hfta_func.run.memory import peak_bytes
+
+DIM = 8
+
+
+class Encoder(nn.Module):
+    """Normalisation, attention with dropout, and GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, 2, 4 * DIM, 0.2, "gelu", batch_first=True)
+        self.layers, self.norm = nn.TransformerEncoder(layer, 2), nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layers(x))
+
+
+class Convolutions(nn.Module):
+    """One normalisation used twice, ReLU in place and not, dropout of channels, and the largest elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(DIM, DIM, 1), nn.Conv1d(DIM, DIM, 1)
+        self.norm, self.relu, self.drop = nn.BatchNorm1d(DIM), nn.ReLU(inplace=True), nn.Dropout1d(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x.mT)).relu()
+        x = self.drop(self.relu(self.norm(self.second(x))))
+        return F.silu(x).amax(-1)
+
+
+class Views(nn.Module):
+    """Results that are read in other shapes than they were made in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, 4 * DIM), nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.first(x))
+        heads = hidden.unflatten(-1, (4, DIM)).transpose(-2, -3)
+        return self.second(F.dropout(heads, 0.1).tanh()) + hidden.mean() * hidden.sigmoid().sum()
+
+
+def blocks() -> nn.Module:
+    """Normalised and activated four times."""
+    parts = [(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(*(module for part in parts for module in part))
+
+
+def convolutional_blocks() -> nn.Module:
+    """The same with batch normalisation."""
+    parts = [(nn.Conv1d(16, 16, 1), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*(module for part in parts for module in part))
+
+
+MODELS = {"encoder": Encoder, "convolutions": Convolutions, "views": Views}
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def train(factory: Any, num_models: int, steps: int = 3, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    seeds = [*range(num_models)]
+    params, buffers = optree.tree_map(
+        lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, hfta.init_params(factory, seeds)
+    )
+    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.1, momentum=0.9), **options)
+    state, batch = step.init(params, buffers, seeds=seeds), torch.linspace(-1, 1, num_models * 120).to(dtype)
+    for _ in range(steps):
+        state, metrics = step(state, batch.reshape(num_models, 3, 5, DIM))
+    return state, metrics
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"chunk_size": 2}, {"chunk_size": 1}, {"checkpoint": True}, {"donate": True}, {"autocast": torch.bfloat16}],
+    ids=str,
+)
+@pytest.mark.parametrize("num_models", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_the_same(name, num_models, options):
+    expected, found = (train(MODELS[name], num_models, save=save, **options) for save in ("all", "less"))
+    close = {"rtol": 1e-2, "atol": 1e-2} if "autocast" in options else {"rtol": 1e-10, "atol": 1e-12}
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, **close), found, expected)
+
+
+@pytest.mark.parametrize("num_models", [1, 3])
+@pytest.mark.parametrize("name", ["encoder", "views"])
+def test_bits_are_the_same_without_batch_normalisation(name, num_models):
+    expected, found = (train(MODELS[name], num_models, dtype=torch.float32, save=save) for save in ("all", "less"))
+    assert all(map(torch.equal, *map(optree.tree_leaves, (found, expected))))
+
+
+def test_compiled_it_changes_nothing():
+    expected = train(Views, 2)[0]
+    seeds = [0, 1]
+    params, buffers = optree.tree_map(torch.Tensor.double, hfta.init_params(Views, seeds))
+    step = hfta.make_train_step(Views(), loss_fn, hfta.sgd(lr=0.1, momentum=0.9), save="less")
+    state, batch = step.init(params, buffers, seeds=seeds), torch.linspace(-1, 1, 240).double().reshape(2, 3, 5, DIM)
+    run = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        state, _ = run(state, batch)
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), state, expected)
+
+
+@pytest.mark.parametrize(("factory", "most"), [(Encoder, 0.85), (blocks, 0.75), (convolutional_blocks, 0.9)])
+@pytest.mark.parametrize("num_models", [1, 4])
+def test_less_memory(factory, most, num_models):
+    seeds, peaks = [*range(num_models)], []
+    for save in ("all", "less"):
+        step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.01), save=save, donate=True)
+        state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
+        batch = torch.randn(num_models, 32, 16, DIM)
+        # Hooks come from the second step on.
+        state, _ = step(state, batch)
+        peaks.append(peak_bytes(lambda step=step, state=state, batch=batch: step(state, batch), torch.device("cpu")))
+    assert peaks[1] < most * peaks[0]
+
+
+def test_copies_that_stand_for_views_are_not_held_beside_what_they_copy():
+    def peak(num_models: int) -> int:
+        seeds = [*range(num_models)]
+        step = hfta.make_train_step(Encoder(), loss_fn, hfta.sgd(lr=0.01), donate=True)
+        state = step.init(*hfta.init_params(Encoder, seeds), seeds=seeds)
+        batch = torch.randn(num_models, 32, 16, DIM)
+        step(state, batch)
+        return peak_bytes(lambda: step(state, batch), torch.device("cpu"))
+
+    assert peak(4) < 1.1 * 4 * peak(1)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return cheap(F.gelu, x)
+
+
+def test_results_are_made_again_only_from_what_is_kept():
+    x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    recalls = Recalls()
+    with recalls():
+        kept = x * 2
+        # The product keeps its factors; GELU its argument; the sine what it is the sine of.
+        result = (gelu(kept) @ weight).sin().sum()
+    expected = torch.autograd.grad((F.gelu(x * 2) @ weight).sin().sum(), [x, weight])
+    assert all(map(torch.equal, torch.autograd.grad(result, [x, weight]), expected))
+
+
+def test_an_argument_that_is_written_later_is_noticed():
+    x, weight = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    recalls = Recalls()
+    with recalls():
+        kept = x * 2
+        result = (gelu(kept) @ weight).sum()
+        with torch.no_grad():
+            kept.add_(1)
+    with pytest.raises(hfta.StateError, match="written in place after it was used"):
+        torch.autograd.grad(result, [x, weight])
+
+
+def test_a_result_that_is_written_is_kept_as_it_is_then():
+    x, weight = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+
+    def run() -> Tensor:
+        made = gelu(x * 2)
+        made.add_(1)
+        return (made @ weight).sum()
+
+    with Recalls()():
+        result = run()
+    assert all(map(torch.equal, torch.autograd.grad(result, [x, weight]), torch.autograd.grad(run(), [x, weight])))
+
+
+def test_what_the_first_step_refuses_is_refused():
+    class Writes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = super().forward(x).sigmoid()
+            hidden.mul_(2)
+            return hidden
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train(lambda: Writes(DIM, DIM), 2, save="less")
+
+
+def test_what_is_asked_for():
+    with pytest.raises(ValueError, match="save is 'none'"):
+        hfta.make_train_step(Views(), loss_fn, hfta.adam(), save="none")
