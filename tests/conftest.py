@@ -36,10 +36,14 @@ EXHAUSTIVE = {
     "test_pool": [
         "a_study_in_workers.*(population|median|none)",
         "a_member_that_raises",
+        "unequal_workers",
         "workers_that_are_killed",
         "a_driver_that",
     ],
-    "test_cluster": ["actors_that_are_killed", "nodes_that", "a_driver", "workers_with_other"],
+    "test_cluster": [
+        *("actors_that_are_killed", "nodes_that", "a_driver", "workers_with_other"),
+        *("states_larger_than", "unequal_devices"),
+    ],
     "test_ranks": ["ranks_find"],
     "test_native": ["an_update_of_many_leaves.*True"],
     "test_bad_members": [

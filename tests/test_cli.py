@@ -100,11 +100,14 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(study: pathlib.Path) -> None:
     study.write_text(
         STUDY.replace("trials, epochs = 6, 3", "trials, epochs = 6, 400").replace("max_models = 4", "max_models = 2")
     )
-    order = [sys.executable, "-m", "hfta_func.tune.cli", "tune", str(study)]
+    order = [sys.executable, "-m", "hfta_func.tune.cli", "tune", str(study), "--tensorboard"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(order, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "4 running, 2 complete\n"
+        # Others read it while the study runs.
+        grown = rows(study.with_suffix(".study") / "history.csv")
+        assert [row["status"] for row in grown].count("complete") == 2 and len(grown) == 6
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "interrupted; the same command goes on from" in err
@@ -112,6 +115,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(study: pathlib.Path) -> None:
     assert 2 <= kept.count("complete") < 6
     again = subprocess.run(order, check=True, capture_output=True, text=True, env=environment)
     assert again.stdout.startswith("6 trials, ")
+    runs = study.with_suffix(".study") / "tensorboard"
+    assert sorted(path.name for path in runs.iterdir()) == [f"trial-{number:04d}" for number in range(6)]
     assert cli.main(["tune", str(study), "--folder", "whole"]) == 0
     history = [rows(folder / "history.csv") for folder in (study.with_suffix(".study"), study.parent / "whole")]
     assert [(row["trial"], row["loss"]) for row in history[0]] == [(row["trial"], row["loss"]) for row in history[1]]

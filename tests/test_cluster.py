@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import pathlib
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -50,7 +53,8 @@ def crew() -> Iterator[cluster.RayPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         with actors._on_this_machine():
-            start(num_cpus=2)
+            # Metrics are exported every second.
+            start(num_cpus=2, resources={"small": 1, "large": 1}, _system_config={"metrics_report_interval_ms": 1000})
         try:
             with cluster.ray() as found:
                 yield found
@@ -110,6 +114,93 @@ def test_bad_input(crew: cluster.RayPool, monkeypatch: pytest.MonkeyPatch) -> No
         tune.run(lambda fixed, members: lock and build(fixed, members), SPACE, executor=crew, **STUDY)
 
 
+def test_a_cluster_whose_resources_are_taken_is_not_waited_for(crew: cluster.RayPool) -> None:
+    with pytest.raises(
+        hfta.WorkerError,
+        match=r"no worker that needs 1 CPU has started in 0\.5 s; of the cluster's .*2 CPU.*, .* is free: end what holds",
+    ) as caught:
+        cluster.ray(1, timeout=0.5)
+    assert " CPU" not in str(caught.value).partition("of which")[2].partition(" is free")[0]
+    with pytest.raises(ValueError, match=r"workers is \[\]; pass a number, 'auto', or a list of cluster.Kind"):
+        cluster.ray([])
+    with pytest.raises(ValueError, match=r"Kind\(workers=1, max_models=0.* is no kind of workers; give it at least 1"):
+        cluster.ray([cluster.Kind(1, 0)])
+
+
+def test_unequal_devices_get_arrays_of_their_own_sizes(crew: cluster.RayPool, tmp_path: pathlib.Path) -> None:
+    def build_noted(fixed: Any, members: Any) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            (own,) = {"small", "large"} & {*ray.get_runtime_context().get_assigned_resources()}
+            (tmp_path / f"{own}-{len(state.keys)}").touch()
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    kinds = [cluster.Kind(1, max_models=most, cpus=0, resources={own: 1}) for own, most in (("small", 2), ("large", 5))]
+    options = STUDY | {"scheduler": tune.halving(), "nonfusible": ()}
+    space = {name: SPACE[name] for name in ("lr", "momentum")}
+    with cluster.ray(kinds) as pool:
+        assert pool.limits == [2, 5] and pool.count == 2
+        study = tune.run(build_noted, space, executor=pool, **options)
+    assert told(study) == told(tune.run(build, space, max_models=4, **options))
+    sizes = {own: {int(path.name[6:]) for path in tmp_path.glob(f"{own}-*")} for own in ("small", "large")}
+    assert max(sizes["small"]) == 2 and max(sizes["large"]) == 5
+
+
+def scraped() -> dict[tuple[str, ...], float]:
+    """What the first node's endpoint has of ours: by name and, in alphabetical order, our tags."""
+    url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    found: dict[tuple[str, ...], float] = {}
+    for line in urllib.request.urlopen(url, timeout=10).read().decode().splitlines():
+        if line.startswith("ray_hfta_func_"):
+            tags = dict(re.findall(r'(\w+)="([^"]*)"', line))
+            names = [tags[name] for name in ("status", "study", "worker") if name in tags]
+            found[(line.partition("{")[0], *names)] = float(line.rpartition(" ")[2])
+    return found
+
+
+def test_prometheus_gets_what_a_study_does(crew: cluster.RayPool) -> None:
+    pytest.importorskip("prometheus_client", reason="needs Ray's metrics; pip install 'ray[default]'")
+
+    def strike(study: tune.Study) -> None:
+        if not deaths[1:]:
+            while not (busy := [name for name, _ in crew.busy().values()]):
+                time.sleep(0.001)
+            names = [worker.name for worker in crew._workers]
+            kill(crew, names.index(busy[0]))
+            deaths.append(1)
+
+    def build_deadly(fixed: Any, members: Any) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            time.sleep(0.02)
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    deaths, before = [0], crew.deaths
+    options = STUDY | {"scheduler": tune.hyperband(), "max_models": 2}
+    study = tune.run(build_deadly, SPACE, executor=crew, callbacks=[tune.prometheus("first"), strike], **options)
+    assert crew.deaths == before + 1
+    statuses = [trial.status for trial in study.trials]
+    expected = {
+        ("ray_hfta_func_trials", status, "first"): statuses.count(status)
+        for status in ("running", "complete", "stopped", "failed")
+    } | {("ray_hfta_func_epochs_total", "first"): sum(member.epoch for member in study.population.members)}
+    end = time.monotonic() + 60
+    while not expected.items() <= (found := scraped()).items() and time.monotonic() < end:
+        time.sleep(0.5)
+    assert {key: found.get(key) for key in expected} == expected
+    names = {worker.name for worker in crew._workers}
+    seconds = {key[2]: value for key, value in found.items() if key[0] == "ray_hfta_func_worker_seconds_total"}
+    died = {key[2]: value for key, value in found.items() if key[0] == "ray_hfta_func_worker_deaths_total"}
+    assert {*seconds} == names and min(seconds.values()) > 0.1 and {*died} <= names
+    assert sum(died.values()) == crew.deaths
+
+
 @pytest.mark.parametrize("trouble", ["another version", "no package"])
 def test_workers_with_other_packages_are_refused(
     crew: cluster.RayPool, trouble: str, monkeypatch: pytest.MonkeyPatch
@@ -134,17 +225,22 @@ def test_workers_with_other_packages_are_refused(
 
 
 def test_a_cluster_that_is_gone_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in (ConnectionError("no Ray there"), RuntimeError("Version mismatch: 2.9 and 2.60")):
-        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    def init(**options: Any) -> None:
+        raise RuntimeError("Version mismatch: 2.9 and 2.60")
 
-        def init(error: Exception = error, **options: Any) -> None:
-            raise error
-
-        monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as there, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "init", init)
+        address = f"127.0.0.1:{there.getsockname()[1]}"
         with pytest.raises(
-            hfta.WorkerError, match=rf"the Ray cluster there:1 cannot be used \({type(error).__name__}: "
+            hfta.WorkerError, match=rf"the Ray cluster {address} cannot be used \(RuntimeError: Version"
         ):
-            cluster.ray(address="there:1")
+            cluster.ray(address=address)
+    # Nothing listens there any more; Ray itself would ask for two minutes.
+    began = time.monotonic()
+    with pytest.raises(hfta.WorkerError, match=rf"the Ray cluster {address} cannot be used \(ConnectionRefusedError: "):
+        cluster.ray(address=address)
+    assert time.monotonic() - began < 30
 
 
 def test_without_an_address_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,3 +381,55 @@ def test_a_driver_that_is_killed_goes_on_and_its_actors_end(tmp_path: pathlib.Pa
         finally:
             head.stdin.close()
             head.wait(60)
+
+
+FULL = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import ray, torch
+from torch import nn
+import hfta_func as hfta
+from hfta_func import cluster
+from hfta_func.cluster import actors
+
+with actors._on_this_machine():
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
+             object_store_memory=80_000_000, _system_config={"local_fs_capacity_threshold": float(sys.argv[1])})
+
+def make():
+    return nn.Linear(1000, 7500).double()
+
+def fit(**options):
+    step = hfta.make_train_step(make(), lambda model, batch: model(batch).square().mean(), hfta.sgd(lr=[0.1, 0.2]))
+    state = step.init(*hfta.init_params(make, range(2)), seeds=range(2))
+    loader = hfta.ArrayLoader(torch.ones(4, 1000).double(), 2, seeds=range(2))
+    return hfta.fit(step, state, loader, epochs=1, progress=False, **options).state.params["weight"]
+
+with cluster.ray(1) as pool:
+    assert fit().nbytes == 120_000_000
+    try:
+        torch.testing.assert_close(fit(executor=pool), fit())
+        print("the same")
+    except hfta.WorkerError as error:
+        print(error)
+    # The worker lives.
+    call = pool.submit(dict, seed=7)
+    assert pool.wait() == (call, {"seed": 7}) and pool.count == 1 and pool.deaths == 0
+ray.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("threshold", "says"),
+    [
+        (1.0, "the same\n"),
+        (
+            1e-5,
+            "worker 0 on .*: there is no room in Ray's object store, nor on the disk that it spills to; free some there",
+        ),
+    ],
+)
+def test_states_larger_than_the_object_store_are_spilled_or_refused(threshold: float, says: str) -> None:
+    with program(FULL, threshold, stderr=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and re.match(says, out), out + err[-3000:]

@@ -84,6 +84,7 @@ FILES_IN = {
         "part",
         "bench",
         "pool",
+        "local",
         "workers",
         "spread",
         "members",
@@ -91,7 +92,21 @@ FILES_IN = {
         "plan",
     ],
     "cluster": ["actors", "ranks", "sites", "trainable"],
-    "tune": "tables training groups keeping member flights population schedulers asking study search status run cli".split(),
+    "tune": [
+        *(
+            "tables",
+            "training",
+            "groups",
+            "keeping",
+            "member",
+            "flights",
+            "population",
+            "schedulers",
+            "asking",
+            "study",
+        ),
+        *("callbacks", "search", "status", "run", "cli"),
+    ],
 }
 LAST = {
     **{"_torch": ["__init__"], "tune": ["__init__"], "cluster": ["__init__"]},

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import pickle
 import random
 import re
 import signal
@@ -21,7 +22,7 @@ import torch
 
 import hfta_func as hfta
 from hfta_func import tune
-from hfta_func.run import bench, pool
+from hfta_func.run import bench, local, pool, processes, spread
 from hfta_func.tune import status
 from test_tune import SCHEDULERS, SPACE, STUDY, build, told
 from test_workers import M, arrayed, assert_same, data, loader
@@ -32,8 +33,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="ne
 @pytest.fixture(scope="module")
 def crew() -> Iterator[hfta.WorkerPool]:
     with pytest.MonkeyPatch.context() as patch:
-        if len(pool.cores()) < 2:
-            patch.setattr(pool, "cores", lambda: [0, 0])
+        if len(local.cores()) < 2:
+            patch.setattr(local, "cores", lambda: [0, 0])
         with hfta.WorkerPool(2) as found:
             yield found
 
@@ -95,6 +96,85 @@ def test_a_run_that_was_broken_off_inside_an_epoch_goes_on(crew: hfta.WorkerPool
         hfta.fit(step, state, loader(), epochs=3, **options),
         hfta.fit(step, state, loader(), epochs=3, progress=False),
     )
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Iterator[pool.Pool]:
+    """Two workers, of which the first holds two members and the second five."""
+    own = pickle.dumps(bench.settings())
+    with pool.Pool([local._Local(place, [0], False, own) for place in (0, 1)], share=True, limits=[2, 5]) as found:
+        assert found.ready(60)
+        yield found
+
+
+def sizes(folder: pathlib.Path, crew: Any) -> list[set[int]]:
+    """How many members the arrays of each worker had."""
+    return [{int(path.name.split("-")[1]) for path in folder.glob(f"{pid}-*")} for pid in pids(crew)]
+
+
+def test_unequal_workers_get_arrays_of_their_own_sizes(uneven: Any, tmp_path: pathlib.Path) -> None:
+    def build_noted(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            (tmp_path / f"{os.getpid()}-{len(state.keys)}").touch()
+            # Both workers train before one has trained all.
+            time.sleep(0.02)
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    options = STUDY | {"scheduler": tune.halving(), "nonfusible": ()}
+    space = {name: SPACE[name] for name in ("lr", "momentum")}
+    study = tune.run(build_noted, space, executor=uneven, **options)
+    assert told(study) == told(tune.run(build, space, max_models=4, **options))
+    small, large = sizes(tmp_path, uneven)
+    assert max(small) == 2 and max(large) == 5
+    # max_models holds for all workers besides.
+    for path in tmp_path.iterdir():
+        path.unlink()
+    tune.run(build_noted, space, executor=uneven, max_models=3, **options)
+    small, large = sizes(tmp_path, uneven)
+    assert max(small) == 2 and max(large) == 3
+
+
+def test_a_fit_is_cut_in_proportion_to_what_workers_hold(uneven: Any) -> None:
+    step, state = arrayed()
+    found = hfta.fit(step, state, loader(), epochs=2, progress=False, executor=uneven)
+    assert_same(found, hfta.fit(step, state, loader(), epochs=2, progress=False))
+    assert spread._parts(7, uneven) == [(0, 5, 5), (5, 7, 2)]
+    assert spread._parts(15, uneven) == [(0, 5, 5), (5, 10, 5), (10, 11, 2), (11, 13, 2), (13, 15, 2)]
+    assert all(high - low <= limit for low, high, limit in spread._parts(50, uneven))
+    assert [low for low, *_ in spread._parts(1, uneven)] == [0]
+
+
+def test_a_larger_worker_stands_in_for_one_that_is_gone() -> None:
+    class Worker:
+        """In this process; the small one never starts again."""
+
+        def __init__(self, name: str):
+            self.name, self.starts, self.gone = name, 0, threading.Event()
+
+        def start(self) -> None:
+            self.starts += 1
+            if self.starts > 1:
+                self.gone.wait()
+
+        def call(self, number: int, live: Any, function: Any, arguments: bytes) -> tuple[bool, bytes]:
+            if self.name == "small":
+                raise pool.Died("for good")
+            return False, processes.dumps(self.name)
+
+        def kill(self) -> None:
+            self.gone.set()
+
+        def close(self) -> None:
+            pass
+
+    with pool.Pool([Worker("small"), Worker("large")], limits=[2, 5]) as crew:
+        assert crew.ready(60)
+        call = crew.submit(dict, 2)
+        assert crew.wait(60) == (call, "large") and crew.deaths == 1
 
 
 def test_errors_and_failures_name_the_member(crew: hfta.WorkerPool) -> None:
@@ -303,7 +383,7 @@ def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
     answer, deaths = Answer(2), crew.deaths
     for name in ("both", "workers", "are", "there"):
         crew.submit(dict, name=name)
-    while crew._begun < 2:
+    while crew._alive.total() < 2:
         time.sleep(0.01)
     crew.forget()
     assert set(all_of()) == set(pids(crew))
@@ -376,7 +456,7 @@ def build_slow(fixed, members):
 
 options = STUDY | {"scheduler": tune.hyperband(), "trials": 64, "epochs": 27, "max_models": 8}
 with hfta.WorkerPool(2) as pool:
-    while pool._begun < 2:
+    while pool._alive.total() < 2:
         time.sleep(0.01)
     print("begins", *[worker.process.pid for worker in pool._workers], flush=True)
     study = tune.run(build_slow, SPACE, executor=pool, resume=sys.argv[1], **options)
@@ -396,7 +476,7 @@ def abandoned() -> list[str]:
     return found
 
 
-@pytest.mark.skipif(len(pool.cores()) < 2, reason="needs two processors")
+@pytest.mark.skipif(len(local.cores()) < 2, reason="needs two processors")
 def test_a_driver_that_is_killed_goes_on_and_its_workers_end(tmp_path: pathlib.Path) -> None:
     order = [sys.executable, "-c", DRIVER, str(tmp_path / "study")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from clocks import press_ctrl_c
 from hfta_func import StateError, WorkerError
-from hfta_func.run import pool, processes, spread, workers
+from hfta_func.run import local, processes, spread, workers
 from hfta_func.run.executors import Here, Watch
 from hfta_func.run.history import Running
 from hfta_func.run.processes import dumps
@@ -35,7 +35,7 @@ pytestmark = [
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines with one core run these as well."""
     if len(workers.cores()) < 2:
-        for module in (workers, spread, pool):
+        for module in (workers, spread, local):
             monkeypatch.setattr(module, "cores", lambda: [0, 0])
 
 

@@ -59,11 +59,11 @@ from hfta_func.run.fit import Result as Result
 from hfta_func.run.fit import fit as fit
 from hfta_func.run.history import FailedStep as FailedStep
 from hfta_func.run.history import History as History
+from hfta_func.run.local import WorkerPool as WorkerPool
 from hfta_func.run.memory import is_out_of_memory as is_out_of_memory
 from hfta_func.run.plan import Plan as Plan
 from hfta_func.run.plan import max_models as max_models
 from hfta_func.run.plan import plan as plan
-from hfta_func.run.pool import WorkerPool as WorkerPool
 from hfta_func.step import mixing as mixing
 from hfta_func.step.allocator import keep_memory as keep_memory
 from hfta_func.step.amp import LossScale as LossScale

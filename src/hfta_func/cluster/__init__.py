@@ -4,6 +4,7 @@
 program of this name has started. ``evaluate`` takes models to where data is.
 """
 
+from hfta_func.cluster.actors import Kind as Kind
 from hfta_func.cluster.actors import RayPool as RayPool
 from hfta_func.cluster.actors import ray as ray
 from hfta_func.cluster.ranks import torchrun as torchrun

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import socket
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from hfta_func import WorkerError
 from hfta_func.run import background, bench
 from hfta_func.run.pool import Died, Pool
+from hfta_func.run.processes import dumps
 
 _STARTS = 5
 """How often an actor is placed before it is given up."""
@@ -99,9 +101,16 @@ class _Remote:
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
         ray = _ray()
-        sent = None if function is None else self._functions.ref(number, live, function)
         try:
+            sent = None if function is None else self._functions.ref(number, live, function)
             return ray.get(self._actor.call.remote(number, live, sent, arguments))
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
+            # The error of this call alone: a smaller one may have room.
+            text = (
+                f"{self.name}: there is no room in Ray's object store, nor on the disk that it spills to; free some there, "
+                f"start Ray with a larger object_store_memory, or train smaller arrays"
+            )
+            return False, dumps(WorkerError(text))
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             raise Died(_line(error)) from error
 
@@ -125,13 +134,32 @@ class RayPool(Pool):
     """Workers that are actors; made by :func:`ray`."""
 
 
+class Kind(NamedTuple):
+    """Workers of one kind of device, among others in one executor.
+
+    Args:
+        workers: How many actors.
+        max_models: The largest array that each trains, such as :func:`hfta_func.max_models` finds on that device.
+        cpus: Processors, and threads, of each.
+        gpus: GPUs of each; by default 1 if the cluster has any.
+        resources: Further resources of each by name, which decide the nodes it can be placed on.
+    """
+
+    workers: int
+    max_models: int
+    cpus: float = 1
+    gpus: float | None = None
+    resources: Mapping[str, float] | None = None
+
+
 def ray(
-    workers: int | Literal["auto"] = "auto",
+    workers: int | Literal["auto"] | Sequence[Kind] = "auto",
     *,
     cpus: float = 1,
     gpus: float | None = None,
     resources: Mapping[str, float] | None = None,
     address: str | None = None,
+    timeout: float = 600.0,
 ) -> RayPool:
     """An executor whose workers are actors of a Ray cluster, for :func:`hfta_func.fit` and ``tune.run``.
 
@@ -140,44 +168,69 @@ def ray(
     that come later get the actors that wait.
 
     Args:
-        workers: How many actors, at most; ``"auto"`` is as many as the cluster has room for now.
+        workers: How many actors, at most; ``"auto"`` is as many as the cluster has room for now. For unequal devices a list
+            of :class:`Kind`: each kind gets arrays of its own largest size, and members in proportion to that.
         cpus: Processors, and threads, of each.
         gpus: GPUs of each; by default 1 if the cluster has any.
         resources: Further resources of each by name, which decide the nodes it can be placed on.
         address: Address of the cluster, if ``ray.init`` has not been called. By default the one that ``RAY_ADDRESS`` names,
             or else a new one on this machine alone, which listens on the loopback and has no dashboard.
+        timeout: Seconds after which a worker, of each kind, must have started.
 
     Raises:
         ImportError: if Ray is not installed.
-        WorkerError: if the cluster cannot be reached, is of another version, has no room, or its workers have no or another
-            version of this package.
-        ValueError: if ``workers`` is no number of workers.
+        WorkerError: if the cluster cannot be reached, is of another version, has no room at all or none in time, or its
+            workers have no or another version of this package.
+        ValueError: if ``workers`` is no number of workers, or a kind has no worker or room for no model.
     """
     module = _ray()
-    if workers != "auto" and (not isinstance(workers, int) or workers < 1):
-        raise ValueError(f"workers is {workers!r}; it must be at least 1, or 'auto'")
+    kinds = _kinds(workers, Kind(0, 0, cpus, gpus, resources))
     if not module.is_initialized():
         _connect(module, address)
     there = module.cluster_resources()
-    gpus = float(there.get("GPU", 0) > 0) if gpus is None else gpus
-    wanted = {"CPU": cpus, "GPU": gpus, **(resources or {})}
-    room = [int(there.get(name, 0) / amount) for name, amount in wanted.items() if amount]
-    count = min(room, default=1) if workers == "auto" else workers
-    if count < 1:
-        raise WorkerError(f"the cluster has {_named(there)}, which is no room for a worker that needs {_named(wanted)}")
-    options = {
-        **{"num_cpus": cpus, "num_gpus": gpus, "resources": dict(resources or {})},
-        **{"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"},
-    }
-    order = bench.settings(), max(1, int(cpus))
-    functions = _Functions()
-    pool = RayPool([_Remote(number, options, functions, order) for number in range(count)])
+    functions, remotes, asked = _Functions(), [], []
+    for kind in kinds:
+        gpus = float(there.get("GPU", 0) > 0) if kind.gpus is None else kind.gpus
+        wanted = {"CPU": kind.cpus, "GPU": gpus, **(kind.resources or {})}
+        room = [int(there.get(name, 0) / amount) for name, amount in wanted.items() if amount]
+        count = kind.workers or min(room, default=1)
+        if count < 1:
+            raise WorkerError(
+                f"the cluster has {_named(there)}, which is no room for a worker that needs {_named(wanted)}"
+            )
+        options = {
+            **{"num_cpus": kind.cpus, "num_gpus": gpus, "resources": dict(kind.resources or {})},
+            **{"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"},
+        }
+        order = bench.settings(), max(1, int(kind.cpus))
+        remotes += [_Remote(len(remotes) + number, options, functions, order) for number in range(count)]
+        asked.append((kind.max_models, count, _named(wanted)))
+    pool = RayPool(remotes, limits=[limit for limit, count, _ in asked for _ in range(count) if limit])
     try:
-        pool.ready()
+        if not pool.ready(timeout):
+            free = _named(module.available_resources())
+            raise WorkerError(
+                f"no worker that needs {' or '.join(text for *_, text in asked)} has started in {timeout:g} s; of the "
+                f"cluster's {_named(there)}, {free} is free: end what holds the rest, or pass a larger timeout"
+            )
     except BaseException:
         pool.close()
         raise
     return pool
+
+
+def _kinds(workers: Any, alike: Kind) -> list[Kind]:
+    """The kinds of workers; for ``"auto"``, their number is 0."""
+    if workers == "auto" or isinstance(workers, int):
+        if workers != "auto" and workers < 1:
+            raise ValueError(f"workers is {workers!r}; it must be at least 1, or 'auto'")
+        return [alike._replace(workers=0 if workers == "auto" else workers)]
+    if not isinstance(workers, (list, tuple)) or not workers or not all(isinstance(one, Kind) for one in workers):
+        raise ValueError(f"workers is {workers!r}; pass a number, 'auto', or a list of cluster.Kind")
+    for kind in workers:
+        if kind.workers < 1 or kind.max_models < 1:
+            raise ValueError(f"{kind} is no kind of workers; give it at least 1 worker, and 1 model to each")
+    return [*workers]
 
 
 def lone(resources: Mapping[str, float]) -> RayPool:
@@ -193,12 +246,16 @@ def _connect(module: Any, address: str | None) -> None:
     address = address or os.environ.get("RAY_ADDRESS")
     try:
         if address is not None:
+            host, _, port = address.rpartition("://")[2].rpartition(":")
+            if port.isdigit():
+                # Ray itself would ask for minutes whether it is there.
+                socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
             module.init(address=address, logging_level="ERROR")
         else:
             with _on_this_machine():
                 # Without an address, Ray would join any cluster that runs on this machine.
                 module.init(address="local", include_dashboard=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster {address}" if address else "a Ray instance on this machine"
         raise WorkerError(
             f"{where} cannot be used ({background.line(error)}); check that it runs, with Ray {module.__version__} and "

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from hfta_func import EvalStep, Stacked, WorkerError, make_eval_step, num_models, stack_params
 from hfta_func.cluster import actors
 from hfta_func.run import background
-from hfta_func.run.pool import Pool, WorkerPool
+from hfta_func.run.local import WorkerPool
+from hfta_func.run.pool import Pool
 from hfta_func.run.processes import dumps
 
 if TYPE_CHECKING:

@@ -97,12 +97,14 @@ class Executor(Protocol):
 
     Attributes:
         count: How many calls run at a time.
+        limits: The largest array of each worker; empty if they are alike.
     """
 
     count: int
+    limits: list[int]
 
-    def submit(self, function: Callable[..., Any], /, **arguments: Any) -> int:
-        """Have a function called; returns the number of the call."""
+    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
+        """Have a function called, by a worker with a limit if they have any; returns the number of the call."""
         ...
 
     def wait(self) -> tuple[int, Any]:
@@ -131,8 +133,9 @@ class Inline:
     def __init__(self) -> None:
         self._calls: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
         self._numbers = itertools.count()
+        self.limits: list[int] = []
 
-    def submit(self, function: Callable[..., Any], /, **arguments: Any) -> int:
+    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
         """See :class:`Executor`."""
         number = next(self._numbers)
         self._calls[number] = function, arguments

@@ -5,18 +5,15 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
-import pickle
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
-
-import torch
+from typing import Any, NamedTuple, Protocol
 
 from hfta_func._types import WorkerError
-from hfta_func.run import background, bench
-from hfta_func.run.processes import Folder, Process, cores, dumps, loads
+from hfta_func.run import background
+from hfta_func.run.processes import Folder, dumps, loads
 
 TRIES = 3
 """How often in a row the worker of a call may die before the call is given up."""
@@ -53,6 +50,7 @@ class _Call(NamedTuple):
     number: int
     function: int
     arguments: bytes
+    limit: int
 
 
 class Pool:
@@ -61,10 +59,11 @@ class Pool:
     Args:
         workers: The workers, which are started at once.
         share: Whether large tensors that functions hold lie in files that the workers, on this machine, map into memory.
+        limits: The largest array of each worker; empty if they are alike.
     """
 
-    def __init__(self, workers: Sequence[Worker], *, share: bool = False):
-        self.count, self.deaths = len(workers), 0
+    def __init__(self, workers: Sequence[Worker], *, share: bool = False, limits: Sequence[int] = ()):
+        self.count, self.limits = len(workers), [*limits]
         self._workers, self._share = workers, share
         self._folder: Folder | None = None
         # By its identity, every function with its number; it is kept, so that no other one gets its identity.
@@ -75,11 +74,17 @@ class Pool:
         self._changed = threading.Condition()
         self._tries: dict[int, int] = {}
         self._busy: dict[int, tuple[str, float]] = {}
+        # Seconds at work and deaths, by name of the worker.
+        self._record: dict[str, tuple[float, int]] = {}
         self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._closed = False
-        self._begun = 0
+        # How many workers with each limit live.
+        self._alive: collections.Counter[int] = collections.Counter()
         self._failed: WorkerError | None = None
-        self._threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in workers]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker, limit), daemon=True)
+            for worker, limit in zip(workers, self.limits or [0] * len(workers), strict=True)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -100,15 +105,20 @@ class Pool:
             thread.join(10)
         self.forget()
 
-    def ready(self) -> None:
-        """Wait until a worker can work; raises a WorkerError if there is one that must not."""
-        with self._changed:
-            while not self._begun and self._failed is None:
-                self._changed.wait()
-        if self._failed is not None:
-            raise self._failed
+    def ready(self, timeout: float | None = None) -> bool:
+        """Wait until a worker of each limit can work, for some seconds; whether there is.
 
-    def submit(self, function: Callable[..., Any], /, **arguments: Any) -> int:
+        Raises:
+            WorkerError: if there is a worker that must not work.
+        """
+        wanted = {*self.limits} or {0}
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed is not None or wanted <= {*+self._alive}, timeout)
+            if self._failed is not None:
+                raise self._failed
+            return wanted <= {*+self._alive}
+
+    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
         """See :class:`~hfta_func.run.executors.Executor`.
 
         Raises:
@@ -131,11 +141,11 @@ class Pool:
             self._functions[id(function)] = own, function
             self._bytes[own] = found
         own, _ = self._functions[id(function)]
-        call = _Call(next(self._numbers), own, dumps(arguments))
+        call = _Call(next(self._numbers), own, dumps(arguments), limit)
         with self._changed:
             self._tries[call.number] = 0
             self._waiting.append(call)
-            self._changed.notify()
+            self._changed.notify_all()
         return call.number
 
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
@@ -170,26 +180,44 @@ class Pool:
         """See :class:`~hfta_func.run.executors.Executor`."""
         return dict(self._busy)
 
-    def _serve(self, worker: Worker) -> None:
+    def record(self) -> dict[str, tuple[float, int]]:
+        """By name of each worker that has worked, how many seconds it has, and how often it has died."""
+        with self._changed:
+            return dict(self._record)
+
+    @property
+    def deaths(self) -> int:
+        """See :class:`~hfta_func.run.executors.Executor`."""
+        return sum(deaths for _, deaths in self.record().values())
+
+    def _note(self, worker: str, seconds: float, deaths: int) -> None:
+        with self._changed:
+            before = self._record.get(worker, (0.0, 0))
+            self._record[worker] = before[0] + seconds, before[1] + deaths
+
+    def _serve(self, worker: Worker, limit: int) -> None:
         """What a worker's thread does."""
         try:
             worker.start()
-            with self._changed:
-                self._begun += 1
-                self._changed.notify_all()
+            self._lives(limit, 1)
             known: set[int] = set()
-            while (call := self._next()) is not None:
+            while (call := self._next(limit)) is not None:
                 if not self._do(worker, call, known):
                     known.clear()
+                    self._lives(limit, -1)
                     worker.start()
+                    self._lives(limit, 1)
         except Exception as error:
             with self._changed:
                 self.count -= 1
+                if self.limits:
+                    self.limits.remove(limit)
                 if self._closed:
                     return
+                left = self.limits.count(limit) if limit else self.count
             _log.error("%s cannot go on: %s", worker.name, error)
             # Others may have the right version, but whoever asked for this one should know.
-            if isinstance(error, WorkerError) or self.count == 0:
+            if isinstance(error, WorkerError) or left == 0:
                 failed = (
                     error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {background.line(error)}")
                 )
@@ -200,11 +228,21 @@ class Pool:
         finally:
             worker.close()
 
-    def _next(self) -> _Call | None:
+    def _lives(self, limit: int, change: int) -> None:
         with self._changed:
-            while not self._waiting and not self._closed:
+            self._alive[limit] += change
+            self._changed.notify_all()
+
+    def _next(self, limit: int) -> _Call | None:
+        """The first call for a worker with a limit, or for a smaller one if none such lives."""
+        with self._changed:
+            while not self._closed:
+                for call in self._waiting:
+                    if call.limit in (0, limit) or (call.limit < limit and not self._alive[call.limit]):
+                        self._waiting.remove(call)
+                        return call
                 self._changed.wait()
-            return None if self._closed else self._waiting.popleft()
+            return None
 
     def _do(self, worker: Worker, call: _Call, known: set[int]) -> bool:
         """Make a call; whether the worker lives."""
@@ -224,22 +262,23 @@ class Pool:
             return False
         finally:
             with self._changed:
-                self._busy.pop(call.number, None)
+                _, began = self._busy.pop(call.number)
+            self._note(worker.name, time.time() - began, 0)
         known.intersection_update(live)
         known.update([own] if there else [])
         self._answers.put((call.number, loads(answer)))
         return True
 
     def _died(self, worker: Worker, call: _Call, how: str) -> None:
+        self._note(worker.name, 0.0, 1)
         with self._changed:
-            self.deaths += 1
             if call.number not in self._tries:
                 return
             self._tries[call.number] += 1
             if self._tries[call.number] < TRIES:
                 # Any worker may repeat it, and does so first.
                 self._waiting.appendleft(call)
-                self._changed.notify()
+                self._changed.notify_all()
                 again = "repeated"
             else:
                 again = "given up"
@@ -255,79 +294,3 @@ class Pool:
 
 def _what(function: Any) -> str:
     return getattr(function, "label", None) or getattr(function, "__qualname__", type(function).__qualname__)
-
-
-class _Local:
-    """A :class:`Worker` in a process of this machine."""
-
-    def __init__(self, number: int, processors: Sequence[int], on_gpu: bool, settings: bytes):
-        self.name = f"worker {number}"
-        self._how = number, processors, on_gpu, "hfta_func.run.bench"
-        self._settings = settings
-        self._closed = False
-        self.process: Process | None = None
-
-    def start(self) -> None:
-        if self.process is not None:
-            self.process.close()
-        self.process = Process(*self._how)
-        self.process.send(self._settings)
-        if self._closed:
-            self.process.kill()
-
-    def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        assert self.process is not None
-        self.process.send(pickle.dumps((number, live, function, arguments)))
-        answer = self.process.receive()
-        if answer is None:
-            raise Died(f"with status {self.process.status()}")
-        return answer
-
-    def kill(self) -> None:
-        self._closed = True
-        if self.process is not None:
-            self.process.kill()
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.close()
-
-
-class WorkerPool(Pool):
-    """Worker processes on this machine, for several calls of :func:`fit` and ``tune.run``.
-
-    Args:
-        workers: How many, each with an equal share of the processors, or with a GPU where there are some; ``"auto"`` is one
-            for every processor, or GPU.
-
-    Raises:
-        ValueError: if there are more workers than processors.
-
-    Example:
-        >>> with WorkerPool(1) as pool:
-        ...     call = pool.submit(dict, seed=7)
-        ...     number, answer = pool.wait()
-        >>> number == call, answer
-        (True, {'seed': 7})
-    """
-
-    def __init__(self, workers: int | Literal["auto"] = "auto"):
-        processors, gpus = cores(), torch.cuda.device_count()
-        most = len(processors)
-        count = (gpus or most) if workers == "auto" else workers
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"workers is {workers!r}; it must be at least 1, or 'auto'")
-        if count > most:
-            raise ValueError(
-                f"workers is {count}, more than the {most} processors that this process may use; pass at most {most}, or "
-                f"'auto'"
-            )
-        edges = [most * number // count for number in range(count + 1)]
-        own = pickle.dumps(bench.settings())
-        super().__init__(
-            [
-                _Local(number, processors[low:high], gpus > 0, own)
-                for number, (low, high) in enumerate(itertools.pairwise(edges))
-            ],
-            share=True,
-        )

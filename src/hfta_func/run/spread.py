@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -90,14 +91,14 @@ class Spread:
         if not self._dealt and self._left is None:
             self._left = [*self._loader]
         size = num_models(state)
-        parts = shares(size, min(self._executor.count, size))
+        parts = _parts(size, self._executor)
         position = self._loader.state_dict() if self._dealt else None
         dims, calls = getattr(self._step, "batch_dims", 0), {}
-        for low, high in parts:
+        for low, high, most in parts:
             batches = None if self._dealt else [own(batch, dims, low, high) for batch in (self._left or [])[:limit]]
             mine = take(state, slice(low, high))
             order = {"part": (low, high), "position": position, "batches": batches, "limit": limit}
-            calls[self._executor.submit(self._function, state=mine, **order)] = low
+            calls[self._executor.submit(self._function, most, state=mine, **order)] = low
         answers: dict[int, Any] = {}
         while len(answers) < len(parts):
             number, answer = self._executor.wait()
@@ -105,7 +106,7 @@ class Spread:
             if isinstance(answer, Exception):
                 raise renumbered(answer, low)
             answers[low] = answer
-        found = [answers[low] for low, _ in parts]
+        found = [answers[low] for low, _, _ in parts]
         done = found[0]["running"]["batches"]
         running.join([
             {**answer["running"], **{name: _on(answer["running"][name], device) for name in ("sums", "failed")}}
@@ -120,6 +121,20 @@ class Spread:
             watch.tick()
         after = concat([answer["state"] for answer in found]) if len(found) > 1 else found[0]["state"]
         return tree_map(lambda leaf: leaf.to(device), after), ended
+
+
+def _parts(size: int, executor: Executor) -> list[tuple[int, int, int]]:
+    """From where to where each call's part goes, and for workers with which limit: in proportion to that."""
+    limits = sorted(executor.limits, reverse=True)
+    if not limits:
+        return [(low, high, 0) for low, high in shares(size, min(executor.count, size))]
+    edges = [size * edge // sum(limits) for edge in (0, *itertools.accumulate(limits))]
+    found: list[tuple[int, int, int]] = []
+    for first, last, limit in zip(edges, edges[1:], limits, strict=False):
+        if last > first:
+            pieces = shares(last - first, -(-(last - first) // limit))
+            found += [(first + low, first + high, limit) for low, high in pieces]
+    return found
 
 
 def _on(values: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -4,6 +4,8 @@
 searches of your own. Needs Optuna: ``pip install 'hfta_func[tune]'``.
 """
 
+from hfta_func.tune.callbacks import prometheus as prometheus
+from hfta_func.tune.callbacks import tensorboard as tensorboard
 from hfta_func.tune.member import Member as Member
 from hfta_func.tune.population import Population as Population
 from hfta_func.tune.run import population as population

@@ -24,6 +24,7 @@ import hfta_func as hfta
 from hfta_func import _native
 from hfta_func.tune import schedulers
 from hfta_func.tune.asking import Asking
+from hfta_func.tune.callbacks import tensorboard
 from hfta_func.tune.population import Population
 from hfta_func.tune.run import run
 from hfta_func.tune.status import read, shown
@@ -85,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--storage", help="Optuna's storage, such as sqlite:///study.db")
     tune.add_argument("--name", help="name of the study in the storage (default: that of the file)")
     tune.add_argument("--folder", help="where the study is kept (default: <file>.study)")
+    tune.add_argument(
+        "--tensorboard", action="store_true", help="write a run per trial to the folder's tensorboard, for TensorBoard"
+    )
     status = command("status", _status, "Show what a study that runs is doing, from the folder that it is kept in.")
     status.add_argument("folder", help="the folder, <file>.study for studies of this command line")
     plan = command("plan", _plan, "Measure how many models of a file's study train together.")
@@ -150,9 +154,11 @@ def _tune(args: argparse.Namespace) -> int:
     if "storage" in options:
         options.setdefault("name", pathlib.Path(args.file).stem)
     folder = args.folder or f"{pathlib.Path(args.file).with_suffix('')}.study"
-    table = _Table(sys.stderr)
+    callbacks: list[Any] = [lambda study: study.write(folder), _Table(sys.stderr).show]
+    if args.tensorboard:
+        callbacks.append(tensorboard(os.path.join(folder, "tensorboard")))
     with _logged(folder):
-        study = run(module["build"], module["space"], resume=folder, progress=False, callbacks=[table.show], **options)
+        study = run(module["build"], module["space"], resume=folder, progress=False, callbacks=callbacks, **options)
     study.write(folder)
     print(_summary(study))
     if study.interrupted:

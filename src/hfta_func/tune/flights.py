@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ class Flight(NamedTuple):
     calls: dict[int, tuple[int, ...]]
     """The calls that train it or its halves, and who is in each."""
     trained: Trained
+    limit: int
+    """The largest array of the workers that are to train it; 0 if they are alike."""
 
 
 class Flights:
@@ -51,25 +54,30 @@ class Flights:
         self.under_way: list[Flight] = []
 
     @property
-    def room(self) -> int:
-        """How many more arrays could train now."""
-        return max(0, self.executor.count - sum(len(flight.calls) for flight in self.under_way))
+    def free(self) -> list[int]:
+        """The largest arrays of the workers that are free, the largest first; 0 for each if they are alike."""
+        free = collections.Counter(self.executor.limits or [0] * self.executor.count)
+        for flight in self.under_way:
+            free[flight.limit] -= len(flight.calls)
+        return sorted((+free).elements(), reverse=True)
 
     @property
     def members(self) -> set[int]:
         """Who trains."""
         return {number for flight in self.under_way for number in flight.numbers}
 
-    def start(self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int) -> None:
-        """Have an array trained."""
+    def start(
+        self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, limit: int = 0
+    ) -> None:
+        """Have an array trained, by workers with a limit if they have any."""
         trained = Trained(group, numbers, {}, {}, [], {}, False)
-        flight = Flight(group, numbers, starts, epochs, {}, trained)
+        flight = Flight(group, numbers, starts, epochs, {}, trained, limit)
         self._call(flight, numbers)
         self.under_way.append(flight)
 
     def _call(self, flight: Flight, numbers: Sequence[int]) -> None:
-        order = flight.group.order(numbers, flight.starts, flight.epochs)
-        call = self.executor.submit(flight.group.trainer, **order)
+        order = flight.group.order(numbers, flight.starts, flight.epochs, flight.limit)
+        call = self.executor.submit(flight.group.trainer, flight.limit, **order)
         flight.calls[call] = tuple(numbers)
         _log.info("members %s train for %d epochs, call %d", spans(numbers), flight.epochs, call)
 
@@ -102,7 +110,10 @@ class Flights:
                 f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead",
                 stacklevel=2,
             )
-            flight.group.limit = half
+            if flight.limit:
+                flight.group.halved[flight.limit] = half
+            else:
+                flight.group.limit = half
         error.__traceback__ = None
         for part in (numbers[:half], numbers[half:]):
             self._call(flight, part)

@@ -29,6 +29,8 @@ class Group:
         self.limit: int | Literal["auto"] = limit
         self.blocks: list[Block] = []
         self.trainer = Trainer(build, fixed)
+        # What is left of limits of workers whose memory such an array does not fit in.
+        self.halved: dict[int, int] = {}
         self._keys: dict[int, Tensor] = {}
 
     @property
@@ -149,14 +151,14 @@ class Group:
         self._keys |= keys
         self.blocks.append(Block(tuple(numbers), state))
 
-    def order(self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int) -> dict[str, Any]:
-        """The arguments with which the trainer trains members together for some more epochs."""
+    def order(self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int, limit: int) -> dict[str, Any]:
+        """The arguments with which the trainer trains members together for some more epochs, on workers with a limit."""
         return {
             "state": self.gather(numbers),
             "keys": None if self.is_shared else torch.stack([self._keys[number] for number in numbers]),
             "starts": [epoch[number] for number in numbers],
             "epochs": epochs,
-            "size": self._size(len(numbers)),
+            "size": self._size(len(numbers), limit),
         }
 
     def take_back(self, numbers: Sequence[int], state: Any, alive: Iterable[int]) -> None:
@@ -176,17 +178,24 @@ class Group:
             if state is not block.state:
                 self.blocks[place] = block._replace(state=state)
 
-    def _size(self, count: int) -> int:
+    def _size(self, count: int, limit: int) -> int:
         """Members of an array that trains ``count``: compiled steps see few sizes, because each is compiled once."""
         if isinstance(self.array.step, hfta.TrainStep):
             return count
         size = 1
         while size < count:
             size *= 2
-        return min(size, self.limit) if isinstance(self.limit, int) else size
+        most = [*([limit] if limit else []), *([self.limit] if isinstance(self.limit, int) else [])]
+        return min([size, *most])
 
-    def capacity(self, wanted: int) -> int:
-        """The largest number of members that train together, if ``wanted`` do; measured once where that is "auto"."""
+    def capacity(self, wanted: int, limit: int) -> int:
+        """The largest number of members that train together, if ``wanted`` do, on a worker with a limit.
+
+        Without one, 0, it is measured once where that is "auto".
+        """
+        if limit:
+            most = min(wanted, self.halved.get(limit, limit))
+            return min(most, self.limit) if isinstance(self.limit, int) else most
         if self.limit == "auto":
             sizes = [size for size in (1, 4, 16) if size <= wanted]
             if len(sizes) == 1:

@@ -156,7 +156,7 @@ class Population:
             Who has trained, none if nobody needs to.
         """
         try:
-            while self.flights.room and self._start(targets):
+            while self.flights.free and self._start(targets):
                 pass
             if not self.flights.under_way:
                 return []
@@ -193,12 +193,15 @@ class Population:
             if self._group_of(self.members[number]) == key
             and (not group.is_shared or self.members[number].epoch == first)
         ]
-        most = group.capacity(len(together))
-        if (room := self.flights.room) > 1:
-            most = min(most, -(-len(waiting) // room))
+        # Workers of unequal limits share those who wait in proportion; the largest is served first.
+        limit, *others = self.flights.free
+        most = group.capacity(len(together), limit)
+        if others:
+            weights = [one or 1 for one in (limit, *others)]
+            most = min(most, -(-len(waiting) * weights[0] // sum(weights)))
         chosen = tuple(sorted(together[:most]))
         epochs = min(targets[number] - self.members[number].epoch for number in chosen)
-        self.flights.start(group, chosen, {number: self.members[number].epoch for number in chosen}, epochs)
+        self.flights.start(group, chosen, {number: self.members[number].epoch for number in chosen}, epochs, limit)
         return True
 
     def _record(self, found: Trained) -> None:

@@ -28,10 +28,9 @@ class Search:
         size = max_models if isinstance(max_models, int) else 16
         learns = study.asking.learns
         self._verdicts: dict[int, str] = {}
-        arrays = study.population.flights.executor.count
-        self.batch = batch or (
-            max(1, arrays * size // len(seeds)) if learns else sum(cohort.trials for cohort in cohorts)
-        )
+        executor = study.population.flights.executor
+        room = sum(executor.limits) or executor.count * size
+        self.batch = batch or (max(1, room // len(seeds)) if learns else sum(cohort.trials for cohort in cohorts))
         self.learns = learns
 
     @property

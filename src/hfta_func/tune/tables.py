@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from hfta_func.files import atomic
 
 if TYPE_CHECKING:
     import pandas
@@ -56,5 +59,8 @@ def write_tables(
         ("history", list(rows[0]) if rows else [], [list(row.values()) for row in rows]),
         ("trajectory", ["seconds", "trial", metric], trajectory),
     ):
-        with open(os.path.join(folder, f"{name}.csv"), "w", newline="") as file:
-            csv.writer(file).writerows([head, *body])
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([head, *body])
+        # Whole at every moment, because others read it while the study runs.
+        with atomic.replacing(os.path.join(folder, f"{name}.csv")) as file:
+            file.write(text.getvalue().encode())

@@ -1,0 +1,130 @@
+"""Callbacks for :func:`run`, which show a study while it runs."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hfta_func import WorkerError
+from hfta_func.run.pool import Pool
+from hfta_func.tune.study import Study, Trial
+from hfta_func.tune.tables import PathLike
+
+
+def tensorboard(folder: PathLike) -> Callable[[Study], None]:
+    """Write a study to TensorBoard, a run per trial with its hyperparameters, as a callback for :func:`run`.
+
+    Each metric is the mean over the trial's seeds after every epoch; with several seeds, ``loss/0``, ``loss/1``, ... are
+    those of its members besides. TensorBoard's page HPARAMS has a row per trial, with the values that it began with.
+
+    Args:
+        folder: Where the runs ``trial-0000``, ``trial-0001``, ... go. A study that goes on from ``resume=`` goes on there.
+
+    Raises:
+        ImportError: if TensorBoard is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> callback = tensorboard(tempfile.mkdtemp())
+    """
+    try:
+        board: Any = importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise ImportError("TensorBoard is not installed; pip install 'hfta_func[tensorboard]'") from error
+    shown: dict[int, tuple[int, str]] = {}
+
+    def record(study: Study) -> None:
+        for trial in study.trials:
+            found = study.population.members
+            epochs = min(found[member].epoch for member in trial.members)
+            if epochs and shown.get(trial.number) != (epochs, trial.status):
+                before, _ = shown.get(trial.number, (0, ""))
+                shown[trial.number] = epochs, trial.status
+                # What a study that was broken off has written is replaced by the same.
+                path = os.path.join(folder, f"trial-{trial.number:04d}")
+                with board.SummaryWriter(path, purge_step=None if before else 0) as writer:
+                    _write(writer, study, trial, range(before, epochs), not before)
+
+    return record
+
+
+def prometheus(name: str) -> Callable[[Study], None]:
+    """Export what a study does to Prometheus through Ray's metrics, as a callback for :func:`run`.
+
+    The endpoints of Ray's nodes then have ``ray_hfta_func_trials`` by study and status, ``ray_hfta_func_epochs_total``, the
+    epochs that all members of a study have trained, and, by study and worker, ``ray_hfta_func_worker_seconds_total``, its
+    time at work, and ``ray_hfta_func_worker_deaths_total``. They change after every array that has trained.
+
+    Args:
+        name: The study's, which tells it from others.
+
+    Raises:
+        ImportError: if Ray is not installed.
+        WorkerError: if this process is in no Ray cluster, or one without metrics; when the callback is called.
+
+    Example:
+        .. code-block:: python
+
+            with cluster.ray(address="10.0.0.1:6379") as executor:
+                study = tune.run(build, space, ..., executor=executor, callbacks=[tune.prometheus("digits")])
+    """
+    try:
+        ray, metrics = importlib.import_module("ray"), importlib.import_module("ray.util.metrics")
+    except ImportError as error:
+        raise ImportError("this needs Ray, which is not installed; pip install 'hfta_func[cluster]'") from error
+    meters: dict[str, Any] = {}
+    shown: dict[tuple[str, str], float] = {}
+
+    def begin() -> None:
+        if not ray.is_initialized():
+            raise WorkerError("tune.prometheus needs a Ray cluster; call cluster.ray(...) before tune.run")
+        if all(node.get("MetricsExportPort", -1) < 1 for node in ray.nodes() if node["Alive"]):
+            raise WorkerError("this Ray cluster exports no metrics; pip install 'ray[default]' on all of its nodes")
+        meters["trials"] = metrics.Gauge("hfta_func_trials", "Trials by status.", ("study", "status"))
+        meters["epochs"] = metrics.Counter("hfta_func_epochs", "Epochs that members have trained.", ("study",))
+        for label, text in (("seconds", "Seconds that a worker was at work."), ("deaths", "Deaths of a worker.")):
+            meters[label] = metrics.Counter(f"hfta_func_worker_{label}", text, ("study", "worker"))
+
+    def count(label: str, total: float, **tags: str) -> None:
+        key = label, tags.get("worker", "")
+        if total > shown.get(key, 0):
+            meters[label].inc(total - shown.get(key, 0), {"study": name, **tags})
+            shown[key] = total
+
+    def show(study: Study) -> None:
+        if not meters:
+            begin()
+        found = collections.Counter(trial.status for trial in study.trials)
+        for status in ("running", "complete", "stopped", "failed"):
+            meters["trials"].set(found[status], {"study": name, "status": status})
+        count("epochs", sum(member.epoch for member in study.population.members))
+        executor = study.population.flights.executor
+        if isinstance(executor, Pool):
+            for worker, (seconds, deaths) in executor.record().items():
+                count("seconds", seconds, worker=worker)
+                count("deaths", deaths, worker=worker)
+
+    return show
+
+
+def _write(writer: Any, study: Study, trial: Trial, epochs: range, is_new: bool) -> None:
+    board: Any = importlib.import_module("torch.utils.tensorboard.summary")
+    plain = {
+        name: value if isinstance(value, (bool, int, float, str)) else str(value)
+        for name, value in trial.params.items()
+    }
+    experiment, begun, ended = board.hparams(plain, dict.fromkeys(study.metrics, 0.0))
+    for summary in (experiment, begun) if is_new else ():
+        writer.file_writer.add_summary(summary)
+    members = [study.population.members[member].metrics for member in trial.members]
+    for epoch in epochs:
+        for name in members[0][epoch]:
+            values = [metrics[epoch][name] for metrics in members]
+            writer.add_scalar(name, sum(values) / len(values), epoch + 1)
+            for place, value in enumerate(values if len(values) > 1 else ()):
+                writer.add_scalar(f"{name}/{place}", value, epoch + 1)
+    if trial.status != "running":
+        writer.file_writer.add_summary(ended)
