@@ -9,6 +9,7 @@ import pathlib
 import random
 import signal
 import sqlite3
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -104,6 +105,25 @@ def by_hand(config: Mapping[str, Any], epochs: int) -> float:
     found = build({"width": config["width"]}, {name: [value] for name, value in config.items() if name != "width"})
     _, history = hfta.fit(found.step, found.state, found.loader, epochs=epochs, evaluate=found.evaluate, progress=False)
     return float(history["error"][-1, 0])
+
+
+@pytest.mark.parametrize("where", ["Asking", "Study", "Status"])
+def test_ctrl_c_while_a_study_is_set_up_ends_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, where: str
+) -> None:
+    module = sys.modules["hfta_func.tune.run"]
+    made = getattr(module, where)
+
+    def pressed(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return made(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, where, pressed)
+        study = tune.run(build, FLAT, resume=tmp_path / "study", **SIX)
+    assert study.interrupted and not study.trials
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert told(tune.run(build, FLAT, resume=tmp_path / "study", **SIX)) == told(tune.run(build, FLAT, **SIX))
 
 
 def test_hyperband_finds_the_winner_of_hfht() -> None:

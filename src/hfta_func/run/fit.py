@@ -146,7 +146,7 @@ def fit(
             unit="step",
             dynamic_ncols=True,
         )
-        pressed, bar = stack.enter_context(_ctrl_c()), stack.enter_context(bar)
+        pressed, bar = stack.enter_context(ctrl_c()), stack.enter_context(bar)
         trainer = choose(step, state, batches, source, workers, compile, epochs * length or None, executor)
         if compact and isinstance(trainer, Here):
             trainer = Compact(trainer)
@@ -257,7 +257,7 @@ def _has_position(loader: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _ctrl_c() -> Iterator[Callable[[], bool]]:
+def ctrl_c() -> Iterator[Callable[[], bool]]:
     """Tells whether Ctrl-C was pressed, instead of interrupting; pressed again, it interrupts."""
     pressed = threading.Event()
 

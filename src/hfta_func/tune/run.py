@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 import hfta_func as hfta
 from hfta_func.run.executors import Executor
+from hfta_func.run.fit import ctrl_c
 from hfta_func.tune.asking import Asking, Mirror
 from hfta_func.tune.keeping import Keeping
 from hfta_func.tune.population import Population
@@ -163,32 +164,37 @@ def run(
         >>> study.export(study.best.number)
         Linear(in_features=4, out_features=1, bias=True)
     """
-    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
-    directions = (direction,) * len(metrics) if isinstance(direction, str) else tuple(direction)
-    _check(space, nonfusible, metrics, directions, trials, epochs, seeds, scheduler)
-    if batch is not None and (not isinstance(batch, int) or batch < 1):
-        raise ValueError(f"batch is {batch!r}; pass a number of trials, at least 1, or None")
-    scheduler = scheduler or Scheduler()
-    asking = Asking(space, directions, sampler, seed)
-    if workers is not None and executor is not None:
-        raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
-    if rank == "paired" and seeds < 2:
-        raise ValueError(f"rank is 'paired' and seeds is {seeds}; pass at least 2, whose differences are compared")
-    cohorts = scheduler.cohorts(trials, epochs)
-    if not any(cohort.trials for cohort in cohorts):
-        raise ValueError("trials is 0, the scheduler's own number, and this scheduler has none; pass how many to try")
-    about = {
-        "space": {key: asking.json(key) for key in space},
-        **{
-            "metric": metrics,
-            "direction": directions,
-            "nonfusible": list(nonfusible),
-            "trials": trials,
-            "epochs": epochs,
-        },
-        **{"scheduler": repr(scheduler), "seeds": seeds, "seed": seed, "rank": rank},
-    }
     with contextlib.ExitStack() as stack:
+        # Ctrl-C before there is a study to return waits until there is.
+        setting_up = stack.enter_context(contextlib.ExitStack())
+        pressed = setting_up.enter_context(ctrl_c())
+        metrics = (metric,) if isinstance(metric, str) else tuple(metric)
+        directions = (direction,) * len(metrics) if isinstance(direction, str) else tuple(direction)
+        _check(space, nonfusible, metrics, directions, trials, epochs, seeds, scheduler)
+        if batch is not None and (not isinstance(batch, int) or batch < 1):
+            raise ValueError(f"batch is {batch!r}; pass a number of trials, at least 1, or None")
+        scheduler = scheduler or Scheduler()
+        asking = Asking(space, directions, sampler, seed)
+        if workers is not None and executor is not None:
+            raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
+        if rank == "paired" and seeds < 2:
+            raise ValueError(f"rank is 'paired' and seeds is {seeds}; pass at least 2, whose differences are compared")
+        cohorts = scheduler.cohorts(trials, epochs)
+        if not any(cohort.trials for cohort in cohorts):
+            raise ValueError(
+                "trials is 0, the scheduler's own number, and this scheduler has none; pass how many to try"
+            )
+        about = {
+            "space": {key: asking.json(key) for key in space},
+            **{
+                "metric": metrics,
+                "direction": directions,
+                "nonfusible": list(nonfusible),
+                "trials": trials,
+                "epochs": epochs,
+            },
+            **{"scheduler": repr(scheduler), "seeds": seeds, "seed": seed, "rank": rank},
+        }
         if workers is not None and workers != 1:
             executor = stack.enter_context(hfta.WorkerPool(workers))
         members = Population(build, nonfusible, max_models, seed, executor=executor)
@@ -208,6 +214,8 @@ def run(
         total = sum(cohort.trials for cohort in search.cohorts)
         bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="trial", dynamic_ncols=True))
         try:
+            setting_up.close()
+            study.population.interrupted = pressed()
             for has_trained in search.rounds():
                 if not has_trained and mirror is None:
                     continue
