@@ -663,4 +663,53 @@ PLANTED = [
         *("models/frozen.py", "if len(parts(mine)) > 1 and", "if False and"),
         "test_quantised.py::test_equal_bases_are_one_and_others_are_named",
     ),
+    Planted(
+        "small workers get arrays that only large ones hold",
+        *("run/pool.py", "if call.limit in (0, limit) or", "if True or"),
+        "test_pool.py::test_unequal_workers_get_arrays_of_their_own_sizes",
+    ),
+    Planted(
+        "the arrays of workers that are gone wait for ever",
+        *("run/pool.py", "and not self._alive[call.limit]", "and False"),
+        "test_pool.py::test_a_larger_worker_stands_in_for_one_that_is_gone",
+    ),
+    Planted(
+        "parts of an array stop after different steps",
+        *("run/spread.py", "if done[place] < max(done) or", "if False and"),
+        "test_pool.py::test_parts_that_stop_after_different_steps_are_levelled",
+    ),
+    Planted(
+        "Ctrl-C inside a segment waits for its end",
+        *("run/spread.py", "if watch.stopped() and cells[-1] == NEVER:", "if False:"),
+        "test_pool.py::test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two",
+    ),
+    Planted(
+        "Ctrl-C while a study is set up is forgotten",
+        *("tune/run.py", "study.population.interrupted = pressed()", "pressed()"),
+        "test_tune.py::test_ctrl_c_while_a_study_is_set_up_ends_it",
+    ),
+    Planted(
+        "TensorBoard shows epochs of a study that was broken off twice",
+        *("tune/callbacks.py", "purge_step=None if before else 0", "purge_step=None"),
+        "test_watching.py::test_tensorboard_has_a_run_per_trial",
+    ),
+    Planted(
+        "the tables of a study are written at its end alone",
+        *("tune/cli.py", "[lambda study: study.write(folder), _Table", "[_Table"),
+        "test_cli.py::test_ctrl_c_saves_and_the_same_command_goes_on",
+    ),
+    Planted(
+        "metrics count the same epochs again",
+        *("tune/callbacks.py", "total - shown.get(key, 0), {", "total, {"),
+        "test_cluster.py::test_prometheus_gets_what_a_study_does",
+    ),
+    Planted(
+        "an object store without room ends the worker",
+        *(
+            "cluster/actors.py",
+            "(ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)",
+            "ZeroDivisionError",
+        ),
+        "test_cluster.py::test_states_larger_than_the_object_store_are_spilled_or_refused",
+    ),
 ]

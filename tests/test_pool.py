@@ -21,11 +21,12 @@ import pytest
 import torch
 
 import hfta_func as hfta
+from clocks import press_ctrl_c
 from hfta_func import tune
-from hfta_func.run import bench, local, pool, processes, spread
+from hfta_func.run import bench, executors, local, pool, processes, spread, workers
 from hfta_func.tune import status
 from test_tune import SCHEDULERS, SPACE, STUDY, build, told
-from test_workers import M, arrayed, assert_same, data, loader
+from test_workers import M, arrayed, assert_same, data, loader, loss_fn
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen")
 
@@ -175,6 +176,63 @@ def test_a_larger_worker_stands_in_for_one_that_is_gone() -> None:
         assert crew.ready(60)
         call = crew.submit(dict, 2)
         assert crew.wait(60) == (call, "large") and crew.deaths == 1
+
+
+def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
+    def slow(model: Any, batch: Any) -> Any:
+        time.sleep(0.05)
+        return loss_fn(model, batch)
+
+    def many() -> hfta.ArrayLoader:
+        return hfta.ArrayLoader(data(120), 2, seeds=range(M))
+
+    seen: list[float] = []
+
+    def press() -> None:
+        while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            time.sleep(0.01)
+        press_ctrl_c(1.0)
+
+    pressed = threading.Thread(target=press, daemon=True)
+    step, state = arrayed(loss=slow)
+    options: dict[str, Any] = {"epochs": 1, "progress": False, "resume": tmp_path / "run"}
+    pressed.start()
+    found = hfta.fit(step, state, many(), executor=crew, callbacks=[lambda *_: seen.append(1)], **options)
+    steps = {*found.state.step.tolist()}
+    assert found.history.interrupted and not seen
+    assert len(steps) == 1 and 0 < steps.pop() < 60, "all members have seen the same batches, and not the epoch"
+    quick, _ = arrayed()
+    again = hfta.fit(quick, state, many(), executor=crew, **options)
+    assert_same(again, hfta.fit(quick, state, many(), epochs=1, progress=False))
+
+
+@pytest.mark.parametrize("stops", [(4, 2), (2, 4), (None, 2), (3, None)])
+@pytest.mark.parametrize("dealt", [True, False])
+def test_parts_that_stop_after_different_steps_are_levelled(stops: tuple[int | None, int | None], dealt: bool) -> None:
+    class Uneven(executors.Inline):
+        """Stops the parts of the first segment after steps of their own."""
+
+        count, shares = 2, True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stops = [*stops]
+
+        def wait(self, timeout: float | None = None) -> tuple[int, Any]:
+            _, arguments = self._calls[min(self._calls)]
+            if self.stops:
+                cells = arguments["control"][0].tensor()
+                cells[-1] = workers.NEVER if (stop := self.stops.pop(0)) is None else stop
+            return super().wait()
+
+    step, state = arrayed()
+    batches = [
+        (inputs[None].expand(M, -1, -1), targets[None].expand(M, -1, -1))
+        for inputs, targets in zip(*(leaf.split(5) for leaf in data()), strict=True)
+    ]
+    source = loader() if dealt else batches
+    found = hfta.fit(step, state, source, epochs=2, progress=False, executor=Uneven())
+    assert_same(found, hfta.fit(step, state, loader() if dealt else batches, epochs=2, progress=False))
 
 
 def test_errors_and_failures_name_the_member(crew: hfta.WorkerPool) -> None:

@@ -98,17 +98,23 @@ class Executor(Protocol):
     Attributes:
         count: How many calls run at a time.
         limits: The largest array of each worker; empty if they are alike.
+        shares: Whether workers map files of this machine into their memory.
     """
 
     count: int
     limits: list[int]
+    shares: bool
 
     def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
         """Have a function called, by a worker with a limit if they have any; returns the number of the call."""
         ...
 
-    def wait(self) -> tuple[int, Any]:
-        """Wait for the end of any call; returns its number, and what it returned or the error that it raised."""
+    def wait(self, timeout: float | None = None) -> tuple[int, Any]:
+        """Wait for the end of any call; returns its number, and what it returned or the error that it raised.
+
+        Raises:
+            queue.Empty: if there is none in time.
+        """
         ...
 
     def forget(self) -> None:
@@ -128,7 +134,7 @@ class Executor(Protocol):
 class Inline:
     """An :class:`Executor` that calls functions in this process, one after another."""
 
-    count, deaths = 1, 0
+    count, deaths, shares = 1, 0, False
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
@@ -141,7 +147,7 @@ class Inline:
         self._calls[number] = function, arguments
         return number
 
-    def wait(self) -> tuple[int, Any]:
+    def wait(self, timeout: float | None = None) -> tuple[int, Any]:
         """See :class:`Executor`."""
         number = min(self._calls)
         function, arguments = self._calls.pop(number)

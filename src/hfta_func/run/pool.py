@@ -64,7 +64,7 @@ class Pool:
 
     def __init__(self, workers: Sequence[Worker], *, share: bool = False, limits: Sequence[int] = ()):
         self.count, self.limits = len(workers), [*limits]
-        self._workers, self._share = workers, share
+        self._workers, self.shares = workers, share
         self._folder: Folder | None = None
         # By its identity, every function with its number; it is kept, so that no other one gets its identity.
         self._functions: dict[int, tuple[int, Callable[..., Any]]] = {}
@@ -128,7 +128,7 @@ class Pool:
         if self._closed:
             raise WorkerError("these workers have been closed; make new ones")
         if id(function) not in self._functions:
-            if self._folder is None and self._share:
+            if self._folder is None and self.shares:
                 self._folder = Folder()
             try:
                 found = dumps(function, self._folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import queue
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,10 +16,12 @@ from hfta_func.run.data import ArrayLoader
 from hfta_func.run.executors import Executor, Here, Segments, Step, Watch
 from hfta_func.run.history import Running
 from hfta_func.run.part import cpu, own, speed
-from hfta_func.run.processes import cores
-from hfta_func.run.workers import Workers, check_same, renumbered, shares
+from hfta_func.run.processes import Folder, Place, cores
+from hfta_func.run.workers import LOOK, NEVER, Workers, check_same, renumbered, shares
 from hfta_func.step.state import TrainState
 
+Parts = list[tuple[int, int, int]]
+"""From where to where each goes, and for workers with which limit."""
 _TRIAL = 0.5
 """Seconds in which steps are timed to choose a number of processes."""
 
@@ -40,16 +43,22 @@ class Segment:
         self._loader, self._kind = loader, kind
 
     def __call__(
-        self, state: TrainState, part: tuple[int, int], position: Any, batches: list[Any] | None, limit: int | None
+        self,
+        state: TrainState,
+        part: tuple[int, int],
+        position: Any,
+        batches: list[Any] | None,
+        limit: int | None,
+        control: tuple[Place, int] | None,
     ) -> dict[str, Any]:
-        """Train, on the loader's batches from a position or on those given."""
+        """Train, on the loader's batches from a position or on those given; ``control`` is where it is watched."""
         loader: Any = batches
         if self._loader is not None:
             loader = self._loader.part(*part)
             loader.load_state_dict(position)
         running = Running()
         state = tree_map(lambda leaf: leaf.to(self._kind), state)
-        state, ended = Here(self._step, loader, ()).segment(state, running, limit, Watch())
+        state, ended = Here(self._step, loader, ()).segment(state, running, limit, _watched(control))
         position = None if self._loader is None else loader.state_dict()
         found = tree_map(cpu, running.state_dict())
         return {"state": tree_map(cpu, state), "ended": ended, "running": found, "position": position}
@@ -58,7 +67,7 @@ class Segment:
 class Spread:
     """The :class:`Segments` of an array that an executor trains, a part of the members in each call.
 
-    Progress is seen, and Ctrl-C heeded, after every segment.
+    Progress is seen, and Ctrl-C heeded, after every step by workers of this machine, and after every segment by others.
 
     Args:
         step: The training step.
@@ -73,12 +82,17 @@ class Spread:
         self._dealt = isinstance(loader, ArrayLoader)
         self._left = None if self._dealt else [*batches]
         self._function: Segment | None = None
+        self._folder = Folder() if executor.shares else None
+        # By number of parts: how many steps each has made, and after which one all stop.
+        self._controls: dict[int, Place] = {}
 
     def __enter__(self) -> Spread:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._executor.forget()
+        if self._folder is not None:
+            self._folder.close()
 
     def segment(self, state: TrainState, running: Running, limit: int | None, watch: Watch) -> tuple[TrainState, bool]:
         """See :class:`Segments`."""
@@ -93,20 +107,15 @@ class Spread:
         size = num_models(state)
         parts = _parts(size, self._executor)
         position = self._loader.state_dict() if self._dealt else None
-        dims, calls = getattr(self._step, "batch_dims", 0), {}
-        for low, high, most in parts:
+        dims, orders = getattr(self._step, "batch_dims", 0), {}
+        control = self._control(len(parts))
+        for place, (low, high, _) in enumerate(parts):
             batches = None if self._dealt else [own(batch, dims, low, high) for batch in (self._left or [])[:limit]]
-            mine = take(state, slice(low, high))
-            order = {"part": (low, high), "position": position, "batches": batches, "limit": limit}
-            calls[self._executor.submit(self._function, most, state=mine, **order)] = low
-        answers: dict[int, Any] = {}
-        while len(answers) < len(parts):
-            number, answer = self._executor.wait()
-            low = calls[number]
-            if isinstance(answer, Exception):
-                raise renumbered(answer, low)
-            answers[low] = answer
-        found = [answers[low] for low, _, _ in parts]
+            watched = None if control is None else (control, place)
+            mine = {"state": take(state, slice(low, high)), "part": (low, high), "position": position}
+            orders[place] = {**mine, "batches": batches, "limit": limit, "control": watched}
+        ticked, answers = self._train(parts, orders, control, watch)
+        found = self._level(parts, orders, answers, watch)
         done = found[0]["running"]["batches"]
         running.join([
             {**answer["running"], **{name: _on(answer["running"][name], device) for name in ("sums", "failed")}}
@@ -117,19 +126,97 @@ class Spread:
         ended = all(answer["ended"] for answer in found)
         if self._left is not None:
             self._left = None if ended else self._left[done:]
-        for _ in range(done):
+        for _ in range(ticked, done):
             watch.tick()
         after = concat([answer["state"] for answer in found]) if len(found) > 1 else found[0]["state"]
         return tree_map(lambda leaf: leaf.to(device), after), ended
 
+    def _control(self, count: int) -> Place | None:
+        """Where that many parts of a segment are watched; None if they train elsewhere."""
+        if self._folder is None:
+            return None
+        if count not in self._controls:
+            self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
+        cells = self._controls[count].tensor()
+        cells[:] = 0
+        cells[-1] = NEVER
+        return self._controls[count]
 
-def _parts(size: int, executor: Executor) -> list[tuple[int, int, int]]:
-    """From where to where each call's part goes, and for workers with which limit: in proportion to that."""
+    def _train(
+        self, parts: Parts, orders: dict[int, dict[str, Any]], control: Place | None, watch: Watch
+    ) -> tuple[int, dict[int, Any]]:
+        """Have some parts trained; returns how many steps have been shown, and the answers by place."""
+        assert self._function is not None
+        cells = None if control is None else control.tensor()
+        calls = {self._executor.submit(self._function, parts[place][2], **orders[place]): place for place in orders}
+        answers: dict[int, Any] = {}
+        ticked = 0
+        while len(answers) < len(orders):
+            try:
+                number, answer = self._executor.wait(None if cells is None else LOOK)
+            except queue.Empty:
+                assert cells is not None
+                made = int(cells[:-1].min())
+                for _ in range(ticked, made):
+                    watch.tick()
+                ticked = max(ticked, made)
+                if watch.stopped() and cells[-1] == NEVER:
+                    # All after the same step, which none has begun yet.
+                    cells[-1] = cells[:-1].max() + 2
+                continue
+            if isinstance(answer, Exception):
+                raise renumbered(answer, parts[calls[number]][0])
+            answers[calls[number]] = answer
+        return ticked, answers
+
+    def _level(
+        self, parts: Parts, orders: dict[int, dict[str, Any]], answers: dict[int, Any], watch: Watch
+    ) -> list[Any]:
+        """Have those that stopped earlier catch up with the others."""
+        found = [answers[place] for place in range(len(parts))]
+        done = [answer["running"]["batches"] for answer in found]
+        over = any(answer["ended"] for answer in found)
+        behind: dict[int, dict[str, Any]] = {}
+        for place, answer in enumerate(found):
+            if done[place] < max(done) or answer["ended"] != over:
+                batches = orders[place]["batches"]
+                behind[place] = orders[place] | {
+                    **{"state": answer["state"], "position": answer["position"], "control": None},
+                    **{
+                        "batches": batches and batches[done[place] :],
+                        "limit": None if over else max(done) - done[place],
+                    },
+                }
+        for place, more in self._train(parts, behind, None, watch)[1].items() if behind else ():
+            running = Running()
+            running.join([found[place]["running"]])
+            if more["running"]["batches"]:
+                running.join([more["running"]])
+            found[place] = more | {"running": running.state_dict()}
+        return found
+
+
+def _watched(control: tuple[Place, int] | None) -> Watch:
+    """What counts a part's steps where it is watched, and stops it after the one that is named there."""
+    if control is None:
+        return Watch()
+    cells, place = control[0].tensor(), control[1]
+    # A call that is repeated begins anew.
+    cells[place] = 0
+
+    def tick() -> None:
+        cells[place] += 1
+
+    return Watch(tick=tick, stopped=lambda: bool(cells[place] >= cells[-1]))
+
+
+def _parts(size: int, executor: Executor) -> Parts:
+    """The parts of an array, in proportion to the limits of workers."""
     limits = sorted(executor.limits, reverse=True)
     if not limits:
         return [(low, high, 0) for low, high in shares(size, min(executor.count, size))]
     edges = [size * edge // sum(limits) for edge in (0, *itertools.accumulate(limits))]
-    found: list[tuple[int, int, int]] = []
+    found: Parts = []
     for first, last, limit in zip(edges, edges[1:], limits, strict=False):
         if last > first:
             pieces = shares(last - first, -(-(last - first) // limit))

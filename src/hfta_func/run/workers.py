@@ -25,9 +25,10 @@ from hfta_func.step.state import TrainState
 
 _TRIES = 3
 """How often in a row a process may die before its segment is given up."""
-_LOOK = 0.05
+LOOK = 0.05
 """Seconds between two looks at what the processes have done."""
-_NEVER = 1 << 62
+NEVER = 1 << 62
+"""The step after which processes stop that nobody stops."""
 
 
 class Workers:
@@ -125,7 +126,7 @@ class Workers:
 
     def _ordered(self, order: dict[str, Any], folder: Folder, state: TrainState | None, watch: Watch) -> list[Any]:
         self._control[:] = 0
-        self._control[-1] = _NEVER
+        self._control[-1] = NEVER
         message = dumps(order, folder)
         for process in self._processes:
             process.send(message)
@@ -137,7 +138,7 @@ class Workers:
                 for number, process in enumerate(self._processes):
                     if number not in answers:
                         selector.register(process.answers, selectors.EVENT_READ, number)
-                ready = [key.data for key, _ in selector.select(_LOOK)]
+                ready = [key.data for key, _ in selector.select(LOOK)]
             for number in ready:
                 answer = self._processes[number].receive()
                 if answer is not None:
@@ -165,7 +166,7 @@ class Workers:
             for _ in range(ticked, made):
                 watch.tick()
             ticked = max(ticked, made)
-            if watch.stopped() and self._control[-1] == _NEVER:
+            if watch.stopped() and self._control[-1] == NEVER:
                 # All after the same step, which none has begun yet.
                 self._control[-1] = self._control[:-1].max() + 2
         found = [answers[number] for number in range(len(answers))]
@@ -179,7 +180,7 @@ class Workers:
     def _level(self, answers: list[Any]) -> list[Any]:
         """Have those that stopped earlier catch up with the others."""
         most = max(answer["done"] for answer in answers)
-        self._control[-1] = _NEVER
+        self._control[-1] = NEVER
         behind = [number for number, answer in enumerate(answers) if answer["done"] < most]
         for number in behind:
             left = most - answers[number]["done"]
