@@ -690,7 +690,7 @@ PLANTED = [
     ),
     Planted(
         "TensorBoard shows epochs of a study that was broken off twice",
-        *("tune/callbacks.py", "purge_step=None if before else 0", "purge_step=None"),
+        *("tune/callbacks.py", '"ab" if before else "wb"', '"ab"'),
         "test_watching.py::test_tensorboard_has_a_run_per_trial",
     ),
     Planted(

@@ -211,7 +211,7 @@ def test_uneven_stops_are_levelled() -> None:
     crew = workers.Workers(step, state, loader(), loader(), 2)
     order = {"kind": "segment", "anew": True, "position": loader().state_dict(), "batches": None}
     with crew:
-        crew._control[-1] = workers._NEVER
+        crew._control[-1] = workers.NEVER
         for limit, process in zip((2, 4), crew._processes, strict=True):
             process.send(dumps({**order, "limit": limit}, crew._folder))
         answers = [process.receive() for process in crew._processes]

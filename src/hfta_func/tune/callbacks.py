@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import importlib
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hfta_func import WorkerError
@@ -31,9 +32,10 @@ def tensorboard(folder: PathLike) -> Callable[[Study], None]:
         >>> callback = tensorboard(tempfile.mkdtemp())
     """
     try:
-        board: Any = importlib.import_module("torch.utils.tensorboard")
+        importlib.import_module("torch.utils.tensorboard")
     except ImportError as error:
         raise ImportError("TensorBoard is not installed; pip install 'hfta_func[tensorboard]'") from error
+    records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
     shown: dict[int, tuple[int, str]] = {}
 
     def record(study: Study) -> None:
@@ -43,10 +45,14 @@ def tensorboard(folder: PathLike) -> Callable[[Study], None]:
             if epochs and shown.get(trial.number) != (epochs, trial.status):
                 before, _ = shown.get(trial.number, (0, ""))
                 shown[trial.number] = epochs, trial.status
-                # What a study that was broken off has written is replaced by the same.
                 path = os.path.join(folder, f"trial-{trial.number:04d}")
-                with board.SummaryWriter(path, purge_step=None if before else 0) as writer:
-                    _write(writer, study, trial, range(before, epochs), not before)
+                os.makedirs(path, exist_ok=True)
+                # One file per trial, and not one per writer, whose names need not sort by time. It is open for a moment only,
+                # because trials are many; what a study that was broken off has written is replaced by the same.
+                with open(os.path.join(path, "events.out.tfevents.study"), "ab" if before else "wb") as file:
+                    writer = records.RecordWriter(file)
+                    for event in _events(study, trial, range(before, epochs)):
+                        writer.write(event.SerializeToString())
 
     return record
 
@@ -110,21 +116,27 @@ def prometheus(name: str) -> Callable[[Study], None]:
     return show
 
 
-def _write(writer: Any, study: Study, trial: Trial, epochs: range, is_new: bool) -> None:
+def _events(study: Study, trial: Trial, epochs: range) -> Iterator[Any]:
+    """What a trial's file has of some epochs."""
     board: Any = importlib.import_module("torch.utils.tensorboard.summary")
+    make: Any = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
     plain = {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)
         for name, value in trial.params.items()
     }
     experiment, begun, ended = board.hparams(plain, dict.fromkeys(study.metrics, 0.0))
-    for summary in (experiment, begun) if is_new else ():
-        writer.file_writer.add_summary(summary)
+    now = time.time()
+    if epochs.start == 0:
+        yield make(wall_time=now, file_version="brain.Event:2")
+        yield from (make(wall_time=now, summary=summary) for summary in (experiment, begun))
     members = [study.population.members[member].metrics for member in trial.members]
     for epoch in epochs:
         for name in members[0][epoch]:
             values = [metrics[epoch][name] for metrics in members]
-            writer.add_scalar(name, sum(values) / len(values), epoch + 1)
-            for place, value in enumerate(values if len(values) > 1 else ()):
-                writer.add_scalar(f"{name}/{place}", value, epoch + 1)
+            shown = {name: sum(values) / len(values)}
+            if len(values) > 1:
+                shown |= {f"{name}/{place}": value for place, value in enumerate(values)}
+            for tag, value in shown.items():
+                yield make(wall_time=now, step=epoch + 1, summary=board.scalar(tag, value))
     if trial.status != "running":
-        writer.file_writer.add_summary(ended)
+        yield make(wall_time=now, summary=ended)
