@@ -413,8 +413,9 @@ with cluster.ray(1) as pool:
     except hfta.WorkerError as error:
         print(error)
     # The worker lives.
+    assert pool.count == 1 and pool.deaths == 0
     call = pool.submit(dict, seed=7)
-    assert pool.wait() == (call, {"seed": 7}) and pool.count == 1 and pool.deaths == 0
+    assert pool.wait(60) == (call, {"seed": 7})
 ray.shutdown()
 """
 
