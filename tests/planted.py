@@ -479,6 +479,11 @@ PLANTED = [
         "test_background.py::test_a_slower_graph_is_left",
     ),
     Planted(
+        "compiling begins whether it may pay or not",
+        *("run/background.py", "self._spent >= _AFTER * compiling", "True"),
+        "test_background.py::test_compiling_begins_where_it_may_pay",
+    ),
+    Planted(
         "a step goes over to its graph whether that pays or not",
         *("run/background.py", "self._spent >= _PATIENCE * cost", "True"),
         "test_background.py::test_it_goes_over_where_that_pays",

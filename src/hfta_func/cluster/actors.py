@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 
 from hfta_func import WorkerError
-from hfta_func.run import background, bench
+from hfta_func.run import bench
 from hfta_func.run.pool import Died, Pool
+from hfta_func.run.processes import line
+from hfta_func.run.settings import settings
 
 _STARTS = 5
 """How often an actor is placed before it is given up."""
@@ -169,7 +171,7 @@ def ray(
         **{"num_cpus": cpus, "num_gpus": gpus, "resources": dict(resources or {})},
         **{"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"},
     }
-    order = bench.settings(), max(1, int(cpus))
+    order = settings(), max(1, int(cpus))
     functions = _Functions()
     pool = RayPool([_Remote(number, options, functions, order) for number in range(count)])
     try:
@@ -186,7 +188,7 @@ def lone(resources: Mapping[str, float]) -> RayPool:
     if not module.is_initialized():
         _connect(module, None)
     options = {"num_cpus": 1, "resources": dict(resources), "max_restarts": 0, "max_task_retries": 0}
-    return RayPool([_Remote(0, options, _Functions(), (bench.settings(), 1))])
+    return RayPool([_Remote(0, options, _Functions(), (settings(), 1))])
 
 
 def _connect(module: Any, address: str | None) -> None:
@@ -201,7 +203,7 @@ def _connect(module: Any, address: str | None) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster {address}" if address else "a Ray instance on this machine"
         raise WorkerError(
-            f"{where} cannot be used ({background.line(error)}); check that it runs, with Ray {module.__version__} and "
+            f"{where} cannot be used ({line(error)}); check that it runs, with Ray {module.__version__} and "
             f"the same version of Python as here"
         ) from error
 

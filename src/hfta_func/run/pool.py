@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from hfta_func._types import WorkerError
-from hfta_func.run import background, bench
-from hfta_func.run.processes import Folder, Process, cores, dumps, loads
+from hfta_func.run.processes import Folder, Process, cores, dumps, line, loads
+from hfta_func.run.settings import settings
 
 TRIES = 3
 """How often in a row the worker of a call may die before the call is given up."""
@@ -124,7 +124,7 @@ class Pool:
                 found = dumps(function, self._folder)
             except Exception as error:
                 raise TypeError(
-                    f"{_what(function)} cannot be sent to workers ({background.line(error)}); make what it uses inside the "
+                    f"{_what(function)} cannot be sent to workers ({line(error)}); make what it uses inside the "
                     f"function that uses it, or move it to a module that they can import"
                 ) from error
             own = next(self._numbers)
@@ -190,9 +190,7 @@ class Pool:
             _log.error("%s cannot go on: %s", worker.name, error)
             # Others may have the right version, but whoever asked for this one should know.
             if isinstance(error, WorkerError) or self.count == 0:
-                failed = (
-                    error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {background.line(error)}")
-                )
+                failed = error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {line(error)}")
                 self._answers.put((-1, failed))
                 with self._changed:
                     self._failed = failed
@@ -323,7 +321,7 @@ class WorkerPool(Pool):
                 f"'auto'"
             )
         edges = [most * number // count for number in range(count + 1)]
-        own = pickle.dumps(bench.settings())
+        own = pickle.dumps(settings())
         super().__init__(
             [
                 _Local(number, processors[low:high], gpus > 0, own)
