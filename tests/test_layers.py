@@ -36,6 +36,7 @@ FILES_IN = {
         "recall",
         "draws",
         "routing",
+        "numbers",
         "validation",
     ],
     "rules": [
@@ -54,7 +55,7 @@ FILES_IN = {
         ),
         *("_install", "vmap"),
     ],
-    "models": ["structure", "frozen", "stack", "remat", "noting", "attributes", "functional", "adapters"],
+    "models": ["numbers", "structure", "frozen", "stack", "remat", "noting", "attributes", "functional", "adapters"],
     "step": [
         *(
             "state",

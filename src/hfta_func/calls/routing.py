@@ -60,20 +60,31 @@ class routed(TorchFunctionMode):
         self.key = key
         self.site = site
         self.depth = depth()
+        # Call sites before this one at which a member has drawn nothing, because the rate was 0.
+        self.skipped: Tensor | None = None
         self._blocks: dict[int, list[random.Stream]] = {}
 
-    def next_key(self) -> random.Stream:
-        """The stream of the next call site."""
+    def next_key(self, rate: Any = None) -> random.Stream:
+        """The stream of the next call site, which is none for members whose ``rate``, a tensor, is 0, as it is none alone."""
         assert self.key is not None
         self.site += 1
-        block, place = divmod(self.site, _SITES)
-        if block not in self._blocks:
-            self._blocks[block] = random.streams(self.key, block * _SITES, _SITES)
-        found = self._blocks[block][place]
+        if self.skipped is None:
+            block, place = divmod(self.site, _SITES)
+            if block not in self._blocks:
+                self._blocks[block] = random.streams(self.key, block * _SITES, _SITES)
+            found = self._blocks[block][place]
+        else:
+            found = random.stream(random.fold_in(self.key, self.site - self.skipped))
+        if isinstance(rate, Tensor):
+            self.skipped = (rate == 0).long() + (0 if self.skipped is None else self.skipped)
         if depth() > self.depth:
             for level in levels_above(self.depth):
                 found = self._inside(found, *level)
         return found
+
+    def again(self, key: Tensor | None, site: int) -> routed:
+        """A mode of this kind for a part of the block, which goes on from a call site."""
+        return routed(key, site)
 
     def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """``func(*args)``, which is elementwise, for those who would rather call it again than keep the result."""

@@ -1,0 +1,77 @@
+"""Numbers that modules keep in plain attributes, such as dropout rates, and in which members of one array may differ.
+
+Stacked, they are buffers ``float64[M]`` under the path of the attribute, and a call finds its member's number, a tensor without
+axes, where the module keeps its own. A training state holds them in ``hparams``, and empty *places* for them in ``buffers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func._torch import MODULE_ATTRIBUTES
+from hfta_func._types import Params, StateError
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a plain number of Python's."""
+    return isinstance(value, float) or type(value) is int
+
+
+def is_own(module: nn.Module, name: str) -> bool:
+    """Whether a number of this name can be a member's own: classes are shared by members, and found before buffers."""
+    return is_number(vars(module).get(name)) and name not in MODULE_ATTRIBUTES and not hasattr(type(module), name)
+
+
+def numbers_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Who holds each number that can be a member's own, and under which name, by path."""
+    return {
+        f"{path}.{name}" if path else name: (module, name)
+        for path, module in model.named_modules()
+        for name in vars(module)
+        if is_own(module, name)
+    }
+
+
+def hold(model: nn.Module, paths: Iterable[str]) -> None:
+    """Make buffers of numbers, for calls with other values; raises a StateError if the model has no such number."""
+    places = numbers_of(model)
+    for path in paths:
+        if path not in places:
+            raise StateError(f"the model has no parameter or buffer '{path}'; pass what stack_params returns for it")
+        module, name = places[path]
+        delattr(module, name)
+        module.register_buffer(name, torch.empty((), dtype=torch.float64, device="meta"))
+
+
+def assign(model: nn.Module, numbers: Mapping[str, Tensor]) -> None:
+    """Give a model numbers of its own."""
+    places = numbers_of(model)
+    for path, number in numbers.items():
+        module, name = places[path]
+        setattr(module, name, number.item())
+
+
+def place_for(number: Tensor) -> Tensor:
+    """What stands for a number ``[M]`` among the buffers of a training state: ``[M, 0]``."""
+    return number.new_empty(*number.shape, 0)
+
+
+def is_place(leaf: Tensor) -> bool:
+    """Whether this stands for a number that lies elsewhere."""
+    return leaf.shape[1:] == (0,)
+
+
+def filled(buffers: Params, hparams: Params) -> Params:
+    """Buffers with the numbers of ``hparams`` in their places."""
+    if not hparams:
+        return buffers
+    return {path: hparams[path] if is_place(leaf) and path in hparams else leaf for path, leaf in buffers.items()}
+
+
+def emptied(buffers: Params, like: Params) -> Params:
+    """Buffers with places where ``like`` has them."""
+    return {path: like[path] if is_place(like[path]) else leaf for path, leaf in buffers.items()}
