@@ -183,6 +183,17 @@ def _triplet_margin_loss(
     return _reduced((margin + near - far).clamp(min=0), reduction, size_average, reduce)
 
 
+def _triplet_margin_with_distance_loss(
+    anchor: Tensor, positive: Tensor, negative: Tensor, *, distance_function: Callable[..., Tensor] | None = None,
+    margin: Any = 1.0, swap: bool = False, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    distance = distance_function or F.pairwise_distance
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    return _reduced((margin + near - far).clamp(min=0), reduction)
+
+
 def _multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: Any = 1.0, weight: Tensor | None = None, size_average: Any = None,
     reduce: Any = None, reduction: str = "mean",
@@ -325,7 +336,7 @@ _OPTIONS = ("size_average", "reduce", "running_mean", "running_var", "normalized
 _EXACT = _table(
     *(_leaky_relu, _elu, _celu, _softplus, _threshold, _hardtanh, _hardshrink, _softshrink, _clamp, _clamp_),
     *(_huber_loss, _smooth_l1_loss, _margin_ranking_loss, _hinge_embedding_loss, _cosine_embedding_loss),
-    *(_triplet_margin_loss, _multi_margin_loss, _pairwise_distance, _cosine_similarity),
+    *(_triplet_margin_loss, _triplet_margin_with_distance_loss, _multi_margin_loss, _pairwise_distance, _cosine_similarity),
     *(_layer_norm, _group_norm, _instance_norm, _rms_norm, _batch_norm),
 )
 _EXACT |= {func: _EXACT[torch.clamp] for func in (torch.clip, Tensor.clip)} | {Tensor.clip_: _EXACT[Tensor.clamp_]}

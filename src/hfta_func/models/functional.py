@@ -244,10 +244,11 @@ def _explained(key: Tensor | None, numbers: Mapping[str, Tensor]) -> Iterator[No
         found = [path for path, number in numbers.items() if any(leaf is number for leaf in given)]
         if not found and ".item()" not in str(error) and not isinstance(error, TypeError):
             raise
-        names = ", ".join(map(repr, found or numbers))
+        names, text = ", ".join(map(repr, found or numbers)), str(error).partition("\n")[0]
         raise TraceError(
-            f"{place(error)} needs a Python number where it has a tensor, and {names} is one because members differ in it: "
-            f"compute with it as with a tensor, or give all models the same ({error})"
+            f"{place(error)} needs a Python number where it has a tensor, and {names} {'is' if found else 'may be'} why: "
+            f"members differ in it, so it is a tensor in calls; compute with it as with one, or give all models the same"
+            f"{'' if text.startswith('vmap:') else f' ({text})'}"
         ) from error
     for path, number in numbers.items():
         if writes(number) != before[path]:

@@ -155,7 +155,8 @@ def _check_module(
         if is_real and is_own(mine, name) and is_own(theirs, name):
             numbers[label] = a, b
             continue
-        raise StackError(f"model {member}: {_setting_difference(a, b, label, own, {})}")
+        free = "; if this is no size, write it as a float" if type(a) is int and type(b) is int else ""
+        raise StackError(f"model {member}: {_setting_difference(a, b, label, own, {})}{free}")
     return numbers
 
 
