@@ -34,6 +34,7 @@ FILES_IN = {
         "rewrites",
         "fills",
         "recall",
+        "exact",
         "draws",
         "routing",
         "numbers",

@@ -121,9 +121,7 @@ CASES = {
     "dropout1d": norm(nn.Dropout1d, 0.1, 0.0, 0.4),
     "attention": case(lambda number: Attends(number, False), 0.1, 0.0, 0.4),
     "attention with weights": case(lambda number: Attends(number, True), 0.1, 0.0, 0.4),
-    "attention scale": call(
-        lambda x, number: F.scaled_dot_product_attention(x, x, x, scale=number), 0.1, 0.5, 1.0
-    ),
+    "attention scale": call(lambda x, number: F.scaled_dot_product_attention(x, x, x, scale=number), 0.1, 0.5, 1.0),
     "lstm": case(lambda number: Recurs(nn.LSTM, number), 0.1, 0.0, 0.4),
     "gru": case(lambda number: Recurs(nn.GRU, number), 0.1, 0.0, 0.4),
     "gumbel": call(lambda x, tau: F.gumbel_softmax(x, tau), 0.5, 1.0, 2.0),
@@ -135,7 +133,9 @@ CASES = {
     "batch norm momentum": norm(lambda momentum: nn.BatchNorm1d(6, momentum=momentum), 0.1, 0.01, 1.0),
     "batch norm of all batches": norm(lambda eps: nn.BatchNorm1d(6, eps, momentum=None), 1e-5, 0.1, 1.0),
     "normalize": call(lambda x, eps: F.normalize(x, eps=eps), 1e-5, 1.0, 10.0),
-    "local response": norm(lambda number: nn.LocalResponseNorm(3, alpha=number, beta=number, k=1 + number), 0.1, 0.5, 1.0),
+    "local response": norm(
+        lambda number: nn.LocalResponseNorm(3, alpha=number, beta=number, k=1 + number), 0.1, 0.5, 1.0
+    ),
     "cosine similarity": loss(lambda eps: nn.CosineSimilarity(eps=eps), 1e-8, 1.0, 100.0),
     "pairwise distance": loss(lambda eps: nn.PairwiseDistance(eps=eps), 1e-6, 0.1, 1.0),
     "huber": loss(lambda delta: nn.HuberLoss(delta=delta), 1.0, 0.1, 0.5),
@@ -284,7 +284,8 @@ def test_noise_is_that_of_a_solo_run_to_the_bit():
         assert torch.equal(found[i] == 0, own == 0)
         scale = 0 if rates[i] == 1 else 1 / (1 - rates[i])
         kept = found[i][0][found[i][0] != 0]
-        assert torch.equal(kept, torch.full_like(kept, scale)) and len(kept) == pytest.approx(1e4 * (1 - rates[i]), rel=0.1)
+        assert torch.equal(kept, torch.full_like(kept, scale))
+        assert len(kept) == pytest.approx(1e4 * (1 - rates[i]), rel=0.1)
 
 
 def test_the_state_carries_them_as_hparams():
@@ -385,7 +386,7 @@ def test_a_factory_may_make_models_that_differ():
     def factory():
         return classifier(torch.rand(()).item())
 
-    params, buffers = hfta.init_params(factory, SEEDS)
+    buffers = hfta.init_params(factory, SEEDS).buffers
     expected = []
     for seed in SEEDS:
         torch.manual_seed(seed)
@@ -494,7 +495,8 @@ def test_what_does_not_differ_stays_a_number():
             self.weight, self.rate, self.slope = nn.Parameter(torch.ones(2)), rate, slope
 
         def forward(self, x):
-            seen.append((type(self.rate), type(self.slope), [type(m) for m in torch.overrides._get_current_function_mode_stack()]))
+            modes = [type(mode) for mode in torch.overrides._get_current_function_mode_stack()]
+            seen.append((type(self.rate), type(self.slope), modes))
             return (self.weight * x).sum()
 
     for rates in ((0.1, 0.1), (0.1, 0.2)):
@@ -548,7 +550,7 @@ READS = {
 
 @pytest.mark.parametrize("read", READS)
 def test_a_number_that_must_be_one_of_pythons_is_refused_by_name(read):
-    message = r"test_numbers.py.*needs a Python number .* 'number' is why: members differ in it, .*give all models the same"
+    message = r"test_numbers.py.*needs a Python number .* 'number' is why: members differ in it, .* give all models the"
     with pytest.raises(hfta.TraceError, match=message):
         step_of(READS[read], (1.0, 2.0))
 
@@ -557,8 +559,7 @@ def test_what_is_computed_from_a_number_is_not_read_either():
     with pytest.raises(hfta.TraceError, match=r"'number' may be why: members differ in it"):
         step_of(lambda module, x: x[:, : int(module.number * 2)], (1.0, 2.0))
     # One after another they may.
-    state, metrics = step_of(lambda module, x: x[:, : int(module.number * 2)], (1.0, 2.0), chunk_size=1)
-    assert metrics["loss"].shape == (2,)
+    step_of(lambda module, x: x[:, : int(module.number * 2)], (1.0, 2.0), chunk_size=1)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -572,13 +573,13 @@ def test_integers_may_be_sizes():
     def scaled(module, x):
         return x * module.number
 
-    with pytest.raises(hfta.StackError, match="model 1: 'number' is 2 but in model 0 it is 1;.*; if this is no size, write it as a float"):
+    with pytest.raises(hfta.StackError, match=r"model 1: 'number' is 2 but in model 0 it is 1; .* write it as a float"):
         step_of(scaled, (1, 2))
     state, _ = step_of(scaled, (0, 0.5, 1))
     assert state.hparams["number"].tolist() == [0.0, 0.5, 1.0]
-    with pytest.raises(hfta.StackError, match="model 1: 'number' is True but in model 0 it is 0.5"):
+    with pytest.raises(hfta.StackError, match=r"model 1: 'number' is True but in model 0 it is 0.5"):
         step_of(scaled, (0.5, True))
-    with pytest.raises(hfta.StackError, match="model 1: 'number' is None but in model 0 it is 0.5"):
+    with pytest.raises(hfta.StackError, match=r"model 1: 'number' is None but in model 0 it is 0.5"):
         step_of(scaled, (0.5, None))
 
 
@@ -590,7 +591,7 @@ def test_a_number_that_the_class_has_too_cannot_differ():
             super().__init__(4, 4)
             self.scale = scale
 
-    with pytest.raises(hfta.StackError, match="model 1: 'scale' is 0.5 but in model 0 it is 0.1"):
+    with pytest.raises(hfta.StackError, match=r"model 1: 'scale' is 0.5 but in model 0 it is 0.1"):
         hfta.stack_params([Scaled(0.1), Scaled(0.5)])
 
 

@@ -20,16 +20,13 @@ from hfta_func._torch import (
     own_tensors,
     places_of,
     pytree,
-    writes,
 )
-from hfta_func._types import HFTAError, Params, StateError, TraceError
-from hfta_func.calls.body import Body, place
-from hfta_func.calls.branches import Diverged
-from hfta_func.calls.numbers import called_with
+from hfta_func._types import Params, StateError
+from hfta_func.calls.body import Body
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
 from hfta_func.models.frozen import Base, base_of, check_device, shared_of
 from hfta_func.models.noting import routing
-from hfta_func.models.numbers import hold
+from hfta_func.models.numbers import changed, explained, hold
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
 
@@ -192,7 +189,8 @@ class Bound:
                 f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
             )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        with _explained(key, numbers) if numbers and not torch.compiler.is_compiling() else routing(key, bool(numbers)):
+        mode = routing(key, bool(numbers))
+        with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
             else:
@@ -201,7 +199,7 @@ class Bound:
             self._base.check_kept(shared, tensors, "model.")
         for path, number in numbers.items():
             if tensors[f"model.{path}"] is not number:
-                raise _changed(path)
+                raise changed(path)
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 
     def _examine(self, *given: Any) -> None:
@@ -228,38 +226,6 @@ class Bound:
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
             check_no_carrying(run, self._make)
-
-
-@contextlib.contextmanager
-def _explained(key: Tensor | None, numbers: Mapping[str, Tensor]) -> Iterator[None]:
-    """A block of :class:`numbered` in which errors say what a number of the members' own cannot do."""
-    before = {path: writes(number) for path, number in numbers.items()}
-    try:
-        with routing(key, True):
-            yield
-    except (RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, HFTAError | Diverged):
-            raise
-        given = called_with(error)
-        found = [path for path, number in numbers.items() if any(leaf is number for leaf in given)]
-        if not found and ".item()" not in str(error) and not isinstance(error, TypeError):
-            raise
-        names, text = ", ".join(map(repr, found or numbers)), str(error).partition("\n")[0]
-        raise TraceError(
-            f"{place(error)} needs a Python number where it has a tensor, and {names} {'is' if found else 'may be'} why: "
-            f"members differ in it, so it is a tensor in calls; compute with it as with one, or give all models the same"
-            f"{'' if text.startswith('vmap:') else f' ({text})'}"
-        ) from error
-    for path, number in numbers.items():
-        if writes(number) != before[path]:
-            raise _changed(path)
-
-
-def _changed(path: str) -> StateError:
-    return StateError(
-        f"the model changes its number '{path}' in a call, and members differ in it; make it a buffer, "
-        f"self.register_buffer(name, tensor) in __init__, and write a tensor to that"
-    )
 
 
 def _with_attributes(body: Body) -> tuple[Body, Attributes]:

@@ -1,19 +1,24 @@
 """Numbers that modules keep in plain attributes, such as dropout rates, and in which members of one array may differ.
 
-Stacked, they are buffers ``float64[M]`` under the path of the attribute, and a call finds its member's number, a tensor without
-axes, where the module keeps its own. A training state holds them in ``hparams``, and empty *places* for them in ``buffers``.
+Stacked, they are buffers ``float64[M]`` under the path of the attribute, and a call finds its member's number, a tensor
+without axes, where the module keeps its own. A training state holds them in ``hparams``, and in ``buffers`` empty *places*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import MODULE_ATTRIBUTES
-from hfta_func._types import Params, StateError
+from hfta_func._torch import MODULE_ATTRIBUTES, writes
+from hfta_func._types import HFTAError, Params, StateError, TraceError
+from hfta_func.calls.body import place
+from hfta_func.calls.branches import Diverged
+from hfta_func.calls.numbers import called_with
+from hfta_func.calls.routing import routed
 
 
 def is_number(value: Any) -> bool:
@@ -75,3 +80,36 @@ def filled(buffers: Params, hparams: Params) -> Params:
 def emptied(buffers: Params, like: Params) -> Params:
     """Buffers with places where ``like`` has them."""
     return {path: like[path] if is_place(like[path]) else leaf for path, leaf in buffers.items()}
+
+
+@contextlib.contextmanager
+def explained(mode: routed, numbers: Mapping[str, Tensor]) -> Iterator[None]:
+    """A block in the mode, in which errors say what a number of the members' own cannot do."""
+    before = {path: writes(number) for path, number in numbers.items()}
+    try:
+        with mode:
+            yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, HFTAError | Diverged):
+            raise
+        given = called_with(error)
+        found = [path for path, number in numbers.items() if any(leaf is number for leaf in given)]
+        if not found and ".item()" not in str(error) and not isinstance(error, TypeError):
+            raise
+        names, text = ", ".join(map(repr, found or numbers)), str(error).partition("\n")[0]
+        raise TraceError(
+            f"{place(error)} needs a Python number where it has a tensor, and {names} {'is' if found else 'may be'} why: "
+            f"members differ in it, so it is a tensor in calls; compute with it as with one, or give all models the same"
+            f"{'' if text.startswith('vmap:') else f' ({text})'}"
+        ) from error
+    for path, number in numbers.items():
+        if writes(number) != before[path]:
+            raise changed(path)
+
+
+def changed(path: str) -> StateError:
+    """The error of a model that assigns or writes a number of the members' own."""
+    return StateError(
+        f"the model changes its number '{path}' in a call, and members differ in it; make it a buffer, "
+        f"self.register_buffer(name, tensor) in __init__, and write a tensor to that"
+    )

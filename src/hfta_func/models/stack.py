@@ -34,8 +34,8 @@ def stack_params(
 ) -> Stacked:
     """Stack the parameters and buffers of M models of one architecture.
 
-    The models may also differ in numbers that their modules keep in attributes, such as dropout rates: floats, or integers where
-    another model has a float. A training state carries these in ``hparams``, see :meth:`TrainStep.init`.
+    The models may also differ in numbers that their modules keep in attributes, such as dropout rates: floats, or integers
+    where another model has a float. A training state carries these in ``hparams``, see :meth:`TrainStep.init`.
 
     Args:
         models: At least one module; the modules are not changed.
@@ -191,8 +191,8 @@ def _mismatch(stacked: tuple[Params, Params], own: Shapes) -> str:
             if path not in expected and path in own.numbers and held is stacked[1]:
                 if is_place(held[path]):
                     raise StateError(
-                        f"'{path}' is a number of each member's own, and lies in the state's hparams under this path; leave it "
-                        f"there, and where params and buffers are wanted without a state, pass *hfta.stacked(state)"
+                        f"'{path}' is a number of each member's own, and lies in the state's hparams under this path; leave "
+                        f"it there, and where params and buffers are wanted without a state, pass *hfta.stacked(state)"
                     )
                 if held[path].dim() == 1:
                     continue

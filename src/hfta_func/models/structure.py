@@ -116,7 +116,12 @@ def check_no_backward_hooks(model: nn.Module) -> None:
 
 
 def _check_module(
-    mine: nn.Module, theirs: nn.Module, path: str, member: int, known: dict[tuple[int, int], Any], varied: Collection[str]
+    mine: nn.Module,
+    theirs: nn.Module,
+    path: str,
+    member: int,
+    known: dict[tuple[int, int], Any],
+    varied: Collection[str],
 ) -> dict[str, tuple[float, float]]:
     where = f"'{path}'" if path else "the model"
     if _kind(mine) != _kind(theirs):

@@ -215,9 +215,9 @@ class TrainStep(Compiled):
             params: Stacked parameters ``[M, ...]``, as :func:`stack_params` returns them; used without a copy, never written.
             buffers: Stacked buffers.
             seeds: One integer per member; all of a member's noise comes from its seed.
-            hparams: The third argument of ``loss_fn``: by name, a number or one number per member. Under the path of a number in
-                the model, such as ``"1.p"`` for the rate of a dropout layer, it is each member's own in place of the model's.
-                Numbers in which stacked models differ are there without being named.
+            hparams: The third argument of ``loss_fn``: by name, a number or one number per member. Under the path of a number
+                in the model, such as ``"1.p"`` for the rate of a dropout layer, it is used in place of the model's. Numbers
+                in which stacked models differ are there without being named.
 
         Raises:
             StateError: if params or buffers do not belong to the model.
