@@ -124,6 +124,10 @@ CASES = {
     "attention scale": call(lambda x, number: F.scaled_dot_product_attention(x, x, x, scale=number), 0.1, 0.5, 1.0),
     "lstm": case(lambda number: Recurs(nn.LSTM, number), 0.1, 0.0, 0.4),
     "gru": case(lambda number: Recurs(nn.GRU, number), 0.1, 0.0, 0.4),
+    "transformer": case(
+        lambda number: nn.TransformerEncoderLayer(4, 2, 8, dropout=number, dtype=torch.float64, batch_first=True),
+        *(0.1, 0.0, 0.4),
+    ),
     "gumbel": call(lambda x, tau: F.gumbel_softmax(x, tau), 0.5, 1.0, 2.0),
     "layer norm": activation(lambda eps: nn.LayerNorm(6, eps), 1e-5, 0.1, 1.0),
     "rms norm": activation(lambda eps: nn.RMSNorm(6, eps), 1e-5, 0.1, 1.0),
@@ -483,6 +487,50 @@ def test_heads_over_a_shared_trunk_and_a_frozen_base():
         _, expected = every(plain, batches()[0])
         torch.testing.assert_close(metrics["loss"], expected["loss"], rtol=1e-10, atol=1e-10)
         assert state.hparams["2.p"].tolist() == [0.0, 0.3, 1.0]
+
+
+def test_a_frozen_base_with_buffers():
+    members = [classifier(rate) for rate in (0.1, 0.5)]
+    for member in members:
+        member.requires_grad_(False)
+        member.load_state_dict(members[0].state_dict())
+        member[3].eval()
+        member[5].requires_grad_(True)
+    stacked = hfta.stack_params(members, share_frozen=True)
+    assert stacked.buffers.keys() == {"2.p"}
+    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.001), share_frozen=True)
+    _, metrics = step(step.init(*stacked, seeds=[0, 1]), batches()[0, :2])
+    for i, member in enumerate(members):
+        alone = step.init(*hfta.stack_params([member], share_frozen=True), seeds=[i], hparams={"2.p": member[2].p})
+        _, own = step(alone, batches()[0, i : i + 1])
+        torch.testing.assert_close(metrics["loss"][i : i + 1], own["loss"], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in CASES),
+        # PyTorch has no kernel of its own for it.
+        *((name, torch.bfloat16) for name in CASES if name != "multi margin"),
+    ],
+)
+def test_numbers_have_the_precision_of_what_they_meet(name, dtype):
+    members = [member.to(dtype) for member in models(*CASES[name])]
+    x = batches()[0].to(dtype)
+    params, buffers = hfta.stack_params(members)
+    apply = hfta.functional(members[0])
+
+    def member(params, buffers, x, key):
+        return apply(params, buffers, x, key=key)[0]
+
+    found = hfta.vmap(member)(params, buffers, x, hfta.random.keys(SEEDS))
+    for i, one in enumerate(members):
+        own = hfta.stack_params([one])
+        expected = hfta.vmap(lambda *given, one=one: hfta.functional(one)(*given[:3], key=given[3])[0])(
+            *own, x[i : i + 1], hfta.random.keys(SEEDS[i : i + 1])
+        )
+        tolerance = 1e-4 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(found[i : i + 1], expected, rtol=tolerance, atol=tolerance)
 
 
 def test_what_does_not_differ_stays_a_number():

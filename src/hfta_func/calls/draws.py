@@ -54,7 +54,7 @@ def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inpla
     keep = random.bernoulli(keys.next_key(p), 1 - p, shape)
     scale = inverse(1 - p)
     if isinstance(scale, Tensor):
-        dropped = input * keep * scale
+        dropped = input * keep * scale.to(input.dtype)
     else:
         dropped = keys.cheap(lambda input, keep: input * keep * scale, input, keep)
     return input.copy_(dropped) if inplace else dropped

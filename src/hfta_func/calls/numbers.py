@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hfta_func.calls.draws import spellings
 from hfta_func.calls.exact import EXACT
-from hfta_func.calls.routing import routed
+from hfta_func.calls.routing import HANDLERS, routed
 
 _STAND_IN = 0.5
 
@@ -36,6 +36,7 @@ class numbered(routed):
     ) -> Any:
         """Replace one call of a torch function, if a number of it is a tensor."""
         kwargs = kwargs or {}
+        given = (*args, *kwargs.values())
         # Those that draw from PyTorch's generator need a number.
         if func in _RATES and self.key is not None:
             name, place = _RATES[func]
@@ -48,6 +49,10 @@ class numbered(routed):
                 result = super().__torch_function__(func, types, args, kwargs)
                 self._rate = None
                 return result
+        # Python numbers have no precision: they take that of the tensors they meet. Noise depends on every bit of a rate.
+        if func not in HANDLERS and (kind := _narrowest(given)) is not None:
+            args = tuple([_narrowed(value, kind) for value in args])
+            kwargs = {name: _narrowed(value, kind) for name, value in kwargs.items()}
         if func is F.scaled_dot_product_attention and isinstance(scale := kwargs.get("scale"), Tensor):
             args, kwargs = _with(args, kwargs, "query", 0, (kwargs["query"] if "query" in kwargs else args[0]) * scale)
             kwargs["scale"] = 1.0
@@ -57,6 +62,19 @@ class numbered(routed):
                 if isinstance(kwargs[name] if name in kwargs else args[place] if len(args) > place else None, Tensor):
                     return replacement(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _narrowest(given: tuple[Any, ...]) -> torch.dtype | None:
+    """The precision of what a function was given, if it is less than that of numbers."""
+    for value in given:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+            return value.dtype
+    return None
+
+
+def _narrowed(value: Any, kind: torch.dtype) -> Any:
+    is_number = isinstance(value, Tensor) and value.dtype == torch.float64 and value.dim() == 0
+    return value.to(kind) if is_number else value
 
 
 def _with(args: Any, kwargs: Any, name: str, place: int, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -71,8 +89,7 @@ def called_with(error: BaseException) -> list[Any]:
     found, trace = [], error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code is numbered.__torch_function__.__code__:
-            given = trace.tb_frame.f_locals
-            found += [*given["args"], *(given["kwargs"] or {}).values()]
+            found += trace.tb_frame.f_locals["given"]
         trace = trace.tb_next
     return found
 

@@ -114,7 +114,7 @@ class routed(TorchFunctionMode):
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
-        handler, func = _HANDLERS.get(func), _REPLACED.get(func, func)
+        handler, func = HANDLERS.get(func), _REPLACED.get(func, func)
         if self.key is None:
             return func(*args, **kwargs)
         if handler is not None:
@@ -150,14 +150,14 @@ _ENTERED = {
 }
 """Functions of ``torch.nn.functional`` whose Python body draws."""
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
+HANDLERS: dict[Any, Callable[..., Any]] = {
     func: handler
     for name, handler in (REFUSED | ROUTED).items()
     for func, _ in spellings(name)
     # alpha_dropout and rrelu are also in ROUTED, for torch's own spelling of them.
     if func not in _ENTERED
 } | EMPTY
-
+"""Handlers by function, for calls with a key."""
 
 _REPLACED = {**LOWERED, Tensor.__bool__: truth}
 """Functions that every call replaces, with a key or without."""
@@ -167,5 +167,5 @@ _REPLACED = {**LOWERED, Tensor.__bool__: truth}
 def _tell_compiler() -> bool:
     inner = lowered_for_compiler()
     _REPLACED.update(inner)
-    tell_compiler_of_overrides([*_HANDLERS, *inner])
+    tell_compiler_of_overrides([*HANDLERS, *inner])
     return True

@@ -93,7 +93,8 @@ class Bound:
         inner = inner if training is None else inner.train(training)
         self._base = Base(model, training) if share_frozen else None
         self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
-        self._count = len([*inner.buffers()])
+        base = {} if self._base is None else self._base.tensors
+        self._count = sum(path not in base for path, _ in inner.named_buffers())
         self._start(inner)
 
     def _start(self, inner: nn.Module, numbers: tuple[str, ...] = ()) -> None:

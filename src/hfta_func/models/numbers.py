@@ -72,14 +72,14 @@ def is_place(leaf: Tensor) -> bool:
 
 def filled(buffers: Params, hparams: Params) -> Params:
     """Buffers with the numbers of ``hparams`` in their places."""
-    if not hparams:
-        return buffers
-    return {path: hparams[path] if is_place(leaf) and path in hparams else leaf for path, leaf in buffers.items()}
+    numbers = {path: hparams[path] for path in hparams if path in buffers and is_place(buffers[path])}
+    return buffers | numbers if numbers else buffers
 
 
-def emptied(buffers: Params, like: Params) -> Params:
-    """Buffers with places where ``like`` has them."""
-    return {path: like[path] if is_place(like[path]) else leaf for path, leaf in buffers.items()}
+def emptied(buffers: Params, hparams: Params, like: Params) -> Params:
+    """Buffers with the places that ``like`` has for numbers of ``hparams``."""
+    places = {path: like[path] for path in hparams if path in like and is_place(like[path])}
+    return buffers | places if places else buffers
 
 
 @contextlib.contextmanager

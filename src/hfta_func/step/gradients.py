@@ -78,14 +78,14 @@ class Gradients:
         if shared and can_look(keys) and self._options.scaling is None and bool(state.active.all()):
             run = functools.partial(self._run, batch, together=True)
             grads, losses, metrics, buffers = self.chunks(run, members, plain(batch))
-            buffers = emptied(buffers, state.buffers) if state.hparams else buffers
+            buffers = emptied(buffers, state.hparams, state.buffers)
             grads, sums = _parted(grads, shared)
             if bool(torch.stack([leaf.sum() for leaf in (losses, *grads.values(), *sums.values())]).isfinite().all()):
                 sums = {path: total.sum(0, keepdim=True) for path, total in sums.items()}
                 return Found(trained, grads, losses, metrics, buffers, sums, summed=True)
             # A sum does not tell whose part is not finite.
         grads, losses, metrics, buffers = self.chunks(functools.partial(self._run, batch), members, plain(batch))
-        buffers = emptied(buffers, state.buffers) if state.hparams else buffers
+        buffers = emptied(buffers, state.hparams, state.buffers)
         if self._options.scaling is not None:
             grads = amp.unscaled(grads, state.loss_scale.scale)
         grads, apart = _parted(grads, shared)
