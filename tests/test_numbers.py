@@ -308,6 +308,11 @@ def test_the_state_carries_them_as_hparams():
     assert after.buffers.keys() == state.buffers.keys() == stacked.buffers.keys()
 
 
+def test_a_member_between_those_that_differ():
+    models = [nn.Dropout(rate) for rate in (0.1, 0.1, 0.2, 0.1, 0.3)]
+    assert hfta.stack_params(models).buffers["p"].tolist() == [0.1, 0.1, 0.2, 0.1, 0.3]
+
+
 def test_models_go_back_with_their_own_numbers():
     members = three()
     state, _ = train(members, SEEDS, batches())
@@ -668,3 +673,33 @@ def test_members_may_branch_on_them_in_groups():
     members = [Own(halves, number) for number in (0.5, 2.0, 3.0)]
     expected = [member(torch.ones(3, 4)).sum() for member in members]
     torch.testing.assert_close(found["loss"], torch.stack(expected).detach())
+
+
+def test_a_population_learns_rates_by_name():
+    distributions = pytest.importorskip("optuna").distributions
+    from hfta_func import tune
+
+    data = batches(1, 32)[0, 0], torch.zeros(32, dtype=torch.int64)
+
+    def cross_entropy(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def build(fixed, members):
+        seeds = members["seed"]
+        step = hfta.make_train_step(classifier(0.0), cross_entropy, hfta.adam(lr=members["lr"]))
+        stacked = hfta.init_params(lambda: classifier(0.0), seeds)
+        state = step.init(*stacked, seeds=seeds, hparams={"2.p": members["2.p"]})
+        loader = hfta.ArrayLoader(data, 8, seeds=seeds)
+        evaluate = hfta.make_eval_step(classifier(0.0), cross_entropy)
+        return tune.Array(step, state, loader, lambda state: evaluate(state, data), classifier(0.0))
+
+    space = {"lr": distributions.FloatDistribution(0.001, 0.1), "2.p": distributions.FloatDistribution(0.0, 0.9)}
+    study = tune.run(
+        *(build, space), metric="cross_entropy", trials=6, epochs=4, scheduler=tune.population_based(every=1), max_models=8,
+        progress=False,
+    )  # fmt: skip
+    assert any(member.parents for member in study.population.members)
+    for member in study.population.members:
+        assert study.population.state(member.number).hparams["2.p"].tolist() == [member.config["2.p"]]
+    rates = [study.export(trial.number)[2].p for trial in study.trials if trial.number == study.best.number]
+    assert rates == [study.best.params["2.p"]]
