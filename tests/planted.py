@@ -705,7 +705,11 @@ PLANTED = [
     ),
     Planted(
         "a state without its numbers trains with those of the model",
-        *("models/stack.py", "                if is_place(held[path]):", "                if is_place(held[path]) and False:"),
+        *(
+            "models/stack.py",
+            "                if is_place(held[path]):",
+            "                if is_place(held[path]) and False:",
+        ),
         "test_numbers.py::test_models_without_the_state_are_refused_without_their_numbers",
     ),
     Planted(

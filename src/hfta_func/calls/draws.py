@@ -124,8 +124,8 @@ def _rrelu(
     generator: Any = None,
 ) -> Tensor:
     if not training:
-        slope: Any = (lower + upper) / 2
-        return (leaky_relu if isinstance(slope, Tensor) else F.leaky_relu)(input, slope)
+        slope = (lower + upper) / 2
+        return leaky_relu(input, slope) if isinstance(slope, Tensor) else F.leaky_relu(input, slope)
     _no_generator(func, generator)
     slope = random.uniform(keys.next_key(), input.shape, dtype=input.dtype) * (upper - lower) + lower
     return torch.where(input < 0, input * slope, input)
