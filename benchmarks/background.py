@@ -22,7 +22,7 @@ import torch
 import hfta_func as hfta
 from benchmarks._measure import ROOT, table
 from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
-from hfta_func.run.background import OPTIONS
+from hfta_func.run.compiler import OPTIONS
 
 WAYS = ("eager", "compiled", "hfta.compile")
 

@@ -45,6 +45,10 @@ EXHAUSTIVE = {
         *("states_larger_than", "unequal_devices"),
     ],
     "test_ranks": ["ranks_find"],
+    "test_numbers": [
+        "compiled_they_are_so_too.(?!(leaky_relu|dropout|attention with weights|batch norm momentum).$)",
+        "every_way_to_run_a_step.*compiled",
+    ],
     "test_native": ["an_update_of_many_leaves.*True"],
     "test_bad_members": [
         "a_bad_member_ends_no_other(?!.(linalg.cholesky|linalg.slogdet|linalg.svd|F.grid)-).*compiled"

@@ -479,6 +479,11 @@ PLANTED = [
         "test_background.py::test_a_slower_graph_is_left",
     ),
     Planted(
+        "compiling begins whether it may pay or not",
+        *("run/background.py", "self._spent >= _AFTER * compiling", "True"),
+        "test_background.py::test_compiling_begins_where_it_may_pay",
+    ),
+    Planted(
         "a step goes over to its graph whether that pays or not",
         *("run/background.py", "self._spent >= _PATIENCE * cost", "True"),
         "test_background.py::test_it_goes_over_where_that_pays",
@@ -711,5 +716,64 @@ PLANTED = [
             "ZeroDivisionError",
         ),
         "test_cluster.py::test_states_larger_than_the_object_store_are_spilled_or_refused",
+    ),
+    Planted(
+        "a rate of 0 counts as a draw of the member",
+        *("calls/routing.py", "self.site - self.skipped", "self.site"),
+        "test_numbers.py::test_noise_is_that_of_a_solo_run_to_the_bit",
+    ),
+    Planted(
+        "rates in single precision",
+        *("calls/numbers.py", "if func not in HANDLERS and (kind", "if (kind"),
+        "test_numbers.py::test_noise_is_that_of_a_solo_run_to_the_bit",
+    ),
+    Planted(
+        "numbers keep their precision among tensors of less",
+        *("calls/numbers.py", "return value.to(kind) if is_number else value", "return value"),
+        "test_numbers.py::test_numbers_have_the_precision_of_what_they_meet",
+    ),
+    Planted(
+        "noise that goes on after a part that runs twice as if nothing had been skipped",
+        *("models/remat.py", "            inner.skipped = skipped\n", ""),
+        "test_numbers.py::test_every_way_to_run_a_step",
+    ),
+    Planted(
+        "a state keeps the numbers among its buffers too",
+        *("models/numbers.py", "return buffers | places if places else buffers", "return buffers"),
+        "test_numbers.py::test_the_state_carries_them_as_hparams",
+    ),
+    Planted(
+        "numbers of the first model in every module that is made",
+        *("models/stack.py", "enumerate(members if numbers else ())", "enumerate(())"),
+        "test_numbers.py::test_models_go_back_with_their_own_numbers",
+    ),
+    Planted(
+        "a number that differs later was that of the last model before",
+        *("models/stack.py", "if path in differing else values[0])", "if path in differing else values[-1])"),
+        "test_numbers.py::test_a_member_between_those_that_differ",
+    ),
+    Planted(
+        "a state without its numbers trains with those of the model",
+        *(
+            "models/stack.py",
+            "                if is_place(held[path]):",
+            "                if is_place(held[path]) and False:",
+        ),
+        "test_numbers.py::test_models_without_the_state_are_refused_without_their_numbers",
+    ),
+    Planted(
+        "integers are numbers, too",
+        *("models/structure.py", "is_real = isinstance(a, float) or isinstance(b, float) or", "is_real = True or"),
+        "test_numbers.py::test_integers_may_be_sizes",
+    ),
+    Planted(
+        "a model that writes its number in place goes unnoticed",
+        *("models/numbers.py", "if writes(number) != before[path]:", "if False:"),
+        "test_numbers.py::test_a_model_that_changes_its_number_is_refused",
+    ),
+    Planted(
+        "the base counts as buffers that are given",
+        *("models/functional.py", "sum(path not in base for path, _ in", "sum(True for path, _ in"),
+        "test_numbers.py::test_a_frozen_base_with_buffers",
     ),
 ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func import CompileWarning
-from hfta_func.run import background
+from hfta_func.run import background, compiler
 
 M = 3
 
@@ -35,15 +35,31 @@ def arrayed(loss: Any = loss_fn, **options: Any) -> tuple[hfta.TrainStep, hfta.T
     return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
 
 
+def favoured(answer: Any) -> Any:
+    """Answers that find the graph faster than the step."""
+
+    def found(self: compiler.Compiler) -> Any:
+        got = answer(self)
+        assert got is None or "error" in got or got["speedup"] > 0
+        return got if got is None or "error" in got else {**got, "speedup": 2.0}
+
+    return found
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A cache of its own, and no patience for being compiled."""
+    """A cache of its own, and no patience for being compiled or for what it may cost."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
-    monkeypatch.setattr(background, "_PATIENCE", 0)
+    for name in ("_PATIENCE", "_COMPILING", "_COMPILING_A_LEAF"):
+        monkeypatch.setattr(background, name, 0)
+    monkeypatch.setattr(background, "_FIRST", 1)
+    monkeypatch.setattr(compiler, "_COMPARING", 0)
+    # Steps of tests are too small for a comparison to mean anything.
+    monkeypatch.setattr(compiler.Compiler, "answer", favoured(compiler.Compiler.answer))
     monkeypatch.setattr(background, "_TRIAL", 1_000_000)
     torch.compiler.reset()
     yield
-    last = background._Worker._last
+    last = compiler.Compiler._last
     worker = last() if last is not None else None
     if worker is not None and worker._found is None:
         worker._process.kill()
@@ -158,7 +174,7 @@ def test_a_graph_that_is_not_in_the_cache_is_not_waited_for(monkeypatch: pytest.
     quick = hfta.compile(step)
     quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
     graph = the_graph(quick)
-    monkeypatch.setattr(graph, "_ask", lambda *args: {"options": {}, "seconds": 0.0})
+    monkeypatch.setattr(graph, "_ask", lambda *args: {"options": {}, "seconds": 0.0, "speedup": 2.0})
     with pytest.warns(CompileWarning, match="LookupError: the graph is not in PyTorch's cache"):
         quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
     assert not quick.is_compiled
@@ -187,9 +203,26 @@ def test_it_goes_over_where_that_pays(left: int | None, goes: bool, monkeypatch:
     monkeypatch.setattr(background, "is_compiler_loaded", lambda: True)
     graph = background._Graph(lambda *args: None)
     graph._eager, graph._spent = [0.001], 6.9
-    assert graph._pays({"seconds": 1.0}, left) is goes
+    answer = {"seconds": 1.0, "speedup": 5.0}
+    assert graph._pays(answer, left) is goes
     graph._spent = 7.0
-    assert graph._pays({"seconds": 1.0}, left) is (goes or left is None)
+    assert graph._pays(answer, left) is (goes or left is None)
+    assert not graph._pays({**answer, "speedup": 1.005 if left else 0.9}, left)
+
+
+@pytest.mark.parametrize(("left", "begins"), [(None, False), (25_000, False), (30_000, True)])
+def test_compiling_begins_where_it_may_pay(left: int | None, begins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_COMPILING": 16.0, "_COMPILING_A_LEAF": 1.0, "_FIRST": 3}.items():
+        monkeypatch.setattr(background, name, value)
+    _, state = arrayed()
+    graph = background._Graph(lambda *args: None)
+    # The first step is slow, and says nothing.
+    graph._eager, graph._spent = [1.0], 9.9
+    assert not graph._may_pay(state, left)
+    graph._eager = [1.0, 0.001, 0.001]
+    assert graph._may_pay(state, left) is begins
+    graph._spent = 10.0
+    assert graph._may_pay(state, left) is (begins or left is None)
 
 
 def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +232,9 @@ def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None
     def loader() -> hfta.ArrayLoader:
         return hfta.ArrayLoader(data, 5, seeds=range(M))
 
-    monkeypatch.setattr(background._Graph, "_ask", lambda self, state, batch: asked.append(1))
+    monkeypatch.setattr(background._Graph, "_ask", lambda self, state, batch, left: asked.append(left))
     compiled = hfta.fit(step, state, loader(), epochs=2, progress=False, compile=True)
-    assert len(asked) == 8
+    assert asked == [8, 7, 6, 5, 4, 3, 2, 1]
     plain = hfta.fit(step, state, loader(), epochs=2, progress=False)
     assert torch.equal(compiled.history["loss"], plain.history["loss"])
 
@@ -227,9 +260,10 @@ def test_the_other_process_ends_with_this_one(tmp_path: pathlib.Path) -> None:
     program = f"""
 import sys; sys.path[:0] = {sys.path!r}
 import test_background as t, torch, hfta_func as hfta
+t.background._COMPILING = t.background._COMPILING_A_LEAF = 0
 step, state = t.arrayed()
 quick = hfta.compile(step)
-for _ in range(2):
+for _ in range(4):
     quick(state, torch.ones(3, 5, 4, dtype=torch.float64))
 print(t.the_graph(quick)._worker._process.pid)
 """

@@ -151,11 +151,6 @@ DIFFERENT = {
         net_with(lambda net: net.body[3].requires_grad_(False)),
         ["the requires_grad of 'body.3.weight' is False but model 0 has True", "share every requires_grad"],
     ),
-    "dropout rate": (
-        Net,
-        changed(p=0.25),
-        ["'body.2.p' is 0.25 but in model 0 it is 0.5", "share every setting"],
-    ),
     "stride": (
         Net,
         changed(stride=2),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.run.background import _sent
+from hfta_func.run.compiler import _sent
 from hfta_func.run.memory import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

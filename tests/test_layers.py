@@ -34,8 +34,10 @@ FILES_IN = {
         "rewrites",
         "fills",
         "recall",
+        "exact",
         "draws",
         "routing",
+        "numbers",
         "validation",
     ],
     "rules": [
@@ -54,7 +56,7 @@ FILES_IN = {
         ),
         *("_install", "vmap"),
     ],
-    "models": ["structure", "frozen", "stack", "remat", "noting", "attributes", "functional", "adapters"],
+    "models": ["numbers", "structure", "frozen", "stack", "remat", "noting", "attributes", "functional", "adapters"],
     "step": [
         *(
             "state",
@@ -78,9 +80,11 @@ FILES_IN = {
         "compare",
         "rows",
         "data",
+        "settings",
+        "processes",
+        "compiler",
         "background",
         "executors",
-        "processes",
         "part",
         "bench",
         "pool",

@@ -24,6 +24,7 @@ import hfta_func as hfta
 from clocks import press_ctrl_c
 from hfta_func import tune
 from hfta_func.run import bench, executors, local, pool, processes, spread, workers
+from hfta_func.run.settings import settings
 from hfta_func.tune import status
 from test_tune import SCHEDULERS, SPACE, STUDY, build, told
 from test_workers import M, arrayed, assert_same, data, loader, loss_fn
@@ -102,7 +103,7 @@ def test_a_run_that_was_broken_off_inside_an_epoch_goes_on(crew: hfta.WorkerPool
 @pytest.fixture(scope="module")
 def uneven() -> Iterator[pool.Pool]:
     """Two workers, of which the first holds two members and the second five."""
-    own = pickle.dumps(bench.settings())
+    own = pickle.dumps(settings())
     with pool.Pool([local._Local(place, [0], False, own) for place in (0, 1)], share=True, limits=[2, 5]) as found:
         assert found.ready(60)
         yield found

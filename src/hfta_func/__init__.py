@@ -75,6 +75,7 @@ from hfta_func.step.evaluate import make_eval_step as make_eval_step
 from hfta_func.step.failures import Failure as Failure
 from hfta_func.step.prediction import Prediction as Prediction
 from hfta_func.step.state import TrainState as TrainState
+from hfta_func.step.state import stacked as stacked
 from hfta_func.step.train import TrainStep as TrainStep
 from hfta_func.step.train import make_train_step as make_train_step
 

@@ -18,13 +18,14 @@ from hfta_func import random
 from hfta_func._torch import depth
 from hfta_func._types import RandomnessError
 from hfta_func.calls import fills
+from hfta_func.calls.exact import inverse, is_zero, leaky_relu
 
 
 class _Keys(Protocol):
     key: Tensor | None
     depth: int
 
-    def next_key(self) -> random.Stream: ...
+    def next_key(self, rate: Any = None) -> random.Stream: ...
 
     def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor: ...
 
@@ -37,33 +38,26 @@ def _drop(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tensor
     return lambda keys, func, input, p, train: _scale(keys, input, shape(input), p, train, inplace)
 
 
-def _native_dropout(keys: _Keys, func: Any, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    if not train or p == 0:
+def _native_dropout(keys: _Keys, func: Any, input: Tensor, p: Any, train: bool | None) -> tuple[Tensor, Tensor]:
+    if not train or is_zero(p):
         return input, torch.ones_like(input, dtype=torch.bool)
-    keep = random.bernoulli(keys.next_key(), 1 - p, input.shape)
-    return input * keep * _inverse(1 - p), keep
+    keep = random.bernoulli(keys.next_key(p), 1 - p, input.shape)
+    return input * keep * inverse(1 - p), keep
 
 
 def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inplace: bool) -> Tensor:
     """Inverted dropout: keep with probability ``1 - p`` and divide by it (Srivastava et al., JMLR 2014)."""
     if not isinstance(p, Tensor) and not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or (not isinstance(p, Tensor) and p == 0.0):
+    if not training or is_zero(p):
         return input
-    keep = random.bernoulli(keys.next_key(), 1 - p, shape)
-    scale = _inverse(1 - p)
+    keep = random.bernoulli(keys.next_key(p), 1 - p, shape)
+    scale = inverse(1 - p)
     if isinstance(scale, Tensor):
-        dropped = input * keep * scale
+        dropped = input * keep * scale.to(input.dtype)
     else:
         dropped = keys.cheap(lambda input, keep: input * keep * scale, input, keep)
     return input.copy_(dropped) if inplace else dropped
-
-
-def _inverse(keep: Any) -> Any:
-    """``1 / keep``, or 0 where nothing is kept."""
-    if isinstance(keep, Tensor):
-        return torch.where(keep > 0, 1 / keep, torch.zeros_like(keep))
-    return 1 / keep if keep else 0.0
 
 
 def _channelwise(input: Tensor) -> list[int]:
@@ -74,11 +68,14 @@ def _alpha(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tenso
     """Dropout that preserves mean and variance of SELU activations (Klambauer et al., NeurIPS 2017, appendix)."""
     saturation = 1.7580993408473766
 
-    def alpha_dropout(keys: _Keys, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-        if not train or p == 0:
+    def alpha_dropout(keys: _Keys, func: Any, input: Tensor, p: Any, train: bool) -> Tensor:
+        if not train or is_zero(p):
             return input
-        keep = random.bernoulli(keys.next_key(), 1 - p, shape(input)).to(input.dtype)
-        scale = 1 / math.sqrt((saturation**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+        keep = random.bernoulli(keys.next_key(p), 1 - p, shape(input)).to(input.dtype)
+        if isinstance(p, Tensor):
+            scale = inverse(((saturation**2 * p + 1) * (1 - p)).sqrt())
+        else:
+            scale = 1 / math.sqrt((saturation**2 * p + 1) * (1 - p)) if p < 1 else 0.0
         dropped = input * keep * scale + (keep - 1 + p) * (saturation * scale)
         return input.copy_(dropped) if inplace else dropped
 
@@ -92,13 +89,13 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: Any = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if dropout_p == 0.0:
+    if is_zero(dropout_p):
         return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
@@ -127,7 +124,8 @@ def _rrelu(
     generator: Any = None,
 ) -> Tensor:
     if not training:
-        return F.leaky_relu(input, (lower + upper) / 2)
+        slope = (lower + upper) / 2
+        return leaky_relu(input, slope) if isinstance(slope, Tensor) else F.leaky_relu(input, slope)
     _no_generator(func, generator)
     slope = random.uniform(keys.next_key(), input.shape, dtype=input.dtype) * (upper - lower) + lower
     return torch.where(input < 0, input * slope, input)
@@ -255,8 +253,8 @@ def _recurrent(keys: _Keys, func: Any, *args: Any) -> Any:
     # Packed sequences come with their batch sizes, before the states and parameters.
     x, *sizes = args[: 2 if isinstance(args[3], (list, tuple)) else 1]
     hx, params, has_biases, num_layers, dropout, train, bidirectional, *rest = args[1 + len(sizes) :]
-    if not (train and dropout and num_layers > 1):
-        return func(*args)
+    if not train or is_zero(dropout) or num_layers <= 1:
+        return func(*(0.0 if value is dropout and isinstance(dropout, Tensor) else value for value in args))
     states = hx if isinstance(hx, (list, tuple)) else [hx]
     directions, size, finals = 1 + bidirectional, len(params) // num_layers, []
     for layer in range(num_layers):

@@ -60,20 +60,31 @@ class routed(TorchFunctionMode):
         self.key = key
         self.site = site
         self.depth = depth()
+        # Call sites before this one at which a member has drawn nothing, because the rate was 0.
+        self.skipped: Tensor | None = None
         self._blocks: dict[int, list[random.Stream]] = {}
 
-    def next_key(self) -> random.Stream:
-        """The stream of the next call site."""
+    def next_key(self, rate: Any = None) -> random.Stream:
+        """The stream of the next call site, which is none for members whose ``rate``, a tensor, is 0, as it is none alone."""
         assert self.key is not None
         self.site += 1
-        block, place = divmod(self.site, _SITES)
-        if block not in self._blocks:
-            self._blocks[block] = random.streams(self.key, block * _SITES, _SITES)
-        found = self._blocks[block][place]
+        if self.skipped is None:
+            block, place = divmod(self.site, _SITES)
+            if block not in self._blocks:
+                self._blocks[block] = random.streams(self.key, block * _SITES, _SITES)
+            found = self._blocks[block][place]
+        else:
+            found = random.stream(random.fold_in(self.key, self.site - self.skipped))
+        if isinstance(rate, Tensor):
+            self.skipped = (rate == 0).long() + (0 if self.skipped is None else self.skipped)
         if depth() > self.depth:
             for level in levels_above(self.depth):
                 found = self._inside(found, *level)
         return found
+
+    def again(self, key: Tensor | None, site: int) -> routed:
+        """A mode of this kind for a part of the block, which goes on from a call site."""
+        return routed(key, site)
 
     def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """``func(*args)``, which is elementwise, for those who would rather call it again than keep the result."""
@@ -103,7 +114,7 @@ class routed(TorchFunctionMode):
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
-        handler, func = _HANDLERS.get(func), _REPLACED.get(func, func)
+        handler, func = HANDLERS.get(func), _REPLACED.get(func, func)
         if self.key is None:
             return func(*args, **kwargs)
         if handler is not None:
@@ -139,14 +150,14 @@ _ENTERED = {
 }
 """Functions of ``torch.nn.functional`` whose Python body draws."""
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
+HANDLERS: dict[Any, Callable[..., Any]] = {
     func: handler
     for name, handler in (REFUSED | ROUTED).items()
     for func, _ in spellings(name)
     # alpha_dropout and rrelu are also in ROUTED, for torch's own spelling of them.
     if func not in _ENTERED
 } | EMPTY
-
+"""Handlers by function, for calls with a key."""
 
 _REPLACED = {**LOWERED, Tensor.__bool__: truth}
 """Functions that every call replaces, with a key or without."""
@@ -156,5 +167,5 @@ _REPLACED = {**LOWERED, Tensor.__bool__: truth}
 def _tell_compiler() -> bool:
     inner = lowered_for_compiler()
     _REPLACED.update(inner)
-    tell_compiler_of_overrides([*_HANDLERS, *inner])
+    tell_compiler_of_overrides([*HANDLERS, *inner])
     return True

@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from hfta_func import WorkerError
-from hfta_func.run import background, bench
+from hfta_func.run import bench
 from hfta_func.run.pool import Died, Pool
-from hfta_func.run.processes import dumps
+from hfta_func.run.processes import dumps, line
+from hfta_func.run.settings import settings
 
 _STARTS = 5
 """How often an actor is placed before it is given up."""
@@ -202,7 +203,7 @@ def ray(
             **{"num_cpus": kind.cpus, "num_gpus": gpus, "resources": dict(kind.resources or {})},
             **{"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"},
         }
-        order = bench.settings(), max(1, int(kind.cpus))
+        order = settings(), max(1, int(kind.cpus))
         remotes += [_Remote(len(remotes) + number, options, functions, order) for number in range(count)]
         asked.append((kind.max_models, count, _named(wanted)))
     pool = RayPool(remotes, limits=[limit for limit, count, _ in asked for _ in range(count) if limit])
@@ -239,7 +240,7 @@ def lone(resources: Mapping[str, float]) -> RayPool:
     if not module.is_initialized():
         _connect(module, None)
     options = {"num_cpus": 1, "resources": dict(resources), "max_restarts": 0, "max_task_retries": 0}
-    return RayPool([_Remote(0, options, _Functions(), (bench.settings(), 1))])
+    return RayPool([_Remote(0, options, _Functions(), (settings(), 1))])
 
 
 def _connect(module: Any, address: str | None) -> None:
@@ -258,7 +259,7 @@ def _connect(module: Any, address: str | None) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster {address}" if address else "a Ray instance on this machine"
         raise WorkerError(
-            f"{where} cannot be used ({background.line(error)}); check that it runs, with Ray {module.__version__} and "
+            f"{where} cannot be used ({line(error)}); check that it runs, with Ray {module.__version__} and "
             f"the same version of Python as here"
         ) from error
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from hfta_func import WorkerError
-from hfta_func.run import background, bench
+from hfta_func.run import bench
 from hfta_func.run.pool import Died, Pool
-from hfta_func.run.processes import Raw
+from hfta_func.run.processes import Raw, line
+from hfta_func.run.settings import settings
 
 T = TypeVar("T")
 _log = logging.getLogger("hfta_func.workers")
@@ -35,10 +36,10 @@ class _Peer:
                 f"of resume=, from which the same command goes on"
             )
         try:
-            _send(pickle.dumps(bench.settings()), self._rank)
+            _send(pickle.dumps(settings()), self._rank)
             found = pickle.loads(_receive(self._rank))
         except RuntimeError as error:
-            raise WorkerError(f"{self.name} cannot be reached ({background.line(error)})") from error
+            raise WorkerError(f"{self.name} cannot be reached ({line(error)})") from error
         bench.check_versions(self.name, found)
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
@@ -47,7 +48,7 @@ class _Peer:
             return pickle.loads(_receive(self._rank))
         except RuntimeError as error:
             self._is_gone = True
-            raise Died(background.line(error)) from error
+            raise Died(line(error)) from error
 
     def kill(self) -> None:
         pass
@@ -58,7 +59,7 @@ class _Peer:
             try:
                 _send(b"", self._rank)
             except RuntimeError as error:
-                _log.warning("%s has gone (%s)", self.name, background.line(error))
+                _log.warning("%s has gone (%s)", self.name, line(error))
 
 
 class _Self:
@@ -67,7 +68,7 @@ class _Self:
     name = "rank 0"
 
     def start(self) -> None:
-        self._bench = bench.Bench(bench.settings())
+        self._bench = bench.Bench(settings())
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
         answer = self._bench.call(number, live, function, arguments)

@@ -19,7 +19,7 @@ from hfta_func.files import storage
 from hfta_func.files.atomic import PathLike
 from hfta_func.models.stack import Stacked, stack_params, unstack_params
 from hfta_func.models.structure import check_materialised
-from hfta_func.step.state import TrainState, spread_shared
+from hfta_func.step.state import TrainState, stacked
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ def export_model(model: nn.Module, state: TrainState | Stacked, index: int, *, s
         >>> layers[0].load_state_dict(exported.state_dict())
         <All keys matched successfully>
     """
-    params, buffers = take((spread_shared(state), state.buffers), operator.index(index))
+    params, buffers = take(stacked(state), operator.index(index))
     return unstack_params(model, params, buffers, share_frozen=share_frozen)[0]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hfta_func._tree import num_models, take
 from hfta_func._types import HyperparameterError, Params, StackError
-from hfta_func.models.frozen import OWN_BUFFERS, base_of, check_same_base
+from hfta_func.models.frozen import base_of, check_same_base
 
 _NAME = "default"
 _FREE = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
@@ -32,7 +32,8 @@ class Adapters:
     Attributes:
         model: The model to make steps with, ``share_frozen=True``; its base is the one that was given.
         params: What is trained, ``[M, ...]`` each; where ranks differ, padded with zeros, which training leaves alone.
-        buffers: Numbers of the members in which they differ, such as scales and dropout rates.
+        buffers: Numbers of the members in which they differ, such as scales and dropout rates; a training state has them in
+            ``hparams``.
         configs: The configuration of each adapter.
     """
 
@@ -267,7 +268,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _union(base: nn.Module, configs: Sequence[Any], layers: Sequence[Mapping[str, Any]]) -> tuple[Any, Params]:
-    """A model with all adapted layers of all members, of the largest rank, and the members' scales and dropout rates."""
+    """A model with all adapted layers of all members, of the largest rank, and the members' own scales and dropout rates."""
     config = copy.deepcopy(configs[0])
     prefix = "base_model.model."
     names = {path.removeprefix(prefix) for own in layers for path in own}
@@ -287,25 +288,20 @@ def _union(base: nn.Module, configs: Sequence[Any], layers: Sequence[Mapping[str
             layer.scaling[_NAME] = scales[0]
         else:
             del layer.scaling
-            layer.scaling = _Scale(like.new_tensor(scales[0]))
-            buffers[f"{path}.scaling.value"] = like.new_tensor(scales)
-        drop: Any = layer.lora_dropout[_NAME]
-        if isinstance(drop, nn.Dropout):
-            # The rates of one layer may be equal, but not those of all: the layer made has the largest.
-            del drop.p
-            drop.register_buffer("p", like.new_tensor(rates[0]))
-            setattr(drop, OWN_BUFFERS, True)
-            buffers[f"{path}.lora_dropout.{_NAME}.p"] = like.new_tensor(rates)
+            layer.scaling = _Scale(scales[0])
+            buffers[f"{path}.scaling.value"] = torch.tensor(scales, dtype=torch.float64, device=like.device)
+        # The rates of one layer may be equal, but not those of all: the layer made has the largest.
+        if isinstance(layer.lora_dropout[_NAME], nn.Dropout):
+            buffers[f"{path}.lora_dropout.{_NAME}.p"] = torch.tensor(rates, dtype=torch.float64, device=like.device)
     return model, buffers
 
 
 class _Scale(nn.Module):
     """The scale of one layer, looked up like peft's dict of them by adapter."""
 
-    def __init__(self, value: Tensor):
+    def __init__(self, value: float):
         super().__init__()
-        setattr(self, OWN_BUFFERS, True)
-        self.register_buffer("value", value)
+        self.value = value
 
     def __getitem__(self, name: str) -> Any:
         return self.value

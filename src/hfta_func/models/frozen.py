@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from hfta_func._torch import outside_transforms, own_tensors, parts, places_of, refusing_writes, writes
 from hfta_func._types import StackError, StateError
 
-OWN_BUFFERS = "hfta_own_buffers"
-"""An attribute of modules whose buffers belong to the members, although none of their parameters is trained."""
-
 
 def base_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that all members share, by path: frozen parameters, and buffers of modules that train none of their own."""
@@ -21,7 +18,7 @@ def base_of(model: nn.Module) -> dict[str, Tensor]:
     own = {
         id(buffer)
         for module in model.modules()
-        if getattr(module, OWN_BUFFERS, False) or any(p.requires_grad for p in module.parameters(recurse=False))
+        if any(p.requires_grad for p in module.parameters(recurse=False))
         for buffer in module.buffers(recurse=False)
     }
     return base | {path: buffer for path, buffer in model.named_buffers() if id(buffer) not in own}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hfta_func._torch import (
     BatchNorm,
     call_with,
+    constant_to_compiler,
     forget_flat_weights,
     outside_transforms,
     own_tensors,
@@ -25,6 +26,7 @@ from hfta_func.calls.body import Body
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
 from hfta_func.models.frozen import Base, base_of, check_device, shared_of
 from hfta_func.models.noting import routing
+from hfta_func.models.numbers import changed, explained, hold
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
 
@@ -88,16 +90,25 @@ class Bound:
         share_frozen: bool,
     ):
         inner = skeleton(model)
-        self._inner = inner if training is None else inner.train(training)
+        inner = inner if training is None else inner.train(training)
         self._base = Base(model, training) if share_frozen else None
-        self._func, self._checkpoint = func, checkpoint
+        self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
+        base = {} if self._base is None else self._base.tensors
+        self._count = sum(path not in base for path, _ in inner.named_buffers())
+        self._start(inner)
+
+    def _start(self, inner: nn.Module, numbers: tuple[str, ...] = ()) -> None:
+        """Have the calls run the code of a skeleton, in which some numbers are buffers."""
+        self._inner, self._numbers = inner, numbers
         self._shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
-        self._holders, self._rewritten = _holders(inner), () if renorms else tables_with_max_norm(inner)
+        self._holders, self._rewritten = _holders(inner), () if self._renorms else tables_with_max_norm(inner)
         self._trained = {path for path, param in inner.named_parameters() if param.requires_grad}
         # A call puts its tensors into a module, so calls at the same time, of other threads, need modules of their own.
         self._first, self._idle = _with_attributes(self._make()), []
         self._harmless: set[str] = set()
         self._undoing: list[Undoing] = []
+        # What runs if members have numbers of their own, by the paths of these.
+        self._others: dict[tuple[str, ...], Bound] = {}
 
     def _make(self) -> Body:
         body = Body(copy.deepcopy(self._inner, dict(self._shared)), self._func)
@@ -107,6 +118,8 @@ class Bound:
 
     def __call__(self, params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
         """Call the function with one member's tensors; see :func:`bind`."""
+        if len(buffers) > self._count and not self._numbers:
+            return self._numbered(params, buffers, *args, key=key, **kwargs)
         if torch.compiler.is_compiling():
             trace_through_checkpoint()
             shared = {} if self._base is None else self._base.tensors
@@ -126,6 +139,23 @@ class Bound:
             undo(attributes.undoing(changed))
             self._idle.append((body, attributes))
         return results
+
+    def _numbered(self, params: Params, buffers: Params, *args: Any, **kwargs: Any) -> Any:
+        """A call for members that have numbers of their own among the buffers."""
+        numbers = tuple([path for path in buffers if path not in self._holders])
+        self._prepare(numbers)
+        return self._others[numbers](params, buffers, *args, **kwargs)
+
+    # The compiler runs it while it traces, which cannot copy modules.
+    @constant_to_compiler
+    def _prepare(self, numbers: tuple[str, ...]) -> bool:
+        if numbers not in self._others:
+            inner = copy.deepcopy(self._inner, dict(self._shared))
+            hold(inner, numbers)
+            other = copy.copy(self)
+            other._start(inner, numbers)
+            self._others[numbers] = other
+        return True
 
     @contextlib.contextmanager
     def _reading(self, params: Params, buffers: Params) -> Iterator[Mapping[str, Tensor]]:
@@ -159,13 +189,18 @@ class Bound:
             raise StateError(
                 f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
             )
-        with routing(key):
+        numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
+        mode = routing(key, bool(numbers))
+        with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
             else:
                 output = call_with(body.places, tensors, body, *args, **kwargs)
         if self._base is not None:
             self._base.check_kept(shared, tensors, "model.")
+        for path, number in numbers.items():
+            if tensors[f"model.{path}"] is not number:
+                raise changed(path)
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 
     def _examine(self, *given: Any) -> None:

@@ -14,12 +14,15 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func.calls.draws import spellings
+from hfta_func.calls.numbers import numbered
 from hfta_func.calls.recall import Recalls, recalls
 from hfta_func.calls.routing import routed
 
 
-def routing(key: Tensor | None) -> routed:
-    """``routed(key)``, which inside a block of :class:`Recalls` notes what can be made again."""
+def routing(key: Tensor | None, is_numbered: bool = False) -> routed:
+    """``routed(key)``, or :class:`numbered`; inside a block of :class:`Recalls` ``routed`` notes what can be made again."""
+    if is_numbered:
+        return numbered(key)
     running = recalls()
     return routed(key) if running is None else _Noting(key, running)
 

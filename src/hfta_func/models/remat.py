@@ -143,21 +143,22 @@ def _run_twice(
     params, buffers = dict(part.named_parameters()), dict(part.named_buffers())
     # The first run updates the buffers; later runs start from copies of what the first one found.
     found = {name: buffer.clone() for name, buffer in buffers.items()}
-    leaves, spec = pytree.tree_flatten((mode.key, params, found, args, kwargs))
+    leaves, spec = pytree.tree_flatten((mode.key, mode.skipped, params, found, args, kwargs))
 
     def run(*leaves: Any) -> tuple[Any, ...]:
         nonlocal out_spec
-        key, params, found, args, kwargs = pytree.tree_unflatten(leaves, spec)
+        key, skipped, params, found, args, kwargs = pytree.tree_unflatten(leaves, spec)
         # Levels are numbered by depth, so tensors of the surrounding levels also fit those of the first run.
         own = buffers if out_spec is None else {name: buffer.clone() for name, buffer in found.items()}
         tensors = {**params, **own}
         # A backward pass may run in a thread of its own.
         again = contextlib.nullcontext() if watch is None else watched(watch.known)
-        with again, routed(key, site) as inner, checkpoints_of(part):
+        with again, mode.again(key, site) as inner, checkpoints_of(part):
+            inner.skipped = skipped
             with _torch.reparametrized(part, tensors, tie_weights=True):
                 output = forward(*args, **kwargs)
         replaced = {name: tensors[name] for name, buffer in own.items() if tensors[name] is not buffer}
-        outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site))
+        outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site, inner.skipped))
         return tuple(outputs)
 
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -172,7 +173,7 @@ def _run_twice(
             f"leave it out of checkpoint, or let its first operation make a new tensor, e.g. ReLU(inplace=False)"
         )
     assert out_spec is not None
-    output, replaced, mode.site = pytree.tree_unflatten(outputs, out_spec)
+    output, replaced, mode.site, mode.skipped = pytree.tree_unflatten(outputs, out_spec)
     for name, buffer in replaced.items():
         owner, _, attribute = name.rpartition(".")
         setattr(part.get_submodule(owner), attribute, buffer)

@@ -14,13 +14,15 @@ from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import Params, StackError, StateError
 from hfta_func.models.frozen import base_of, check_same_base, shared_of
+from hfta_func.models.numbers import assign, is_place, numbers_of
 from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
 
 
 class Stacked(NamedTuple):
     """Parameters and buffers of M models, each leaf ``[M, ...]`` by its path in the module.
 
-    The leaves do not require grad. A tied parameter is held once, under its first path.
+    The leaves do not require grad. A tied parameter is held once, under its first path. A number in which the models differ,
+    such as a dropout rate, is a buffer ``float64[M]`` under the path of the attribute, for example ``"1.p"``.
     """
 
     params: Params
@@ -32,6 +34,9 @@ def stack_params(
 ) -> Stacked:
     """Stack the parameters and buffers of M models of one architecture.
 
+    The models may also differ in numbers that their modules keep in attributes, such as dropout rates: floats, or integers
+    where another model has a float. A training state carries these in ``hparams``, see :meth:`TrainStep.init`.
+
     Args:
         models: At least one module; the modules are not changed.
         share_frozen: Leave out the *base*: parameters that do not require grad, and buffers of modules that have no
@@ -41,13 +46,16 @@ def stack_params(
             :func:`make_train_step`. They must be the same in all models.
 
     Raises:
-        StackError: if there is no model, a lazy module has not been run yet, or two models differ in anything but the
-            values of their parameters and buffers, or of the base. It names the member, the path and both values.
+        StackError: if there is no model, a lazy module has not been run yet, or two models differ in anything but these
+            numbers and the values of their parameters and buffers, or in the base. It names the member, the path and both
+            values.
 
     Example:
         >>> params, buffers = stack_params([torch.nn.Linear(2, 10) for _ in range(3)])
         >>> params["weight"].shape
         torch.Size([3, 10, 2])
+        >>> stack_params([torch.nn.Dropout(rate) for rate in (0.1, 0.2)]).buffers
+        {'p': tensor([0.1000, 0.2000], dtype=torch.float64)}
     """
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise StackError(f"expected a list of models but got one {type(models).__qualname__}; pass [model]")
@@ -124,17 +132,23 @@ def unstack_params(
     """
     count = num_models((params, buffers))
     held: Params = {path: nn.Parameter(param.detach().clone()) for path, param in (shared or {}).items()}
-    check_stacked((params, buffers), shapes(model, share_frozen, [*held]))
-    return [_member(model, params, buffers, held, index) for index in range(count)]
+    own = shapes(model, share_frozen, [*held])
+    check_stacked((params, buffers), own)
+    numbers = {path: leaf for path, leaf in buffers.items() if path not in own.buffers}
+    members = [_member(model, params, buffers, held, index) for index in range(count)]
+    for index, member in enumerate(members if numbers else ()):
+        assign(member, {path: leaf[index] for path, leaf in numbers.items()})
+    return members
 
 
 class Shapes(NamedTuple):
-    """Shapes of a member's parameters and buffers by path, the paths that are tied to one of those, and those of the base."""
+    """Shapes of a member's parameters and buffers by path; the paths tied to one of those, of the base, and of numbers."""
 
     params: dict[str, torch.Size]
     buffers: dict[str, torch.Size]
     ties: dict[str, str]
     base: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
 
 
 def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> Shapes:
@@ -143,7 +157,7 @@ def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence
     base = frozenset({*(base_of(model) if share_frozen else ()), *shared_of(model, shared_params)})
     params = {path: parameter.shape for path, parameter in model.named_parameters() if path not in base}
     buffers = {path: buffer.shape for path, buffer in model.named_buffers() if path not in base}
-    return Shapes(params, buffers, ties(model), base)
+    return Shapes(params, buffers, ties(model), base, frozenset(numbers_of(model)))
 
 
 def check_stacked(stacked: tuple[Params, Params], own: Shapes) -> None:
@@ -174,6 +188,14 @@ def _mismatch(stacked: tuple[Params, Params], own: Shapes) -> str:
                 return f"'{path}' is in the array but members share it; stack them with share_frozen=True, or shared_params"
             if path in own.ties:
                 return f"'{path}' is in the array but the model ties it to '{own.ties[path]}'"
+            if path not in expected and path in own.numbers and held is stacked[1]:
+                if is_place(held[path]):
+                    raise StateError(
+                        f"'{path}' is a number of each member's own, and lies in the state's hparams under this path; leave "
+                        f"it there, and where params and buffers are wanted without a state, pass *hfta.stacked(state)"
+                    )
+                if held[path].dim() == 1:
+                    continue
             if path not in expected:
                 return f"'{path}' is in the array but not in the model"
             if held[path].shape[1:] != expected[path]:
@@ -206,6 +228,7 @@ def _stack(
     base: dict[str, Tensor] = {}
     shared: dict[str, Tensor] = {}
     stacked = Stacked({}, {})
+    numbers: dict[str, list[float]] = {}
     for member, model in enumerate(models):
         if not isinstance(model, nn.Module):
             raise StackError(f"model {member} is a {type(model).__qualname__}; every model must be a torch.nn.Module")
@@ -213,7 +236,10 @@ def _stack(
         if first is None:
             first, base = model, base_of(model) if share_frozen else {}
             shared = shared_of(model, shared_params)
-        check_same_structure(model, first, member)
+        differing = check_same_structure(model, first, member, numbers)
+        numbers |= {path: [theirs] * member for path, (_, theirs) in differing.items() if path not in numbers}
+        for path, values in numbers.items():
+            values.append(differing[path][0] if path in differing else values[0])
         for held, mine, theirs in (
             (stacked.params, dict(model.named_parameters()), dict(first.named_parameters())),
             (stacked.buffers, dict(model.named_buffers()), dict(first.named_buffers())),
@@ -232,6 +258,9 @@ def _stack(
                 held[path][member].copy_(tensor.detach())
     if first is None:
         raise StackError("no models to stack; pass at least one")
+    device = next((leaf.device for tree in stacked for leaf in tree.values()), None)
+    for path, values in numbers.items():
+        stacked.buffers[path] = torch.tensor(values, dtype=torch.float64, device=device)
     return stacked
 
 

@@ -10,7 +10,7 @@ import functools
 import re
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, own_tensors, weight_hooks
 from hfta_func._types import StackError
+from hfta_func.models.numbers import is_own
 
 T = TypeVar("T")
 
@@ -29,13 +30,29 @@ _HOOKS = tuple(name for name in sorted(MODULE_ATTRIBUTES) if name.endswith("_hoo
 _BACKWARD_HOOKS = tuple(name for name in _HOOKS if "backward" in name)
 
 
-def check_same_structure(model: nn.Module, first: nn.Module, member: int) -> None:
-    """Raise a StackError that names the first difference between ``model`` (the given member) and member 0."""
+def check_same_structure(
+    model: nn.Module, first: nn.Module, member: int, varied: Collection[str] = ()
+) -> dict[str, tuple[float, float]]:
+    """Compare ``model``, the given member, with member 0.
+
+    Args:
+        model: The member.
+        first: Member 0.
+        member: Its place.
+        varied: Numbers in which other members differ.
+
+    Returns:
+        The numbers in which the two differ, by path: the member's and member 0's.
+
+    Raises:
+        StackError: It names the first other difference. Integers count as such, unless another member has a float there.
+    """
+    numbers: dict[str, tuple[float, float]] = {}
     own, others = dict(model.named_modules()), dict(first.named_modules())
     # Hooks may be methods of any module; modules of one path are compared here.
     known = {(id(own[path]), id(others[path])): (own[path], others[path]) for path in own.keys() & others.keys()}
     for path, mine, theirs in pairs(own, others, member, "module "):
-        _check_module(mine, theirs, path, member, known)
+        numbers |= _check_module(mine, theirs, path, member, known, varied)
     mine, theirs = ties(model), ties(first)
     for path in {**theirs, **mine}:
         if mine.get(path) != theirs.get(path):
@@ -44,6 +61,7 @@ def check_same_structure(model: nn.Module, first: nn.Module, member: int) -> Non
                 f"model {holder} ties '{path}' to '{target}' but model {other} does not; tie the same parameters in all "
                 f"models"
             )
+    return numbers
 
 
 def check_materialised(model: nn.Module, owner: str = "") -> None:
@@ -98,8 +116,13 @@ def check_no_backward_hooks(model: nn.Module) -> None:
 
 
 def _check_module(
-    mine: nn.Module, theirs: nn.Module, path: str, member: int, known: dict[tuple[int, int], Any]
-) -> None:
+    mine: nn.Module,
+    theirs: nn.Module,
+    path: str,
+    member: int,
+    known: dict[tuple[int, int], Any],
+    varied: Collection[str],
+) -> dict[str, tuple[float, float]]:
     where = f"'{path}'" if path else "the model"
     if _kind(mine) != _kind(theirs):
         raise StackError(
@@ -126,11 +149,20 @@ def _check_module(
                 f"model {member}: the {name.strip('_')} of {where} are not those of model 0, whose code runs for all "
                 f"members; register hooks that hold the same values"
             )
+    numbers: dict[str, tuple[float, float]] = {}
     made = computed(mine).keys() | computed(theirs).keys()
     for name in sorted({*vars(mine), *vars(theirs)} - MODULE_ATTRIBUTES - made):
-        a, b = vars(mine).get(name, UNSET), vars(theirs).get(name, UNSET)
-        if not equal(a, b, own, dict(known)):
-            raise StackError(f"model {member}: {_setting_difference(a, b, f'{path}.{name}'.lstrip('.'), own, {})}")
+        a, b, label = vars(mine).get(name, UNSET), vars(theirs).get(name, UNSET), f"{path}.{name}".lstrip(".")
+        if equal(a, b, own, dict(known)):
+            continue
+        # Integers may be sizes.
+        is_real = isinstance(a, float) or isinstance(b, float) or label in varied
+        if is_real and is_own(mine, name) and is_own(theirs, name):
+            numbers[label] = a, b
+            continue
+        free = "; if this is no size, write it as a float" if type(a) is int and type(b) is int else ""
+        raise StackError(f"model {member}: {_setting_difference(a, b, label, own, {})}{free}")
+    return numbers
 
 
 UNSET = object()

@@ -2,64 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import os
-import pickle
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import IO, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 
-from hfta_func._torch import compiled_from_cache, eager_unless_compiled, graph_hits, is_compiler_loaded, stand_for
-from hfta_func._tree import leaves, tree_map
+from hfta_func._torch import compiled_from_cache, eager_unless_compiled, is_compiler_loaded, stand_for
+from hfta_func._tree import leaves
 from hfta_func._types import CompileWarning
+from hfta_func.run.compiler import Compiler
+from hfta_func.run.processes import line
 
-# It trusts the processor's own list of its instructions, instead of compiling a program for each of them, which takes longer
-# than a small graph; and does not look again at shapes that have been looked at to choose the graph.
-_TRUSTING = {"cpp.vec_isa_ok": True, "size_asserts": False, "alignment_asserts": False}
-OPTIONS: tuple[dict[str, Any], ...] = ({**_TRUSTING, "cpp_wrapper": True}, _TRUSTING, {})
-"""Options of inductor, tried in turn: the first calls kernels from C++ instead of Python."""
-
-
-def _precision() -> str:
-    with warnings.catch_warnings():
-        # PyTorch 2.9 warns whoever asks.
-        warnings.simplefilter("ignore")
-        return torch.get_float32_matmul_precision()
-
-
-SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_precision, torch.set_float32_matmul_precision),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-)
-"""What graphs depend on, besides the step."""
-# Before anything is imported. A session is a group of its own on Linux, within which alone "nice" counts.
-_YIELDING = """
-import contextlib, os, pathlib
-os.nice(19)
-with contextlib.suppress(OSError):
-    pathlib.Path("/proc/self/autogroup").write_text("19")
-"""
+_COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
+"""Seconds that compiling takes here, and what every parameter adds, to know beforehand whether it can pay: while it goes on,
+training has fewer processors and less of their caches. Seen with small models of ten kinds on two cores."""
+_WORTH = 1.4
+"""With a known number of steps it begins if what is left would take this many times as long."""
+_AFTER = 0.5
+"""Otherwise it begins once training has taken this much of that."""
 _PATIENCE = 7
 """A step of which nobody knows how often it will be called goes over once it has trained for this many times the cost."""
-_WORTH = 4
-"""With a known number of steps it does if what is left would take this many times the cost."""
 _IMPORTS = 2.5
 """Seconds to import the compiler."""
+_FIRST = 3
+"""Steps after which is known how long one takes; the first one takes longer."""
 _TRIAL = 10
 """Compiled steps that are compared with as many eager ones."""
 
@@ -67,10 +37,11 @@ _TRIAL = 10
 def compile(step: Callable[..., Any], *, steps: int | None = None) -> BackgroundStep:
     """A step that nobody waits for: eager from the first call, compiled when the graph is there.
 
-    After the first call with batches of a shape, another process with low priority compiles the step into PyTorch's cache on
-    disk. When it is done, and the time it takes to go over is little beside the time already trained or still to train, the
-    graph is read from there. Results are the same to rounding, noise included. A graph that turns out slower than the eager
-    step is not used. Batches of a shape that is not compiled yet run eagerly.
+    Once there is, or has been, enough to train for it to pay, another process with low priority compiles the step into
+    PyTorch's cache on disk, for batches of one shape at a time. When it is done, and the time it takes to go over is little
+    beside the time already trained or still to train, the graph is read from there. Results are the same to rounding, noise
+    included. A graph that turns out slower than the eager step is not used. Batches of a shape that is not compiled yet run
+    eagerly.
 
     Args:
         step: A training or evaluation step, ``step(state, batch)``. It is sent to the other process by
@@ -138,7 +109,7 @@ class _Graph:
     def __init__(self, step: Callable[..., Any]):
         self._step = step
         self._run: Callable[..., Any] | None = None
-        self._worker: _Worker | None = None
+        self._worker: Compiler | None = None
         self._ended = False
         self._spent = 0.0
         self._eager: list[float] = []
@@ -152,7 +123,7 @@ class _Graph:
         if self._run is not None:
             return self._call_compiled(state, batch)
         if not self._ended:
-            answer = self._ask(state, batch)
+            answer = self._ask(state, batch, left)
             if answer is not None and self._pays(answer, left):
                 return self._go_over(answer, state, batch)
         start = time.perf_counter()
@@ -162,11 +133,11 @@ class _Graph:
         self._eager = [*self._eager[1 - _TRIAL :], took]
         return found
 
-    def _ask(self, state: Any, batch: Any) -> Mapping[str, Any] | None:
-        """What the other process says; None as long as it works. The first step is one without it."""
+    def _ask(self, state: Any, batch: Any, left: int | None) -> Mapping[str, Any] | None:
+        """What the other process says; None before it begins, and as long as it works."""
         if self._worker is None:
-            if self._eager and not _Worker.busy():
-                self._worker = _Worker(self._step, state, batch)
+            if self._may_pay(state, left) and not Compiler.busy():
+                self._worker = Compiler(self._step, state, batch)
             return None
         answer = self._worker.answer()
         if answer is not None and "error" in answer:
@@ -179,11 +150,19 @@ class _Graph:
         if why is not None:
             warnings.warn(f"the step is not compiled and goes on eagerly: {why}", CompileWarning, stacklevel=5)
 
+    def _may_pay(self, state: Any, left: int | None) -> bool:
+        if len(self._eager) < _FIRST:
+            return False
+        compiling = _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
+        if left is None:
+            return self._spent >= _AFTER * compiling
+        return left * statistics.median(self._eager) >= _WORTH * compiling
+
     def _pays(self, answer: Mapping[str, Any], left: int | None) -> bool:
         cost = answer["seconds"] + (0.0 if is_compiler_loaded() else _IMPORTS)
         if left is None:
-            return self._spent >= _PATIENCE * cost
-        return left * statistics.median(self._eager) >= _WORTH * cost
+            return answer["speedup"] > 1 and self._spent >= _PATIENCE * cost
+        return left * statistics.median(self._eager) * (1 - 1 / answer["speedup"]) >= cost
 
     def _go_over(self, answer: Mapping[str, Any], state: Any, batch: Any) -> Any:
         run = torch.compile(self._step, fullgraph=True, dynamic=False, options=answer["options"] or None)
@@ -207,144 +186,3 @@ class _Graph:
             if len(self._compiled) == _TRIAL and statistics.median(self._compiled) > statistics.median(self._eager):
                 self._end(None)
         return found
-
-
-class _Worker:
-    """The other process."""
-
-    _last: weakref.ref[_Worker] | None = None
-
-    def __init__(self, step: Callable[..., Any], state: Any, batch: Any):
-        _Worker._last = weakref.ref(self)
-        self._found: dict[str, Any] | None = None
-        try:
-            inputs, settings = tree_map(_Like, (state, batch)), {get.__name__: get() for get, _ in SETTINGS}
-            order = _sent({"step": step, "inputs": inputs, **settings}, getattr(step, "base", {}).values())
-        except Exception as error:
-            self._found = {"error": f"it cannot be sent to another process, {line(error)}"}
-            return
-        self._said = tempfile.TemporaryFile()
-        with tempfile.TemporaryFile() as given:
-            given.write(json.dumps(sys.path).encode() + b"\n" + order)
-            given.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"{_YIELDING}from {__name__} import _answer; _answer()"],
-                stdin=given,
-                stdout=self._said,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        weakref.finalize(self, _end, self._process, self._said)
-
-    @staticmethod
-    def busy() -> bool:
-        """Whether another one is at work; one at a time is enough beside training."""
-        last = _Worker._last() if _Worker._last is not None else None
-        return last is not None and last.answer() is None
-
-    def answer(self) -> dict[str, Any] | None:
-        """What it found, None as long as it works."""
-        if self._found is None and self._process.poll() is not None:
-            self._said.seek(0)
-            lines = self._said.read().decode(errors="replace").splitlines()
-            self._said.close()
-            try:
-                self._found = json.loads(lines[-1])
-            except (IndexError, ValueError):
-                self._found = {"error": f"the other process ended with status {self._process.returncode}"}
-        return self._found
-
-
-def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    said.close()
-
-
-class _Like:
-    """What a tensor is like, without its values."""
-
-    def __init__(self, tensor: Tensor):
-        self.made_of = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-    def tensor(self) -> Tensor:
-        shape, stride, dtype, device = self.made_of
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
-
-
-def _sent(order: Any, base: Iterable[Tensor]) -> bytes:
-    """The order, in which the tensors that members share have no values: they are inputs of the graph."""
-    known = {tensor.data_ptr() for tensor in base}
-
-    class Pickler(cloudpickle.Pickler):
-        def persistent_id(self, obj: Any) -> Any:
-            return _Like(obj) if type(obj) is Tensor and not obj.is_meta and obj.data_ptr() in known else None
-
-    found = io.BytesIO()
-    Pickler(found).dump(order)
-    return found.getvalue()
-
-
-class _Received(pickle.Unpickler):
-    def persistent_load(self, pid: Any) -> Any:
-        return pid.tensor()
-
-
-def _answer() -> None:
-    """The other process: compile what the standard input asks for, and print what came of it."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.path[:] = json.loads(sys.stdin.buffer.readline())
-    try:
-        order = _Received(sys.stdin.buffer).load()
-        found = _compiled(order)
-    except Exception as error:
-        found = {"error": line(error)}
-    print(json.dumps(found), file=answers, flush=True)
-
-
-def settle(wanted: Mapping[str, Any]) -> None:
-    """Have this process compute as another one does, whose :data:`SETTINGS` these are."""
-    for get, put in SETTINGS:
-        # Graphs remember whether a precision was ever set.
-        if get.__name__ in wanted and get() != wanted[get.__name__]:
-            put(wanted[get.__name__])
-
-
-def _compiled(order: Mapping[str, Any]) -> dict[str, Any]:
-    settle(order)
-    error: Exception | None = None
-    likes: Any = leaves(order["inputs"])
-    on_cpu = all(like.made_of[-1].type == "cpu" for like in likes)
-    for options in OPTIONS if on_cpu else OPTIONS[-1:]:
-        try:
-            _seconds(order, options)
-            before = graph_hits()
-            seconds = _seconds(order, options)
-            if graph_hits() == before:
-                return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
-            return {"options": options, "seconds": seconds}
-        except Exception as failed:
-            error = failed
-    assert error is not None
-    return {"error": line(error)}
-
-
-def _seconds(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:
-    """How long a first call takes."""
-    torch.compiler.reset()
-    inputs = tree_map(_Like.tensor, order["inputs"])
-    start = time.perf_counter()
-    torch.compile(order["step"], fullgraph=True, dynamic=False, options=dict(options) or None)(*inputs)
-    return time.perf_counter() - start
-
-
-def line(error: BaseException) -> str:
-    """The innermost cause in one line."""
-    while (cause := error.__cause__ or getattr(error, "inner_exception", None)) is not None:
-        error = cause
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]

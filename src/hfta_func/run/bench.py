@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hfta_func._types import WorkerError
-from hfta_func.run import background
-from hfta_func.run.processes import begin, dumps, loads, receive, send
+from hfta_func.run.processes import begin, dumps, line, loads, receive, send
+from hfta_func.run.settings import settle
 
 
 def versions() -> dict[str, str]:
@@ -32,11 +32,11 @@ class Bench:
     """Functions by number, and their calls.
 
     Args:
-        settings: What :data:`background.SETTINGS` are in the process that sends them.
+        settings: What :func:`settings` are in the process that sends them.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
-        background.settle(settings)
+        settle(settings)
         self._functions: dict[int, Callable[..., Any]] = {}
 
     def call(self, number: int, live: Collection[int], function: bytes | None, arguments: bytes) -> bytes:
@@ -63,16 +63,11 @@ class Bench:
                 loads(found)
             return found
         except Exception:
-            return pickle.dumps(WorkerError(background.line(answer)))
+            return pickle.dumps(WorkerError(line(answer)))
 
     def has(self, number: int) -> bool:
         """Whether a function is here."""
         return number in self._functions
-
-
-def settings() -> dict[str, Any]:
-    """What this process computes with, but for its number of threads."""
-    return {get.__name__: get() for get, _ in background.SETTINGS[1:]}
 
 
 def serve() -> None:

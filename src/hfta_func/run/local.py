@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from hfta_func.run import bench
 from hfta_func.run.pool import Died, Pool
 from hfta_func.run.processes import Process, cores
+from hfta_func.run.settings import settings
 
 
 class _Local:
@@ -80,7 +80,7 @@ class WorkerPool(Pool):
                 f"'auto'"
             )
         edges = [most * number // count for number in range(count + 1)]
-        own = pickle.dumps(bench.settings())
+        own = pickle.dumps(settings())
         super().__init__(
             [
                 _Local(number, processors[low:high], gpus > 0, own)

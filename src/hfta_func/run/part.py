@@ -17,7 +17,8 @@ from hfta_func._types import WorkerError
 from hfta_func.run import background
 from hfta_func.run.executors import Here, Step, Watch
 from hfta_func.run.history import Running
-from hfta_func.run.processes import Place, begin, loads, receive, send
+from hfta_func.run.processes import Place, begin, line, loads, receive, send
+from hfta_func.run.settings import settle
 from hfta_func.step.state import TrainState
 
 
@@ -47,7 +48,7 @@ class Part:
         loader: Any,
         settings: Mapping[str, Any],
     ):
-        background.settle(settings)
+        settle(settings)
         self._step = background.compile(step) if compile else step
         self._whole, self._kind = tree_map(lambda leaf: leaf.place.tensor(), shared), kind
         self._control, self._number, (self._low, self._high) = control.tensor(), number, part
@@ -124,5 +125,5 @@ def serve() -> None:
         try:
             found = cloudpickle.dumps(answer)
         except Exception:
-            found = pickle.dumps(WorkerError(background.line(answer)))
+            found = pickle.dumps(WorkerError(line(answer)))
         send(answers, found)

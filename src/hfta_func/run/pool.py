@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hfta_func._types import WorkerError
-from hfta_func.run import background
-from hfta_func.run.processes import Folder, dumps, loads
+from hfta_func.run.processes import Folder, dumps, line, loads
 
 TRIES = 3
 """How often in a row the worker of a call may die before the call is given up."""
@@ -134,7 +133,7 @@ class Pool:
                 found = dumps(function, self._folder)
             except Exception as error:
                 raise TypeError(
-                    f"{_what(function)} cannot be sent to workers ({background.line(error)}); make what it uses inside the "
+                    f"{_what(function)} cannot be sent to workers ({line(error)}); make what it uses inside the "
                     f"function that uses it, or move it to a module that they can import"
                 ) from error
             own = next(self._numbers)
@@ -218,9 +217,7 @@ class Pool:
             _log.error("%s cannot go on: %s", worker.name, error)
             # Others may have the right version, but whoever asked for this one should know.
             if isinstance(error, WorkerError) or left == 0:
-                failed = (
-                    error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {background.line(error)}")
-                )
+                failed = error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {line(error)}")
                 self._answers.put((-1, failed))
                 with self._changed:
                     self._failed = failed

@@ -310,3 +310,11 @@ def begin() -> tuple[IO[bytes], IO[bytes]]:
         os.sched_setaffinity(0, processors)
     torch.set_num_threads(len(processors))
     return orders, answers
+
+
+def line(error: BaseException) -> str:
+    """The innermost cause in one line."""
+    while (cause := error.__cause__ or getattr(error, "inner_exception", None)) is not None:
+        error = cause
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]

@@ -15,12 +15,11 @@ import torch
 
 from hfta_func._tree import leaves, num_models, tree_map, write
 from hfta_func._types import HFTAError, StateError, WorkerError
-from hfta_func.run import background
-from hfta_func.run.bench import settings
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.executors import Step, Watch
 from hfta_func.run.history import Running
-from hfta_func.run.processes import Folder, Leaf, Process, cores, dumps
+from hfta_func.run.processes import Folder, Leaf, Process, cores, dumps, line
+from hfta_func.run.settings import settings
 from hfta_func.step.state import TrainState
 
 _TRIES = 3
@@ -76,7 +75,7 @@ class Workers:
         except Exception as error:
             self._folder.close()
             raise TypeError(
-                f"the step or the loader cannot be sent to other processes ({background.line(error)}); make what it uses "
+                f"the step or the loader cannot be sent to other processes ({line(error)}); make what it uses "
                 f"inside its function, or in a module"
             ) from error
         self._processes = [self._started(number) for number in range(count)]

@@ -13,6 +13,7 @@ from hfta_func._torch import can_look, constant_to_compiler, inside_transform, s
 from hfta_func._tree import difference, tree_map
 from hfta_func._types import Params, StateError, Tree
 from hfta_func.calls.autodiff import rehearsing
+from hfta_func.models.numbers import filled
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.optim import GradientTransformation
 from hfta_func.step.batch import check_batch, is_plain, numbered, plain, take_batch
@@ -104,7 +105,7 @@ class Check:
             raise StateError(
                 "a training step needs gradients, and inside torch.inference_mode() there are none; leave it"
             )
-        check_state((state.params, state.buffers), self._shapes)
+        check_state((state.params, filled(state.buffers, state.hparams)), self._shapes)
         # A graph is compiled for the structure of its inputs, so the compiler checks it by itself.
         if not torch.compiler.is_compiling():
             self._check_opt_state(state)

@@ -20,7 +20,7 @@ from hfta_func.step.batch import check_batch, copied, plain, restored, spread
 from hfta_func.step.check import unwritten
 from hfta_func.step.gradients import NOISE
 from hfta_func.step.prediction import Prediction, gather
-from hfta_func.step.state import TrainState, spread_shared
+from hfta_func.step.state import TrainState, stacked
 
 _MADE = ("_run", "_runs", "_known", "_places")
 """Attributes of an ensemble that are made anew in a copy."""
@@ -69,11 +69,12 @@ class Ensemble(nn.Module):
         self._model = (outline(model),)
         self.array = _Names()
         required = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
-        kept = model.state_dict(keep_vars=True)
+        kept, known = model.state_dict(keep_vars=True), dict(model.named_buffers())
         for path, leaf in params.items():
             self.array.hold(path, nn.Parameter(leaf.detach().clone(), requires_grad=required[path]))
         for path, leaf in buffers.items():
-            self.array.hold(path, leaf.detach().clone(), persistent=path in kept)
+            # Numbers of the members' own are no buffers of the model.
+            self.array.hold(path, leaf.detach().clone(), persistent=path in kept or path not in known)
         device = next(iter((*params.values(), *buffers.values()))).device
         keys = random.keys(range(self.num_models) if seeds is None else seeds, device=device)
         if keys.shape != (self.num_models,):
@@ -226,14 +227,14 @@ def predict(model: nn.Module, state: TrainState | Stacked, batches: Any, *, batc
         raise StateError(
             f"expected a TrainState or a Stacked but got {type(state).__qualname__}; pass a training state"
         )
-    params = spread_shared(state)
-    check_state((params, state.buffers), shapes(model))
-    count = num_models((params, state.buffers))
+    params, buffers = stacked(state)
+    check_state((params, buffers), shapes(model))
+    count = num_models((params, buffers))
     device = next(iter(params.values())).device
     given = isinstance(state, TrainState)
     keys = random.fold_in(state.keys, ~state.step) if given else torch.zeros(count, dtype=torch.int64, device=device)
     with torch.no_grad():
-        return _predict(model, Stacked(params, state.buffers), keys, batches, batch_dims)
+        return _predict(model, Stacked(params, buffers), keys, batches, batch_dims)
 
 
 def _predict(model: nn.Module, stacked: Stacked, keys: Tensor, batches: Any, batch_dims: Tree) -> Prediction:

@@ -15,6 +15,7 @@ from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, StateError, Tree
 from hfta_func.models.frozen import base_of, shared_of
 from hfta_func.models.functional import bind, outline
+from hfta_func.models.numbers import filled
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.rules._aliasing import Known
 from hfta_func.rules.vmap import vmap_routed
@@ -108,7 +109,8 @@ class EvalStep(Compiled):
         # A graph is compiled for the sizes of its inputs.
         if not torch.compiler.is_compiling():
             num_models((state.params, state.buffers))
-        check_state((state.params, state.buffers), self._shapes)
+        buffers = filled(state.buffers, state.hparams) if isinstance(state, TrainState) else state.buffers
+        check_state((state.params, buffers), self._shapes)
         first = leaves((state.params, state.buffers))[0]
         check_batch(self.options.batch_dims, plain(batch), first.shape[0])
         if isinstance(state, TrainState):
@@ -132,7 +134,7 @@ class EvalStep(Compiled):
         tries = can_look(keys) and not self._tried
         if tries:
             params = copied(params)
-        members = keys, params, shared, state.buffers, hparams
+        members = keys, params, shared, buffers, hparams
         self._rehearse(members, batch)
         with unwritten(params):
             metrics = self.chunks(functools.partial(self._run, batch), members, plain(batch))

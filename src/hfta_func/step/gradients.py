@@ -17,6 +17,7 @@ from hfta_func._tree import tree_map
 from hfta_func._types import LossError, Params, Tree
 from hfta_func.calls.recall import Recalls
 from hfta_func.models.functional import bind, tables_with_max_norm
+from hfta_func.models.numbers import emptied, filled
 from hfta_func.rules._aliasing import Known
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step import amp
@@ -71,17 +72,20 @@ class Gradients:
         scale = () if self._options.scaling is None else state.loss_scale.scale
         everything = spread_shared(state)
         shared = {path: param for path, param in everything.items() if path not in state.params}
-        members = (keys, trained, shared, frozen, state.buffers, state.hparams, scale)
+        given = filled(state.buffers, state.hparams)
+        members = (keys, trained, shared, frozen, given, state.hparams, scale)
         self._rehearse(members, batch)
         if shared and can_look(keys) and self._options.scaling is None and bool(state.active.all()):
             run = functools.partial(self._run, batch, together=True)
             grads, losses, metrics, buffers = self.chunks(run, members, plain(batch))
+            buffers = emptied(buffers, state.hparams, state.buffers)
             grads, sums = _parted(grads, shared)
             if bool(torch.stack([leaf.sum() for leaf in (losses, *grads.values(), *sums.values())]).isfinite().all()):
                 sums = {path: total.sum(0, keepdim=True) for path, total in sums.items()}
                 return Found(trained, grads, losses, metrics, buffers, sums, summed=True)
             # A sum does not tell whose part is not finite.
         grads, losses, metrics, buffers = self.chunks(functools.partial(self._run, batch), members, plain(batch))
+        buffers = emptied(buffers, state.hparams, state.buffers)
         if self._options.scaling is not None:
             grads = amp.unscaled(grads, state.loss_scale.scale)
         grads, apart = _parted(grads, shared)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hfta_func._types import Params, Shared, StateError, Tree
+from hfta_func.models.numbers import filled
+from hfta_func.models.stack import Stacked
 
 
 class TrainState(NamedTuple):
@@ -18,7 +20,8 @@ class TrainState(NamedTuple):
         opt_state: The optimizer's state, including its hyperparameters.
         keys: ``int64[M]``, the members' seeds.
         step: ``int64[M]``, the number of batches each member has seen; together with the key it determines a step's noise.
-        hparams: The members' own numbers for the loss function, ``[M]`` each.
+        hparams: The members' own numbers, ``[M]`` each: those for the loss function, and those in which the models differ,
+            such as ``"1.p"``, for which ``buffers`` hold empty places ``[M, 0]``.
         active: ``bool[M]``; inactive members stay exactly as they are.
         loss_scale: The members' loss scales, or ``()`` without loss scaling.
         shared: What members share and train together, or ``()`` if the step has no ``shared_params``.
@@ -33,6 +36,22 @@ class TrainState(NamedTuple):
     active: Tensor
     loss_scale: Tree = ()
     shared: Shared | tuple[()] = ()
+
+
+def stacked(state: Any) -> Stacked:
+    """What a training state holds of the models alone, as :func:`stack_params` returns it.
+
+    Args:
+        state: A :class:`TrainState`. What members share and train is seen M times, not copied.
+
+    Example:
+        >>> models = [torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(rate)) for rate in (0.1, 0.2)]
+        >>> step = make_train_step(models[0], lambda model, x: model(x).sum(), sgd(lr=0.1))
+        >>> state = step.init(*stack_params(models), seeds=[0, 1])
+        >>> [model[1].p for model in unstack_params(models[0], *stacked(state))]
+        [0.1, 0.2]
+    """
+    return Stacked(spread_shared(state), filled(state.buffers, getattr(state, "hparams", {})))
 
 
 def spread_shared(state: Any) -> Params:

@@ -15,6 +15,7 @@ from hfta_func._tree import num_models, tree_map
 from hfta_func._types import HyperparameterError, LossError, Params, PerModel, StateError, Tree
 from hfta_func.models.frozen import base_of
 from hfta_func.models.functional import outline
+from hfta_func.models.numbers import place_for
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import GradientTransformation, Range, check_transformation, per_member
 from hfta_func.step import amp
@@ -214,7 +215,9 @@ class TrainStep(Compiled):
             params: Stacked parameters ``[M, ...]``, as :func:`stack_params` returns them; used without a copy, never written.
             buffers: Stacked buffers.
             seeds: One integer per member; all of a member's noise comes from its seed.
-            hparams: The third argument of ``loss_fn``: by name, a number or one number per member.
+            hparams: The third argument of ``loss_fn``: by name, a number or one number per member. Under the path of a number
+                in the model, such as ``"1.p"`` for the rate of a dropout layer, it is used in place of the model's. Numbers
+                in which stacked models differ are there without being named.
 
         Raises:
             StateError: if params or buffers do not belong to the model.
@@ -225,9 +228,12 @@ class TrainStep(Compiled):
                 f"params is a {type(params).__qualname__}; unpack what init_params or stack_params returns: "
                 f"step.init(*stacked, seeds=seeds)"
             )
-        buffers = dict(buffers or {})
+        buffers, hparams = dict(buffers or {}), dict(hparams or {})
         count = num_models((params, buffers))
-        check_state((params, buffers), self._shapes)
+        known = self._shapes.numbers
+        replaced = known & hparams.keys()
+        check_state((params, {path: leaf for path, leaf in buffers.items() if path not in replaced}), self._shapes)
+        carried = {path: buffers.pop(path).double() for path in [*buffers] if path in known}
         # Those made in inference mode can neither be trained nor written.
         params, buffers = (
             {path: leaf.clone() if leaf.is_inference() else leaf for path, leaf in tree.items()}
@@ -238,10 +244,11 @@ class TrainStep(Compiled):
             raise HyperparameterError(
                 f"got {keys.numel()} seeds but the array has {count} models; give one integer per model"
             )
-        if hparams and not self._gradients.takes_hparams:
+        unused = sorted(hparams.keys() - known)
+        if unused and not self._gradients.takes_hparams:
             raise HyperparameterError(
-                f"hparams {sorted(hparams)} would not be used: the loss function takes only (model, batch); give it a "
-                f"third argument"
+                f"hparams {unused} would not be used: the loss function takes only (model, batch); give it a third argument, "
+                f"or name a number of the model by its path, as '1.p'"
             )
         if keys.device.type == "cpu":
             keep_memory_once()
@@ -249,16 +256,16 @@ class TrainStep(Compiled):
         kind, scaling = next(iter(trained.values())).dtype, self.options.scaling
         # In fewer bits, a rate such as 0.999 would be 1.
         dtype = torch.promote_types(kind.to_real(), torch.float32)
+        given = {name: per_member(name, value, count, keys.device, Range.FINITE) for name, value in hparams.items()}
+        # Of the model's numbers every bit counts: a rate decides what is dropped.
+        numbers = carried | {name: value if name in known else value.to(dtype) for name, value in given.items()}
         return TrainState(
             params=params,
-            buffers=buffers,
+            buffers=buffers | {path: place_for(value) for path, value in numbers.items() if path in known},
             opt_state=self.optimizer.init(amp.widen(trained) if self.options.stochastic_rounding else trained),
             keys=keys,
             step=torch.zeros(count, dtype=torch.int64, device=keys.device),
-            hparams={
-                name: per_member(name, value, count, keys.device, Range.FINITE).to(dtype)
-                for name, value in (hparams or {}).items()
-            },
+            hparams=numbers,
             active=torch.ones(count, dtype=torch.bool, device=keys.device),
             loss_scale=() if scaling is None else scaling.init(count, keys.device),
             shared=self._sharing.init(self._made_from[0], keys.device),

@@ -1,0 +1,276 @@
+"""The mathematics of functions that PyTorch has for Python numbers only, for a number that is a tensor without axes.
+
+What may be a tensor is annotated ``Any``; the other arguments are those of the function of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def is_zero(rate: Any) -> bool:
+    """Whether nothing is dropped; of rates in a tensor some may be 0."""
+    return not isinstance(rate, Tensor) and rate == 0
+
+
+def inverse(keep: Any) -> Any:
+    """``1 / keep``, or 0 where nothing is kept."""
+    if isinstance(keep, Tensor):
+        return torch.where(keep > 0, 1 / keep, torch.zeros_like(keep))
+    return 1 / keep if keep else 0.0
+
+
+def leaky_relu(input: Tensor, negative_slope: Any = 0.01, inplace: bool = False) -> Tensor:
+    """``F.leaky_relu``."""
+    return _placed(input, lambda x: torch.where(x > 0, x, x * negative_slope), inplace)
+
+
+def _elu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
+    # Of what is not positive only: elsewhere the exponential may be infinite, and its gradient NaN.
+    return _placed(input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x))), inplace)
+
+
+def _celu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
+    return _placed(
+        input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x) / alpha)), inplace
+    )
+
+
+def _softplus(input: Tensor, beta: Any = 1.0, threshold: Any = 20.0) -> Tensor:
+    scaled = input * beta
+    is_linear = scaled > threshold
+    return torch.where(is_linear, input, torch.log1p(torch.exp(torch.where(is_linear, 0, scaled))) / beta)
+
+
+def _threshold(input: Tensor, threshold: Any, value: Any, inplace: bool = False) -> Tensor:
+    return _placed(input, lambda x: torch.where(x <= threshold, _like(value, x), x), inplace)
+
+
+def _hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Tensor:
+    return _placed(
+        input,
+        lambda x: torch.where(x <= min_val, _like(min_val, x), torch.where(x >= max_val, _like(max_val, x), x)),
+        inplace,
+    )
+
+
+def _hardshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
+    return torch.where(input.abs() <= lambd, 0, input)
+
+
+def _softshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
+    return torch.where(input > lambd, input - lambd, torch.where(input < -lambd, input + lambd, input * 0))
+
+
+def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    """PyTorch's takes two numbers or two tensors."""
+    return torch.clamp(input, _bound(min, input), _bound(max, input))
+
+
+def _clamp_(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    return input.clamp_(_bound(min, input), _bound(max, input))
+
+
+def _bound(value: Any, like: Tensor) -> Any:
+    return value if value is None else _like(value, like)
+
+
+def _huber_loss(
+    input: Tensor, target: Tensor, reduction: str = "mean", delta: Any = 1.0, weight: Tensor | None = None
+) -> Tensor:
+    distance = (input - target).abs()
+    loss = torch.where(distance <= delta, 0.5 * distance * distance, delta * (distance - 0.5 * delta))
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+def _smooth_l1_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    beta: Any = 1.0,
+) -> Tensor:
+    distance = (input - target).abs()
+    near = distance < beta
+    # With beta=0 nothing is near, and nothing is divided by it.
+    curved = 0.5 * torch.where(near, distance, 0) ** 2 / torch.where(beta > 0, beta, 1)
+    return _reduced(torch.where(near, curved, distance - 0.5 * beta), reduction, size_average, reduce)
+
+
+def _margin_ranking_loss(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0.0, size_average: Any = None, reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    return _reduced((-target * (input1 - input2) + margin).clamp(min=0), reduction, size_average, reduce)
+
+
+def _hinge_embedding_loss(
+    input: Tensor, target: Tensor, margin: Any = 1.0, size_average: Any = None, reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    apart = torch.where(target == 1, 0, (margin - input).clamp(min=0))
+    return _reduced(apart + torch.where(target == -1, 0, input), reduction, size_average, reduce)
+
+
+def _cosine_embedding_loss(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0.0, size_average: Any = None, reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    tiny = 1e-12
+    squares = [(x * x).sum(-1) + tiny for x in (input1, input2)]
+    cosine = (input1 * input2).sum(-1) / (squares[0] * squares[1]).sqrt()
+    loss = torch.where(target == 1, 1 - cosine, 0) + torch.where(target == -1, (cosine - margin).clamp(min=0), 0)
+    return _reduced(loss, reduction, size_average, reduce)
+
+
+def _triplet_margin_loss(
+    anchor: Tensor, positive: Tensor, negative: Tensor, margin: Any = 1.0, p: float = 2, eps: Any = 1e-6,
+    swap: bool = False, size_average: Any = None, reduce: Any = None, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    near, far = _pairwise_distance(anchor, positive, p, eps), _pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = torch.minimum(far, _pairwise_distance(positive, negative, p, eps))
+    return _reduced((margin + near - far).clamp(min=0), reduction, size_average, reduce)
+
+
+def _triplet_margin_with_distance_loss(
+    anchor: Tensor, positive: Tensor, negative: Tensor, *, distance_function: Callable[..., Tensor] | None = None,
+    margin: Any = 1.0, swap: bool = False, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    distance = distance_function or F.pairwise_distance
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    return _reduced((margin + near - far).clamp(min=0), reduction)
+
+
+def _multi_margin_loss(
+    input: Tensor, target: Tensor, p: int = 1, margin: Any = 1.0, weight: Tensor | None = None, size_average: Any = None,
+    reduce: Any = None, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    classes = target.unsqueeze(-1)
+    loss = (margin - input.gather(-1, classes) + input).clamp(min=0) ** p
+    loss = loss if weight is None else loss * weight[target].unsqueeze(-1)
+    is_other = torch.arange(input.shape[-1], device=input.device) != classes
+    return _reduced(torch.where(is_other, loss, 0).sum(-1) / input.shape[-1], reduction, size_average, reduce)
+
+
+def _pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: Any = 1e-6, keepdim: bool = False) -> Tensor:
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, dim=-1, keepdim=keepdim)
+
+
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: Any = 1e-8) -> Tensor:
+    x1, x2 = torch.broadcast_tensors(x1, x2)
+    unit1, unit2 = (x / _at_least(torch.linalg.vector_norm(x, 2, dim=dim, keepdim=True), eps) for x in (x1, x2))
+    return (unit1 * unit2).sum(dim)
+
+
+def _at_least(norm: Tensor, eps: Any) -> Tensor:
+    # The gradient ignores the bound, as PyTorch's does.
+    return norm + torch.where(norm < eps, eps - norm, 0).detach()
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: Any = 1e-5
+) -> Tensor:
+    dims = [*range(-len(normalized_shape), 0)]
+    return _affine(_normed(input, dims, eps), weight, bias)
+
+
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: Any = 1e-5
+) -> Tensor:
+    grouped = input.unflatten(1, (num_groups, -1))
+    normed = _normed(grouped, [*range(2, grouped.dim())], eps).flatten(1, 2)
+    return _affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
+
+
+def _instance_norm(
+    input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: Any = 0.1, eps: Any = 1e-5,
+) -> Tensor:  # fmt: skip
+    if running_mean is not None:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    normed = _normed(input, [*range(2, input.dim())], eps)
+    return _affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
+    wide = _wide(input)
+    dims = [*range(-len(normalized_shape), 0)]
+    return _affine((wide * (wide.square().mean(dims, keepdim=True) + eps).rsqrt()).to(input.dtype), weight, None)
+
+
+def _batch_norm(
+    input: Tensor, running_mean: Any, running_var: Any, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False, momentum: Any = 0.1, eps: Any = 1e-5,
+) -> Tensor:  # fmt: skip
+    wide, dims = _wide(input), [0, *range(2, input.dim())]
+    mean, var = (wide.mean(dims), wide.var(dims, correction=0)) if training else (running_mean, running_var)
+    if training and running_mean is not None:
+        count = input.numel() // input.shape[1]
+        if count == 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {list(input.shape)}"
+            )
+        for average, stat in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+            average += (stat.detach() - average) * momentum
+    scale = _by_channel((var + eps).rsqrt(), input)
+    normed = (wide - _by_channel(mean, input)) * scale
+    return _affine(normed.to(input.dtype), *(_by_channel(x, input) for x in (weight, bias)))
+
+
+def _normed(input: Tensor, dims: list[int], eps: Any) -> Tensor:
+    wide = _wide(input)
+    centred = wide - wide.mean(dims, keepdim=True)
+    return (centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()).to(input.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _by_channel(x: Any, like: Tensor) -> Any:
+    return x if x is None else x.reshape(-1, *[1] * (like.dim() - 2))
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _like(value: Any, x: Tensor) -> Tensor:
+    """A number as a tensor that functions of two tensors take besides ``x``."""
+    return value.to(x.dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
+
+
+def _placed(input: Tensor, compute: Callable[[Tensor], Tensor], inplace: bool) -> Tensor:
+    # Of a copy, because the gradient needs what is overwritten.
+    return input.copy_(compute(input.clone())) if inplace else compute(input)
+
+
+def _reduced(loss: Tensor, reduction: str, *older: Any) -> Tensor:
+    if any(option is not None for option in older):
+        raise ValueError("size_average and reduce are options of old; pass reduction")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+EXACT: dict[str, Callable[..., Tensor]] = {
+    func.__name__.removeprefix("_"): func
+    for func in (
+        *(leaky_relu, _elu, _celu, _softplus, _threshold, _hardtanh, _hardshrink, _softshrink, _clamp, _clamp_),
+        *(_huber_loss, _smooth_l1_loss, _margin_ranking_loss, _hinge_embedding_loss, _cosine_embedding_loss),
+        *(_triplet_margin_loss, _triplet_margin_with_distance_loss, _multi_margin_loss),
+        *(_pairwise_distance, _cosine_similarity),
+        *(_layer_norm, _group_norm, _instance_norm, _rms_norm, _batch_norm),
+    )
+}
+"""Each function by the name of PyTorch's."""

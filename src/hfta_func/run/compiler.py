@@ -1,0 +1,188 @@
+"""The process that compiles a step while another one trains."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from hfta_func._torch import graph_hits
+from hfta_func._tree import leaves, tree_map
+from hfta_func.run.processes import line
+from hfta_func.run.settings import SETTINGS, settle
+
+# It trusts the processor's own list of its instructions, instead of compiling a program for each of them, which takes longer
+# than a small graph; and does not look again at shapes that have been looked at to choose the graph.
+_TRUSTING = {"cpp.vec_isa_ok": True, "size_asserts": False, "alignment_asserts": False}
+OPTIONS: tuple[dict[str, Any], ...] = ({**_TRUSTING, "cpp_wrapper": True}, _TRUSTING, {})
+"""Options of inductor, tried in turn: the first calls kernels from C++ instead of Python."""
+# Before anything is imported. A session is a group of its own on Linux, within which alone "nice" counts.
+_YIELDING = """
+import contextlib, os, pathlib
+os.nice(19)
+with contextlib.suppress(OSError):
+    pathlib.Path("/proc/self/autogroup").write_text("19")
+"""
+_COMPARING = 2.0
+"""Seconds in which the graph is compared with the eager step."""
+
+
+class Compiler:
+    """The process, seen from the one that trains."""
+
+    _last: weakref.ref[Compiler] | None = None
+
+    def __init__(self, step: Callable[..., Any], state: Any, batch: Any):
+        Compiler._last = weakref.ref(self)
+        self._found: dict[str, Any] | None = None
+        try:
+            inputs, settings = tree_map(_Like, (state, batch)), {get.__name__: get() for get, _ in SETTINGS}
+            order = _sent({"step": step, "inputs": inputs, **settings}, getattr(step, "base", {}).values())
+        except Exception as error:
+            self._found = {"error": f"it cannot be sent to another process, {line(error)}"}
+            return
+        self._said = tempfile.TemporaryFile()
+        with tempfile.TemporaryFile() as given:
+            given.write(json.dumps(sys.path).encode() + b"\n" + order)
+            given.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"{_YIELDING}from {__name__} import _answer; _answer()"],
+                stdin=given,
+                stdout=self._said,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        weakref.finalize(self, _end, self._process, self._said)
+
+    @staticmethod
+    def busy() -> bool:
+        """Whether another one is at work; one at a time is enough beside training."""
+        last = Compiler._last() if Compiler._last is not None else None
+        return last is not None and last.answer() is None
+
+    def answer(self) -> dict[str, Any] | None:
+        """What it found, None as long as it works."""
+        if self._found is None and self._process.poll() is not None:
+            self._said.seek(0)
+            lines = self._said.read().decode(errors="replace").splitlines()
+            self._said.close()
+            try:
+                self._found = json.loads(lines[-1])
+            except (IndexError, ValueError):
+                self._found = {"error": f"the other process ended with status {self._process.returncode}"}
+        return self._found
+
+
+def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    said.close()
+
+
+class _Like:
+    """What a tensor is like, without its values."""
+
+    def __init__(self, tensor: Tensor):
+        self.made_of = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def tensor(self) -> Tensor:
+        shape, stride, dtype, device = self.made_of
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+
+
+def _sent(order: Any, base: Iterable[Tensor]) -> bytes:
+    """The order, in which the tensors that members share have no values: they are inputs of the graph."""
+    known = {tensor.data_ptr() for tensor in base}
+
+    class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return _Like(obj) if type(obj) is Tensor and not obj.is_meta and obj.data_ptr() in known else None
+
+    found = io.BytesIO()
+    Pickler(found).dump(order)
+    return found.getvalue()
+
+
+class _Received(pickle.Unpickler):
+    def persistent_load(self, pid: Any) -> Any:
+        return pid.tensor()
+
+
+def _answer() -> None:
+    """The other process: compile what the standard input asks for, and print what came of it."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.path[:] = json.loads(sys.stdin.buffer.readline())
+    try:
+        order = _Received(sys.stdin.buffer).load()
+        found = _compiled(order)
+    except Exception as error:
+        found = {"error": line(error)}
+    print(json.dumps(found), file=answers, flush=True)
+
+
+def _compiled(order: Mapping[str, Any]) -> dict[str, Any]:
+    settle(order)
+    error: Exception | None = None
+    likes: Any = leaves(order["inputs"])
+    on_cpu = all(like.made_of[-1].type == "cpu" for like in likes)
+    for options in OPTIONS if on_cpu else OPTIONS[-1:]:
+        try:
+            _seconds(order, options)
+            before = graph_hits()
+            seconds = _seconds(order, options)
+            if graph_hits() == before:
+                return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
+            return {"options": options, "seconds": seconds, "speedup": _speedup(order, options)}
+        except Exception as failed:
+            error = failed
+    assert error is not None
+    return {"error": line(error)}
+
+
+def _seconds(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:
+    """How long a first call takes."""
+    torch.compiler.reset()
+    return _timed(_graph(order, options), order)
+
+
+def _speedup(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:
+    """How many times as fast as the step the graph is, by the best of some calls, because others want the processors."""
+    ways: tuple[Any, Any] = (order["step"], _graph(order, options))
+    end, rounds = time.perf_counter() + _COMPARING, 0
+    best = [math.inf, math.inf]
+    while rounds < 3 or (rounds < 20 and time.perf_counter() < end):
+        best = [min(old, _timed(way, order)) for old, way in zip(best, ways, strict=True)]
+        rounds += 1
+    return best[0] / best[1]
+
+
+def _graph(order: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    return torch.compile(order["step"], fullgraph=True, dynamic=False, options=dict(options) or None)
+
+
+def _timed(run: Any, order: Mapping[str, Any]) -> float:
+    inputs = tree_map(_Like.tensor, order["inputs"])
+    start = time.perf_counter()
+    run(*inputs)
+    if any(leaf.is_cuda for leaf in leaves(inputs)):
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

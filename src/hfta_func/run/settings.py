@@ -1,0 +1,38 @@
+"""What a process computes with, besides its code and data: results and compiled graphs depend on it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def _precision() -> str:
+    with warnings.catch_warnings():
+        # PyTorch 2.9 warns whoever asks.
+        warnings.simplefilter("ignore")
+        return torch.get_float32_matmul_precision()
+
+
+SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+)
+"""How to read and to set each."""
+
+
+def settle(wanted: Mapping[str, Any]) -> None:
+    """Have this process compute as another one does, whose :data:`SETTINGS` these are."""
+    for get, put in SETTINGS:
+        # Graphs remember whether a precision was ever set.
+        if get.__name__ in wanted and get() != wanted[get.__name__]:
+            put(wanted[get.__name__])
+
+
+def settings() -> dict[str, Any]:
+    """What this process computes with, but for its number of threads."""
+    return {get.__name__: get() for get, _ in SETTINGS[1:]}
