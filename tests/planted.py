@@ -541,6 +541,26 @@ PLANTED = [
         "test_members.py::test_without_the_inactive_members_the_others_train_the_same[eager]",
     ),
     Planted(
+        "processes train inactive members on, on the batches of others",
+        *("run/workers.py", "slice(low, high) if kept is None else kept[low:high].cpu()", "slice(low, high)"),
+        "test_following.py::test_inactive_members_are_left_out[executor-own]",
+    ),
+    Planted(
+        "processes keep the members that they were first dealt",
+        *("run/workers.py", "self._loader, self._left, self._cut = loader, None, None", "self._left = None"),
+        "test_following.py::test_members_come_and_go[workers]",
+    ),
+    Planted(
+        "an executor keeps the batches of members that are gone",
+        *("run/spread.py", "self._loader, self._left, self._function = loader, None, None", "self._left = None"),
+        "test_following.py::test_members_come_and_go[executor]",
+    ),
+    Planted(
+        "errors of a smaller array name members by their place in it",
+        *("run/members.py", "renumbered(error, kept.tolist())", "renumbered(error, range(len(kept)))"),
+        "test_following.py::test_errors_in_this_process_name_members_of_the_whole_array",
+    ),
+    Planted(
         "members that come later see the batches of an old epoch",
         *("run/data.py", "-start if place < 0 else", "0 if place < 0 else"),
         "test_members.py::test_a_run_follows_members_that_are_added",

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.executors import Executor, Here, Segments, Step, Watch
+from hfta_func.run.executors import Executor, Here, Step, Watch
 from hfta_func.run.history import Running
-from hfta_func.run.part import cpu, own, speed
+from hfta_func.run.part import cpu, speed
 from hfta_func.run.processes import cores
-from hfta_func.run.workers import Workers, check_same, renumbered, shares
+from hfta_func.run.workers import Workers, places, renumbered, shares
+from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 
 _TRIAL = 0.5
@@ -39,12 +41,12 @@ class Segment:
         self._loader, self._kind = loader, kind
 
     def __call__(
-        self, state: TrainState, part: tuple[int, int], position: Any, batches: list[Any] | None, limit: int | None
+        self, state: TrainState, places: slice | Tensor, position: Any, batches: list[Any] | None, limit: int | None
     ) -> dict[str, Any]:
-        """Train, on the loader's batches from a position or on those given."""
+        """Train, on the batches for the loader's members at some places, from a position, or on those given."""
         loader: Any = batches
         if self._loader is not None:
-            loader = self._loader.part(*part)
+            loader = self._loader.take(places)
             loader.load_state_dict(position)
         running = Running()
         state = tree_map(lambda leaf: leaf.to(self._kind), state)
@@ -72,11 +74,18 @@ class Spread:
         self._dealt = isinstance(loader, ArrayLoader)
         self._left = None if self._dealt else [*batches]
         self._function: Segment | None = None
+        self.kept: Tensor | None = None
+        """The members of the loader's batches that are trained; all if None."""
 
     def __enter__(self) -> Spread:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._executor.forget()
+
+    def follow(self, loader: Any) -> None:
+        """See :class:`Segments`."""
+        self._loader, self._left, self._function = loader, None, None
         self._executor.forget()
 
     def segment(self, state: TrainState, running: Running, limit: int | None, watch: Watch) -> tuple[TrainState, bool]:
@@ -85,8 +94,6 @@ class Spread:
         device = state.keys.device
         if self._function is None:
             self._function = Segment(self._step, self._loader if self._dealt else None, device.type, self._compile)
-            self._like = state
-        check_same(state, self._like)
         if not self._dealt and self._left is None:
             self._left = [*self._loader]
         size = num_models(state)
@@ -94,16 +101,17 @@ class Spread:
         position = self._loader.state_dict() if self._dealt else None
         dims, calls = getattr(self._step, "batch_dims", 0), {}
         for low, high in parts:
-            batches = None if self._dealt else [own(batch, dims, low, high) for batch in (self._left or [])[:limit]]
+            found = places(self.kept, low, high)
+            batches = None if self._dealt else [take_batch(dims, batch, found) for batch in (self._left or [])[:limit]]
             mine = take(state, slice(low, high))
-            order = {"part": (low, high), "position": position, "batches": batches, "limit": limit}
+            order = {"places": found, "position": position, "batches": batches, "limit": limit}
             calls[self._executor.submit(self._function, state=mine, **order)] = low
         answers: dict[int, Any] = {}
         while len(answers) < len(parts):
             number, answer = self._executor.wait()
             low = calls[number]
             if isinstance(answer, Exception):
-                raise renumbered(answer, low)
+                raise renumbered(answer, range(low, size))
             answers[low] = answer
         found = [answers[low] for low, _ in parts]
         done = found[0]["running"]["batches"]
@@ -135,8 +143,11 @@ def choose(
     compile: bool,
     steps: int | None = None,
     executor: Executor | None = None,
-) -> Segments | Workers:
+    members: int | None = None,
+) -> Here | Spread | Workers:
     """Who trains: this process, an executor, or as many processes as asked for; ``"auto"`` measures which is faster.
+
+    A run that goes on may have fewer members than it had, ``members``: then some processes have nothing to do.
 
     Raises:
         ValueError: if there are more workers than members or processors, or an executor besides.
@@ -148,7 +159,7 @@ def choose(
     here = Here(background.compile(step, steps=steps) if compile else step, batches, loader)
     if workers is None or workers == 1:
         return here
-    most = {"members": num_models(state)}
+    most = {"members": num_models(state) if workers == "auto" or members is None else members}
     if state.keys.device.type == "cpu":
         most["processors that this process may use"] = len(cores())
     count = min(most.values()) if workers == "auto" else workers
