@@ -509,6 +509,25 @@ PLANTED = [
         "test_ensemble.py::test_what_it_is_made_of_is_never_written",
     ),
     Planted(
+        "an ensemble copies what its members share and do not train",
+        *("step/ensemble.py", "nn.Parameter(leaf.detach(), requires_grad=False)", "nn.Parameter(leaf.clone(), False)"),
+        "test_shared_ensemble.py::test_one_copy_and_the_gradients_of_the_loop[True]",
+    ),
+    Planted(
+        "a part of an ensemble trains the trunk of the whole",
+        *(
+            "step/ensemble.py",
+            "self.array.hold(path, nn.Parameter(leaf.detach().clone()))",
+            "self.array.hold(path, leaf)",
+        ),
+        "test_shared_ensemble.py::test_members_and_parts_of_it",
+    ),
+    Planted(
+        "an ensemble in train mode writes the statistics of its base",
+        *("models/frozen.py", "return [module for module in tracking if", "return [module for module in () if"),
+        "test_shared_ensemble.py::test_trained_by_torch_it_is_the_array_that_steps_train",
+    ),
+    Planted(
         "a member's rows depend on how many the others have",
         *(
             "run/rows.py",
@@ -592,7 +611,7 @@ PLANTED = [
     ),
     Planted(
         "an ensemble predicts in train mode",
-        *("step/ensemble.py", "bind(model, _forward, training=False)", "bind(model, _forward)"),
+        *("step/prediction.py", "bind(model, forward, training=False, ", "bind(model, forward, "),
         "test_ensemble.py::test_predictions_are_those_of_the_members",
     ),
     Planted(

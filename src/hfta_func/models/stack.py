@@ -122,10 +122,14 @@ def unstack_params(
         >>> torch.equal(back[2].weight, layers[2].weight)
         True
     """
-    count = num_models((params, buffers))
     held: Params = {path: nn.Parameter(param.detach().clone()) for path, param in (shared or {}).items()}
     check_stacked((params, buffers), shapes(model, share_frozen, [*held]))
-    return [_member(model, params, buffers, held, index) for index in range(count)]
+    return members_of(model, params, buffers, held)
+
+
+def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params) -> list[nn.Module]:
+    """Modules that hold copies of their parts, and the very tensors in ``shared``; the rest is that of ``model``."""
+    return [_member(model, params, buffers, shared, index) for index in range(num_models((params, buffers)))]
 
 
 class Shapes(NamedTuple):
@@ -189,7 +193,7 @@ def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, i
         made = nn.Parameter(params[path][index].detach().clone(), own.requires_grad) if path in params else own
         memo[id(own)] = shared.get(path, made)
     for path, own in model.named_buffers():
-        memo[id(own)] = buffers[path][index].detach().clone() if path in buffers else own
+        memo[id(own)] = buffers[path][index].detach().clone() if path in buffers else shared.get(path, own)
     for own in model.modules():
         memo |= {id(tensor): tensor.detach().clone() for tensor in computed(own).values()}
     member = copy.deepcopy(model, memo)
