@@ -528,6 +528,21 @@ PLANTED = [
         "test_shared_ensemble.py::test_trained_by_torch_it_is_the_array_that_steps_train",
     ),
     Planted(
+        "a trunk that members share is counted for each of them",
+        *("run/plan.py", "for tree in (own(state), state))", "for tree in (state, state))"),
+        "test_plan.py::test_what_members_share_is_counted_once[True]",
+    ),
+    Planted(
+        "every group of members keeps a gradient of its own of what all share",
+        *("step/chunks.py", "total = added if total is None else tree_map(torch.add, total, added)", "total = added"),
+        "test_shared.py::test_heads_over_a_trunk_are_the_loop[False-{'chunk_size': 2}]",
+    ),
+    Planted(
+        "parts that run twice copy the base",
+        *("models/remat.py", "if running is not None else frozenset()", "if running is None else frozenset()"),
+        "test_quantised.py::test_parts_that_run_twice_keep_no_copies_of_the_base",
+    ),
+    Planted(
         "a member's rows depend on how many the others have",
         *(
             "run/rows.py",

@@ -79,7 +79,7 @@ class Base:
 
     def __init__(self, model: nn.Module, training: bool | None):
         self.tensors = base_of(model)
-        self._paths = [path for path, _ in model.named_buffers() if path in self.tensors]
+        self.buffers = [path for path, _ in model.named_buffers() if path in self.tensors]
         self._tried = False
         places = places_of(model)
         self._places = [(path, *places[path], tensor) for path, tensor in self.tensors.items()]
@@ -126,8 +126,8 @@ class Base:
                 if writes(part) != count:
                     raise _written(path)
             return
-        # Not every operator says what it writes: batch normalisation does not.
-        copies = {path: tensors[path].clone() for path in self._paths}
+        # Not every operator says what it writes: batch normalisation does not. Weights in 8 bits are not what those write.
+        copies = {path: tensors[path].clone() for path in self.buffers if tensors[path].is_floating_point()}
         read = {**tensors, **copies}
         with refusing_writes(read, _written):
             yield read
@@ -139,7 +139,7 @@ class Base:
 
     def check_kept(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], prefix: str) -> None:
         """Raise a StateError if a forward has put other buffers in place of the base's."""
-        for path in self._paths:
+        for path in self.buffers:
             if after[prefix + path] is not before[path]:
                 raise _written(path)
 

@@ -104,6 +104,10 @@ class Bound:
         body = Body(copy.deepcopy(self._inner, dict(self._shared)), self._func)
         rematerialise(body.model, self._checkpoint)
         body.places = places_of(body)
+        shared = set(() if self._base is None else self._base.buffers)
+        for path, module in body.model.named_modules():
+            names = [name for name in own_tensors(module) if (f"{path}.{name}" if path else name) in shared]
+            body.fixed |= {(id(module), name) for name in names}
         return body
 
     def __call__(self, params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
@@ -114,7 +118,7 @@ class Bound:
             undo(self._undoing)
             return results
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
-        with checkpoints_of(body.model) as checkpoints, self._reading(params, buffers) as shared:
+        with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params, buffers) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key)
         changed = attributes.changed()
         if not self._harmless.issuperset(changed):
