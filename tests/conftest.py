@@ -30,6 +30,8 @@ EXHAUSTIVE = {
         "a_run_whose_members_changed",
         "a_member_that_is_active_again",
     ],
+    "test_following": ["a_run_goes_on.*workers", "inactive.*workers", "a_process_that_dies"],
+    "test_ensemble_examples": ["critics_as_an_array.*True"],
     "test_ensemble": ["outputs_are.*(gru|tied)", "gradients_flow.*gru"],
     "test_background": ["a_step_goes_over_to_a_graph.*True", "functions_of_a_notebook", "without_a_compiler"],
     "test_workers": ["ctrl_c", "a_process_that_always_dies", "batches_of_any_kind", "two_processes.*True", "auto"],

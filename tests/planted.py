@@ -514,6 +514,40 @@ PLANTED = [
         "test_ensemble.py::test_what_it_is_made_of_is_never_written",
     ),
     Planted(
+        "an ensemble copies what its members share and do not train",
+        *("step/ensemble.py", "nn.Parameter(leaf.detach(), requires_grad=False)", "nn.Parameter(leaf.clone(), False)"),
+        "test_shared_ensemble.py::test_one_copy_and_the_gradients_of_the_loop[True]",
+    ),
+    Planted(
+        "a part of an ensemble trains the trunk of the whole",
+        *(
+            "step/ensemble.py",
+            "self.array.hold(path, nn.Parameter(leaf.detach().clone()))",
+            "self.array.hold(path, leaf)",
+        ),
+        "test_shared_ensemble.py::test_members_and_parts_of_it",
+    ),
+    Planted(
+        "an ensemble in train mode writes the statistics of its base",
+        *("models/frozen.py", "return [module for module in tracking if", "return [module for module in () if"),
+        "test_shared_ensemble.py::test_trained_by_torch_it_is_the_array_that_steps_train",
+    ),
+    Planted(
+        "a trunk that members share is counted for each of them",
+        *("run/plan.py", "for tree in (own(state), state))", "for tree in (state, state))"),
+        "test_plan.py::test_what_members_share_is_counted_once[True]",
+    ),
+    Planted(
+        "every group of members keeps a gradient of its own of what all share",
+        *("step/chunks.py", "total = added if total is None else tree_map(torch.add, total, added)", "total = added"),
+        "test_shared.py::test_heads_over_a_trunk_are_the_loop[False-{'chunk_size': 2}]",
+    ),
+    Planted(
+        "parts that run twice copy the base",
+        *("models/remat.py", "if running is not None else frozenset()", "if running is None else frozenset()"),
+        "test_quantised.py::test_parts_that_run_twice_keep_no_copies_of_the_base",
+    ),
+    Planted(
         "a member's rows depend on how many the others have",
         *(
             "run/rows.py",
@@ -544,6 +578,26 @@ PLANTED = [
             '"batch_dims", 0), batch, torch.arange(len(self.kept)))',
         ),
         "test_members.py::test_without_the_inactive_members_the_others_train_the_same[eager]",
+    ),
+    Planted(
+        "processes train inactive members on, on the batches of others",
+        *("run/workers.py", "slice(low, high) if kept is None else kept[low:high].cpu()", "slice(low, high)"),
+        "test_following.py::test_inactive_members_are_left_out[executor-own]",
+    ),
+    Planted(
+        "processes keep the members that they were first dealt",
+        *("run/workers.py", "self._loader, self._left, self._cut = loader, None, None", "self._left = None"),
+        "test_following.py::test_members_come_and_go[workers]",
+    ),
+    Planted(
+        "an executor keeps the batches of members that are gone",
+        *("run/spread.py", "self._loader, self._left, self._function = loader, None, None", "self._left = None"),
+        "test_following.py::test_members_come_and_go[executor]",
+    ),
+    Planted(
+        "errors of a smaller array name members by their place in it",
+        *("run/members.py", "renumbered(error, kept.tolist())", "renumbered(error, range(len(kept)))"),
+        "test_following.py::test_errors_in_this_process_name_members_of_the_whole_array",
     ),
     Planted(
         "members that come later see the batches of an old epoch",
@@ -577,7 +631,7 @@ PLANTED = [
     ),
     Planted(
         "an ensemble predicts in train mode",
-        *("step/ensemble.py", "bind(model, _forward, training=False)", "bind(model, _forward)"),
+        *("step/prediction.py", "bind(model, forward, training=False, ", "bind(model, forward, "),
         "test_ensemble.py::test_predictions_are_those_of_the_members",
     ),
     Planted(

@@ -22,9 +22,12 @@ def batches(count, size=16):
         yield Batch(obs, action.tanh(), torch.randn(size).double(), next_obs, (torch.rand(size) < 0.3).double())
 
 
-def test_critics_as_an_array_are_those_of_a_loop():
+@pytest.mark.parametrize("compile", [False, True])
+def test_critics_as_an_array_are_those_of_a_loop(compile):
+    torch._dynamo.reset()
     array, loop = (
-        Agent(way, 3, 1, count=5, width=8, lr=1e-2, seed=3, dtype=torch.float64) for way in ("array", "loop")
+        Agent(way, 3, 1, count=5, width=8, lr=1e-2, seed=3, dtype=torch.float64, compile=compile and way == "array")
+        for way in ("array", "loop")
     )
     for batch in batches(20):
         torch.testing.assert_close(array.update(batch), loop.update(batch), rtol=1e-10, atol=1e-12)

@@ -214,8 +214,6 @@ def test_bad_uses(tmp_path):
         hfta.StateError, match="dropped some of the 2 members with seed 1, and the run cannot tell which"
     ):
         Run([1, 1, 2]).fit(2, lambda state, history: hfta.take(state, [1, 2]))
-    with pytest.raises(ValueError, match="workers keep all members"):
-        Run().fit(1, compact=True, workers=2)
     with pytest.raises(ValueError, match="mode is 'best'; it must be 'min' or 'max'"):
         Run().fit(1, restore_best=("mse", "best"))
     with pytest.raises(KeyError, match="epoch 1 has no metric 'accuracy'; it has"):

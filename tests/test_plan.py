@@ -395,3 +395,60 @@ def test_a_compiled_step_shares_its_batch_as_the_step_does() -> None:
     compiled = torch.compile(step, backend="eager")
     assert hfta.max_models(compiled, state, torch.randn(5, 4), limit=2) == 2
     hfta.testing.assert_matches_solo(compiled, state, [torch.randn(5, 4)], members=[1], rtol=1e-5)
+
+
+class _Trunk(torch.nn.Module):
+    """A large trunk, trained by all members or by none, and a small head."""
+
+    def __init__(self, trained: bool):
+        super().__init__()
+        self.trunk = torch.nn.Linear(256, 256).requires_grad_(trained)
+        self.head = torch.nn.Linear(256, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.trunk(x))
+
+
+def _over_a_trunk(trained: bool, count: int = 2) -> tuple[Any, hfta.TrainState, Any]:
+    torch.manual_seed(0)
+    members = [_Trunk(trained) for _ in range(count)]
+    for member in members:
+        member.trunk = members[0].trunk
+    options: dict[str, Any] = {"shared_params": ["trunk"]} if trained else {"share_frozen": True}
+    step = hfta.make_train_step(members[0], lambda m, x: m(x).square().mean(), hfta.adam(lr=1e-3), **options)
+    return step, step.init(*hfta.stack_params(members, **options), seeds=range(count)), torch.randn(count, 8, 256)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.usefixtures("one_thread")
+def test_what_members_share_is_counted_once(trained: bool) -> None:
+    step, state, batch = _over_a_trunk(trained)
+    head, trunk = 4 * (256 * 4 + 4), 4 * (256 * 256 + 256)
+    found = hfta.plan(step, state, batch, sizes=[2, 4], limit=100)
+    # Parameters and two moments each, and some numbers per member.
+    assert 3 * head <= found.held < 3 * head + 200
+    assert (3 * trunk if trained else 0) <= found.shared < (3 * trunk + 200 if trained else 1)
+    members = torch.arange(24) % 2
+    larger, data = hfta.take(state, members), hfta.take(batch, members)
+    for _ in range(2):
+        larger, _ = step(larger, data)
+    held = sum(leaf.nbytes for leaf in optree.tree_leaves(larger))
+    peak = peak_bytes(functools.partial(step, larger, data), torch.device("cpu"))
+    assert found.memory(24) == pytest.approx(held + peak, rel=0.1)
+    # A budget for 24 members holds 24, and not as few as if each had a trunk.
+    free = int(found.memory(24))
+    assert hfta.plan(step, state, batch, sizes=[2, 4], limit=100, free=free).num_models == pytest.approx(24, abs=2)
+    assert hfta.max_models(step, state, batch, free=free) == pytest.approx(24, abs=2)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, "auto"])
+def test_groups_add_up_the_gradient_of_a_trunk_at_once(chunk_size: Any) -> None:
+    _, _, batch = _over_a_trunk(True, 8)
+    trunk = 4 * (256 * 256 + 256)
+    options: dict[str, Any] = {"shared_params": ["trunk"], "chunk_size": chunk_size}
+    step = hfta.make_train_step(_Trunk(True), lambda m, x: m(x).square().mean(), hfta.sgd(lr=1e-3), **options)
+    state = step.init(*hfta.init_params(lambda: _Trunk(True), range(8), shared_params=["trunk"]), seeds=range(8))
+    step(state, batch)
+    # The sum so far, a group's and what both make, or the gradient and the updated trunk.
+    assert peak_bytes(functools.partial(step, state, batch), torch.device("cpu")) < 4 * trunk

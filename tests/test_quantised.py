@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
+from hfta_func.run.memory import peak_bytes
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -141,3 +142,23 @@ def test_adapters_of_peft_over_torchao():
         for path, param in solo.named_parameters():
             param.requires_grad_("lora_" in path)
     check_solo(state, solos, torch.randint(32, (3, M, 2, 6)), step, SINGLE, loss)
+
+
+def test_parts_that_run_twice_keep_no_copies_of_the_base():
+    width, layers = 256, 4
+    bases = [Int8Linear(nn.Linear(width, width)) for _ in range(layers)]
+
+    def make():
+        return nn.Sequential(*(nn.Sequential(base, nn.LayerNorm(width)) for base in bases))
+
+    models = [make() for _ in range(M)]
+    step = hfta.make_train_step(
+        models[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), share_frozen=True, checkpoint=True
+    )
+    state = step.init(*hfta.stack_params(models, share_frozen=True), seeds=range(M))
+    held = sum(leaf.nbytes for leaf in step.base.values())
+    batch = torch.ones(M, 2, width)
+    for _ in range(2):
+        # A layer's weight in 32 bits, as wide as all four in 8, and half of it in passing; twice where it is recomputed.
+        peak = peak_bytes(lambda: step(state, batch), torch.device("cpu"))
+        assert 1.9 * held < peak < 2.6 * held

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from clocks import press_ctrl_c
-from hfta_func import StateError, WorkerError
+from hfta_func import WorkerError
 from hfta_func.run import local, processes, spread, workers
 from hfta_func.run.executors import Here, Watch
 from hfta_func.run.history import Running
@@ -212,8 +212,8 @@ def test_uneven_stops_are_levelled() -> None:
     order = {"kind": "segment", "anew": True, "position": loader().state_dict(), "batches": None}
     with crew:
         crew._control[-1] = workers.NEVER
-        for limit, process in zip((2, 4), crew._processes, strict=True):
-            process.send(dumps({**order, "limit": limit}, crew._folder))
+        for limit, process, deal in zip((2, 4), crew._processes, crew._deals, strict=True):
+            process.send(dumps({**order, "limit": limit, "deal": deal}, crew._folder))
         answers = [process.receive() for process in crew._processes]
         assert [answer["done"] for answer in answers] == [2, 4]
         answers = crew._level(answers)
@@ -271,12 +271,6 @@ def test_bad_input() -> None:
     step, state = arrayed(loss=lambda model, batch: loss_fn(model, batch)[0] + 0 * bool(lock))
     with pytest.raises(TypeError, match="cannot be sent to other processes"):
         hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
-    step, state = arrayed()
-    with pytest.raises(StateError, match="a callback returned a state of other members"):
-        hfta.fit(
-            *(step, state, loader()), epochs=2, progress=False, workers=2,
-            callbacks=[lambda state, history: hfta.take(state, [0, 1])],
-        )  # fmt: skip
 
 
 def test_batches_that_are_written_between_epochs_are_read_again() -> None:

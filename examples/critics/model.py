@@ -65,6 +65,66 @@ class Loop(nn.Module):
         return torch.stack([critic(obs, action) for critic in self.critics])
 
 
+class CriticLoss(nn.Module):
+    """The sum of the critics' losses: they are independent, so its gradient is each one's own."""
+
+    gamma = 0.99
+
+    def __init__(self, critics: nn.Module, target_actor: nn.Module, target_critics: nn.Module):
+        super().__init__()
+        self.critics, self.target_actor, self.target_critics = critics, target_actor, target_critics
+
+    def forward(self, batch: Batch, noise: Tensor, chosen: Tensor) -> Tensor:
+        """All critics towards one target."""
+        with torch.no_grad():
+            action = (self.target_actor(batch.next_obs) + noise).clamp(-1, 1)
+            value = self.target_critics(batch.next_obs, action)[chosen].amin(0)
+            target = batch.reward + self.gamma * (1 - batch.done) * value
+        return (self.critics(batch.obs, batch.action) - target).square().mean(1).sum()
+
+
+class ActorLoss(nn.Module):
+    """What all critics value on average, negated."""
+
+    def __init__(self, actor: nn.Module, critics: nn.Module):
+        super().__init__()
+        self.actor, self.critics = actor, critics
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The actor towards what the critics value."""
+        return -self.critics(batch.obs, self.actor(batch.obs)).mean()
+
+
+def differentiated(loss: nn.Module, name: str, compile: bool) -> Callable[..., Tensor]:
+    """A loss that also leaves the gradients of the parameters of its child ``name`` there, for an optimizer.
+
+    Compiled, forward and backward pass are one graph. Two graphs, as of ``loss.backward()``, would hand tensors from one to
+    the other, write masks of activations for it, and compute gradients of parameters that nobody asked for.
+    """
+    params: dict[str, Tensor] = {f"{name}.{path}": param for path, param in loss.get_submodule(name).named_parameters()}
+
+    def with_params(params: dict[str, Tensor], *args: object) -> Tensor:
+        return torch.func.functional_call(loss, params, args)
+
+    compiled = torch.compile(torch.func.grad_and_value(with_params), fullgraph=True) if compile else None
+
+    def run(*args: object) -> Tensor:
+        if compiled is not None:
+            with torch.no_grad():
+                grads, value = compiled(params, *args)
+            for path, param in params.items():
+                # A fused optimizer reads a gradient in the order of its parameter in memory.
+                param.grad = grads[path].contiguous()
+            return value
+        for param in params.values():
+            param.grad = None
+        value = loss(*args)
+        value.backward(inputs=[*params.values()])
+        return value.detach()
+
+    return run
+
+
 WAYS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {"array": hfta.Ensemble.from_modules, "loop": Loop}
 
 
@@ -80,14 +140,14 @@ class Agent:
         lr: Learning rate of actor and critics.
         seed: Of weights and noise.
         dtype: Of the weights.
-        compile: Whether both losses are compiled.
+        compile: Whether both losses are compiled, with their gradients.
 
     References:
         Fujimoto et al., "Addressing function approximation error in actor-critic methods", ICML 2018 (TD3).
         Chen et al., "Randomized ensembled double Q-learning: learning fast without a model", ICLR 2021 (REDQ: ten critics).
     """
 
-    gamma, tau, smoothing, delay = 0.99, 0.005, 0.2, 2
+    tau, smoothing, delay = 0.005, 0.2, 2
 
     def __init__(
         self,
@@ -107,17 +167,17 @@ class Agent:
             self.actor = Actor(observations, actions, width).to(dtype)
             critics: list[nn.Module] = [Critic(observations, actions, width).to(dtype) for _ in range(count)]
         self.critics, self.count = WAYS[way](critics), count
+        # Critics draw no noise and have no statistics.
+        self.critics.eval()
         self.target_actor, self.target_critics = copy.deepcopy(self.actor), copy.deepcopy(self.critics)
         # The fastest that PyTorch has.
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=lr, fused=True)
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=lr, fused=True)
         self.noise = torch.Generator().manual_seed(seed)
         self.updates = 0
-        self._critic_loss, self._actor_loss = self.critic_loss, self.actor_loss
-        if compile:
-            self._critic_loss, self._actor_loss = (
-                torch.compile(each, fullgraph=True) for each in (self.critic_loss, self.actor_loss)
-            )
+        critic_loss = CriticLoss(self.critics, self.target_actor, self.target_critics)
+        self._critic_loss = differentiated(critic_loss, "critics", compile)
+        self._actor_loss = differentiated(ActorLoss(self.actor, self.critics), "actor", compile)
 
     @torch.no_grad()
     def act(self, obs: Tensor, noise: float = 0.0) -> Tensor:
@@ -138,28 +198,12 @@ class Agent:
         noise = torch.randn(batch.action.shape, generator=self.noise, dtype=batch.action.dtype) * self.smoothing
         chosen = torch.randperm(self.count, generator=self.noise)[:2]
         loss = self._critic_loss(batch, noise.clamp(-0.5, 0.5), chosen)
-        self.critic_optimizer.zero_grad()
-        loss.backward()
         self.critic_optimizer.step()
-        return loss.detach() / self.count
-
-    def critic_loss(self, batch: Batch, noise: Tensor, chosen: Tensor) -> Tensor:
-        """The sum of the critics' losses: they are independent, so its gradient is each one's own."""
-        with torch.no_grad():
-            action = (self.target_actor(batch.next_obs) + noise).clamp(-1, 1)
-            value = self.target_critics(batch.next_obs, action)[chosen].amin(0)
-            target = batch.reward + self.gamma * (1 - batch.done) * value
-        return (self.critics(batch.obs, batch.action) - target).square().mean(1).sum()
-
-    def actor_loss(self, batch: Batch) -> Tensor:
-        """What all critics value on average, negated."""
-        return -self.critics(batch.obs, self.actor(batch.obs)).mean()
+        return loss / self.count
 
     def update_actor(self, batch: Batch) -> None:
         """The actor towards what the critics value, and all targets towards their networks."""
-        parameters = [*self.actor.parameters()]
-        for parameter, grad in zip(parameters, torch.autograd.grad(self._actor_loss(batch), parameters), strict=True):
-            parameter.grad = grad
+        self._actor_loss(batch)
         self.actor_optimizer.step()
         with torch.no_grad():
             for target, own in ((self.target_actor, self.actor), (self.target_critics, self.critics)):

@@ -22,6 +22,7 @@ class Body(nn.Module):
         self.func = func
         self.training = model.training
         self.places: dict[str, Any] = {}
+        self.fixed: frozenset[tuple[int, str]] = frozenset()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

@@ -56,6 +56,13 @@ def shared_of(model: nn.Module, shared_params: Sequence[str]) -> dict[str, Tenso
     return {path: param for path, param in model.named_parameters() if id(param) in chosen}
 
 
+def statistics_of(model: nn.Module) -> list[nn.Module]:
+    """The modules whose running statistics all members share, so that no call may write them."""
+    known = {id(tensor) for tensor in base_of(model).values()}
+    tracking = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
+    return [module for module in tracking if id(getattr(module, "running_mean", None)) in known]
+
+
 class Base:
     """The base of a model, for its calls to read.
 
@@ -69,7 +76,7 @@ class Base:
 
     def __init__(self, model: nn.Module, training: bool | None):
         self.tensors = base_of(model)
-        self._paths = [path for path, _ in model.named_buffers() if path in self.tensors]
+        self.buffers = [path for path, _ in model.named_buffers() if path in self.tensors]
         self._tried = False
         places = places_of(model)
         self._places = [(path, *places[path], tensor) for path, tensor in self.tensors.items()]
@@ -96,36 +103,40 @@ class Base:
                 )
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Mapping[str, Tensor]]:
-        """A block that reads the tensors; in the first one, a write raises a StateError before anything is changed."""
+    def reading(self, given: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """A block that reads the tensors, or those given for the same paths.
+
+        In the first one, a write raises a StateError before anything is changed.
+        """
+        tensors = {**self.tensors, **given}
         for path, held, name, tensor in self._places:
-            if held.get(name) is not tensor:
+            if path not in given and held.get(name) is not tensor:
                 raise StateError(
                     f"the model holds another tensor as '{path}' than when this step was made, such as after .to(...) or "
                     f"load_state_dict(..., assign=True), and all members share it; make the step again"
                 )
-        if self._tried or not self.tensors:
-            every = [(path, part) for path, tensor in self.tensors.items() for part in parts(tensor)]
+        if self._tried or not tensors:
+            every = [(path, part) for path, tensor in tensors.items() for part in parts(tensor)]
             before = [writes(part) for _, part in every]
-            yield self.tensors
+            yield tensors
             for (path, part), count in zip(every, before, strict=True):
                 if writes(part) != count:
                     raise _written(path)
             return
-        # Not every operator says what it writes: batch normalisation does not.
-        copies = {path: self.tensors[path].clone() for path in self._paths}
-        read = {**self.tensors, **copies}
+        # Not every operator says what it writes: batch normalisation does not. Weights in 8 bits are not what those write.
+        copies = {path: tensors[path].clone() for path in self.buffers if tensors[path].is_floating_point()}
+        read = {**tensors, **copies}
         with refusing_writes(read, _written):
             yield read
         with outside_transforms():
             for path, copy in copies.items():
-                if not bool(_same(copy, self.tensors[path]).all()):
+                if not bool(_same(copy, tensors[path]).all()):
                     raise _written(path)
         self._tried = True
 
     def check_kept(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], prefix: str) -> None:
         """Raise a StateError if a forward has put other buffers in place of the base's."""
-        for path in self._paths:
+        for path in self.buffers:
             if after[prefix + path] is not before[path]:
                 raise _written(path)
 

@@ -72,7 +72,8 @@ def bind(
     ``func`` gets an ordinary module that holds the given tensors, to call, take apart or read as it likes. ``checkpoint``
     names submodules to rematerialise in the backward pass, see :func:`make_train_step`. ``training`` sets train or eval
     mode; None keeps the model's own. Look-up tables with ``max_norm`` shorten rows of the given parameters if ``renorms``
-    holds, else of copies. With ``share_frozen`` the model's own base is used besides the given tensors.
+    holds, else of copies. With ``share_frozen`` the model's own base is used besides the given tensors, or those for its
+    paths that are among the given ``params``.
     """
     return Bound(model, func, checkpoint, training, renorms, share_frozen)
 
@@ -114,6 +115,10 @@ class Bound:
         body = Body(copy.deepcopy(self._inner, dict(self._shared)), self._func)
         rematerialise(body.model, self._checkpoint)
         body.places = places_of(body)
+        shared = set(() if self._base is None else self._base.buffers)
+        for path, module in body.model.named_modules():
+            names = [name for name in own_tensors(module) if (f"{path}.{name}" if path else name) in shared]
+            body.fixed |= {(id(module), name) for name in names}
         return body
 
     def __call__(self, params: Params, buffers: Params, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
@@ -122,12 +127,11 @@ class Bound:
             return self._numbered(params, buffers, *args, key=key, **kwargs)
         if torch.compiler.is_compiling():
             trace_through_checkpoint()
-            shared = {} if self._base is None else self._base.tensors
-            results = self._call(self._first[0], shared, params, buffers, args, kwargs, key)
+            results = self._call(self._first[0], self._besides(params), params, buffers, args, kwargs, key)
             undo(self._undoing)
             return results
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
-        with checkpoints_of(body.model) as checkpoints, self._reading(params, buffers) as shared:
+        with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params, buffers) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key)
         changed = attributes.changed()
         if not self._harmless.issuperset(changed):
@@ -163,10 +167,14 @@ class Bound:
             yield {}
             return
         for leaf in (*params.values(), *buffers.values()):
-            check_device(self._base.tensors, leaf.device)
+            check_device(self._besides(params), leaf.device)
             break
-        with self._base.reading() as shared:
+        with self._base.reading({path: params[path] for path in self._base.tensors if path in params}) as shared:
             yield shared
+
+    def _besides(self, params: Params) -> Mapping[str, Tensor]:
+        """The model's own base, as far as it is not among those given."""
+        return {} if self._base is None else {k: v for k, v in self._base.tensors.items() if k not in params}
 
     def _call(
         self,
@@ -179,7 +187,7 @@ class Bound:
         key: Tensor | None,
     ) -> tuple[Any, Params]:
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
-        given = {**shared, **params, **{path: tensor.clone() for path, tensor in buffers.items()}}
+        given = {**params, **shared, **{path: tensor.clone() for path, tensor in buffers.items()}}
         given |= {path: params[path].clone() for path in self._rewritten if path in params}
         tensors = {
             f"model.{name}": tensor for path, tensor in given.items() for name in self._holders.get(path, (path,))
@@ -197,7 +205,7 @@ class Bound:
             else:
                 output = call_with(body.places, tensors, body, *args, **kwargs)
         if self._base is not None:
-            self._base.check_kept(shared, tensors, "model.")
+            self._base.check_kept(given, tensors, "model.")
         for path, number in numbers.items():
             if tensors[f"model.{path}"] is not number:
                 raise changed(path)
@@ -220,9 +228,8 @@ class Bound:
             args, kwargs = pytree.tree_map(lambda leaf: part(leaf, factor), (args, kwargs))
             buffers = {path: part(buffer, 1) for path, buffer in buffers.items()}
             torch.manual_seed(altered)
-            shared = {} if self._base is None else self._base.tensors
             key = None if key is None else part(key, 1) + altered
-            return self._call(body, shared, params, buffers, args, kwargs, key)
+            return self._call(body, self._besides(params), params, buffers, args, kwargs, key)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):

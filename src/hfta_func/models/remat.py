@@ -81,17 +81,28 @@ def _rematerialised(part: nn.Module, path: str) -> Callable[..., Any]:
     return rematerialised
 
 
-_Running = tuple[nn.Module, list[bool]]
+Fixed = frozenset[tuple[int, str]]
+"""Buffers that all members share and no call may write, by the identity of their module and their name there."""
+
+_Running = tuple[nn.Module, list[bool], Fixed]
 _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("running", default=None)
 _OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
 @contextlib.contextmanager
-def checkpoints_of(model: nn.Module) -> Iterator[list[bool]]:
-    """A block in which the model's own calls of :func:`torch.utils.checkpoint.checkpoint` work, and the list of these."""
+def checkpoints_of(model: nn.Module, fixed: Fixed) -> Iterator[list[bool]]:
+    """A block in which parts run twice and the model's own :func:`torch.utils.checkpoint.checkpoint` works.
+
+    Args:
+        model: The model that is called.
+        fixed: Its buffers of which the second run needs no copies.
+
+    Yields:
+        A list, which has an entry for each of the model's own calls.
+    """
     _torch.intercept_checkpoint(_checkpoint)
     calls: list[bool] = []
-    token = _running.set((model, calls))
+    token = _running.set((model, calls, fixed))
     try:
         yield calls
     finally:
@@ -127,7 +138,7 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     # A reentrant one would call a backward pass for all members; the gradients are the same.
     options.pop("use_reentrant", None)
-    model, calls = running
+    model, calls, _ = running
     calls.append(True)
     owner = getattr(function, "__self__", function)
     part = owner if isinstance(owner, nn.Module) else model
@@ -140,7 +151,10 @@ def _run_twice(
     """``forward(*args, **kwargs)``, which uses the tensors of ``part``, now and again in the backward pass."""
     mode = next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
     site, out_spec, watch = mode.site, None, current()
-    params, buffers = dict(part.named_parameters()), dict(part.named_buffers())
+    running = _running.get()
+    fixed: Fixed = running[2] if running is not None else frozenset()
+    base, buffers = _buffers_of(part, fixed)
+    params = {**dict(part.named_parameters()), **base}
     # The first run updates the buffers; later runs start from copies of what the first one found.
     found = {name: buffer.clone() for name, buffer in buffers.items()}
     leaves, spec = pytree.tree_flatten((mode.key, mode.skipped, params, found, args, kwargs))
@@ -153,11 +167,12 @@ def _run_twice(
         tensors = {**params, **own}
         # A backward pass may run in a thread of its own.
         again = contextlib.nullcontext() if watch is None else watched(watch.known)
-        with again, mode.again(key, site) as inner, checkpoints_of(part):
+        with again, mode.again(key, site) as inner, checkpoints_of(part, fixed):
             inner.skipped = skipped
             with _torch.reparametrized(part, tensors, tie_weights=True):
                 output = forward(*args, **kwargs)
-        replaced = {name: tensors[name] for name, buffer in own.items() if tensors[name] is not buffer}
+        held = {**own, **{name: params[name] for name in base}}
+        replaced = {name: tensors[name] for name, buffer in held.items() if tensors[name] is not buffer}
         outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site, inner.skipped))
         return tuple(outputs)
 
@@ -178,6 +193,15 @@ def _run_twice(
         owner, _, attribute = name.rpartition(".")
         setattr(part.get_submodule(owner), attribute, buffer)
     return output
+
+
+def _buffers_of(part: nn.Module, fixed: Fixed) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The buffers of a part by name: those that are fixed, and the others."""
+    found: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    for name, buffer in part.named_buffers():
+        owner, _, attribute = name.rpartition(".")
+        found[(id(part.get_submodule(owner)), attribute) not in fixed][name] = buffer
+    return found
 
 
 def _outside_vmap(

@@ -130,12 +130,16 @@ def unstack_params(
         >>> torch.equal(back[2].weight, layers[2].weight)
         True
     """
-    count = num_models((params, buffers))
     held: Params = {path: nn.Parameter(param.detach().clone()) for path, param in (shared or {}).items()}
-    own = shapes(model, share_frozen, [*held])
-    check_stacked((params, buffers), own)
-    numbers = {path: leaf for path, leaf in buffers.items() if path not in own.buffers}
-    members = [_member(model, params, buffers, held, index) for index in range(count)]
+    check_stacked((params, buffers), shapes(model, share_frozen, [*held]))
+    return members_of(model, params, buffers, held)
+
+
+def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params) -> list[nn.Module]:
+    """Modules that hold copies of their parts, and the very tensors in ``shared``; the rest is that of ``model``."""
+    members = [_member(model, params, buffers, shared, index) for index in range(num_models((params, buffers)))]
+    own = dict(model.named_buffers())
+    numbers = {path: leaf for path, leaf in buffers.items() if path not in own}
     for index, member in enumerate(members if numbers else ()):
         assign(member, {path: leaf[index] for path, leaf in numbers.items()})
     return members
@@ -211,7 +215,7 @@ def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, i
         made = nn.Parameter(params[path][index].detach().clone(), own.requires_grad) if path in params else own
         memo[id(own)] = shared.get(path, made)
     for path, own in model.named_buffers():
-        memo[id(own)] = buffers[path][index].detach().clone() if path in buffers else own
+        memo[id(own)] = buffers[path][index].detach().clone() if path in buffers else shared.get(path, own)
     for own in model.modules():
         memo |= {id(tensor): tensor.detach().clone() for tensor in computed(own).values()}
     member = copy.deepcopy(model, memo)

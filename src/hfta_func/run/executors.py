@@ -48,6 +48,10 @@ class Segments(Protocol):
         """
         ...
 
+    def follow(self, loader: Any) -> None:
+        """Go on with another loader, for other members, between two epochs."""
+        ...
+
 
 class Here:
     """Training in this process.
@@ -65,7 +69,7 @@ class Here:
         """The members of the loader's batches that are trained; all if None."""
 
     def follow(self, loader: Iterable[Any]) -> None:
-        """Go on with another loader, between two epochs."""
+        """See :class:`Segments`."""
         self._left, self._batches, self._loader = None, loader, loader
 
     def segment(self, state: TrainState, running: Running, limit: int | None, watch: Watch) -> tuple[TrainState, bool]:

@@ -20,8 +20,7 @@ from hfta_func.run.data import ArrayLoader
 from hfta_func.run.executors import Executor, Here, Watch
 from hfta_func.run.history import Callback, History, Metrics, Running
 from hfta_func.run.members import Best, Compact, Mode
-from hfta_func.run.spread import Spread, choose
-from hfta_func.run.workers import Workers
+from hfta_func.run.spread import choose
 from hfta_func.step.state import TrainState, refuse_shared
 
 
@@ -112,8 +111,6 @@ def fit(
     if callable(callbacks):
         raise ValueError("callbacks is a single function; pass a list of them, [callback]")
     _check_state(state)
-    if compact and (workers is not None or executor is not None):
-        raise ValueError("workers keep all members of the array; leave out compact=True, or workers and executor")
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
@@ -147,11 +144,11 @@ def fit(
             dynamic_ncols=True,
         )
         pressed, bar = stack.enter_context(ctrl_c()), stack.enter_context(bar)
-        trainer = choose(step, state, batches, source, workers, compile, epochs * length or None, executor)
-        if compact and isinstance(trainer, Here):
-            trainer = Compact(trainer)
-        if isinstance(trainer, Workers | Spread):
+        steps, members = epochs * length or None, len(history.seeds)
+        trainer = choose(step, state, batches, source, workers, compile, steps, executor, members)
+        if not isinstance(trainer, Here):
             stack.enter_context(trainer)
+        trainer = Compact(trainer) if compact else trainer
 
         def begin() -> None:
             nonlocal unchecked
@@ -186,8 +183,7 @@ def fit(
                         state, places = changed, history.follow(changed.keys)
                         if places is not None:
                             source = _follow(source, places, state, history)
-                            if isinstance(trainer, Here | Compact):
-                                trainer.follow(source)
+                            trainer.follow(source)
                             if best is not None:
                                 best.follow(places, state)
             save()

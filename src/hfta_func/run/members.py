@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import concat, leaves, num_models, put, take, tree_map, where
-from hfta_func._types import CheckpointError
+from hfta_func._types import CheckpointError, HFTAError
 from hfta_func.run.executors import Here, Watch
 from hfta_func.run.history import History, Running, present
+from hfta_func.run.spread import Spread
+from hfta_func.run.workers import Workers, renumbered
 from hfta_func.step.state import TrainState
 
 Mode = Literal["min", "max"]
@@ -92,26 +94,30 @@ class Best:
 class Compact:
     """Training of the active members only, as a smaller array, which are put back after each segment."""
 
-    def __init__(self, here: Here):
-        self._here = here
+    def __init__(self, trainer: Here | Spread | Workers):
+        self._trainer = trainer
         self._kept: Tensor | None = None
         self._within = False
 
     def follow(self, loader: Any) -> None:
-        """Go on with the batches of another loader, for other members."""
+        """See :class:`Segments`."""
         self._kept = None
-        self._here.follow(loader)
+        self._trainer.follow(loader)
 
     def segment(self, state: TrainState, running: Running, limit: int | None, watch: Watch) -> tuple[TrainState, bool]:
         """See :class:`Segments`."""
         if not self._within:
             self._kept = self._choose(state)
-        kept = self._here.kept = self._kept
+        kept = self._trainer.kept = self._kept
         if kept is None:
-            state, ended = self._here.segment(state, running, limit, watch)
+            state, ended = self._trainer.segment(state, running, limit, watch)
         else:
             own = Running()
-            few, ended = self._here.segment(take(state, kept), own, limit, watch)
+            try:
+                few, ended = self._trainer.segment(take(state, kept), own, limit, watch)
+            except HFTAError as error:
+                renumbered(error, kept.tolist())
+                raise
             running.spread(own, kept, num_models(state))
             state = put(state, kept, few)
         self._within = not ended

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import cloudpickle
-import optree
 import torch
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from hfta_func.run.executors import Here, Step, Watch
 from hfta_func.run.history import Running
 from hfta_func.run.processes import Place, begin, line, loads, receive, send
 from hfta_func.run.settings import settle
+from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 
 
@@ -39,26 +39,28 @@ class Part:
     def __init__(
         self,
         step: Step,
-        shared: Any,
         control: Place,
         kind: str,
         compile: bool,
         number: int,
-        part: tuple[int, int],
-        loader: Any,
         settings: Mapping[str, Any],
     ):
         settle(settings)
         self._step = background.compile(step) if compile else step
-        self._whole, self._kind = tree_map(lambda leaf: leaf.place.tensor(), shared), kind
-        self._control, self._number, (self._low, self._high) = control.tensor(), number, part
-        self._loader = loader
+        self._kind, self._control, self._number = kind, control.tensor(), number
         self._dims = getattr(step, "batch_dims", 0)
-        self._here = Here(self._step, loader or (), loader or ())
         self._running = Running()
 
-    def answer(self, kind: str, anew: bool | None, **order: Any) -> Any:
+    def _deal(self, shared: Any, part: tuple[int, int], places: slice | Tensor, loader: Any) -> None:
+        """From now on train these members: a part of what all share, with the batches at some places of the loader's."""
+        self._whole, (self._low, self._high) = tree_map(lambda leaf: leaf.place.tensor(), shared), part
+        self._places, self._loader = places, loader
+        self._here = Here(self._step, loader or (), loader or ())
+
+    def answer(self, kind: str, anew: bool | None, deal: bytes | None = None, **order: Any) -> Any:
         """Do what an order says; ``anew`` is None where it goes on with what it was doing."""
+        if deal is not None:
+            self._deal(**loads(deal))
         if anew:
             self._state = tree_map(lambda leaf: leaf[self._low : self._high].clone().to(self._kind), self._whole)
         if kind == "trial":
@@ -89,15 +91,7 @@ class Part:
         return bool(self._control[self._number] >= self._control[-1])
 
     def _own(self, batch: Any) -> Any:
-        return own(batch, self._dims, self._low, self._high)
-
-
-def own(batch: Any, dims: Any, low: int, high: int) -> Any:
-    """What a batch of all members holds for some, by the step's ``batch_dims``."""
-    found, spec = optree.tree_flatten(batch, none_is_leaf=True)
-    each: Any = optree.broadcast_prefix(dims, batch, none_is_leaf=True)  # pyright: ignore
-    parts = [leaf if dim is None else leaf[low:high] for leaf, dim in zip(found, each, strict=True)]
-    return optree.tree_unflatten(spec, parts)
+        return take_batch(self._dims, batch, self._places)
 
 
 def cpu(value: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hfta_func._tree import leaves, num_models, take
-from hfta_func._types import Tree
+from hfta_func._tree import leaves, num_models, own, take
+from hfta_func._types import Shared, Tree
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, quick_collections, release
 from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
@@ -35,7 +35,8 @@ class Plan(NamedTuple):
         sizes: The numbers of models that were measured: the requested ones that fit.
         seconds: Time of a step for each size; a time above that of a larger size was disturbed and is replaced by it.
         peaks: Peak bytes of a step for each size, besides the state and the batch.
-        held: Bytes of one model's state.
+        held: Bytes of one model's state, without what members share.
+        shared: Bytes of what members share and train, and of its optimizer's state, which an array has once.
         free: Bytes available for states and steps.
         limit: The largest number of models considered.
         num_models: The largest number that fits, at most ``limit``; 0 if none fits.
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     seconds: tuple[float, ...]
     peaks: tuple[int, ...]
     held: int
+    shared: int
     free: int
     limit: int
     num_models: int
@@ -56,8 +58,8 @@ class Plan(NamedTuple):
         return _line(self.sizes, self.seconds, num_models)
 
     def memory(self, num_models: int) -> float:
-        """Bytes of M models' state plus the peak of a step."""
-        return num_models * self.held + _line(self.sizes, self.peaks, num_models)
+        """Bytes of M models' state plus the peak of a step; a base that members share is not counted, as it is there."""
+        return self.shared + num_models * self.held + _line(self.sizes, self.peaks, num_models)
 
     def __str__(self) -> str:
         shown = sorted({*self.sizes, self.num_models} - {0})
@@ -116,7 +118,7 @@ def plan(
         raise ValueError(f"limit is {limit}; it must be at least 1 model")
     device = state.keys.device
     free = free_bytes(device) if free is None else free
-    held = sum(leaf.nbytes for leaf in leaves(state)) // num_models(state)
+    held, shared = _bytes(state)
     times: dict[int, list[float]] = {}
     peaks: dict[int, int] = {}
     failed = max(limit, *sizes) + 1
@@ -133,7 +135,7 @@ def plan(
             if size >= failed:
                 break
             risky = device.type == "cpu" and peaks and size not in peaks
-            if risky and size * held + _line(list(peaks), list(peaks.values()), size) > free:
+            if risky and shared + size * held + _expected(state, peaks, size) > free:
                 failed = size
             elif (measured := _attempt(step, state, batch, size, measure)) is None:
                 failed = size
@@ -148,7 +150,9 @@ def plan(
         )
     # Fewer models never take longer; a disturbed time would make extrapolated times negative.
     seconds = [*itertools.accumulate((statistics.median(times[size]) for size in reversed(fits)), min)]
-    found = Plan(fits, tuple(reversed(seconds)), tuple(peaks[size] for size in fits), held, free, limit, 0, None)
+    found = Plan(
+        fits, tuple(reversed(seconds)), tuple(peaks[size] for size in fits), held, shared, free, limit, 0, None
+    )
     fitting = [count for count in range(1, min(limit + 1, failed)) if found.memory(count) <= free]
     count = max(fitting, default=0)
     smaller = [size for size in fits if size < count]
@@ -179,7 +183,7 @@ def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, 
     """
     device = state.keys.device
     free = free_bytes(device) if free is None else free
-    held = sum(leaf.nbytes for leaf in leaves(state)) // num_models(state)
+    held, shared = _bytes(state)
     peaks: dict[int, int] = {}
 
     def warm_peak(array: _Array) -> int:
@@ -187,14 +191,13 @@ def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, 
         return peak_bytes(array.step, device)
 
     def fits(count: int) -> bool:
-        expected = max((count * held + peak * count / size for size, peak in peaks.items()), default=0.0)
-        if device.type == "cpu" and expected > free:
+        if device.type == "cpu" and peaks and shared + count * held + _expected(state, peaks, count) > free:
             return False
         peak = _attempt(step, state, batch, count, warm_peak)
         if peak is None:
             return False
         peaks[count] = peak
-        return count * held + peak <= free
+        return shared + count * held + peak <= free
 
     good, bad = 0, limit + 1
     while bad - good > 1:
@@ -231,6 +234,24 @@ def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callabl
     finally:
         array = None
         release(state.keys.device)
+
+
+def _bytes(state: TrainState) -> tuple[int, int]:
+    """Bytes of one member's state, and of what all members share."""
+    mine, whole = (sum(leaf.nbytes for leaf in leaves(tree)) for tree in (own(state), state))
+    return mine // num_models(state), whole - mine
+
+
+def _expected(state: TrainState, peaks: dict[int, int], size: int) -> float:
+    """The peak of a step of ``size`` members, by those of fewer."""
+    sizes = sorted(peaks)
+    if len(sizes) > 1:
+        return _line(sizes, [peaks[size] for size in sizes], size)
+    # A gradient of what members share, and what the step makes of it, are there once, however many members there are.
+    shared = getattr(state, "shared", ())
+    once = sum(leaf.nbytes for leaf in leaves((shared, shared.params))) if isinstance(shared, Shared) else 0
+    once = min(once, peaks[sizes[0]])
+    return once + _line(sizes, [peaks[sizes[0]] - once], size)
 
 
 def _times(work: Callable[[], object], device: torch.device, seconds: float) -> list[float]:

@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.executors import Executor, Here, Segments, Step, Watch
+from hfta_func.run.executors import Executor, Here, Step, Watch
 from hfta_func.run.history import Running
-from hfta_func.run.part import cpu, own, speed
+from hfta_func.run.part import cpu, speed
 from hfta_func.run.processes import Folder, Place, cores
-from hfta_func.run.workers import LOOK, NEVER, Workers, check_same, renumbered, shares
+from hfta_func.run.workers import LOOK, NEVER, Workers, places, renumbered, shares
+from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 
 Parts = list[tuple[int, int, int]]
@@ -45,16 +47,19 @@ class Segment:
     def __call__(
         self,
         state: TrainState,
-        part: tuple[int, int],
+        places: slice | Tensor,
         position: Any,
         batches: list[Any] | None,
         limit: int | None,
         control: tuple[Place, int] | None,
     ) -> dict[str, Any]:
-        """Train, on the loader's batches from a position or on those given; ``control`` is where it is watched."""
+        """Train, on the batches for the loader's members at some places, from a position, or on those given.
+
+        ``control`` is where it is watched.
+        """
         loader: Any = batches
         if self._loader is not None:
-            loader = self._loader.part(*part)
+            loader = self._loader.take(places)
             loader.load_state_dict(position)
         running = Running()
         state = tree_map(lambda leaf: leaf.to(self._kind), state)
@@ -85,6 +90,8 @@ class Spread:
         self._folder = Folder() if executor.shares else None
         # By number of parts: how many steps each has made, and after which one all stop.
         self._controls: dict[int, Place] = {}
+        self.kept: Tensor | None = None
+        """The members of the loader's batches that are trained; all if None."""
 
     def __enter__(self) -> Spread:
         return self
@@ -94,14 +101,17 @@ class Spread:
         if self._folder is not None:
             self._folder.close()
 
+    def follow(self, loader: Any) -> None:
+        """See :class:`Segments`."""
+        self._loader, self._left, self._function = loader, None, None
+        self._executor.forget()
+
     def segment(self, state: TrainState, running: Running, limit: int | None, watch: Watch) -> tuple[TrainState, bool]:
         """See :class:`Segments`."""
         watch.begin()
         device = state.keys.device
         if self._function is None:
             self._function = Segment(self._step, self._loader if self._dealt else None, device.type, self._compile)
-            self._like = state
-        check_same(state, self._like)
         if not self._dealt and self._left is None:
             self._left = [*self._loader]
         size = num_models(state)
@@ -110,9 +120,10 @@ class Spread:
         dims, orders = getattr(self._step, "batch_dims", 0), {}
         control = self._control(len(parts))
         for place, (low, high, _) in enumerate(parts):
-            batches = None if self._dealt else [own(batch, dims, low, high) for batch in (self._left or [])[:limit]]
+            where = places(self.kept, low, high)
+            batches = None if self._dealt else [take_batch(dims, batch, where) for batch in (self._left or [])[:limit]]
             watched = None if control is None else (control, place)
-            mine = {"state": take(state, slice(low, high)), "part": (low, high), "position": position}
+            mine = {"state": take(state, slice(low, high)), "places": where, "position": position}
             orders[place] = {**mine, "batches": batches, "limit": limit, "control": watched}
         ticked, answers = self._train(parts, orders, control, watch)
         found = self._level(parts, orders, answers, watch)
@@ -165,7 +176,7 @@ class Spread:
                     cells[-1] = cells[:-1].max() + 2
                 continue
             if isinstance(answer, Exception):
-                raise renumbered(answer, parts[calls[number]][0])
+                raise renumbered(answer, range(*parts[calls[number]][:2]))
             answers[calls[number]] = answer
         return ticked, answers
 
@@ -237,8 +248,11 @@ def choose(
     compile: bool,
     steps: int | None = None,
     executor: Executor | None = None,
-) -> Segments | Workers:
+    members: int | None = None,
+) -> Here | Spread | Workers:
     """Who trains: this process, an executor, or as many processes as asked for; ``"auto"`` measures which is faster.
+
+    A run that goes on may have fewer members than it had, ``members``: then some processes have nothing to do.
 
     Raises:
         ValueError: if there are more workers than members or processors, or an executor besides.
@@ -250,7 +264,7 @@ def choose(
     here = Here(background.compile(step, steps=steps) if compile else step, batches, loader)
     if workers is None or workers == 1:
         return here
-    most = {"members": num_models(state)}
+    most = {"members": num_models(state) if workers == "auto" or members is None else members}
     if state.keys.device.type == "cpu":
         most["processors that this process may use"] = len(cores())
     count = min(most.values()) if workers == "auto" else workers

@@ -9,12 +9,15 @@ from __future__ import annotations
 import itertools
 import re
 import selectors
+from collections.abc import Sequence
 from typing import Any
 
+import optree
 import torch
+from torch import Tensor
 
 from hfta_func._tree import leaves, num_models, tree_map, write
-from hfta_func._types import HFTAError, StateError, WorkerError
+from hfta_func._types import HFTAError, WorkerError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.executors import Step, Watch
 from hfta_func.run.history import Running
@@ -46,11 +49,9 @@ class Workers:
         self._loader, self._dealt = loader, isinstance(loader, ArrayLoader)
         # What is left of an epoch of any other loader, in this process.
         self._left = None if self._dealt else [*batches]
-        size = num_models(state)
-        self.parts = shares(size, count)
+        self.kept: Tensor | None = None
+        """The members of the loader's batches that are trained; all if None."""
         self._folder = Folder()
-        places = tree_map(lambda leaf: Leaf(self._folder.write(leaf.cpu())), state)
-        self._shared = tree_map(lambda leaf: leaf.place.tensor(), places)
         # How many steps each has made in this segment, and after which one all stop.
         control = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
         self._control = control.tensor()
@@ -59,25 +60,16 @@ class Workers:
         self._cores = [processors[low:high] or processors for low, high in shares(len(processors), count)]
         kind = state.keys.device.type
         self._on_gpu = kind == "cuda"
-        common = {"step": step, "shared": places, "control": control, "kind": kind, "compile": compile}
+        common = {"step": step, "control": control, "kind": kind, "compile": compile, "settings": settings()}
+        # The tensors of the members, whose number may change.
+        self._members: Folder | None = None
+        self._told: set[int] = set()
         try:
-            self._orders = [
-                dumps(
-                    {
-                        **common,
-                        **{"number": number, "part": part, "loader": loader.part(*part) if self._dealt else None},
-                        "settings": settings(),
-                    },
-                    self._folder,
-                )
-                for number, part in enumerate(self.parts)
-            ]
-        except Exception as error:
-            self._folder.close()
-            raise TypeError(
-                f"the step or the loader cannot be sent to other processes ({line(error)}); make what it uses "
-                f"inside its function, or in a module"
-            ) from error
+            self._orders = [self._message({**common, "number": number}) for number in range(count)]
+            self._deal(state)
+        except BaseException:
+            self._close()
+            raise
         self._processes = [self._started(number) for number in range(count)]
 
     def __enter__(self) -> Workers:
@@ -86,14 +78,58 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.close()
+        self._close()
+
+    def _close(self) -> None:
         self._folder.close()
+        if self._members is not None:
+            self._members.close()
+
+    def follow(self, loader: Any) -> None:
+        """See :class:`Segments`."""
+        self._loader, self._left, self._cut = loader, None, None
+
+    def _deal(self, state: TrainState) -> None:
+        """Give every process its part of the members of a state; if there are too few, some have none."""
+        if self._members is not None:
+            self._members.close()
+        self._members = folder = Folder()
+        shared = tree_map(lambda leaf: Leaf(folder.write(leaf.cpu())), state)
+        self._shared = tree_map(lambda leaf: leaf.place.tensor(), shared)
+        size = num_models(state)
+        self.parts = shares(size, min(size, len(self._orders)))
+        self._deals = []
+        for part in self.parts:
+            found = places(self.kept, *part)
+            order = {"shared": shared, "part": part, "places": found}
+            order["loader"] = self._loader.take(found) if self._dealt else None
+            self._deals.append(self._message(order))
+        self._cut = self._cut_of(state)
+        self._told.clear()
+
+    def _message(self, order: dict[str, Any]) -> bytes:
+        try:
+            return dumps(order, self._folder)
+        except OSError:
+            raise
+        except Exception as error:
+            raise TypeError(
+                f"the step or the loader cannot be sent to other processes ({line(error)}); make what it uses "
+                f"inside its function, or in a module"
+            ) from error
+
+    def _cut_of(self, state: TrainState) -> Any:
+        """What the parts are parts of."""
+        return self.kept, optree.tree_structure(state), [(leaf.shape, leaf.dtype) for leaf in leaves(state)]  # pyright: ignore
 
     def segment(self, state: TrainState, running: Running, limit: int | None, watch: Watch) -> tuple[TrainState, bool]:
         """See :class:`Segments`."""
         watch.begin()
-        anew = state is not self._returned
-        if anew:
-            check_same(state, self._shared)
+        other = self._cut is None or self._cut[0] is not self.kept or self._cut[1:] != self._cut_of(state)[1:]
+        anew = other or state is not self._returned
+        if other:
+            self._deal(state)
+        elif anew:
             write(self._shared, tree_map(lambda leaf: leaf.cpu(), state))
         if not self._dealt and self._left is None:
             self._left = [*self._loader]
@@ -126,15 +162,15 @@ class Workers:
     def _ordered(self, order: dict[str, Any], folder: Folder, state: TrainState | None, watch: Watch) -> list[Any]:
         self._control[:] = 0
         self._control[-1] = NEVER
-        message = dumps(order, folder)
-        for process in self._processes:
-            process.send(message)
+        count = len(self.parts)
+        for number in range(count):
+            self._send(number, order, folder)
         answers: dict[int, Any] = {}
-        tries = [0] * len(self._processes)
+        tries = [0] * count
         ticked = 0
-        while len(answers) < len(self._processes):
+        while len(answers) < count:
             with selectors.DefaultSelector() as selector:
-                for number, process in enumerate(self._processes):
+                for number, process in enumerate(self._processes[:count]):
                     if number not in answers:
                         selector.register(process.answers, selectors.EVENT_READ, number)
                 ready = [key.data for key, _ in selector.select(LOOK)]
@@ -160,8 +196,8 @@ class Workers:
                     )
                 self._processes[number].close()
                 self._processes[number] = self._started(number)
-                self._processes[number].send(dumps({**order, "anew": True}, folder))
-            made = int(self._control[:-1].min())
+                self._send(number, {**order, "anew": True}, folder)
+            made = int(self._control[:count].min())
             for _ in range(ticked, made):
                 watch.tick()
             ticked = max(ticked, made)
@@ -169,9 +205,9 @@ class Workers:
                 # All after the same step, which none has begun yet.
                 self._control[-1] = self._control[:-1].max() + 2
         found = [answers[number] for number in range(len(answers))]
-        for (low, _), answer in zip(self.parts, found, strict=True):
+        for part, answer in zip(self.parts, found, strict=True):
             if isinstance(answer, BaseException):
-                raise renumbered(answer, low)
+                raise renumbered(answer, range(*part))
         if order["kind"] == "segment" and len({answer["done"] for answer in found}) > 1:
             found = self._level(found)
         return found
@@ -191,13 +227,20 @@ class Workers:
                     "a process died while training was being stopped; go on from the last file of the run"
                 )
             if isinstance(answers[number], BaseException):
-                raise renumbered(answers[number], self.parts[number][0])
+                raise renumbered(answers[number], range(*self.parts[number]))
         return answers
 
     def _started(self, number: int) -> Process:
         process = Process(number, self._cores[number], self._on_gpu)
         process.send(self._orders[number])
+        self._told.discard(number)
         return process
+
+    def _send(self, number: int, order: dict[str, Any], folder: Folder) -> None:
+        """Tell a process what to do, and which members it has unless it knows."""
+        deal = None if number in self._told else self._deals[number]
+        self._told.add(number)
+        self._processes[number].send(dumps({**order, "deal": deal}, folder))
 
 
 def shares(size: int, count: int) -> list[tuple[int, int]]:
@@ -206,18 +249,14 @@ def shares(size: int, count: int) -> list[tuple[int, int]]:
     return [*itertools.pairwise(edges)]
 
 
-def check_same(state: Any, shared: Any) -> None:
-    """Refuse a state of other members."""
-    if [leaf.shape for leaf in leaves(state)] != [leaf.shape for leaf in leaves(shared)]:
-        raise StateError(
-            "a callback returned a state of other members than the array had; with workers, make members inactive instead "
-            "(state.active), or drop them between two calls of fit"
-        )
+def places(kept: Tensor | None, low: int, high: int) -> slice | Tensor:
+    """Where a part's members are in the loader's batches, of which those at ``kept`` are trained, or all."""
+    return slice(low, high) if kept is None else kept[low:high].cpu()
 
 
-def renumbered(error: BaseException, first: int) -> BaseException:
-    """The error of a part as one of the whole array."""
+def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
+    """The error of a part, whose members have these numbers in the whole array, as one of the whole."""
     if isinstance(error, HFTAError) and error.args:
-        text = re.sub(r"\bmodel (\d+)\b", lambda found: f"model {int(found[1]) + first}", str(error.args[0]))
+        text = re.sub(r"\bmodel (\d+)\b", lambda found: f"model {members[int(found[1])]}", str(error.args[0]))
         error.args = (text, *error.args[1:])
     return error

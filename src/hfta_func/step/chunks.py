@@ -37,18 +37,21 @@ class Chunks:
         self.sizes: dict[Any, int] = {}
         """What ``"auto"`` has found for each shape of batch."""
 
-    def __call__(self, run: Run, members: tuple[Any, ...], batch: Tree) -> Any:
-        """The results of all members."""
+    def __call__(self, run: Run, members: tuple[Any, ...], batch: Tree, adds: bool = False) -> Any:
+        """The results of all members; with ``adds`` their first part has no model axis and is added up over the groups."""
         count = members[0].shape[0]
-        size = self.size or count if not isinstance(self.size, str) else self._fastest(run, members, batch, count)
-        return self._grouped(run, members, batch, count, size)
+        if isinstance(self.size, str):
+            size = self._fastest(run, members, batch, count, adds)
+        else:
+            size = self.size or count
+        return self._grouped(run, members, batch, count, adds, size)
 
-    def _grouped(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int, size: int) -> Any:
+    def _grouped(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int, adds: bool, size: int) -> Any:
         if size >= count:
-            return self._together(run, members, batch)
-        return self._apart(run, members, batch, [*range(0, count, size), count])
+            return self._together(run, members, batch, adds)
+        return self._apart(run, members, batch, adds, [*range(0, count, size), count])
 
-    def _together(self, run: Run, members: tuple[Any, ...], batch: Tree) -> Any:
+    def _together(self, run: Run, members: tuple[Any, ...], batch: Tree, adds: bool) -> Any:
         """The results of members that run as one, or in smaller groups if they branch differently."""
         try:
             return run(members, batch)
@@ -62,16 +65,23 @@ class Chunks:
             stacklevel=2,
         )
         turns = [i for i in range(1, len(sides)) if sides[i] != sides[i - 1]]
-        return self._apart(run, members, batch, [0, *turns, len(sides)])
+        return self._apart(run, members, batch, adds, [0, *turns, len(sides)])
 
-    def _apart(self, run: Run, members: tuple[Any, ...], batch: Tree, bounds: list[int]) -> Any:
-        pieces = []
+    def _apart(self, run: Run, members: tuple[Any, ...], batch: Tree, adds: bool, bounds: list[int]) -> Any:
+        pieces, total = [], None
         for start, stop in itertools.pairwise(bounds):
             part = tree_map(lambda leaf, start=start, stop=stop: leaf[start:stop], members)
-            pieces.append(self._together(run, part, take_batch(self.batch_dims, batch, slice(start, stop))))
-        return tree_map(lambda *parts: torch.cat(parts), *pieces)
+            piece = self._together(run, part, take_batch(self.batch_dims, batch, slice(start, stop)), adds)
+            if adds:
+                # At once, or there would be one for each group at a time.
+                added, *piece = piece
+                total = added if total is None else tree_map(torch.add, total, added)
+            pieces.append(piece)
+            del piece
+        joined = tree_map(lambda *parts: torch.cat(parts), *pieces)
+        return (total, *joined) if adds else joined
 
-    def _fastest(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int) -> int:
+    def _fastest(self, run: Run, members: tuple[Any, ...], batch: Tree, count: int, adds: bool) -> int:
         device = members[0].device
         # Where nothing can be timed: while a compiler traces, inside transforms, and on XLA, which executes later.
         if torch.compiler.is_compiling() or inside_transform() or device.type == "xla":
@@ -79,7 +89,7 @@ class Chunks:
         tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
         key = (count, device, *((leaf.shape, leaf.dtype) for leaf in tensors))
         if key not in self.sizes:
-            grouped = functools.partial(self._grouped, run, members, batch, count)
+            grouped = functools.partial(self._grouped, run, members, batch, count, adds)
             self.sizes[key] = fastest(grouped, count, device)
         return self.sizes[key]
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import can_look
-from hfta_func._tree import num_models, take, tree_map
-from hfta_func._types import BatchError, HyperparameterError, Params, StateError, Tree
+from hfta_func._tree import num_models, take
+from hfta_func._types import HyperparameterError, Params, StackError, StateError, Tree
+from hfta_func.models.frozen import Base, shared_of, statistics_of
 from hfta_func.models.functional import bind, outline, tables_with_max_norm
-from hfta_func.models.stack import Stacked, check_stacked, check_state, shapes, stack_params, unstack_params
+from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.rules._aliasing import Known
-from hfta_func.rules.vmap import vmap_routed
-from hfta_func.step.batch import check_batch, copied, plain, restored, spread
-from hfta_func.step.check import unwritten
 from hfta_func.step.gradients import NOISE
-from hfta_func.step.prediction import Prediction, gather
-from hfta_func.step.state import TrainState, stacked
+from hfta_func.step.prediction import Prediction, call, forward, predict_with
 
 _MADE = ("_run", "_runs", "_known", "_places")
 """Attributes of an ensemble that are made anew in a copy."""
@@ -37,9 +33,15 @@ class Ensemble(nn.Module):
         params: Stacked parameters ``[M, ...]``; they are copied.
         buffers: Stacked buffers ``[M, ...]``; they are copied.
         seeds: One integer per member, from which all its noise comes; 0 to M - 1 by default.
+        share_frozen: The array was stacked with ``share_frozen=True``. The ensemble holds the base of ``model`` once, without
+            a model axis, in the same memory as ``model`` until one of both is moved; what writes one, such as
+            ``load_state_dict``, writes the other.
+        shared: Parameters that members share and train, by path, without a model axis, as in ``state.shared.params``; they
+            are copied. Their gradient is the sum over members.
 
     Raises:
-        StackError: if params and buffers do not belong to the model.
+        StackError: if params, buffers and shared parameters do not belong to the model, or a frozen module would write the
+            running statistics that all members share.
         HyperparameterError: if there is not one seed per member.
 
     Example:
@@ -60,11 +62,21 @@ class Ensemble(nn.Module):
         buffers: Params | None = None,
         *,
         seeds: Sequence[int] | Tensor | None = None,
+        share_frozen: bool = False,
+        shared: Params | None = None,
     ):
         super().__init__()
-        buffers = dict(buffers or {})
+        buffers, shared = dict(buffers or {}), dict(shared or {})
         self.num_models = num_models((params, buffers))
-        check_stacked((params, buffers), shapes(model))
+        check_stacked((params, buffers), shapes(model, share_frozen, [*shared]))
+        for path, own in shared_of(model, [*shared]).items():
+            if path not in shared or shared[path].shape != own.shape:
+                found = list(shared[path].shape) if path in shared else "missing"
+                raise StackError(
+                    f"the shared '{path}' is {found} but {list(own.shape)} in the model; it has no model axis"
+                )
+        base = Base(model, None).tensors if share_frozen else {}
+        self._shared, self._base = [*shared], [*base]
         # In a tuple, or it would be a child with parameters of its own.
         self._model = (outline(model),)
         self.array = _Names()
@@ -75,6 +87,11 @@ class Ensemble(nn.Module):
         for path, leaf in buffers.items():
             # Numbers of the members' own are no buffers of the model.
             self.array.hold(path, leaf.detach().clone(), persistent=path in kept or path not in known)
+        for path, leaf in shared.items():
+            self.array.hold(path, nn.Parameter(leaf.detach().clone()))
+        for path, leaf in base.items():
+            own = nn.Parameter(leaf.detach(), requires_grad=False) if path in required else leaf
+            self.array.hold(path, own, persistent=path in kept)
         device = next(iter((*params.values(), *buffers.values()))).device
         keys = random.keys(range(self.num_models) if seeds is None else seeds, device=device)
         if keys.shape != (self.num_models,):
@@ -88,17 +105,31 @@ class Ensemble(nn.Module):
         self._choose()
 
     @classmethod
-    def from_modules(cls, models: Iterable[nn.Module], *, seeds: Sequence[int] | Tensor | None = None) -> Ensemble:
-        """An ensemble of models that exist; they are copied.
+    def from_modules(
+        cls,
+        models: Iterable[nn.Module],
+        *,
+        seeds: Sequence[int] | Tensor | None = None,
+        share_frozen: bool = False,
+        shared_params: Sequence[str] = (),
+    ) -> Ensemble:
+        """An ensemble of models that exist; they are copied, but for the base.
+
+        Args:
+            models: At least one module.
+            seeds: One integer per member.
+            share_frozen: Hold parameters that are not trained, and their buffers, once, see :func:`stack_params`.
+            shared_params: Paths of parameters or submodules that members share and train, see :func:`stack_params`.
 
         Raises:
             StackError: if :func:`stack_params` refuses them.
         """
         if not isinstance(models, nn.Module):
             models = [*models]
-        params, buffers = stack_params(models)
-        models = [*models]
-        return cls(models[0], params, buffers, seeds=seeds)
+        params, buffers = stack_params(models, share_frozen=share_frozen, shared_params=shared_params)
+        first, *_ = models
+        shared = shared_of(first, shared_params)
+        return cls(first, params, buffers, seeds=seeds, share_frozen=share_frozen, shared=shared)
 
     def forward(self, *args: Any, batch_dims: Tree = None, **kwargs: Any) -> Any:
         """Call every member.
@@ -119,7 +150,7 @@ class Ensemble(nn.Module):
             BatchError: if an argument has no model axis where ``batch_dims`` is 0.
             StateError: if the model writes its parameters in place.
         """
-        training, stacked = self.training, self.stacked()
+        training, stacked, common = self.training, self.stacked(), (self._held(2), self._held(3))
         if training and self._writes_tables and torch.is_grad_enabled():
             raise StateError(
                 "a look-up table with max_norm shortens its own rows as it is read, which an Ensemble in train mode cannot "
@@ -127,7 +158,7 @@ class Ensemble(nn.Module):
             )
         # That of a training step, so that both draw the same.
         key = random.fold_in(self.keys, self.calls + NOISE if training else ~self.calls)
-        output, buffers = _call(self._run, self._known, stacked, key, args, kwargs, batch_dims)
+        output, buffers = call(self._run, self._known, stacked, common, key, args, kwargs, batch_dims)
         if training:
             with torch.no_grad():
                 self.calls += 1
@@ -153,32 +184,45 @@ class Ensemble(nn.Module):
             >>> found.mean.shape, found.std.shape, found.quantiles([0.05, 0.95]).shape
             (torch.Size([8, 1]), torch.Size([8, 1]), torch.Size([2, 8, 1]))
         """
-        return _predict(self._model[0], self.stacked(), random.fold_in(self.keys, ~self.calls), batches, batch_dims)
+        key = random.fold_in(self.keys, ~self.calls)
+        run = bind(self._model[0], forward, training=False, share_frozen=bool(self._base))
+        return predict_with(run, self.stacked(), (self._held(2), self._held(3)), key, batches, batch_dims)
 
     def stacked(self) -> Stacked:
-        """The parameters and buffers by path, the ensemble's own and not copies."""
-        params, buffers = ({path: getattr(*place) for path, place in places} for places in self._places)
-        return Stacked(params, buffers)
+        """The parameters and buffers ``[M, ...]`` by path, the ensemble's own and not copies."""
+        return Stacked(self._held(0), self._held(1))
+
+    def shared(self) -> Params:
+        """The parameters by path that members share and train, the ensemble's own and not copies."""
+        return self._held(2)
 
     def members(self) -> list[nn.Module]:
-        """Ordinary modules with storage of their own, in the modes of the ensemble's."""
-        return unstack_params(self._model[0], *self.stacked())
+        """Ordinary modules with storage of their own, in the modes of the ensemble's.
+
+        They have one copy of what members share and train, and the base of the ensemble's.
+        """
+        return self._apart(*self.stacked())
 
     def take(self, index: int | slice | Sequence[int] | Tensor) -> Ensemble:
         """An ensemble of some members, with their noise as it would go on.
+
+        It has a copy of what members share and train, and the base of this one.
 
         Raises:
             StackError: if no member is selected or an index is out of range.
         """
         params, buffers, keys, calls = take((*self.stacked(), self.keys, self.calls), index)
-        other = Ensemble(self._model[0], params, buffers, seeds=keys)
+        (model,) = self._apart(*take((params, buffers), 0))
+        other = Ensemble(model, params, buffers, seeds=keys, share_frozen=bool(self._base), shared=self.shared())
         other.calls.copy_(calls)
         return other
 
     def train(self, mode: bool = True) -> Ensemble:
-        """Set train mode, or eval mode, of all members."""
+        """Set train mode, or eval mode, of all members; modules whose running statistics members share stay in eval mode."""
         super().train(mode)
         self._model[0].train(mode)
+        for module in statistics_of(self._model[0]) if self._base else ():
+            module.eval()
         self._choose()
         return self
 
@@ -186,14 +230,26 @@ class Ensemble(nn.Module):
         """Number and class of the members."""
         return f"{self.num_models} of {type(self._model[0]).__qualname__}"
 
+    def _held(self, kind: int) -> Params:
+        """Tensors by path: 0 parameters, 1 buffers, 2 parameters that members share and train, 3 their base."""
+        return {path: getattr(*place) for path, place in self._places[kind]}
+
+    def _apart(self, params: Params, buffers: Params) -> list[nn.Module]:
+        held: Params = {path: nn.Parameter(leaf.detach().clone()) for path, leaf in self.shared().items()}
+        for path, leaf in self._held(3).items():
+            held[path] = nn.Parameter(leaf.detach(), False) if isinstance(leaf, nn.Parameter) else leaf
+        return members_of(self._model[0], params, buffers, held)
+
     def _choose(self) -> None:
         """Have the code of the modules' present modes run, which is made once for each."""
         runs = vars(self).setdefault("_runs", {})
-        named = self.array.named_parameters(), self.array.named_buffers()
-        self._places = [[(path, self.array.place(path)) for path, _ in tensors] for tensors in named]
+        common = {*self._shared, *self._base}
+        named = [[path for path, _ in every] for every in (self.array.named_parameters(), self.array.named_buffers())]
+        kinds = *([path for path in paths if path not in common] for paths in named), self._shared, self._base
+        self._places = [[(path, self.array.place(path)) for path in paths] for paths in kinds]
         modes = tuple(module.training for module in self._model[0].modules())
         if modes not in runs:
-            runs[modes] = bind(self._model[0], _forward), Known()
+            runs[modes] = bind(self._model[0], forward, share_frozen=bool(self._base)), Known()
         self._run, self._known = runs[modes]
         self._writes_tables = bool(tables_with_max_norm(self._model[0]))
 
@@ -203,80 +259,6 @@ class Ensemble(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._choose()
-
-
-def predict(model: nn.Module, state: TrainState | Stacked, batches: Any, *, batch_dims: Tree = None) -> Prediction:
-    """What all members of an array predict, in eval mode and without gradients.
-
-    Args:
-        model: Any module of the architecture.
-        state: A :class:`TrainState`, or what :func:`stack_params` returns.
-        batches: One tensor ``[N, ...]``, or an iterable of batches, see :meth:`Ensemble.predict`.
-        batch_dims: None if all members share the batches, 0 if every tensor is ``[M, N, ...]``, see :meth:`Ensemble.forward`.
-
-    Raises:
-        StateError: if the state does not belong to the model.
-        BatchError: if there is no batch, or a member returns anything but one tensor ``[N, ...]``.
-
-    Example:
-        >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
-        >>> predict(models[0], stack_params(models), torch.randn(8, 4)).mean.shape
-        torch.Size([8, 1])
-    """
-    if not isinstance(state, TrainState | Stacked):
-        raise StateError(
-            f"expected a TrainState or a Stacked but got {type(state).__qualname__}; pass a training state"
-        )
-    params, buffers = stacked(state)
-    check_state((params, buffers), shapes(model))
-    count = num_models((params, buffers))
-    device = next(iter(params.values())).device
-    given = isinstance(state, TrainState)
-    keys = random.fold_in(state.keys, ~state.step) if given else torch.zeros(count, dtype=torch.int64, device=device)
-    with torch.no_grad():
-        return _predict(model, Stacked(params, buffers), keys, batches, batch_dims)
-
-
-def _predict(model: nn.Module, stacked: Stacked, keys: Tensor, batches: Any, batch_dims: Tree) -> Prediction:
-    run, known = bind(model, _forward, training=False), Known()
-    return gather(lambda *args, **kwargs: _call(run, known, stacked, keys, args, kwargs, batch_dims)[0], batches)
-
-
-def _call(
-    run: Callable[..., Any],
-    known: Known,
-    stacked: Stacked,
-    keys: Tensor,
-    args: Any,
-    kwargs: dict[str, Any],
-    batch_dims: Tree,
-) -> tuple[Any, Params]:
-    """The outputs and new buffers of all members."""
-    given = {"args": args, "kwargs": kwargs}
-    if isinstance(batch_dims, list):
-        batch_dims = tuple(batch_dims)
-    if isinstance(batch_dims, tuple) and len(batch_dims) != len(args):
-        raise BatchError(f"batch_dims has {len(batch_dims)} parts for {len(args)} arguments; give one for each of them")
-    dims = {"args": batch_dims, "kwargs": None} if isinstance(batch_dims, tuple) else batch_dims
-    tree, params = plain(given), stacked.params
-    check_batch(
-        dims, tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, tree), keys.shape[0], "the input"
-    )
-    # The first call finds out whether a model writes its parameters.
-    if can_look(keys) and not known.tried:
-        params = copied(params)
-
-    def member(key: Tensor, params: Params, buffers: Params, tree: Tree) -> tuple[Any, Params]:
-        own = restored(copied(tree), given)
-        return run(params, buffers, *own["args"], key=key, **own["kwargs"])
-
-    in_dims = (0, 0, 0, spread(dims, tree))
-    with unwritten(params):
-        return vmap_routed(member, in_dims, known)(keys, params, stacked.buffers, tree)
-
-
-def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
 
 
 class _Names(nn.Module):

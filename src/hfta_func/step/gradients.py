@@ -77,11 +77,10 @@ class Gradients:
         self._rehearse(members, batch)
         if shared and can_look(keys) and self._options.scaling is None and bool(state.active.all()):
             run = functools.partial(self._run, batch, together=True)
-            grads, losses, metrics, buffers = self.chunks(run, members, plain(batch))
+            sums, grads, losses, metrics, buffers = self.chunks(run, members, plain(batch), adds=True)
             buffers = emptied(buffers, state.hparams, state.buffers)
-            grads, sums = _parted(grads, shared)
             if bool(torch.stack([leaf.sum() for leaf in (losses, *grads.values(), *sums.values())]).isfinite().all()):
-                sums = {path: total.sum(0, keepdim=True) for path, total in sums.items()}
+                sums = {path: total[None] for path, total in sums.items()}
                 return Found(trained, grads, losses, metrics, buffers, sums, summed=True)
             # A sum does not tell whose part is not finite.
         grads, losses, metrics, buffers = self.chunks(functools.partial(self._run, batch), members, plain(batch))
@@ -123,7 +122,8 @@ class Gradients:
         if tries:
             self._tried = True
         if together:
-            grads = {path: grad[None] if path in shared else grad for path, grad in grads.items()}
+            own, sums = _parted(grads, shared)
+            return sums, own, *aux
         return grads, *aux
 
     def _member(

@@ -6,9 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hfta_func._types import BatchError
+from hfta_func import random
+from hfta_func._torch import can_look
+from hfta_func._tree import leaves, num_models, tree_map
+from hfta_func._types import BatchError, Params, Shared, StateError, Tree
+from hfta_func.models.functional import bind
+from hfta_func.models.stack import Stacked, check_state, shapes
+from hfta_func.rules._aliasing import Known
+from hfta_func.rules.vmap import vmap_routed
+from hfta_func.step.batch import check_batch, copied, plain, restored, spread
+from hfta_func.step.check import unwritten
+from hfta_func.step.state import TrainState, stacked
 
 
 class Prediction:
@@ -101,3 +111,98 @@ def gather(run: Callable[..., Any], batches: Any) -> Prediction:
     if not parts:
         raise BatchError("there are no batches; pass a tensor, or at least one")
     return Prediction(torch.cat(parts, dim=1))
+
+
+def predict(
+    model: nn.Module,
+    state: TrainState | Stacked,
+    batches: Any,
+    *,
+    batch_dims: Tree = None,
+    share_frozen: bool = False,
+) -> Prediction:
+    """What all members of an array predict, in eval mode and without gradients.
+
+    Args:
+        model: Any module of the architecture.
+        state: A :class:`TrainState`, or what :func:`stack_params` returns.
+        batches: One tensor ``[N, ...]``, or an iterable of batches, see :meth:`Ensemble.predict`.
+        batch_dims: None if all members share the batches, 0 if every tensor is ``[M, N, ...]``, see :meth:`Ensemble.forward`.
+        share_frozen: The array was stacked with ``share_frozen=True``, and all members share the base of ``model``.
+
+    Raises:
+        StateError: if the state does not belong to the model.
+        BatchError: if there is no batch, or a member returns anything but one tensor ``[N, ...]``.
+
+    Example:
+        >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
+        >>> predict(models[0], stack_params(models), torch.randn(8, 4)).mean.shape
+        torch.Size([8, 1])
+    """
+    if not isinstance(state, TrainState | Stacked):
+        raise StateError(
+            f"expected a TrainState or a Stacked but got {type(state).__qualname__}; pass a training state"
+        )
+    held = getattr(state, "shared", ())
+    shared = held.params if isinstance(held, Shared) else {}
+    own = Stacked(state.params, stacked(state).buffers)
+    check_state(own, shapes(model, share_frozen, [*shared]))
+    count, device = num_models(own), leaves(own)[0].device
+    given = isinstance(state, TrainState)
+    keys = random.fold_in(state.keys, ~state.step) if given else torch.zeros(count, dtype=torch.int64, device=device)
+    run = bind(model, forward, training=False, share_frozen=share_frozen)
+    with torch.no_grad():
+        return predict_with(run, own, (shared, {}), keys, batches, batch_dims)
+
+
+def predict_with(
+    run: Callable[..., Any],
+    stacked: Stacked,
+    common: tuple[Params, Params],
+    keys: Tensor,
+    batches: Any,
+    batch_dims: Tree,
+) -> Prediction:
+    """What members predict by ``run``, see :func:`call`."""
+    known = Known()
+    return gather(lambda *args, **kwargs: call(run, known, stacked, common, keys, args, kwargs, batch_dims)[0], batches)
+
+
+def call(
+    run: Callable[..., Any],
+    known: Known,
+    stacked: Stacked,
+    common: tuple[Params, Params],
+    keys: Tensor,
+    args: Any,
+    kwargs: dict[str, Any],
+    batch_dims: Tree,
+) -> tuple[Any, Params]:
+    """The outputs and new buffers of all members, which share the parameters and the base in ``common``."""
+    given = {"args": args, "kwargs": kwargs}
+    if isinstance(batch_dims, list):
+        batch_dims = tuple(batch_dims)
+    if isinstance(batch_dims, tuple) and len(batch_dims) != len(args):
+        raise BatchError(f"batch_dims has {len(batch_dims)} parts for {len(args)} arguments; give one for each of them")
+    dims = {"args": batch_dims, "kwargs": None} if isinstance(batch_dims, tuple) else batch_dims
+    tree, params, (shared, base) = plain(given), stacked.params, common
+    check_batch(
+        dims, tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, tree), keys.shape[0], "the input"
+    )
+    # The first call finds out whether a model writes its parameters.
+    if can_look(keys) and not known.tried:
+        params, shared = copied((params, shared))
+
+    def member(key: Tensor, params: Params, buffers: Params, tree: Tree) -> tuple[Any, Params]:
+        own = restored(copied(tree), given)
+        return run(params, buffers, *own["args"], key=key, **own["kwargs"])
+
+    axes = dict.fromkeys(params, 0) | dict.fromkeys((*shared, *base), None)
+    in_dims = (0, axes, 0, spread(dims, tree))
+    with unwritten(params | shared):
+        return vmap_routed(member, in_dims, known)(keys, params | shared | base, stacked.buffers, tree)
+
+
+def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A model's call, for :func:`bind`."""
+    return model(*args, **kwargs)
