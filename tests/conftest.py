@@ -144,6 +144,14 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def own_ctrl_c():
+    """Ray Tune leaves a handler of its own behind, which would take the next test's Ctrl-C."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Threads do not pay at this size, and cost much where other work shares the cores."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import pickle
 import subprocess
@@ -20,6 +21,7 @@ from hfta_func import CompileWarning
 from hfta_func.run import background, compiler
 
 M = 3
+YIELDING = compiler._YIELDING
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
@@ -48,12 +50,13 @@ def favoured(answer: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A cache of its own, and no patience for being compiled or for what it may cost."""
+    """A cache of its own, no patience for being compiled or for what it may cost, and no yielding to other tests."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
     for name in ("_PATIENCE", "_COMPILING", "_COMPILING_A_LEAF"):
         monkeypatch.setattr(background, name, 0)
     monkeypatch.setattr(background, "_FIRST", 1)
     monkeypatch.setattr(compiler, "_COMPARING", 0)
+    monkeypatch.setattr(compiler, "_YIELDING", "")
     # Steps of tests are too small for a comparison to mean anything.
     monkeypatch.setattr(compiler.Compiler, "answer", favoured(compiler.Compiler.answer))
     monkeypatch.setattr(background, "_TRIAL", 1_000_000)
@@ -156,12 +159,14 @@ def test_without_a_compiler_one_line(tmp_path: pathlib.Path, monkeypatch: pytest
     assert "\n" not in str(caught[0].message)
 
 
-def test_a_process_that_is_killed_costs_nothing() -> None:
+def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_YIELDING", YIELDING)
     step, state = arrayed()
     quick = hfta.compile(step)
     for _ in range(2):
         quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
     worker = the_graph(quick)._worker
+    until(quick, lambda _: os.getpriority(os.PRIO_PROCESS, worker._process.pid) == 19, lambda: None)
     worker._process.kill()
     worker._process.wait()
     with pytest.warns(CompileWarning, match="ended with status -9"):
