@@ -77,7 +77,10 @@ def _clamp_(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
 
 
 def _bound(value: Any, like: Tensor) -> Any:
-    return value if value is None else _like(value, like)
+    if value is None or like.is_floating_point():
+        return value if value is None else _like(value, like)
+    # Integers are clamped by real numbers to real numbers.
+    return value if isinstance(value, Tensor) else torch.tensor(value, device=like.device)
 
 
 def _huber_loss(

@@ -6,7 +6,7 @@ PyTorch's functions take Python numbers only; those of :mod:`hfta_func.calls.exa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,19 @@ _STAND_IN = 0.5
 class numbered(routed):
     """:class:`routed` for calls in which modules hold tensors for numbers, see :mod:`hfta_func.models.numbers`."""
 
-    def __init__(self, key: Tensor | None, site: int = 0):
+    def __init__(self, key: Tensor | None, site: int = 0, numbers: Sequence[Tensor] = ()):
         super().__init__(key, site)
+        # Those given, and what is computed from them alone; other tensors of their kind are those of the model.
+        self._numbers = list(numbers)
         self._rate: Tensor | None = None
 
-    def again(self, key: Tensor | None, site: int) -> routed:
+    def again(self, key: Tensor | None, site: int, numbers: Sequence[Tensor] = ()) -> routed:
         """See :class:`routed`."""
-        return numbered(key, site)
+        return numbered(key, site, [*self._numbers, *numbers])
+
+    def is_number(self, value: Any) -> bool:
+        """See :class:`routed`."""
+        return isinstance(value, Tensor) and value.dim() == 0 and any(value is number for number in self._numbers)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,8 +43,24 @@ class numbered(routed):
         """Replace one call of a torch function, if a number of it is a tensor."""
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())
+        if func in _AUGMENTED and self.is_number(args[0]):
+            # A number of Python's stays what it is under its other names.
+            func = _AUGMENTED[func]
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        others = [value for value in tensors if not self.is_number(value)]
+        result = self._call(func, types, args, kwargs, others if len(others) < len(tensors) else [])
+        if tensors and not others and isinstance(result, Tensor):
+            self._numbers.append(result)
+        return result
+
+    def _call(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Tensor]
+    ) -> Any:
+        """Call a function with numbers and the tensors that they meet."""
+        if self.key is None and (func in _RATES or func in _RECURRENT):
+            args, kwargs = self._without_unused(args, kwargs)
         # Those that draw from PyTorch's generator need a number.
-        if func in _RATES and self.key is not None:
+        elif func in _RATES:
             name, place = _RATES[func]
             rate = kwargs[name] if name in kwargs else args[place] if len(args) > place else None
             if self._rate is not None and isinstance(rate, float) and rate == _STAND_IN:
@@ -50,9 +72,10 @@ class numbered(routed):
                 self._rate = None
                 return result
         # Python numbers have no precision: they take that of the tensors they meet. Noise depends on every bit of a rate.
-        if func not in HANDLERS and (kind := _narrowest(given)) is not None:
-            args = tuple([_narrowed(value, kind) for value in args])
-            kwargs = {name: _narrowed(value, kind) for name, value in kwargs.items()}
+        if met and func not in HANDLERS:
+            kind = _precision(met)
+            args = tuple([value.to(kind) if self._is_real(value) else value for value in args])
+            kwargs = {name: value.to(kind) if self._is_real(value) else value for name, value in kwargs.items()}
         if func is F.scaled_dot_product_attention and isinstance(scale := kwargs.get("scale"), Tensor):
             args, kwargs = _with(args, kwargs, "query", 0, (kwargs["query"] if "query" in kwargs else args[0]) * scale)
             kwargs["scale"] = 1.0
@@ -63,18 +86,28 @@ class numbered(routed):
                     return replacement(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
+    def _without_unused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments without rates outside of training, which PyTorch checks nevertheless."""
+        is_off = kwargs.get("training", kwargs.get("train")) is False
+        followed = zip(args, (*args[1:], None), strict=True)
+        args = tuple(
+            [_STAND_IN if self.is_number(value) and (is_off or flag is False) else value for value, flag in followed]
+        )
+        return args, {name: _STAND_IN if is_off and self.is_number(value) else value for name, value in kwargs.items()}
 
-def _narrowest(given: tuple[Any, ...]) -> torch.dtype | None:
-    """The precision of what a function was given, if it is less than that of numbers."""
-    for value in given:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
-            return value.dtype
-    return None
+    def _is_real(self, value: Any) -> bool:
+        return self.is_number(value) and value.dtype == torch.float64
 
 
-def _narrowed(value: Any, kind: torch.dtype) -> Any:
-    is_number = isinstance(value, Tensor) and value.dtype == torch.float64 and value.dim() == 0
-    return value.to(kind) if is_number else value
+def _precision(met: list[Tensor]) -> torch.dtype:
+    """The precision that a Python number has beside these tensors."""
+    for value in met:
+        if value.is_floating_point() or value.is_complex():
+            return _REAL.get(value.dtype, value.dtype)
+    return torch.get_default_dtype()
+
+
+_REAL = {kind: kind.to_real() for kind in (torch.complex32, torch.complex64, torch.complex128)}
 
 
 def _with(args: Any, kwargs: Any, name: str, place: int, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -94,6 +127,17 @@ def called_with(error: BaseException) -> list[Any]:
     return found
 
 
+_OPERATORS = {
+    **{name: name for name in ("add", "sub", "mul", "pow")},
+    **{"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"},
+}
+_AUGMENTED: dict[Any, Any] = {
+    func: getattr(Tensor, name)
+    for operator, name in _OPERATORS.items()
+    for func in (getattr(Tensor, f"__i{operator}__"), getattr(Tensor, f"{name}_"))
+}
+"""What computes the same and does not write its first argument."""
+
 _CHECKED = {
     getattr(F, name) for name in "alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout".split()
 } | {F.multi_head_attention_forward}
@@ -108,6 +152,9 @@ _RATES: dict[Any, tuple[str, int]] = {
     F.multi_head_attention_forward: ("dropout_p", 10),
 }
 """Name and place of the rate, by function."""
+
+_RECURRENT = {func for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for func, _ in spellings(name)}
+"""Functions that are called with a rate and whether it counts, one after the other."""
 
 
 _OPTIONS = ("size_average", "reduce", "running_mean", "running_var", "normalized_shape")

@@ -8,7 +8,7 @@ raises an error.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,9 +82,13 @@ class routed(TorchFunctionMode):
                 found = self._inside(found, *level)
         return found
 
-    def again(self, key: Tensor | None, site: int) -> routed:
-        """A mode of this kind for a part of the block, which goes on from a call site."""
+    def again(self, key: Tensor | None, site: int, numbers: Sequence[Tensor] = ()) -> routed:
+        """A mode of this kind for a part of the block, which goes on from a call site, where ``numbers`` are numbers."""
         return routed(key, site)
+
+    def is_number(self, value: Any) -> bool:
+        """Whether this is a tensor for what is a Python number in a member alone."""
+        return False
 
     def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """``func(*args)``, which is elementwise, for those who would rather call it again than keep the result."""

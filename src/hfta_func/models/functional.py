@@ -198,7 +198,7 @@ class Bound:
                 f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
             )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        mode = routing(key, bool(numbers))
+        mode = routing(key, _everywhere(numbers, args) if numbers else ())
         with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
@@ -234,6 +234,12 @@ class Bound:
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
             check_no_carrying(run, self._make)
+
+
+def _everywhere(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:
+    """Numbers of the member's own, and those that a loss finds among its arguments, in what a training state calls hparams."""
+    held = [arg[path] for arg in args if isinstance(arg, dict) for path in numbers if path in arg]
+    return [*numbers.values(), *held]
 
 
 def _with_attributes(body: Body) -> tuple[Body, Attributes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -19,10 +19,10 @@ from hfta_func.calls.recall import Recalls, recalls
 from hfta_func.calls.routing import routed
 
 
-def routing(key: Tensor | None, is_numbered: bool = False) -> routed:
+def routing(key: Tensor | None, numbers: Sequence[Tensor] = ()) -> routed:
     """``routed(key)``, or :class:`numbered`; inside a block of :class:`Recalls` ``routed`` notes what can be made again."""
-    if is_numbered:
-        return numbered(key)
+    if numbers:
+        return numbered(key, numbers=numbers)
     running = recalls()
     return routed(key) if running is None else _Noting(key, running)
 

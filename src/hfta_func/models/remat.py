@@ -158,6 +158,8 @@ def _run_twice(
     # The first run updates the buffers; later runs start from copies of what the first one found.
     found = {name: buffer.clone() for name, buffer in buffers.items()}
     leaves, spec = pytree.tree_flatten((mode.key, mode.skipped, params, found, args, kwargs))
+    numbers = [place for place, leaf in enumerate(leaves) if mode.is_number(leaf)]
+    own_numbers = [name for name, buffer in buffers.items() if mode.is_number(buffer)]
 
     def run(*leaves: Any) -> tuple[Any, ...]:
         nonlocal out_spec
@@ -167,7 +169,8 @@ def _run_twice(
         tensors = {**params, **own}
         # A backward pass may run in a thread of its own.
         again = contextlib.nullcontext() if watch is None else watched(watch.known)
-        with again, mode.again(key, site) as inner, checkpoints_of(part, fixed):
+        given = [*(leaves[place] for place in numbers), *(own[name] for name in own_numbers)]
+        with again, mode.again(key, site, given) as inner, checkpoints_of(part, fixed):
             inner.skipped = skipped
             with _torch.reparametrized(part, tensors, tie_weights=True):
                 output = forward(*args, **kwargs)
