@@ -778,13 +778,53 @@ PLANTED = [
     ),
     Planted(
         "rates in single precision",
-        *("calls/numbers.py", "if func not in HANDLERS and (kind", "if (kind"),
+        *("calls/numbers.py", "if met and func not in HANDLERS:", "if met:"),
         "test_numbers.py::test_noise_is_that_of_a_solo_run_to_the_bit",
     ),
     Planted(
         "numbers keep their precision among tensors of less",
-        *("calls/numbers.py", "return value.to(kind) if is_number else value", "return value"),
+        *("calls/numbers.py", "kind = _precision(met)", "kind = torch.float64"),
         "test_numbers.py::test_numbers_have_the_precision_of_what_they_meet",
+    ),
+    Planted(
+        "numbers keep their precision among integers and masks",
+        *("calls/numbers.py", "return torch.get_default_dtype()", "return torch.float64"),
+        "test_number_kinds.py::test_results_are_those_of_python_numbers",
+    ),
+    Planted(
+        "any scalar of double precision is taken for a number",
+        *("calls/numbers.py", "any(value is number for number in self._numbers)", "value.dtype == torch.float64"),
+        "test_number_kinds.py::test_results_are_those_of_python_numbers",
+    ),
+    Planted(
+        "an augmented assignment writes a number under its other names",
+        *("calls/numbers.py", "if func in _AUGMENTED and", "if False and"),
+        "test_number_kinds.py::test_results_are_those_of_python_numbers",
+    ),
+    Planted(
+        "a part that runs twice forgets which of its inputs are numbers",
+        *("models/remat.py", "if mode.is_number(leaf)]", "if False]"),
+        "test_number_kinds.py::test_results_are_those_of_python_numbers",
+    ),
+    Planted(
+        "a part that runs twice forgets its own numbers",
+        *("models/remat.py", "if mode.is_number(buffer)]", "if False]"),
+        "test_number_kinds.py::test_results_are_those_of_python_numbers",
+    ),
+    Planted(
+        "rates without a key are checked by PyTorch outside of training",
+        *("calls/numbers.py", "(is_off or flag is False)", "is_off"),
+        "test_number_kinds.py::test_rates_outside_of_training_need_no_key",
+    ),
+    Planted(
+        "a dropout rate of a model may be any number",
+        *("step/train.py", "check(name, carried[name], Range.RATE)", "pass"),
+        "test_number_kinds.py::test_rates_out_of_range_are_refused_by_member_and_path",
+    ),
+    Planted(
+        "a dropout rate out of range drops everything",
+        *("calls/exact.py", "(rate >= 0) & (rate <= 1), rate, math.nan", "rate <= 1, rate, 1.0"),
+        "test_number_kinds.py::test_the_member_of_a_rate_that_goes_out_of_range_fails",
     ),
     Planted(
         "noise that goes on after a part that runs twice as if nothing had been skipped",

@@ -18,7 +18,7 @@ from hfta_func import random
 from hfta_func._torch import depth
 from hfta_func._types import RandomnessError
 from hfta_func.calls import fills
-from hfta_func.calls.exact import inverse, is_zero, leaky_relu
+from hfta_func.calls.exact import checked, inverse, is_zero, leaky_relu
 
 
 class _Keys(Protocol):
@@ -42,7 +42,7 @@ def _native_dropout(keys: _Keys, func: Any, input: Tensor, p: Any, train: bool |
     if not train or is_zero(p):
         return input, torch.ones_like(input, dtype=torch.bool)
     keep = random.bernoulli(keys.next_key(p), 1 - p, input.shape)
-    return input * keep * inverse(1 - p), keep
+    return input * keep * inverse(1 - checked(p)), keep
 
 
 def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inplace: bool) -> Tensor:
@@ -52,7 +52,7 @@ def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inpla
     if not training or is_zero(p):
         return input
     keep = random.bernoulli(keys.next_key(p), 1 - p, shape)
-    scale = inverse(1 - p)
+    scale = inverse(1 - checked(p))
     if isinstance(scale, Tensor):
         dropped = input * keep * scale.to(input.dtype)
     else:
@@ -73,7 +73,7 @@ def _alpha(shape: Callable[[Tensor], Any], inplace: bool) -> Callable[..., Tenso
             return input
         keep = random.bernoulli(keys.next_key(p), 1 - p, shape(input)).to(input.dtype)
         if isinstance(p, Tensor):
-            scale = inverse(((saturation**2 * p + 1) * (1 - p)).sqrt())
+            scale = inverse(((saturation**2 * p + 1) * (1 - checked(p))).sqrt())
         else:
             scale = 1 / math.sqrt((saturation**2 * p + 1) * (1 - p)) if p < 1 else 0.0
         dropped = input * keep * scale + (keep - 1 + p) * (saturation * scale)

@@ -5,6 +5,7 @@ What may be a tensor is annotated ``Any``; the other arguments are those of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,15 @@ def is_zero(rate: Any) -> bool:
     return not isinstance(rate, Tensor) and rate == 0
 
 
+def checked(rate: Any) -> Any:
+    """The rate; of rates in a tensor NaN for those that PyTorch refuses."""
+    return torch.where((rate >= 0) & (rate <= 1), rate, math.nan) if isinstance(rate, Tensor) else rate
+
+
 def inverse(keep: Any) -> Any:
     """``1 / keep``, or 0 where nothing is kept."""
     if isinstance(keep, Tensor):
-        return torch.where(keep > 0, 1 / keep, torch.zeros_like(keep))
+        return torch.where(keep == 0, torch.zeros_like(keep), 1 / keep)
     return 1 / keep if keep else 0.0
 
 

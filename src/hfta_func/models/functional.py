@@ -237,7 +237,7 @@ class Bound:
 
 
 def _everywhere(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:
-    """Numbers of the member's own, and those that a loss finds among its arguments, in what a training state calls hparams."""
+    """Numbers of the member's own, and those that a loss finds among its arguments, in the hparams of a state."""
     held = [arg[path] for arg in args if isinstance(arg, dict) for path in numbers if path in arg]
     return [*numbers.values(), *held]
 

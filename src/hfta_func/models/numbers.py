@@ -20,6 +20,8 @@ from hfta_func.calls.branches import Diverged
 from hfta_func.calls.numbers import called_with
 from hfta_func.calls.routing import routed
 
+_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+
 
 def is_number(value: Any) -> bool:
     """Whether this is a plain number of Python's."""
@@ -39,6 +41,14 @@ def numbers_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         for name in vars(module)
         if is_own(module, name)
     }
+
+
+def rates_of(model: nn.Module) -> frozenset[str]:
+    """The paths of those that are dropout rates of PyTorch's layers, which have to be between 0 and 1."""
+    kinds = {"p": _DROPOUTS, "dropout": (nn.MultiheadAttention, nn.RNNBase)}
+    return frozenset(
+        path for path, (module, name) in numbers_of(model).items() if isinstance(module, kinds.get(name, ()))
+    )
 
 
 def hold(model: nn.Module, paths: Iterable[str]) -> None:
@@ -72,12 +82,16 @@ def is_place(leaf: Tensor) -> bool:
 
 def filled(buffers: Params, hparams: Params) -> Params:
     """Buffers with the numbers of ``hparams`` in their places."""
+    if not hparams:
+        return buffers
     numbers = {path: hparams[path] for path in hparams if path in buffers and is_place(buffers[path])}
     return buffers | numbers if numbers else buffers
 
 
 def emptied(buffers: Params, hparams: Params, like: Params) -> Params:
     """Buffers with the places that ``like`` has for numbers of ``hparams``."""
+    if not hparams:
+        return buffers
     places = {path: like[path] for path in hparams if path in like and is_place(like[path])}
     return buffers | places if places else buffers
 

@@ -14,7 +14,7 @@ from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import Params, StackError, StateError
 from hfta_func.models.frozen import base_of, check_same_base, shared_of
-from hfta_func.models.numbers import assign, is_place, numbers_of
+from hfta_func.models.numbers import assign, is_place, numbers_of, rates_of
 from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
 
 
@@ -146,13 +146,14 @@ def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params
 
 
 class Shapes(NamedTuple):
-    """Shapes of a member's parameters and buffers by path; the paths tied to one of those, of the base, and of numbers."""
+    """Shapes of a member's parameters and buffers by path; paths tied to one of those, of the base, numbers and rates."""
 
     params: dict[str, torch.Size]
     buffers: dict[str, torch.Size]
     ties: dict[str, str]
     base: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
+    rates: frozenset[str] = frozenset()
 
 
 def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> Shapes:
@@ -161,7 +162,7 @@ def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence
     base = frozenset({*(base_of(model) if share_frozen else ()), *shared_of(model, shared_params)})
     params = {path: parameter.shape for path, parameter in model.named_parameters() if path not in base}
     buffers = {path: buffer.shape for path, buffer in model.named_buffers() if path not in base}
-    return Shapes(params, buffers, ties(model), base, frozenset(numbers_of(model)))
+    return Shapes(params, buffers, ties(model), base, frozenset(numbers_of(model)), rates_of(model))
 
 
 def check_stacked(stacked: tuple[Params, Params], own: Shapes) -> None:

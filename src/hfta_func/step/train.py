@@ -17,7 +17,7 @@ from hfta_func.models.frozen import base_of
 from hfta_func.models.functional import outline
 from hfta_func.models.numbers import place_for
 from hfta_func.models.stack import check_state, shapes
-from hfta_func.optim._base import GradientTransformation, Range, check_transformation, per_member
+from hfta_func.optim._base import GradientTransformation, Range, check, check_transformation, per_member
 from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.amp import LossScale
@@ -221,7 +221,8 @@ class TrainStep(Compiled):
 
         Raises:
             StateError: if params or buffers do not belong to the model.
-            HyperparameterError: if the length of seeds, ``hparams`` or an optimizer's hyperparameter is not M.
+            HyperparameterError: if the length of seeds, ``hparams`` or an optimizer's hyperparameter is not M, or a dropout
+                rate is not between 0 and 1.
         """
         if not isinstance(params, Mapping):
             raise StateError(
@@ -256,7 +257,14 @@ class TrainStep(Compiled):
         kind, scaling = next(iter(trained.values())).dtype, self.options.scaling
         # In fewer bits, a rate such as 0.999 would be 1.
         dtype = torch.promote_types(kind.to_real(), torch.float32)
-        given = {name: per_member(name, value, count, keys.device, Range.FINITE) for name, value in hparams.items()}
+        ranges = {name: Range.RATE for name in self._shapes.rates}
+        # On the meta device there are no values.
+        for name in ranges.keys() & carried.keys() - hparams.keys() if keys.device.type != "meta" else ():
+            check(name, carried[name], Range.RATE)
+        given = {
+            name: per_member(name, value, count, keys.device, ranges.get(name, Range.FINITE))
+            for name, value in hparams.items()
+        }
         # Of the model's numbers every bit counts: a rate decides what is dropped.
         numbers = carried | {name: value if name in known else value.to(dtype) for name, value in given.items()}
         return TrainState(
