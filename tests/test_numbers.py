@@ -133,6 +133,10 @@ CASES = {
     "rms norm": activation(lambda eps: nn.RMSNorm(6, eps), 1e-5, 0.1, 1.0),
     "group norm": norm(lambda eps: nn.GroupNorm(3, 6, eps), 1e-5, 0.1, 1.0),
     "instance norm": norm(lambda eps: nn.InstanceNorm1d(6, eps, affine=True), 1e-5, 0.1, 1.0),
+    "instance norm of averages": norm(lambda number: nn.InstanceNorm1d(6, number, number, True, True), 1e-5, 0.1, 1.0),
+    "instance norm without batches": norm(
+        lambda eps: nn.InstanceNorm1d(6, eps, track_running_stats=True).eval(), 1e-5, 0.1, 1.0
+    ),
     "batch norm": norm(lambda eps: nn.BatchNorm1d(6, eps), 1e-5, 0.1, 1.0),
     "batch norm momentum": norm(lambda momentum: nn.BatchNorm1d(6, momentum=momentum), 0.1, 0.01, 1.0),
     "batch norm of all batches": norm(lambda eps: nn.BatchNorm1d(6, eps, momentum=None), 1e-5, 0.1, 1.0),

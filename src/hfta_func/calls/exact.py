@@ -204,9 +204,14 @@ def _instance_norm(
     input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None,
     bias: Tensor | None = None, use_input_stats: bool = True, momentum: Any = 0.1, eps: Any = 1e-5,
 ) -> Tensor:  # fmt: skip
+    if not use_input_stats:
+        return _batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+    dims = [*range(2, input.dim())]
     if running_mean is not None:
-        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    normed = _normed(input, [*range(2, input.dim())], eps)
+        wide = _wide(input.detach())
+        for average, stat in ((running_mean, wide.mean(dims)), (running_var, wide.var(dims))):
+            average += (stat.mean(0) - average) * momentum
+    normed = _normed(input, dims, eps)
     return _affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
 
 
