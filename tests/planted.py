@@ -728,6 +728,15 @@ PLANTED = [
         "test_pool.py::test_unequal_workers_get_arrays_of_their_own_sizes",
     ),
     Planted(
+        "a call whose worker fails in another way than by dying is lost",
+        *(
+            "run/pool.py",
+            "        except Exception as error:\n            # Whatever",
+            "        except Died as error:\n            # Whatever",
+        ),
+        "test_pool.py::test_whatever_happens_to_a_worker_its_call_is_answered",
+    ),
+    Planted(
         "the arrays of workers that are gone wait for ever",
         *("run/pool.py", "and not self._alive[call.limit]", "and False"),
         "test_pool.py::test_a_larger_worker_stands_in_for_one_that_is_gone",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import random
@@ -319,15 +320,22 @@ print("the same")
 """
 
 
-def program(code: str, *arguments: Any, **options: Any) -> Any:
+@contextlib.contextmanager
+def program(code: str, *arguments: Any, **options: Any) -> Iterator[Any]:
     path = os.pathsep.join([*filter(None, sys.path)])
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
         **options,
-    )
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            # One that hangs would not end by itself.
+            process.kill()
+            raise
 
 
 def test_nodes_that_come_are_used_and_nodes_that_are_lost_change_nothing(tmp_path: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import pathlib
 import pickle
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -150,33 +151,85 @@ def test_a_fit_is_cut_in_proportion_to_what_workers_hold(uneven: Any) -> None:
     assert [low for low, *_ in spread._parts(1, uneven)] == [0]
 
 
+class Fake:
+    """A worker in this process, which answers with its own name, unless it does something else first."""
+
+    def __init__(self, name: str, first: Callable[[Fake], Any] = lambda own: None, restarts: bool = True):
+        self.name, self.first, self.restarts = name, first, restarts
+        self.starts, self.gone = 0, threading.Event()
+
+    def start(self) -> None:
+        self.starts += 1
+        if self.starts > 1 and not self.restarts:
+            self.gone.wait()
+
+    def call(self, number: int, live: Any, function: Any, arguments: bytes) -> tuple[bool, bytes]:
+        return False, self.first(self) or processes.dumps(self.name)
+
+    def kill(self) -> None:
+        self.gone.set()
+
+    def close(self) -> None:
+        pass
+
+
+def die(worker: Fake) -> None:
+    raise pool.Died("for good")
+
+
 def test_a_larger_worker_stands_in_for_one_that_is_gone() -> None:
-    class Worker:
-        """In this process; the small one never starts again."""
-
-        def __init__(self, name: str):
-            self.name, self.starts, self.gone = name, 0, threading.Event()
-
-        def start(self) -> None:
-            self.starts += 1
-            if self.starts > 1:
-                self.gone.wait()
-
-        def call(self, number: int, live: Any, function: Any, arguments: bytes) -> tuple[bool, bytes]:
-            if self.name == "small":
-                raise pool.Died("for good")
-            return False, processes.dumps(self.name)
-
-        def kill(self) -> None:
-            self.gone.set()
-
-        def close(self) -> None:
-            pass
-
-    with pool.Pool([Worker("small"), Worker("large")], limits=[2, 5]) as crew:
+    with pool.Pool([Fake("small", die, restarts=False), Fake("large")], limits=[2, 5]) as crew:
         assert crew.ready(60)
         call = crew.submit(dict, 2)
         assert crew.wait(60) == (call, "large") and crew.deaths == 1
+
+
+def test_a_call_is_repeated_while_its_first_worker_is_still_being_mourned() -> None:
+    repeated, seen = threading.Event(), list[Any]()
+
+    class Mourner(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "died" in record.getMessage():
+                assert repeated.wait(60)
+
+    def begin(worker: Fake) -> None:
+        turns.append(worker)
+        if worker is turns[0]:
+            die(worker)
+        repeated.set()
+        while turns[0].starts < 2:
+            time.sleep(0.01)
+        # The thread of the first is done with it.
+        seen.append(crew.busy())
+
+    turns, log = list[Fake](), logging.getLogger("hfta_func.workers")
+    log.addHandler(mourner := Mourner())
+    try:
+        with pool.Pool([Fake("a", begin, restarts=False), Fake("b", begin, restarts=False)]) as crew:
+            call = crew.submit(dict)
+            assert crew.wait(60) == (call, turns[1].name) and turns[0] is not turns[1]
+            assert [name for name, _ in seen[0].values()] == [turns[1].name] and not crew.busy()
+    finally:
+        log.removeHandler(mourner)
+
+
+def test_whatever_happens_to_a_worker_its_call_is_answered() -> None:
+    def fail(worker: Fake) -> bytes:
+        if worker.starts == 1:
+            raise OSError("the line is cut")
+        return b"no pickle" if worker.starts == 2 else b""
+
+    with pool.Pool([Fake("only", fail)]) as crew:
+        call = crew.submit(dict)
+        assert crew.wait(60) == (call, "only") and crew.deaths == 2
+
+    def always(worker: Fake) -> None:
+        raise OSError("the line is cut")
+
+    with pool.Pool([Fake("only", always)]) as crew:
+        call = crew.submit(dict)
+        number, answer = crew.wait(60)
+        assert number == call and "its workers died 3 times in a row, last only OSError: the line is cut" in str(answer)
 
 
 def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:

@@ -80,6 +80,9 @@ class _Remote:
         ray = _ray()
         about: Any = None
         for trial in range(_STARTS):
+            if self._actor is not None:
+                # It may only have been out of reach, and would keep its place from the next one.
+                ray.kill(self._actor)
             self._actor = ray.remote(Actor).options(**self._options).remote(*self._order)
             if self._closed:
                 self.kill()

@@ -250,20 +250,24 @@ class Pool:
                 return True
             self._busy[call.number] = worker.name, time.time()
         _log.info("%s begins call %d", worker.name, call.number)
+        there, found, how = False, None, None
         try:
             there, answer = worker.call(own, live, None if own in known else function, call.arguments)
-        except Died as error:
-            if self._closed:
-                return True
-            self._died(worker, call, str(error))
-            return False
-        finally:
-            with self._changed:
-                _, began = self._busy.pop(call.number)
-            self._note(worker.name, time.time() - began, 0)
+            found = loads(answer)
+        except Exception as error:
+            # Whatever it is, nobody knows what the worker does now, and who waits for the answer must not wait for ever.
+            how = str(error) if isinstance(error, Died) else line(error)
+        # Before another worker may repeat the call and have this entry.
+        with self._changed:
+            _, began = self._busy.pop(call.number)
+        self._note(worker.name, time.time() - began, 0)
+        if how is not None:
+            if not self._closed:
+                self._died(worker, call, how)
+            return self._closed
         known.intersection_update(live)
         known.update([own] if there else [])
-        self._answers.put((call.number, loads(answer)))
+        self._answers.put((call.number, found))
         return True
 
     def _died(self, worker: Worker, call: _Call, how: str) -> None:
