@@ -436,5 +436,9 @@ def test_errors_keep_their_place() -> None:
     model = Branching().double()
     step = hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), checkpoint=True)
     state = step.init(*hfta.stack_params([model, model]), seeds=[0, 1])
-    with pytest.raises(hfta.HFTAError, match=r"module 'blocks.1.0' \(.*Gate\)"):
+    with pytest.raises(hfta.HFTAError, match=r"module 'blocks.1.0' \(.*Gate\)") as caught:
         step(state, batches(2, 1)[0])
+    # While somebody looks at the error, nothing of the checkpoint is still in force.
+    x = torch.ones(2, requires_grad=True)
+    x.square().sum().backward()
+    assert caught and x.grad is not None and x.grad.tolist() == [2.0, 2.0]

@@ -215,7 +215,7 @@ def _outside_vmap(
         if any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in leaves):
             # XLA compiles the whole step and would merge the two runs.
             return run(*leaves)
-        return _torch.checkpoint(run, *leaves, use_reentrant=False, **options)
+        return _checkpointed(run, leaves, options)
     interpreter = _torch.current_interpreter()
     level = interpreter.level()
     # [N, ...] of each member -> [M, N, ...] and its dim, or [N, ...] and None where members share it
@@ -224,3 +224,27 @@ def _outside_vmap(
     with interpreter.lower():
         outputs, out_dims = _outside_vmap(mapped, plain, options)
     return _torch.wrap_leaves(outputs, out_dims, level)
+
+
+def _checkpointed(
+    run: Callable[..., tuple[Any, ...]], leaves: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, ...]:
+    """``run(*leaves)`` under PyTorch's checkpoint."""
+    failed: list[BaseException] = []
+    is_over = False
+
+    def guarded(*leaves: Any) -> tuple[Any, ...]:
+        try:
+            return run(*leaves)
+        except BaseException as error:
+            if is_over:
+                raise
+            failed.append(error)
+            return ()
+
+    outputs = _torch.checkpoint(guarded, *leaves, use_reentrant=False, **options)
+    is_over = True
+    # An error that passes through it leaves its hooks in force, in PyTorch 2.9, for as long as somebody holds the error.
+    if failed:
+        raise failed.pop()
+    return outputs
