@@ -96,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, dict[str, Any]] = {}
     for name, ways in jobs.items():
         torch.manual_seed(0)
+        # The agents share their code, which the compiler makes only so many graphs of.
+        torch.compiler.reset()
         found[name] = measure(ways, args.rounds, args.calls)
         rows = [[way, f"{row['rate']:.0f}", f"{row['ratio']:.2f}"] for way, row in found[name].items()]
         print(f"\n{table([name, 'calls a second', 'of the loop'], rows)}", flush=True)
