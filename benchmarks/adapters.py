@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="threads of PyTorch")
     parser.add_argument("--compile", action="store_true", help="also the compiled array")
     parser.add_argument("--bases", action="store_true", help="also an array with a base for every adapter")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the numbers to FILE")
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -214,5 +214,6 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\n{table(head, rows)}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"machine": about, "adapters": results}, indent=2) + "\n")
+        held = json.loads(args.json.read_text())["adapters"] if args.json.exists() else {}
+        args.json.write_text(json.dumps({"machine": about, "adapters": held | results}, indent=2) + "\n")
     return 0 if all(one["agrees"] for found in results.values() for one in found["ways"].values()) else 1

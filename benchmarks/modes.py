@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 import hfta_func
-from benchmarks.workloads import Job, Run
-from hfta_func.run.compiler import OPTIONS
+from benchmarks.workloads import WORKLOADS, Job, Run
+from hfta_func.run.compiler import options
 
 SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "processes", "process per core"
 """What all others are compared with; the same on one thread, which small models may be faster on; a process for each model;
 a process for each core, with its share of the models."""
+MANY, STEPS = "array many compiled", 8
+"""An array whose calls take so many steps each, a multiple of the batches that come round."""
 WORKERS = "array workers", "array workers compiled"
 """An array in a process for each core, with its share of the models, as ``fit(workers=)`` trains it."""
 
@@ -55,9 +58,7 @@ def stock(job: Job, compiled: bool = False) -> Run:
 def array(job: Job, compiled: bool = False, graphed: bool = False, **own: Any) -> Run:
     """An array that changes its state in place; ``own`` are options of its step."""
     step, state = job.array(**own)
-    # As hfta.compile does it; its options are for a CPU.
-    options = {} if state.keys.is_cuda else OPTIONS[0]
-    run = torch.compile(step, fullgraph=True, dynamic=False, options=options or None) if compiled else step
+    run = _compiled(step, state) if compiled else step
     if graphed:
         run = _graphed(run, state, job.batches[0])
 
@@ -65,6 +66,30 @@ def array(job: Job, compiled: bool = False, graphed: bool = False, **own: Any) -
         nonlocal state
         state, metrics = run(state, batch)
         return metrics["loss"]
+
+    return Run(train, lambda: state)
+
+
+def _compiled(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
+    """As :func:`hfta_func.compile` does it, whose options are for a CPU."""
+    chosen = None if state.keys.is_cuda else options(state)[0]
+    return torch.compile(step, fullgraph=True, dynamic=False, options=chosen)
+
+
+def many(job: Job) -> Run:
+    """An array whose compiled calls take some steps each, with the batches of these; every step has its own losses."""
+    step, state = job.array()
+    run, number, losses = _compiled(step.many, state), 0, Tensor()
+    batches = itertools.islice(itertools.cycle(job.batches), STEPS)
+    ahead = tuple(map(torch.stack, zip(*batches, strict=True)))
+
+    def train(batch: Any) -> Tensor:
+        nonlocal state, number, losses
+        if number % STEPS == 0:
+            state, metrics = run(state, ahead)
+            losses = metrics["loss"]
+        number += 1
+        return losses[(number - 1) % STEPS]
 
     return Run(train, lambda: state)
 
@@ -130,6 +155,7 @@ MODES: dict[str, Callable[[Job], Run]] = {
     "array": array,
     "array auto": lambda job: array(job, chunk_size="auto"),
     "array compiled": lambda job: array(job, compiled=True),
+    MANY: many,
     WORKERS[0]: array,
     WORKERS[1]: lambda job: array(job, compiled=True),
     "array CUDA graph": lambda job: array(job, compiled=True, graphed=True),
@@ -139,7 +165,9 @@ MODES: dict[str, Callable[[Job], Run]] = {
 }
 
 NOT_FOR = {
+    MANY: tuple(name for name in WORKLOADS if name != "mlp"),
     "array auto": ("dcgan",),
     "serial foreach": ("resnet", "transformer", "bert"),
 }
-"""Workloads that a mode is not for: a step of its own has no ``chunk_size``; Adadelta has no kernels but ``foreach``."""
+"""Workloads that a mode is not for: those whose graph takes long to compile, and whose calls are little of a step; a step of
+its own has no ``chunk_size``; Adadelta has no kernels but ``foreach``."""

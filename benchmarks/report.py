@@ -32,7 +32,8 @@ from benchmarks._tables import (
     shown,
     times,
 )
-from benchmarks.modes import PER_CORE, PROCESSES, SERIAL, WORKERS
+from benchmarks.adapters import BASES
+from benchmarks.modes import MANY, PER_CORE, PROCESSES, SERIAL, WORKERS
 from benchmarks.ops import ratio as op_ratio
 from benchmarks.workloads import WORKLOADS
 
@@ -43,6 +44,8 @@ UPDATES = "<!-- updates, made by python -m benchmarks report -->"
 PREDICTIONS = "<!-- predictions, made by python -m benchmarks report -->"
 OPERATORS = "<!-- operators, made by python -m benchmarks report -->"
 STUDIES = "<!-- studies, made by python -m benchmarks report -->"
+ENSEMBLES = "<!-- ensembles, made by python -m benchmarks report -->"
+ADAPTERS = "<!-- adapters, made by python -m benchmarks report -->"
 TO_STEPS = "<!-- time to some steps, made by python -m benchmarks report -->"
 TITLES = {
     "cpu-small": "On a CPU, small versions",
@@ -64,6 +67,7 @@ COLUMNS = {
     "array, auto": ["array auto"],
     "array per core": [WORKERS[0]],
     "compiled": ["array compiled"],
+    "compiled, 8 steps a call": [MANY],
     "compiled, per core": [WORKERS[1]],
     "CUDA graph": ["array CUDA graph"],
     "stock `vmap`": STOCK,
@@ -132,7 +136,7 @@ def updates(found: dict[str, Any]) -> str:
 
 def studies(found: dict[str, Any]) -> str:
     """The table of a study in every way to run it."""
-    ways, where, added = found["tune"], found["machine"], statistics.median(found["overhead"])
+    ways, added = found["tune"], statistics.median(found["overhead"])
     lines = [
         [
             *(name, f"{statistics.median(way['seconds']):.1f}"),
@@ -141,11 +145,44 @@ def studies(found: dict[str, Any]) -> str:
         for name, way in ways.items()
     ]
     rests = (
-        f"{where['cpu']}, {where['cores']} cores, PyTorch {where['torch'].split('+')[0]}, {where['date']}, "
+        f"{_where(found)[:-1]}, "
         f"{len(ways['arrays']['seconds'])} rounds. A study adds {added:.1%} to its steps (median of "
         f"{len(found['overhead'])} pairs of runs)."
     )
     return f"{markdown(['way', 'seconds', 'arrays are faster by', 'best accuracy'], lines)}\n\n{rests}"
+
+
+def ensembles(found: dict[str, Any]) -> str:
+    """The table of ensembles and critics: how many times as fast as the loop each way is."""
+    ways = list(dict.fromkeys(way for row in found["ensembles"].values() for way in row))[1:]
+    lines = []
+    for name, row in found["ensembles"].items():
+        cells = [times(row[way]["ratio"]) if way in row and row[way]["agrees"] else "" for way in ways]
+        lines.append([name, f"{row['loop']['rate']:.0f}", *cells])
+    return f"{markdown(['', 'loop, calls a second', *ways], lines)}\n\n{_where(found)}"
+
+
+def adapters(found: dict[str, Any]) -> str:
+    """The table of adapters over one base: speed and memory of each way, against a loop over models that share the base."""
+    lines = []
+    for name, one in found["adapters"].items():
+        base, count = name.split()
+        layers, width, _ = BASES[base]
+        for way, row in one["ways"].items():
+            if way != "loop" and row["agrees"]:
+                lines.append(
+                    [
+                        *(f"{layers} layers {TIMES} {width}, {count} adapters", way, times(row["ratio"])),
+                        *(f"{row['held'] / 2**20:.0f} MiB", f"{(row['held'] + row['peak']) / row['allowed']:.2f}"),
+                    ]
+                )
+    head = ["base", "way", "over the loop", "held", "memory / (base + M adapters alone)"]
+    return f"{markdown(head, lines)}\n\n{_where(found)}"
+
+
+def _where(found: dict[str, Any]) -> str:
+    where = found["machine"]
+    return f"{where['cpu']}, {where['cores']} cores, PyTorch {where['torch'].split('+')[0]}, {where['date']}."
 
 
 def operators(found: dict[str, Any]) -> str:
@@ -204,7 +241,8 @@ def _busy(rows: dict[str, Any]) -> str:
 
 def _memory(rows: dict[str, Any]) -> str:
     base = rows.get(SERIAL, {}).get("bytes")
-    own = [rows[mode]["bytes"] / base for mode in ARRAY if base and counts(mode, rows.get(mode, {}))]
+    known = [mode for mode in ARRAY if base and counts(mode, rows.get(mode, {})) and rows[mode]["bytes"] is not None]
+    own = [rows[mode]["bytes"] / base for mode in known]
     return " / ".join(f"{value:.2f}" for value in own)
 
 
@@ -271,7 +309,10 @@ def written(page: str, folder: Path = RESULTS) -> str:
     sweeps = results(folder)
     page = replaced(page, tables(sweeps))
     page = replaced(page, reach.reached(sweeps[reach.KEY]), TO_STEPS)
-    single = ((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu"), (STUDIES, studies, "tune-cpu"))
+    single = (
+        *((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu"), (STUDIES, studies, "tune-cpu")),
+        *((ENSEMBLES, ensembles, "ensembles-cpu"), (ADAPTERS, adapters, "adapters-cpu")),
+    )
     for begin, make, name in single:
         page = replaced(page, make(json.loads((folder / f"{name}.json").read_text())), begin)
     sizes = {"small": "plan-cpu-small", "published": "plan-cpu-paper"}

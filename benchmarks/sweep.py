@@ -26,7 +26,7 @@ from benchmarks import _code
 from benchmarks._gpu import watched
 from benchmarks._measure import RESULTS, machine, table
 from benchmarks._processes import Measured
-from benchmarks.modes import MODES, NOT_FOR, PER_CORE, PROCESSES, SERIAL, WORKERS
+from benchmarks.modes import MANY, MODES, NOT_FOR, PER_CORE, PROCESSES, SERIAL, WORKERS
 from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec, batch_size
 from hfta_func.run.memory import free_bytes
@@ -40,7 +40,7 @@ of a GPU, and the second one, before which Adam makes full steps of rounding noi
 ALIKE = 0.3
 """By how much the mean of all members' first losses may differ from the loop's, whatever they draw."""
 CHECKED = (PROCESSES, PER_CORE, "serial foreach", "stock vmap", "array", "array auto", WORKERS[0], "JAX", "HFTA")
-COMPILED = ("array compiled", WORKERS[1], "array CUDA graph")
+COMPILED = ("array compiled", MANY, WORKERS[1], "array CUDA graph")
 CUDA_ONLY = ("array CUDA graph",)
 UNLIKE = ("dense",)
 """Trains one model on the samples of all."""

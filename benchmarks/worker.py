@@ -21,7 +21,7 @@ import torch
 
 import hfta_func as hfta
 from benchmarks._measure import ROOT, peak_bytes, resident_bytes, seconds
-from benchmarks.modes import MODES, Run
+from benchmarks.modes import MANY, MODES, Run
 from benchmarks.workloads import Spec, make
 
 
@@ -126,7 +126,7 @@ class Desk:
     def memory(self) -> int | None:
         """The most bytes of tensors at one time in a step."""
         assert self.run is not None
-        if self.mode == "JAX":
+        if self.mode in ("JAX", MANY):
             return None
         if self.spec.device == "cuda":
             if "graph" not in self.mode:

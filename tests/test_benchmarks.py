@@ -160,6 +160,19 @@ def test_rows_of_other_settings_are_not_mixed(bench, tmp_path):
     assert json.loads(file.read_text()) == {"mlp": {"2": {**one, "batch_size": 9, "rows": {"dense": {"ratio": 5}}}}}
 
 
+def test_several_steps_a_call_have_losses_of_their_own(bench, monkeypatch):
+    modes, workloads = bench("modes"), bench("workloads")
+    monkeypatch.setattr(modes, "_compiled", lambda step, state: step)
+    spec = workloads.Spec("mlp", "small", 2, 4)
+    losses = []
+    for make in (modes.array, modes.many):
+        job = workloads.make(spec)
+        run, batches = make(job), itertools.cycle(job.batches)
+        losses.append(torch.stack([run.step(next(batches)) for _ in range(2 * modes.STEPS + 1)]))
+    assert modes.STEPS % len(job.batches) == 0
+    torch.testing.assert_close(losses[1], losses[0])
+
+
 def test_compiled_modes(bench, capsys):
     """Each has a ratio where its losses are those of what it is held to."""
     sweep = bench("sweep")
@@ -446,9 +459,11 @@ def test_steps_from_the_first_call_on(bench, capsys):
 def test_adapters_over_one_base(bench, capsys, tmp_path):
     pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
     file = tmp_path / "adapters.json"
+    file.write_text(json.dumps({"adapters": {"tiny 1": {}}}))
     order = ["--base", "tiny", "--adapters", "3", "--batch", "1", "--length", "8", "--rounds", "1", "--bases"]
     assert bench("adapters").main([*order, "--json", str(file)]) == 0
-    (found,) = json.loads(file.read_text())["adapters"].values()
+    before, found = json.loads(file.read_text())["adapters"].values()
+    assert before == {}
     ways = found["ways"]
     assert ways.keys() == {"loop", "array", "array in chunks", "array of bases"}
     assert abs(ways["array"]["held"] - ways["loop"]["held"]) < 1000
