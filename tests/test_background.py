@@ -275,3 +275,15 @@ print(t.the_graph(quick)._worker._process.pid)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout, done.stderr
     assert not pathlib.Path(f"/proc/{int(done.stdout)}").exists()
+
+
+def test_calls_of_deep_models_are_compiled_apart_from_their_kernels() -> None:
+    def apart(layers: int) -> list[bool | None]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
+        step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
+        state = step.init(*hfta.stack_params([model]), seeds=[0])
+        return [found.get("cpp_wrapper_build_separate") for found in compiler.options(state)]
+
+    # Ways after the first call kernels from Python.
+    assert apart(8) == [False, None, None]
+    assert apart(9) == [True, None, None]
