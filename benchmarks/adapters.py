@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     for base in args.base:
         for count in args.adapters:
             job = Job(base, count, args.rank, args.batch, args.length)
-            found = results[f"{base} {count}"] = measure(job, ways, args.rounds)
+            found = results[f"{base} {count} {args.batch} {args.length}"] = measure(job, ways, args.rounds)
             for name, one in found["ways"].items():
                 mib = [one["held"], one["peak"], one["held"] + one["peak"]]
                 rows.append(

@@ -166,17 +166,18 @@ def adapters(found: dict[str, Any]) -> str:
     """The table of adapters over one base: speed and memory of each way, against a loop over models that share the base."""
     lines = []
     for name, one in found["adapters"].items():
-        base, count = name.split()
+        base, count, batch, length = name.split()
         layers, width, _ = BASES[base]
+        job = f"{layers} layers {TIMES} {width}, {count} adapters, {batch} {TIMES} {length} tokens each"
         for way, row in one["ways"].items():
             if way != "loop" and row["agrees"]:
                 lines.append(
                     [
-                        *(f"{layers} layers {TIMES} {width}, {count} adapters", way, times(row["ratio"])),
+                        *(job, way, times(row["ratio"])),
                         *(f"{row['held'] / 2**20:.0f} MiB", f"{(row['held'] + row['peak']) / row['allowed']:.2f}"),
                     ]
                 )
-    head = ["base", "way", "over the loop", "held", "memory / (base + M adapters alone)"]
+    head = ["base and batches", "way", "over the loop", "held", "memory / (base + M adapters alone)"]
     return f"{markdown(head, lines)}\n\n{_where(found)}"
 
 
