@@ -167,7 +167,7 @@ def serve(training, folder, kills):
     # Threads would not be there in a forked process, and what they lock would stay locked.
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0
-    # tqdm's own lock is one for all forked processes: one that is killed while it holds the lock would leave it locked for all.
+    # tqdm's own lock is one for all forked processes; one that is killed while it holds the lock would leave it locked.
     tqdm.tqdm.set_lock(threading.RLock())
     chance = random.Random(0)
     for name in ("warm", "whole"):

@@ -23,6 +23,7 @@ from hfta_func.run import local, processes, spread, workers
 from hfta_func.run.executors import Here, Watch
 from hfta_func.run.history import Running
 from hfta_func.run.processes import dumps
+from hfta_func.step import allocator
 
 M = 5
 pytestmark = [
@@ -142,6 +143,19 @@ def test_an_error_of_the_user_s_code_comes_through() -> None:
     step, state = arrayed(loss=loss)
     with pytest.raises(LookupError, match="no such thing"):
         hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+
+
+def test_workers_keep_large_blocks() -> None:
+    # Otherwise every step of wide models pays for page faults.
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if not allocator._decided:
+            raise LookupError("large blocks go back to the system")
+        return loss_fn(model, batch)
+
+    step, state = arrayed(loss=loss)
+    hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+    with hfta.WorkerPool(1) as pool:
+        hfta.fit(step, state, loader(), epochs=1, progress=False, executor=pool)
 
 
 def test_a_killed_process_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from hfta_func.run.executors import Here, Step, Watch
 from hfta_func.run.history import Running
 from hfta_func.run.processes import Place, begin, line, loads, receive, send
 from hfta_func.run.settings import settle
+from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 
@@ -46,6 +47,9 @@ class Part:
         settings: Mapping[str, Any],
     ):
         settle(settings)
+        if kind == "cpu":
+            # States come ready made, and where they are made the allocator is set up.
+            keep_memory_once()
         self._step = background.compile(step) if compile else step
         self._kind, self._control, self._number = kind, control.tensor(), number
         self._dims = getattr(step, "batch_dims", 0)

@@ -19,6 +19,7 @@ from hfta_func.run.history import Running
 from hfta_func.run.part import cpu, speed
 from hfta_func.run.processes import Folder, Place, cores
 from hfta_func.run.workers import LOOK, NEVER, Workers, places, renumbered, shares
+from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 
@@ -61,6 +62,9 @@ class Segment:
         if self._loader is not None:
             loader = self._loader.take(places)
             loader.load_state_dict(position)
+        if self._kind == "cpu":
+            # States come ready made, and where they are made the allocator is set up.
+            keep_memory_once()
         running = Running()
         state = tree_map(lambda leaf: leaf.to(self._kind), state)
         state, ended = Here(self._step, loader, ()).segment(state, running, limit, _watched(control))
