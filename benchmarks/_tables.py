@@ -69,13 +69,20 @@ def counts(mode: str, row: dict[str, Any]) -> bool:
 
 
 def shown(sizes: dict[str, Any]) -> list[str]:
-    """The largest M of a workload, and the largest at which each kind of :data:`PEERS` was measured."""
-    found = {"": max(sizes, key=int)}
-    for count, part in sizes.items():
-        for mode in PEERS:
-            if counts(mode, part["rows"].get(mode, {})):
-                found[NAMES[mode]] = max(count, found.get(NAMES[mode], count), key=int)
-    return sorted(set(found.values()), key=int, reverse=True)
+    """The largest M of a workload, and all at which a kind of :data:`PEERS` was measured that no larger array was held to.
+
+    Where as many kinds were measured as at any larger M, they may stand otherwise, so it is shown as well.
+    """
+    kinds = {
+        count: {NAMES[mode] for mode in PEERS if counts(mode, part["rows"].get(mode, {}))}
+        for count, part in sizes.items()
+    }
+    found, known = [], set[str]()
+    for count in sorted(sizes, key=int, reverse=True):
+        if not found or (kinds[count] and kinds[count] >= known) or kinds[count] - known:
+            found.append(count)
+            known |= kinds[count]
+    return found
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

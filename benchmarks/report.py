@@ -88,7 +88,7 @@ def _section(key: str, found: dict[str, Any]) -> str:
     others = [pair for pair in pairs if pair not in largest]
     parts = [f"### {TITLES[key]}", about(every, f"{_machines(found)}; "), _table(found, largest)]
     if others:
-        parts += ["Smaller arrays, against more alternatives:", _table(found, others)]
+        parts += ["Smaller arrays, against as many alternatives or more:", _table(found, others)]
     parts += ["Eager / compiled, over the number of models:", _growth(found)]
     return "\n\n".join([*parts, f"[![Speed-up over the number of models, {key}](speed-{key}.png)](speed-{key}.png)"])
 
@@ -242,7 +242,8 @@ def _busy(rows: dict[str, Any]) -> str:
 
 def _memory(rows: dict[str, Any]) -> str:
     base = rows.get(SERIAL, {}).get("bytes")
-    known = [mode for mode in ARRAY if base and counts(mode, rows.get(mode, {})) and rows[mode]["bytes"] is not None]
+    both = ("array", "array compiled")
+    known = [mode for mode in both if base and counts(mode, rows.get(mode, {})) and rows[mode]["bytes"] is not None]
     own = [rows[mode]["bytes"] / base for mode in known]
     return " / ".join(f"{value:.2f}" for value in own)
 

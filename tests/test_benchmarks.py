@@ -598,14 +598,17 @@ def test_the_readme_shows_the_best_of_all_opponents(bench):
 
 
 def test_no_opponent_is_hidden(bench):
-    """Each is shown at the largest M that it was measured at; processes of both kinds are one opponent."""
+    """Each is shown at the largest M it was measured at, and wherever all were; processes of both kinds are one opponent."""
     row = {"ratio": 1.0, "alike": 0.0}
     sizes = {"2": ["HFTA", "processes"], "4": ["JAX", "processes"], "8": ["process per core"], "16": ["array"]}
     sizes = {count: {"rows": dict.fromkeys(modes, row)} for count, modes in sizes.items()}
     sizes["16"]["rows"]["JAX"] = {"error": "losses differ"}
     assert bench("_tables").shown(sizes) == ["16", "8", "4", "2"]
-    sizes["16"]["rows"] |= dict.fromkeys(["JAX", "processes", "HFTA"], row)
+    everyone = dict.fromkeys(["JAX", "processes", "HFTA"], row)
+    sizes["16"]["rows"] |= everyone
     assert bench("_tables").shown(sizes) == ["16"]
+    sizes["4"]["rows"] |= everyone
+    assert bench("_tables").shown(sizes) == ["16", "4"]
 
 
 def test_every_opponent_has_a_name_in_the_readme(bench):
