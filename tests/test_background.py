@@ -37,17 +37,6 @@ def arrayed(loss: Any = loss_fn, **options: Any) -> tuple[hfta.TrainStep, hfta.T
     return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
 
 
-def favoured(answer: Any) -> Any:
-    """Answers that find the graph faster than the step."""
-
-    def found(self: compiler.Compiler) -> Any:
-        got = answer(self)
-        assert got is None or "error" in got or got["speedup"] > 0
-        return got if got is None or "error" in got else {**got, "speedup": 2.0}
-
-    return found
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A cache of its own, no patience for being compiled or for what it may cost, and no yielding to other tests."""
@@ -55,10 +44,8 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("_PATIENCE", "_COMPILING", "_COMPILING_A_LEAF"):
         monkeypatch.setattr(background, name, 0)
     monkeypatch.setattr(background, "_FIRST", 1)
-    monkeypatch.setattr(compiler, "_COMPARING", 0)
     monkeypatch.setattr(compiler, "_YIELDING", "")
     # Steps of tests are too small for a comparison to mean anything.
-    monkeypatch.setattr(compiler.Compiler, "answer", favoured(compiler.Compiler.answer))
     monkeypatch.setattr(background, "_TRIAL", 1_000_000)
     torch.compiler.reset()
     yield
@@ -179,7 +166,7 @@ def test_a_graph_that_is_not_in_the_cache_is_not_waited_for(monkeypatch: pytest.
     quick = hfta.compile(step)
     quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
     graph = the_graph(quick)
-    monkeypatch.setattr(graph, "_ask", lambda *args: {"options": {}, "seconds": 0.0, "speedup": 2.0})
+    monkeypatch.setattr(graph, "_ask", lambda *args: {"options": {}, "seconds": 0.0})
     with pytest.warns(CompileWarning, match="LookupError: the graph is not in PyTorch's cache"):
         quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
     assert not quick.is_compiled
@@ -208,11 +195,11 @@ def test_it_goes_over_where_that_pays(left: int | None, goes: bool, monkeypatch:
     monkeypatch.setattr(background, "is_compiler_loaded", lambda: True)
     graph = background._Graph(lambda *args: None)
     graph._eager, graph._spent = [0.001], 6.9
-    answer = {"seconds": 1.0, "speedup": 5.0}
+    answer = {"seconds": 1.0}
     assert graph._pays(answer, left) is goes
     graph._spent = 7.0
     assert graph._pays(answer, left) is (goes or left is None)
-    assert not graph._pays({**answer, "speedup": 1.005 if left else 0.9}, left)
+    assert not graph._pays({"seconds": 100.0}, left)
 
 
 @pytest.mark.parametrize(("left", "begins"), [(None, False), (25_000, False), (30_000, True)])
@@ -228,6 +215,59 @@ def test_compiling_begins_where_it_may_pay(left: int | None, begins: bool, monke
     assert graph._may_pay(state, left) is begins
     graph._spent = 10.0
     assert graph._may_pay(state, left) is (begins or left is None)
+
+
+@pytest.fixture
+def two_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_training_lends_a_thread_while_the_other_process_works(
+    monkeypatch: pytest.MonkeyPatch, two_threads: None
+) -> None:
+    seen: list[int] = []
+    graph = background._Graph(lambda *args: seen.append(torch.get_num_threads()))
+    _, state = arrayed()
+    answers = iter([None, None, None, {"seconds": 1.0}])
+    monkeypatch.setattr(graph, "_ask", lambda *args: next(answers))
+    monkeypatch.setattr(graph, "_pays", lambda *args: False)
+    graph._worker = object()  # pyright: ignore
+    for processors, after in ((4, 0.0), (2, 1e9), (2, 0.0), (2, 0.0)):
+        monkeypatch.setattr(background, "cores", lambda count=processors: [*range(count)])
+        monkeypatch.setattr(background, "_COMPILING", after)
+        graph(state, None, None)
+    # With processors to spare; too early; while it waits; with an answer.
+    assert seen == [2, 2, 1, 2] and torch.get_num_threads() == 2
+    # What one thread less takes says nothing about the step.
+    assert len(graph._eager) == 3
+
+
+@pytest.mark.parametrize(("processors", "affords", "yields"), [(2, False, True), (1, False, None), (1, True, False)])
+def test_a_single_processor_is_shared_once_that_pays(
+    processors: int, affords: bool, yields: bool | None, monkeypatch: pytest.MonkeyPatch, two_threads: None
+) -> None:
+    made: list[bool] = []
+
+    class Worker:
+        def __init__(self, *args: Any, yields: bool):
+            made.append(yields)
+
+        @staticmethod
+        def busy() -> bool:
+            return False
+
+    torch.set_num_threads(1)
+    monkeypatch.setattr(background, "Compiler", Worker)
+    monkeypatch.setattr(background, "cores", lambda: [*range(processors)])
+    graph = background._Graph(lambda *args: None)
+    monkeypatch.setattr(graph, "_affords", lambda *args: affords)
+    graph._eager = [0.001]
+    _, state = arrayed()
+    assert graph._ask(state, None, None) is None
+    assert made == ([] if yields is None else [yields])
 
 
 def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None:

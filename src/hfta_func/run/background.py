@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hfta_func._torch import compiled_from_cache, eager_unless_compiled, is_comp
 from hfta_func._tree import leaves
 from hfta_func._types import CompileWarning
 from hfta_func.run.compiler import Compiler
-from hfta_func.run.processes import line
+from hfta_func.run.processes import cores, line
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
 """Seconds that compiling takes here, and what every parameter adds, to know beforehand whether it can pay: while it goes on,
@@ -24,12 +25,18 @@ _WORTH = 1.4
 """With a known number of steps it begins if what is left would take this many times as long."""
 _AFTER = 0.5
 """Otherwise it begins once training has taken this much of that."""
+_WORTH_A_PROCESSOR, _AFTER_A_PROCESSOR = 2.0, 3.0
+"""The same for what takes a processor away from training: where training keeps all of them busy, a process of low priority
+does not get on. Training that ends just before the graph is there has then lost a seventh of its time at most."""
 _PATIENCE = 7
 """A step of which nobody knows how often it will be called goes over once it has trained for this many times the cost."""
+_FASTER = 1.4
+"""How many times as fast a graph is at least, nearly always. The other process cannot measure it, because beside training it
+lacks the processors that a graph waits for; here, a few calls show whether it is true."""
 _IMPORTS = 2.5
 """Seconds to import the compiler."""
-_FIRST = 3
-"""Steps after which is known how long one takes; the first one takes longer."""
+_FIRST, _SETTLED = 3, 0.03
+"""Steps, and the share of the time to compile, after which is known how long one takes; the first ones take longer."""
 _TRIAL = 10
 """Compiled steps that are compared with as many eager ones."""
 
@@ -38,7 +45,8 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
     """A step that nobody waits for: eager from the first call, compiled when the graph is there.
 
     Once there is, or has been, enough to train for it to pay, another process with low priority compiles the step into
-    PyTorch's cache on disk, for batches of one shape at a time. When it is done, and the time it takes to go over is little
+    PyTorch's cache on disk, for batches of one shape at a time. Where training keeps all processors busy, it gives up one of
+    its threads meanwhile, as soon as that pays. When it is done, and the time it takes to go over is little
     beside the time already trained or still to train, the graph is read from there. Results are the same to rounding, noise
     included. A graph that turns out slower than the eager step is not used. Batches of a shape that is not compiled yet run
     eagerly.
@@ -103,6 +111,16 @@ class BackgroundStep:
         return graph(state, batch, left)
 
 
+@contextlib.contextmanager
+def _one_thread_less() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, before - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Graph:
     """What becomes of a step for batches of one shape."""
 
@@ -111,6 +129,7 @@ class _Graph:
         self._run: Callable[..., Any] | None = None
         self._worker: Compiler | None = None
         self._ended = False
+        self._lends = False
         self._spent = 0.0
         self._eager: list[float] = []
         self._compiled: list[float] = []
@@ -126,18 +145,26 @@ class _Graph:
             answer = self._ask(state, batch, left)
             if answer is not None and self._pays(answer, left):
                 return self._go_over(answer, state, batch)
+            # Once lent, a processor is lent to the end.
+            waits = answer is None and self._worker is not None
+            self._lends = waits and (self._lends or (self._crowded(state) and self._affords(state, left)))
         start = time.perf_counter()
-        found = self._step(state, batch)
+        with _one_thread_less() if self._lends else contextlib.nullcontext():
+            found = self._step(state, batch)
         took = time.perf_counter() - start
         self._spent += took
-        self._eager = [*self._eager[1 - _TRIAL :], took]
+        if not self._lends:
+            self._eager = [*self._eager[1 - _TRIAL :], took]
         return found
 
     def _ask(self, state: Any, batch: Any, left: int | None) -> Mapping[str, Any] | None:
         """What the other process says; None before it begins, and as long as it works."""
         if self._worker is None:
-            if self._may_pay(state, left) and not Compiler.busy():
-                self._worker = Compiler(self._step, state, batch)
+            # One thread cannot lend any, so that both share its processor evenly.
+            evenly = torch.get_num_threads() == 1 and self._crowded(state)
+            may = self._may_pay(state, left) and (not evenly or self._affords(state, left))
+            if may and not Compiler.busy():
+                self._worker = Compiler(self._step, state, batch, yields=not evenly)
             return None
         answer = self._worker.answer()
         if answer is not None and "error" in answer:
@@ -146,23 +173,35 @@ class _Graph:
         return answer
 
     def _end(self, why: str | None) -> None:
-        self._ended, self._run = True, None
+        self._ended, self._lends, self._run = True, False, None
         if why is not None:
             warnings.warn(f"the step is not compiled and goes on eagerly: {why}", CompileWarning, stacklevel=5)
 
     def _may_pay(self, state: Any, left: int | None) -> bool:
         if len(self._eager) < _FIRST:
             return False
+        return self._repays(state, left, _WORTH, _AFTER)
+
+    def _affords(self, state: Any, left: int | None) -> bool:
+        """Whether training can do without a processor while another process compiles."""
+        return self._repays(state, left, _WORTH_A_PROCESSOR, _AFTER_A_PROCESSOR)
+
+    def _repays(self, state: Any, left: int | None, worth: float, after: float) -> bool:
         compiling = _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
-        if left is None:
-            return self._spent >= _AFTER * compiling
-        return left * statistics.median(self._eager) >= _WORTH * compiling
+        if left is None or self._spent < _SETTLED * compiling:
+            return self._spent >= after * compiling
+        return left * statistics.median(self._eager) >= worth * compiling
+
+    def _crowded(self, state: Any) -> bool:
+        """Whether training has no processor to spare."""
+        on_cpu = all(leaf.device.type == "cpu" for leaf in leaves(getattr(state, "params", state))[:1])
+        return on_cpu and len(cores()) <= torch.get_num_threads()
 
     def _pays(self, answer: Mapping[str, Any], left: int | None) -> bool:
         cost = answer["seconds"] + (0.0 if is_compiler_loaded() else _IMPORTS)
         if left is None:
-            return answer["speedup"] > 1 and self._spent >= _PATIENCE * cost
-        return left * statistics.median(self._eager) * (1 - 1 / answer["speedup"]) >= cost
+            return self._spent >= _PATIENCE * cost
+        return left * statistics.median(self._eager) * (1 - 1 / _FASTER) >= cost
 
     def _go_over(self, answer: Mapping[str, Any], state: Any, batch: Any) -> Any:
         run = torch.compile(self._step, fullgraph=True, dynamic=False, options=answer["options"] or None)

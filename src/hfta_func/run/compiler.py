@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import os
 import pickle
 import signal
@@ -39,8 +38,6 @@ os.nice(19)
 with contextlib.suppress(OSError):
     pathlib.Path("/proc/self/autogroup").write_text("19")
 """
-_COMPARING = 2.0
-"""Seconds in which the graph is compared with the eager step."""
 
 
 def options(state: Any) -> tuple[dict[str, Any], ...]:
@@ -50,11 +47,11 @@ def options(state: Any) -> tuple[dict[str, Any], ...]:
 
 
 class Compiler:
-    """The process, seen from the one that trains."""
+    """The process, seen from the one that trains, to which it yields the processors if it ``yields``."""
 
     _last: weakref.ref[Compiler] | None = None
 
-    def __init__(self, step: Callable[..., Any], state: Any, batch: Any):
+    def __init__(self, step: Callable[..., Any], state: Any, batch: Any, yields: bool = True):
         Compiler._last = weakref.ref(self)
         self._found: dict[str, Any] | None = None
         try:
@@ -68,7 +65,7 @@ class Compiler:
             given.write(json.dumps(sys.path).encode() + b"\n" + order)
             given.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"{_YIELDING}from {__name__} import _answer; _answer()"],
+                [sys.executable, "-c", f"{_YIELDING if yields else ''}from {__name__} import _answer; _answer()"],
                 stdin=given,
                 stdout=self._said,
                 stderr=subprocess.DEVNULL,
@@ -158,7 +155,7 @@ def _compiled(order: Mapping[str, Any]) -> dict[str, Any]:
             seconds = _seconds(order, chosen)
             if graph_hits() == before:
                 return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
-            return {"options": chosen, "seconds": seconds, "speedup": _speedup(order, chosen)}
+            return {"options": chosen, "seconds": seconds}
         except Exception as failed:
             error = failed
     assert error is not None
@@ -169,17 +166,6 @@ def _seconds(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:
     """How long a first call takes."""
     torch.compiler.reset()
     return _timed(_graph(order, options), order)
-
-
-def _speedup(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:
-    """How many times as fast as the step the graph is, by the best of some calls, because others want the processors."""
-    ways: tuple[Any, Any] = (order["step"], _graph(order, options))
-    end, rounds = time.perf_counter() + _COMPARING, 0
-    best = [math.inf, math.inf]
-    while rounds < 3 or (rounds < 20 and time.perf_counter() < end):
-        best = [min(old, _timed(way, order)) for old, way in zip(best, ways, strict=True)]
-        rounds += 1
-    return best[0] / best[1]
 
 
 def _graph(order: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
