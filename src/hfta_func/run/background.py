@@ -27,11 +27,11 @@ _AFTER = 0.5
 """Otherwise it begins once training has taken this much of that."""
 _WORTH_A_PROCESSOR, _AFTER_A_PROCESSOR = 2.0, 3.0
 """The same for what takes a processor away from training: where training keeps all of them busy, a process of low priority
-does not get on. Training that ends just before the graph is there has then lost a seventh of its time at most."""
+does not get on."""
 _PATIENCE = 7
 """A step of which nobody knows how often it will be called goes over once it has trained for this many times the cost."""
 _FASTER = 1.4
-"""How many times as fast a graph is at least, nearly always. The other process cannot measure it, because beside training it
+"""How many times as fast a graph is taken to be. The other process cannot measure it, because beside training it
 lacks the processors that a graph waits for; here, a few calls show whether it is true."""
 _IMPORTS = 2.5
 """Seconds to import the compiler."""
