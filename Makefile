@@ -5,12 +5,13 @@ STAMP := .venv/.installed
 XLA_PYTHON := .venv-xla/bin/python
 XLA_STAMP := .venv-xla/.installed
 
-.PHONY: help setup demo test test-all test-xla wheel mutants lint docs notebooks bench clean
+.PHONY: help setup demo test test-more test-all test-xla wheel mutants lint docs notebooks bench clean
 
 help:
 	@echo "make demo       train 48 CNNs as one array; table, picture, ratio"
 	@echo "make test       tests, and the examples in docstrings, README and documentation; some minutes"
-	@echo "make test-all   the same, the exhaustive tables, crash and benchmark tests, and make test-xla; takes long"
+	@echo "make test-more  the same, longer tables, crash and benchmark tests, and make test-xla; half an hour"
+	@echo "make test-all   the same, and the longest; takes long"
 	@echo "make test-xla   tests on XLA and on the oldest PyTorch supported, in .venv-xla (some GB)"
 	@echo "make wheel      build wheel and sdist, and test the wheel in a fresh environment"
 	@echo "make mutants    change the source in SAMPLE=200 small ways, and name the changes that no test notices"
@@ -34,9 +35,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTHON) -m pytest -n auto --dist worksteal -m "not exhaustive"
 
-test-all: test
-	$(PYTHON) -m pytest -n auto --dist worksteal -m exhaustive
+test-more: test
+	$(PYTHON) -m pytest -n auto --dist worksteal -m "exhaustive and not soak"
 	$(MAKE) test-xla
+
+test-all: test-more
+	$(PYTHON) -m pytest -n auto --dist worksteal -m soak
 
 $(XLA_STAMP): pyproject.toml constraints.txt
 	@echo "Setting up .venv-xla with several GB of packages; this takes some minutes"

@@ -16,8 +16,14 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Tests that take seconds each and have quicker siblings, by file and the beginning of the name: they run in `make test-all`.
+# Tests that take seconds each and have quicker siblings, by file and the beginning of the name: they run in `make test-more`.
 EXHAUSTIVE = {
+    "test_shared_ensemble": ["compiled"],
+    "test_quantised": ["adapters_over.*(torchao|plain)"],
+    "test_number_kinds": ["they_are_so_compiled.(?!mask)"],
+    "test_notebooks": ["run_saves"],
+    "test_durable": ["saving_commutes", "a_run_that_is_broken"],
+    "test_crash": ["what_is_killed.*Training-8"],
     "test_amp": [
         "autocast_is_that_of_torch.*aot_eager",
         "parameters_in_bfloat16_take_small_steps.True",
@@ -30,20 +36,32 @@ EXHAUSTIVE = {
         "a_run_whose_members_changed",
         "a_member_that_is_active_again",
     ],
-    "test_cli": ["ctrl_c", "storage_sampler_and_seeds"],
+    "test_cli": ["the_status_of", "ctrl_c", "storage_sampler_and_seeds"],
     "test_demo": ["table", "ratio", "picture"],
     "test_following": ["(a_run_goes_on|inactive|failures).*workers", "a_process_that_dies"],
     "test_ensemble_examples": ["critics_as_an_array.*True"],
     "test_ensemble": ["outputs_are.*(gru|tied)", "gradients_flow.*gru", "compiled_it_is_one_graph"],
     "test_federated_example": ["clients_of_an_array"],
     "test_many": ["in_one_graph"],
-    "test_shared": ["heads_over_a_trunk_are_the_loop.True.*donate"],
-    "test_background": ["a_step_goes_over_to_a_graph", "functions_of_a_notebook", "without_a_compiler"],
+    "test_shared": [
+        "a_member_that_fails.*trunk-True",
+        "heads_over_a_trunk.True",
+        "heads_over_a_trunk_are_the_loop.True.*donate",
+    ],
+    "test_background": [
+        "what_cannot_be_compiled",
+        "a_graph_that_is_not_in_the_cache",
+        "it_is_the_step_to",
+        "a_step_goes_over_to_a_graph",
+        "functions_of_a_notebook",
+        "without_a_compiler",
+    ],
     "test_workers": [
         *("ctrl_c", "a_process_that_always_dies", "a_killed", "batches", "two_processes.*True", "auto"),
         *("shared_batches", "uneven_stops", "a_member_that_fails"),
     ],
     "test_pool": [
+        "several_fits",
         "a_study_in_workers.*(population|median|none)",
         "a_member_that_raises",
         "unequal_workers",
@@ -51,6 +69,7 @@ EXHAUSTIVE = {
         *("a_driver_that", "a_fit_is_cut", "workers_that_were_replaced"),
     ],
     "test_cluster": [
+        "prometheus",
         *("actors_that_are_killed", "nodes_that", "a_driver", "workers_with_other"),
         *("states_larger_than", "unequal_devices"),
     ],
@@ -59,20 +78,28 @@ EXHAUSTIVE = {
         "compiled_they_are_so_too.(?!dropout.$)",
         "every_way_to_run_a_step.*compiled",
     ],
-    "test_native": ["an_update_of_many_leaves.*True", "without_a_compiler_operators.*none"],
+    "test_native": [
+        "an_update_of_many_leaves",
+        "without_a_compiler.*broken",
+        "an_update_of_many_leaves.*True",
+        "without_a_compiler_operators.*none",
+    ],
     "test_bad_members": [
-        "a_bad_member_ends_no_other(?!.(linalg.cholesky|linalg.slogdet|linalg.svd|F.grid)-).*compiled"
+        "a_bad_member_ends_no_other.*compiled",
+        "a_bad_member_ends_no_other(?!.(linalg.cholesky|linalg.slogdet|linalg.svd|F.grid)-).*compiled",
     ],
     "test_benchmarks": [""],
     "test_checkpoint": ["compiled_it_runs_plainly.(resnet|transformer)"],
     "test_composition": ["inductor", "dynamic_batches"],
     "test_contract": [
+        "compiled_once_and_equal.mlp",
         *("compiled_by_inductor", "masks_of_transformers", "chained_clipping_and_schedules_under_compile"),
         *("compiled_once_and_equal.(cnn|transformer)", "members_are_the_runs_of_torch.(?!adamw-|muon).*transformer"),
         "members_with_dropout_are_arrays_of_one.(?!adamw-|muon).*(cnn|transformer)",
     ],
     "test_convergence": [""],
     "test_distributions": [
+        "label_smoothing.*compiled",
         "a_loss_with(?!.(variational|Categorical)-).*compiled",
         "label_smoothing.*options[12].*compiled",
     ],
@@ -89,6 +116,7 @@ EXHAUSTIVE = {
         *("mixed_precision", "member_i_is_the_solo_run_i", "an_example_run_by_its_path", "every_example_runs_by"),
     ],
     "test_failures": [
+        "donated_states_are_written.*aot_eager",
         "donated_states_are_written.*(inductor|(cnn|transformer)-aot_eager)",
         "failures_stay_where_they_happen.*-True.$",
         *("raising.inductor", "the_cause.True"),
@@ -111,6 +139,10 @@ EXHAUSTIVE = {
     "test_meta": ["compiled"],
     "test_own_checkpoints": ["the_numbers_are_those_without.*True"],
     "test_plan": [
+        "what_fits",
+        "what_members_share",
+        "chunks_where",
+        "the_state_is_not_written.True",
         "a_compiled_step",
         "a_process_that_runs_out",
         "memory_is_predicted.(transformer|cnn)",
@@ -128,21 +160,74 @@ EXHAUSTIVE = {
     "test_recurrent": ["under_compile"],
     "test_stack": ["module_at_two_paths.True"],
     "test_storage": ["values_of_headers_at_random"],
-    "test_sites": ["sites_of_a_cluster"],
+    "test_sites": ["every_model_is", "sites_of_a_cluster"],
     "test_trainable": ["a_tuner"],
-    "test_tune": ["nothing_is_compiled_anew", "a_study_that_is_killed_goes_on.(population|median|none)"],
+    "test_tune": [
+        "a_study_that_is_killed.*halving",
+        "results_are_the_same.*(median|population)",
+        "ctrl_c",
+        "nothing_is_compiled_anew",
+        "a_study_that_is_killed_goes_on.(population|median|none)",
+    ],
     "test_tune_example": [""],
     "test_transformers": [r".*\[(?!bert\]|llama\])", "compiled", "grouped", "experts"],
     "test_weights": ["they_train_as_alone(?!.spectral norm-).*-True"],
     "test_rules": ["processes_with_different_rules", "under_compile"],
 }
 
+# Those of them that take longest and whose siblings are exhaustive themselves: they run in `make test-all`.
+SOAK = {
+    "test_background": ["a_step_goes_over_to_a_graph.*False"],
+    "test_benchmarks": [
+        *("jax_gives.*mobilenet-v[23][2s]?", "every_way_to_train.*(mobilenet-v3|pointnet-cls|bert-next)"),
+        *("studies_in_every_way", "modes_that_memory_holds.*-1", "a_mode_whose.*(processes|nan)"),
+    ],
+    "test_cluster": ["actors_that_are_killed.*64", "nodes_that"],
+    "test_composition": ["inductor.(recurrent|attention)"],
+    "test_examples": ["a_run_that_is_resumed.*(way1|resnet)", "ctrl_c_keeps.*(second|serial)"],
+    "test_failures": ["donated_states.*transformer"],
+    "test_federated_example": ["clients_of_an_array"],
+    "test_following": ["inactive.*(shared|batches)"],
+    "test_modules": ["module.LinearCrossEntropyLoss-train-float32"],
+    "test_op_db": ["operator.grid_sampler_3d"],
+    "test_pool": ["workers_that_are_killed.*64"],
+    "test_programs": ["many_programs.(alone-270-[123]|noise-80-[12]|compiled)"],
+    "test_promises": ["compiled_steps_are_programs"],
+    "test_workers": ["ctrl_c.*None"],
+}
+# Tables of cases that are alike: every third runs in `make test-more`, the others in `make test-all`.
+THIRDS = {
+    "test_bad_members": ["a_bad_member"],
+    "test_composition": ["dynamic_batches"],
+    "test_contract": ["members_with_dropout"],
+    "test_distributions": ["a_loss_with"],
+    "test_examples": ["batches_too_small", "array_then", "member_i_is", "every_seed"],
+    "test_functionals": ["functional"],
+    "test_modules": ["module"],
+    "test_norm": ["a_compiled_array", "autocast"],
+    "test_numbers": ["compiled_they_are"],
+    "test_op_db": ["operator", "composed"],
+    "test_optim": ["compiled_once", "in_place_compiled"],
+    "test_own_checkpoints": ["the_numbers"],
+    "test_random": ["compiled_noise"],
+    "test_rules": ["under_compile"],
+    "test_transformers": ["member_i", "gradient_checkpointing"],
+}
+
+
+def listed(table, item):
+    return any(re.match(f"test_{name}", item.name) for name in table.get(item.path.stem, []))
+
 
 def pytest_collection_modifyitems(items):
+    alike = 0
     for item in items:
-        names = EXHAUSTIVE.get(item.path.stem, [])
-        if any(re.match(f"test_{name}", item.name) for name in names):
+        if listed(EXHAUSTIVE, item):
             item.add_marker(pytest.mark.exhaustive)
+        if item.get_closest_marker("exhaustive"):
+            alike += listed(THIRDS, item)
+            if listed(SOAK, item) or (listed(THIRDS, item) and alike % 3):
+                item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture
