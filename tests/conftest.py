@@ -179,7 +179,7 @@ EXHAUSTIVE = {
 SOAK = {
     "test_background": ["a_step_goes_over_to_a_graph.*False"],
     "test_benchmarks": [
-        *("jax_gives.*mobilenet-v[23][2s]?", "every_way_to_train.*(mobilenet-v3|pointnet-cls|bert-next)"),
+        *("jax_gives.*mobilenet-v(2|3s)", "every_way_to_train.*(mobilenet-v3|pointnet-cls|bert-next)"),
         *("studies_in_every_way", "modes_that_memory_holds.*-1", "a_mode_whose.*(processes|nan)"),
     ],
     "test_cluster": ["actors_that_are_killed.*64", "nodes_that"],
