@@ -45,7 +45,6 @@ EXHAUSTIVE = {
     "test_many": ["in_one_graph"],
     "test_shared": [
         "a_member_that_fails.*trunk-True",
-        "heads_over_a_trunk.True",
         "heads_over_a_trunk_are_the_loop.True.*donate",
     ],
     "test_background": [
