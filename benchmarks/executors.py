@@ -2,7 +2,9 @@
 
 Every call sends a state of an array to a worker, which waits for as long as a segment would train and sends the state
 back; what a call takes beyond the wait is overhead. With ``--compute`` it multiplies matrices for about as long, on one
-thread each, so that what Ray's own processes take from the processors counts as well. ``python -m benchmarks executors``.
+thread each, so that what Ray's own processes take from the processors counts as well. ``--trials N`` searches with N trials
+of one epoch of one batch of a linear model, one after another (arrays of one) and sixteen to an array.
+``python -m benchmarks executors``.
 """
 
 from __future__ import annotations
@@ -12,15 +14,21 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import optuna
 import torch
+from torch import Tensor, nn
 
 import hfta_func as hfta
 from benchmarks._measure import machine, table
+from hfta_func import tune
 from hfta_func.run.pool import Pool
+
+PACKED = (1, 16)
+"""Trials in an array."""
 
 
 class Segment:
@@ -52,6 +60,31 @@ def speed() -> float:
     begin = time.perf_counter()
     multiply(2000)
     return 2000 / (time.perf_counter() - begin)
+
+
+def trivial(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+    """An array that trains in no time."""
+
+    def factory() -> nn.Module:
+        return nn.Linear(4, 1)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=members["lr"]))
+    state = step.init(*hfta.init_params(factory, members["seed"]), seeds=members["seed"])
+    return tune.Array(step, state, hfta.ArrayLoader((torch.ones(8, 4), torch.ones(8, 1)), 8, seeds=members["seed"]))
+
+
+def queue(trials: int, pool: Pool | None, max_models: int) -> float:
+    """Trials a second of a search in which training takes no time."""
+    space = {"lr": optuna.distributions.FloatDistribution(1e-3, 1e-1, log=True)}
+    options: Any = {"metric": "loss", "direction": "minimize", "trials": trials, "epochs": 1, "progress": False}
+    begin = time.perf_counter()
+    study = tune.run(trivial, space, max_models=max_models, executor=pool, **options)
+    took = time.perf_counter() - begin
+    assert sum(trial.status == "complete" for trial in study.trials) == trials
+    return trials / took
 
 
 def crew(kind: str, workers: int) -> Pool:
@@ -95,7 +128,7 @@ def overhead(
 def measured(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """All numbers: seconds until workers have answered, overhead by size of the state, and calls a second without work."""
     products = speed() if args.compute else 0.0
-    found: dict[str, Any] = {"start": {}, "overhead": {}, "rate": {}}
+    found: dict[str, Any] = {"start": {}, "overhead": {}, "rate": {}, "trials": {}}
     pools: dict[str, Pool] = {}
     try:
         for kind in ("processes", "ray"):
@@ -122,6 +155,9 @@ def measured(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
                 for kind, pool in pools.items()
             }
             say(f"calls of {megabytes:g} MB without work")
+        for size in PACKED if args.trials else ():
+            found["trials"][str(size)] = {kind: queue(args.trials, pool, size) for kind, pool in pools.items()}
+            say(f"{args.trials} trials, {size} to an array")
     finally:
         for pool in pools.values():
             pool.close()
@@ -140,6 +176,10 @@ def show(found: dict[str, Any], seconds: float) -> str:
     for size, rounds in found["rate"].items():
         rates = [f"{statistics.median(rounds[kind]):.3g}" for kind in ("processes", "ray")]
         rows.append([f"calls a second without work, {size} MB", *rates, ""])
+    for size, by_kind in found["trials"].items():
+        rows.append(
+            [f"trials a second without work, arrays of {size}", *(f"{rate:.3g}" for rate in by_kind.values()), ""]
+        )
     return table(["", "processes", "Ray", "Ray takes longer by"], rows)
 
 
@@ -152,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 10.0, 100.0], help="sizes of a state")
     parser.add_argument("--calls", type=int, default=2, help="segments of each worker in a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trials", type=int, default=0, help="trials of a search in which training takes no time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE too")
     args = parser.parse_args(argv)
     about = machine()

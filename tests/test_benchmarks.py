@@ -483,6 +483,8 @@ def test_what_executors_cost(tmp_path):
         "--rounds",
         "1",
         "--compute",
+        "--trials",
+        "5",
         "--json",
         str(file),
     ]
@@ -492,6 +494,7 @@ def test_what_executors_cost(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert found["start"].keys() == found["rate"]["0.001"].keys() == {"processes", "ray"}
+    assert found["trials"].keys() == {"1", "16"} and all(rate > 0 for rate in found["trials"]["16"].values())
     assert [*found["overhead"]] == ["0.1"] and "a segment of 0.1 s, 0.1 MB" in done.stdout
 
 
