@@ -177,9 +177,8 @@ def show(found: dict[str, Any], seconds: float) -> str:
         rates = [f"{statistics.median(rounds[kind]):.3g}" for kind in ("processes", "ray")]
         rows.append([f"calls a second without work, {size} MB", *rates, ""])
     for size, by_kind in found["trials"].items():
-        rows.append(
-            [f"trials a second without work, arrays of {size}", *(f"{rate:.3g}" for rate in by_kind.values()), ""]
-        )
+        rates = [f"{by_kind[kind]:.3g}" for kind in ("processes", "ray")]
+        rows.append([f"trials a second without work, arrays of {size}", *rates, ""])
     return table(["", "processes", "Ray", "Ray takes longer by"], rows)
 
 

@@ -22,7 +22,7 @@ import pytest
 
 import hfta_func as hfta
 from hfta_func import tune
-from test_pool import DRIVER, check_kills, once
+from test_pool import DRIVER, KILLS, check_kills, once
 from test_tune import SCHEDULERS, SPACE, STUDY, build, told
 from test_workers import arrayed, assert_same, loader
 
@@ -36,10 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-KILLS = int(os.environ.get("HFTA_TEST_KILLS", "2"))
-"""How often nodes and drivers are killed; more kills take a larger study."""
 
 
 def start(**options: Any) -> None:

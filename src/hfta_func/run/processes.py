@@ -244,10 +244,9 @@ class Process:
     def send(self, message: bytes) -> None:
         """Tell it something; that it is dead shows in the answer."""
         assert self._process.stdin is not None
-        try:
+        # The pipe of one that was closed is closed.
+        with contextlib.suppress(ValueError):
             send(self._process.stdin, message)
-        except (BrokenPipeError, ValueError):
-            pass
 
     def receive(self) -> Any:
         """Its answer, None if it has died."""
@@ -269,10 +268,11 @@ class Process:
 
 
 def send(stream: IO[bytes], message: bytes) -> None:
-    """Write one message."""
-    stream.write(struct.pack("<Q", len(message)))
-    stream.write(message)
-    stream.flush()
+    """Write one message; that nobody is left to read it shows where the next one is received."""
+    with contextlib.suppress(BrokenPipeError):
+        stream.write(struct.pack("<Q", len(message)))
+        stream.write(message)
+        stream.flush()
 
 
 def receive(stream: IO[bytes]) -> bytes | None:
