@@ -170,7 +170,7 @@ EXHAUSTIVE = {
 SOAK = {
     "test_background": ["a_step_goes_over_to_a_graph.*False"],
     "test_benchmarks": [
-        *("jax_gives.*mobilenet-v(2|3s)", "every_way_to_train.*(mobilenet-v3|pointnet-cls|bert-next)"),
+        *("jax_gives.*(mobilenet|resnet|pointnet-seg|bert-next)", "every_way_to_train.*(mobilenet|pointnet|bert)"),
         *("modes_that_memory_holds.*-1", "a_mode_whose.*(processes|nan)"),
     ],
     "test_cluster": ["actors_that_are_killed.*64"],
@@ -179,6 +179,7 @@ SOAK = {
     "test_failures": ["donated_states.*transformer"],
     "test_following": ["inactive.*(shared|batches)"],
     "test_modules": ["module.LinearCrossEntropyLoss-train-float32"],
+    "test_op_db": ["composed"],
     "test_pool": ["workers_that_are_killed.*64"],
     "test_programs": ["many_programs.(alone-270-[123]|noise-80-[12]|compiled)"],
     "test_workers": ["ctrl_c.*None"],
@@ -194,7 +195,6 @@ THIRDS = {
     "test_modules": ["module"],
     "test_norm": ["a_compiled_array", "autocast"],
     "test_numbers": ["compiled_they_are"],
-    "test_op_db": ["composed"],
     "test_optim": ["compiled_once", "in_place_compiled"],
     "test_own_checkpoints": ["the_numbers"],
     "test_random": ["compiled_noise"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import itertools
 import pickle
@@ -230,7 +231,10 @@ def test_compiled_it_is_one_graph_for_each_mode():
 def test_torch_exports_it(name):
     whole = ensemble(name).eval()
     batch = torch.export.Dim("batch", min=2, max=64)
+    handler = importlib.import_module("torch._dynamo.callback").callback_handler
+    before = list(handler.end_callbacks)
     program = torch.export.export(whole, (X[0],), dynamic_shapes={"args": ({0: batch},)})
+    assert handler.end_callbacks == before, "settings wait for the end of a compilation that is none"
     inputs = torch.randn(7, 4).double()
     assert_same(program.module()(inputs), whole(inputs))
     found = {str(node.target) for node in program.graph.nodes}

@@ -126,7 +126,9 @@ class Bound:
         if len(buffers) > self._count and not self._numbers:
             return self._numbered(params, buffers, *args, key=key, **kwargs)
         if torch.compiler.is_compiling():
-            trace_through_checkpoint()
+            # Exports that are no compilation run it as it is.
+            if torch.compiler.is_dynamo_compiling():
+                trace_through_checkpoint()
             results = self._call(self._first[0], self._besides(params), params, buffers, args, kwargs, key)
             undo(self._undoing)
             return results

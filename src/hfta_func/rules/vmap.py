@@ -90,11 +90,13 @@ def _vmap(
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            install_for_compiler(_choice.state)
             if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+                # Functions run as they do eagerly, and no compilation ends afterwards.
+                install()
                 # PyTorch cannot export moving the model axis of results to the front.
-                with watched(_FRONT):
+                with no_fallback(), watched(_FRONT):
                     return mapped(*args, **kwargs)
+            install_for_compiler(_choice.state)
             outputs = mapped(*args, **kwargs)
             settle_layout()
             return outputs
