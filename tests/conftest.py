@@ -186,18 +186,22 @@ SOAK = {
 }
 # Tables of cases that are alike: every third runs in `make test-more`, the others in `make test-all`.
 THIRDS = {
+    "test_amp": ["autocast_is"],
     "test_bad_members": ["a_bad_member"],
-    "test_composition": ["dynamic_batches"],
+    "test_composition": ["dynamic_batches", "inductor"],
     "test_contract": ["members_with_dropout"],
     "test_distributions": ["a_loss_with"],
-    "test_examples": ["batches_too_small", "array_then", "member_i_is", "every_seed"],
+    "test_examples": ["batches_too_small", "array_then", "ctrl_c_keeps", "member_i_is", "every_seed"],
+    "test_failures": ["donated_states"],
     "test_functionals": ["functional"],
     "test_modules": ["module"],
     "test_norm": ["a_compiled_array", "autocast"],
     "test_numbers": ["compiled_they_are"],
     "test_optim": ["compiled_once", "in_place_compiled"],
     "test_own_checkpoints": ["the_numbers"],
+    "test_promises": ["promise"],
     "test_random": ["compiled_noise"],
+    "test_recurrent": ["under_compile"],
     "test_rules": ["under_compile"],
     "test_transformers": ["member_i", "gradient_checkpointing"],
 }
