@@ -14,7 +14,10 @@ import torch
 from benchmarks import lowerings, ops, optim
 from benchmarks._measure import machine
 
-OWN = ("sweep", "predict", "report", "reach", "background", "tune", "batches", "ensembles", "adapters", "executors")
+OWN = (
+    *("sweep", "predict", "report", "reach", "background", "tune", "batches", "ensembles", "adapters", "executors"),
+    "memory",
+)
 MEASURED = {"ops": ops, "optim": optim, "lowerings": lowerings}
 
 

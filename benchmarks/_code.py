@@ -17,9 +17,9 @@ from typing import Any
 from benchmarks._measure import ROOT
 
 PACKAGE = ROOT / "src" / "hfta_func"
-STEP = ("_torch", "_tree", "random", "optim", "schedules", "calls", "rules", "models", "step")
+STEP = ("_native", "_noise", "_torch", "_tree", "random", "optim", "schedules", "calls", "rules", "models", "step")
 """The rooms of the package that a step runs through."""
-UPDATE = ("_torch", "_tree", "random", "optim", "schedules")
+UPDATE = ("_native", "_torch", "_tree", "random", "optim", "schedules")
 """Those that an array without its batching rules runs through."""
 MEASURED = ("src", "examples", "benchmarks", ":!benchmarks/results")
 """What a commit has to have as it is, to be the one that was measured."""

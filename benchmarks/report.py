@@ -35,6 +35,7 @@ from benchmarks._tables import (
 from benchmarks.adapters import BASES
 from benchmarks.modes import MANY, PER_CORE, PROCESSES, SERIAL, WORKERS
 from benchmarks.ops import ratio as op_ratio
+from benchmarks.optim import M_SOLO
 from benchmarks.workloads import WORKLOADS
 
 DOCS = ROOT / "docs"
@@ -46,6 +47,7 @@ OPERATORS = "<!-- operators, made by python -m benchmarks report -->"
 STUDIES = "<!-- studies, made by python -m benchmarks report -->"
 ENSEMBLES = "<!-- ensembles, made by python -m benchmarks report -->"
 ADAPTERS = "<!-- adapters, made by python -m benchmarks report -->"
+MEMORY = "<!-- memory, made by python -m benchmarks report -->"
 TO_STEPS = "<!-- time to some steps, made by python -m benchmarks report -->"
 TITLES = {
     "cpu-small": "On a CPU, small versions",
@@ -125,9 +127,8 @@ def updates(found: dict[str, Any]) -> str:
     for name, mlp in rows.items():
         both = [found["optim"][title] for title in (mlp, f"resnet18, {name}")]
         if all(one["agrees"] and one["ratios"]["array"] for one in both):
-            cells = [
-                one["ratios"][mode]["M x torch.optim"] for one in both for mode in ("array, donated", "array, compiled")
-            ]
+            modes = ("array, donated", "array, compiled")
+            cells = [one["ratios"].get(mode, {}).get(M_SOLO) for one in both for mode in modes]
             lines.append([name, *map(times, cells)])
     return markdown(
         ["update", *(f"{m} {mode}" for m in ("32 MLPs,", "4 ResNet-18,") for mode in ("eager", "compiled"))], lines
@@ -179,6 +180,20 @@ def adapters(found: dict[str, Any]) -> str:
                 )
     head = ["base and batches", "way", "over the loop", "held", "memory / (base + M adapters alone)"]
     return f"{markdown(head, lines)}\n\n{_where(found)}"
+
+
+def memory(found: dict[str, Any]) -> str:
+    """The table of steps that keep less for the backward pass: time and memory over those of one that keeps everything."""
+    ways = list(dict.fromkeys(way for row in found["memory"].values() for way in row))[1:]
+    lines = []
+    for name, row in found["memory"].items():
+        workload, size, count, batch = name.split()
+        kind = "small" if size == "small" else "published"
+        own = [row[way] if way in row and row[way]["agrees"] else None for way in ways]
+        cells = [f"{times(one['time'])} / {times(one['memory'])}" if one else "" for one in own]
+        lines.append([f"{WORKLOADS[workload].title}, {kind}", f"{count} {TIMES} {batch}", *cells])
+    heads = [f"`{way}`" if "=" in way else way for way in ways]
+    return f"{markdown(['workload', f'M {TIMES} N', *heads], lines)}\n\n{_where(found)}"
 
 
 def _where(found: dict[str, Any]) -> str:
@@ -314,6 +329,7 @@ def written(page: str, folder: Path = RESULTS) -> str:
     single = (
         *((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu"), (STUDIES, studies, "tune-cpu")),
         *((ENSEMBLES, ensembles, "ensembles-cpu"), (ADAPTERS, adapters, "adapters-cpu")),
+        (MEMORY, memory, "memory-cpu"),
     )
     for begin, make, name in single:
         page = replaced(page, make(json.loads((folder / f"{name}.json").read_text())), begin)

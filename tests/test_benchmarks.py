@@ -470,6 +470,17 @@ def test_adapters_over_one_base(bench, capsys, tmp_path):
     assert ways["array of bases"]["held"] > ways["array"]["held"] + 1.9 * found["base"]
 
 
+def test_steps_that_keep_less(bench, capsys, tmp_path):
+    file = tmp_path / "memory.json"
+    file.write_text(json.dumps({"memory": {"mlp small 1 32": {}}}))
+    order = ["--workloads", "transformer", "--models", "2", "--rounds", "1", "--json", str(file)]
+    assert bench("memory").main(order) == 0
+    before, found = json.loads(file.read_text())["memory"].values()
+    assert before == {} and found["array"]["memory"] == found["array"]["time"] == 1
+    assert found["both"]["memory"] <= found['save="less"']["memory"] < 1
+    assert "Transformer (small), M = 2, both" in capsys.readouterr().out
+
+
 def test_what_executors_cost(tmp_path):
     pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
     file = tmp_path / "executors.json"

@@ -34,13 +34,27 @@ static inline uint64_t mix(uint64_t z)
 }
 """
 _EACH = "for (int64_t i = low; i < high; i++)"
-_WORD = "mix(start[model] + stride[model] * (uint64_t)(i + 1))"
 _KEYS = "const uint64_t *start, const uint64_t *stride"
-_WORDS = _native.shared_out(_HEAD, f"{_KEYS}, uint64_t *out", f"{_EACH} out[model * sizes[0] + i] = {_WORD}")
+# A store to a char may change anything, as far as a compiler knows, so what a loop reads is its own.
+_DRAWN = """{{
+                    const uint64_t first = start[model], step = stride[model];
+                    {own}
+                    for (int64_t i = low; i < high; i++)
+                        into[i] = {value};
+                }}"""
+_WORD = "mix(first + step * (uint64_t)(i + 1))"
+_WORDS = _native.shared_out(
+    _HEAD,
+    f"{_KEYS}, uint64_t *out",
+    _DRAWN.format(own="uint64_t *restrict into = out + model * sizes[0];", value=_WORD),
+)
 _BELOW = _native.shared_out(
     _HEAD,
     f"{_KEYS}, char *out, const int64_t *limit",
-    f"{_EACH} out[model * sizes[0] + i] = (int64_t){_WORD} >> 11 < *limit",
+    _DRAWN.format(
+        own="char *restrict into = out + model * sizes[0]; const int64_t most = *limit;",
+        value=f"(int64_t){_WORD} >> 11 < most",
+    ),
 )
 _MIXED = _native.shared_out(
     _HEAD, "const uint64_t *z, uint64_t *out", f"{_EACH} out[model * sizes[0] + i] = mix(z[model * sizes[0] + i])"
