@@ -659,13 +659,9 @@ PLANTED = [
         "test_save.py::test_training_is_the_same",
     ),
     Planted(
-        "batch normalisation is made again without its shift",
-        *(
-            "rules/norm_batch.py",
-            "else bias - mean * scale\n        return affine(x, *(",
-            "else bias * scale\n        return affine(x, *(",
-        ),
-        "test_save.py::test_training_is_the_same",
+        "batch normalisation is made again to other bits",
+        *("rules/norm_batch.py", "None, None, True, 0.0, eps, cudnn)", "None, None, True, 0.0, 2 * eps, cudnn)"),
+        "test_save.py::test_bits_are_the_same",
     ),
     Planted(
         "tensors beside views that are copies stay in memory while the model runs",

@@ -92,7 +92,7 @@ def test_compiled(name):
     assert_matches_solo(step, state, _on("cuda", batches(3, 5)), run=compiled, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["encoder", "convolutions", "views"])
+@pytest.mark.parametrize("name", MODELS)
 def test_what_is_made_again_in_the_backward_pass(name):
     # Which a device runs in a thread of its own.
     with torch.device("cuda"):

@@ -79,8 +79,7 @@ def make_train_step(
             inside a ``torch.func`` gradient they run only once, because a compiler plans memory itself.
         save: ``"less"`` keeps no result for the backward pass that a cheap function can make again from what is kept
             anyway: activations such as GELU after what they are applied to, normalised and dropped-out values. Less memory
-            in somewhat more time; the same bits, to rounding with batch normalisation. It combines with ``checkpoint``. A
-            compiler plans memory itself.
+            in somewhat more time, and the same bits; it combines with ``checkpoint``. A compiler plans memory itself.
         donate: Write the new state into the tensors of the old one, which you must not use afterwards. This saves the
             memory of a second state and keeps addresses fixed, as CUDA graphs require.
         share_frozen: All members share the base of ``model``: its frozen parameters, and buffers of modules that have no
