@@ -18,8 +18,10 @@ import multiprocessing
 import os
 import pathlib
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -214,12 +216,24 @@ def _forked(
     file: str, source: str | None, tests: list[str], options: list[str], limit: float
 ) -> tuple[int, float, str]:
     """Exit status (-1 is out of time), seconds, and the last lines of what the tests printed."""
+    with tempfile.TemporaryDirectory() as place:
+        if source is not None:
+            # For processes that the tests start.
+            shutil.copytree(SOURCE, pathlib.Path(place, SOURCE.name), ignore=shutil.ignore_patterns("__pycache__"))
+            pathlib.Path(place, SOURCE.name, file).write_text(source)
+        return _watched(file, source, tests, options, limit, place)
+
+
+def _watched(
+    file: str, source: str | None, tests: list[str], options: list[str], limit: float, place: str
+) -> tuple[int, float, str]:
     log, start = str(ROOT / "out" / f"mutant-{os.getpid()}.log"), time.monotonic()
     child = os.fork()
     if child == 0:
         status = 70
         try:
             os.setsid()
+            os.environ["PYTHONPATH"] = place
             status = _run(file, source, tests, options, log)
         finally:
             os._exit(status)
