@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import time
@@ -72,6 +73,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     signs = "<" + ">" * len(widths)
     lines = [zip(row, signs, widths, strict=False) for row in (head, *rows)]
     return "\n".join("  ".join(f"{cell:{sign}{width}}" for cell, sign, width in line) for line in lines)
+
+
+def add_to(path: Path, key: str, about: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Put results into a file, under a key, in the place of those that they measure again."""
+    held = json.loads(path.read_text())[key] if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": about, key: {**held, **results}}, indent=2) + "\n")
 
 
 def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from benchmarks._measure import interleaved, machine, peak_bytes, resident_bytes, seconds, table
+from benchmarks._measure import add_to, interleaved, machine, peak_bytes, resident_bytes, seconds, table
 
 BASES = {"tiny": (2, 32, 2), "small": (4, 256, 4), "base": (12, 768, 12)}
 """Layers, width and heads."""
@@ -213,7 +212,5 @@ def main(argv: list[str] | None = None) -> int:
     head = ["base, adapters, way", "ms", "loop / way", "held MiB", "peak MiB", "sum MiB", "sum / (base + M x own)"]
     print(f"\n{table(head, rows)}")
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        held = json.loads(args.json.read_text())["adapters"] if args.json.exists() else {}
-        args.json.write_text(json.dumps({"machine": about, "adapters": held | results}, indent=2) + "\n")
+        add_to(args.json, "adapters", about, results)
     return 0 if all(one["agrees"] for found in results.values() for one in found["ways"].values()) else 1

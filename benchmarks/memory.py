@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 import hfta_func as hfta
-from benchmarks._measure import interleaved, machine, peak_bytes, resident_bytes, seconds, table
+from benchmarks._measure import add_to, interleaved, machine, peak_bytes, resident_bytes, seconds, table
 from benchmarks.modes import array
 from benchmarks.sweep import ROUNDING, TOLERANCE, difference
 from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
@@ -107,7 +106,5 @@ def main(argv: list[str] | None = None) -> int:
             ]
     print(table(["", "ms", "time", "MiB", "memory"], rows), flush=True)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        held = json.loads(args.json.read_text())["memory"] if args.json.exists() else {}
-        args.json.write_text(json.dumps({"machine": about, "memory": held | results}, indent=2) + "\n")
+        add_to(args.json, "memory", about, results)
     return 0 if all(one["agrees"] for found in results.values() for one in found.values()) else 1
