@@ -54,7 +54,7 @@ STYLES = {
     "serial, default allocator": (COLORS[4], "-"),
     "dense": ("0.6", "-"),
     "JAX": (COLORS[5], "-"),
-    "HFTA": (COLORS[6], "-"),
+    "HFTA": ("saddlebrown", "-"),
 }
 
 
