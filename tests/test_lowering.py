@@ -137,6 +137,35 @@ def test_taps_that_see_only_padding_are_left_out(
     assert seen == [taps]
 
 
+@pytest.mark.parametrize(
+    ("num_models", "transposed", "size", "expected"),
+    [
+        (2, False, 8, ("loop", "loop", "matmul")),
+        (2, True, 4, ("loop", "loop", "matmul")),
+        (2, False, 18, ("loop", "loop", "loop")),
+        (2, True, 9, ("loop", "loop", "loop")),
+        (1, False, 18, ("grouped", "grouped", "grouped")),
+    ],
+)
+def test_large_filters_stay_in_the_cache(
+    num_models: int, transposed: bool, size: int, expected: tuple[str, str, str]
+) -> None:
+    operator = torch.conv_transpose2d if transposed else torch.conv2d
+
+    def func(x: Tensor, weight: Tensor) -> Tensor:
+        return operator(x, weight, stride=2, padding=1)
+
+    def make() -> tuple[Tensor, Tensor]:
+        return torch.randn(2, 128, size, size).double(), torch.randn(128, 128, 4, 4).double() / 2**5
+
+    case = RuleCase("large", func, make)
+    inputs = [x[:num_models] for x in member_inputs(case, (True, True))]
+    gradients = hfta.vmap(torch.func.grad(lambda *inputs: func(*inputs).sin().sum(), argnums=(0, 1)))
+    chosen = {choice.op: choice.lowering for choice in hfta.rules.explain(gradients, *inputs)}
+    assert tuple(chosen[f"convolution{direction}"] for direction in ("", "_input_grad", "_weight_grad")) == expected
+    check_against_loop(case, (True, True))
+
+
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

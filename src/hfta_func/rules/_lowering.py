@@ -77,10 +77,11 @@ def _is_one_pixel(x: Sequence[int], weight: Sequence[int], options: Sequence[Any
 
 
 def _is_few_pixels_of_large_filters(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    """At most 32 pixels in all output images, and at least 1 MB of filters."""
+    """At most 64 pixels in all output images, input images if transposed, and at least 1 MB of filters."""
     stride, *_, transposed, _, _ = options
-    out = math.prod(-(-size // step) for size, step in zip(x[2:], stride, strict=True))
-    return x[0] * out <= 2**5 and math.prod(weight) >= 2**18 and not transposed
+    steps = zip(x[2:], stride, strict=True)
+    pixels = math.prod(x[2:] if transposed else (-(-size // step) for size, step in steps))
+    return x[0] * pixels <= 2**6 and math.prod(weight) >= 2**18
 
 
 def _has_few_channels_on_large_images(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
@@ -111,8 +112,11 @@ _ONE_PIXEL_OF_A_BATCH = _ONE_PIXEL._replace(
 _FEW_PIXELS = Row(
     _on_cpu(_is_few_pixels_of_large_filters), "matmul", "few pixels: a short product writes the large filters once"
 )
-_has_large_filters = _on_cpu(lambda x, weight, options: math.prod(weight) >= 2**20)
-_LARGE = Row(_has_large_filters, "loop", "4 MB of filters per member: in a loop they stay in the cache")
+_has_large_filters = _on_cpu(lambda x, weight, options: math.prod(weight) >= 2**17)
+_LARGE = Row(
+    lambda case: case.num_models > 1 and _has_large_filters(case),
+    *("loop", "512 KB of filters per member: in a loop they stay in the cache"),
+)
 _FEW = Row(_on_cpu(_has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
 _FEW_IN = Row(_on_cpu(_has_few_channels_in), "channels_last", "few input channels: pixels are contiguous")
 _SMALL = (_POINTWISE, _FEW, _FEW_IN, _GROUPED)
