@@ -113,8 +113,9 @@ _FEW_PIXELS = Row(
     _on_cpu(_is_few_pixels_of_large_filters), "matmul", "few pixels: a short product writes the large filters once"
 )
 _has_large_filters = _on_cpu(lambda x, weight, options: math.prod(weight) >= 2**17)
+# A loop takes long to compile, and then gains nothing.
 _LARGE = Row(
-    lambda case: case.num_models > 1 and _has_large_filters(case),
+    lambda case: case.num_models > 1 and not case.compiling and _has_large_filters(case),
     *("loop", "512 KB of filters per member: in a loop they stay in the cache"),
 )
 _FEW = Row(_on_cpu(_has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
