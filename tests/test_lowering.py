@@ -140,8 +140,8 @@ def test_taps_that_see_only_padding_are_left_out(
 @pytest.mark.parametrize(
     ("num_models", "transposed", "size", "expected"),
     [
-        (2, False, 8, ("loop", "loop", "matmul")),
-        (2, True, 4, ("loop", "loop", "matmul")),
+        (2, False, 10, ("loop", "loop", "matmul")),
+        (2, True, 5, ("loop", "loop", "matmul")),
         (2, False, 18, ("loop", "loop", "loop")),
         (2, True, 9, ("loop", "loop", "loop")),
         (1, False, 18, ("grouped", "grouped", "grouped")),

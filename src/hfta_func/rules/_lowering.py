@@ -116,7 +116,8 @@ _has_large_filters = _on_cpu(lambda x, weight, options: math.prod(weight) >= 2**
 # A loop takes long to compile, and then gains nothing.
 _LARGE = Row(
     lambda case: case.num_models > 1 and not case.compiling and _has_large_filters(case),
-    *("loop", "512 KB of filters per member: in a loop they stay in the cache"),
+    "loop",
+    "512 KB of filters per member: in a loop they stay in the cache",
 )
 _FEW = Row(_on_cpu(_has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
 _FEW_IN = Row(_on_cpu(_has_few_channels_in), "channels_last", "few input channels: pixels are contiguous")
