@@ -165,6 +165,7 @@ def forward(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
 def fuse(model: nn.Module, params: dict[str, Tensor]) -> nn.Module:
     """The model with HFTA's operators in the place of its own, and with these stacked parameters."""
     count = len(next(iter(params.values())))
+    before = {*model.modules()}
     for path, module in [*model.named_modules()]:
         if type(module) in FUSED:
             model.set_submodule(path, FUSED[type(module)](module, count))
@@ -173,7 +174,7 @@ def fuse(model: nn.Module, params: dict[str, Tensor]) -> nn.Module:
         for path, own in [*model.named_parameters()]:
             leaf, (owner, _, name) = leaves[path], path.rpartition(".")
             module = model.get_submodule(owner)
-            if own.numel() != leaf.numel():
+            if module in before:
                 # A parameter that belongs to no operator.
                 setattr(module, name, nn.Parameter(leaf.clone()))
                 continue

@@ -82,11 +82,12 @@ def test_jax_gives_the_losses_of_the_loop(bench, name):
 
 # HFTA's own, where it is compiled at import.
 @pytest.mark.filterwarnings("ignore:.*invalid escape sequence")
+@pytest.mark.parametrize("num_models", [1, 2])
 @pytest.mark.parametrize("name", bench_workloads())
-def test_hfta_gives_the_losses_of_the_loop(bench, name):
+def test_hfta_gives_the_losses_of_the_loop(bench, name, num_models):
     pytest.importorskip("hfta.ops", reason="needs a checkout of HFTA in PYTHONPATH")
     worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
-    spec = workloads.Spec(name, "small", 2, 4)
+    spec = workloads.Spec(name, "small", num_models, 4)
     expected = worker.Desk("serial", spec).losses()
     assert sweep.difference(worker.Desk("HFTA", spec).losses(), expected) < sweep.TOLERANCE
 
