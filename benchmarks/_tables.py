@@ -132,9 +132,9 @@ def about(parts: Sequence[dict[str, Any]], machine: str = "") -> str:
     text = f"{machine}{each if machine else each.capitalize()}, measured on {days} at {', '.join(commits)}; {loops}."
     older = [is_older(part) for part in parts]
     if all(older):
-        text += " The code of the package is not known to be the same still."
+        text += " The code that was timed is not known to be the same still."
     elif any(older):
-        text += f" Rows with {DAGGER} were measured with code of the package that is not known to be the same still."
+        text += f" Rows with {DAGGER} were measured with code that is not known to be the same still."
     return textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 
