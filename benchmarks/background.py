@@ -17,12 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import hfta_func as hfta
 from benchmarks._measure import ROOT, table
 from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
-from hfta_func.run.compiler import options
+from hfta_func.run.compiler import graph, options
 
 WAYS = ("eager", "compiled", "hfta.compile")
 
@@ -34,7 +32,7 @@ def seconds(way: str, spec: Spec, steps: int) -> dict[str, Any]:
     step, state = job.array()
     run: Callable[..., Any] = step
     if way == "compiled":
-        run = torch.compile(step, fullgraph=True, dynamic=False, options=options(state)[0])
+        run = graph(step, options(state)[0])
     elif way == "hfta.compile":
         run = hfta.compile(step, steps=steps)
     batches, graphs = itertools.cycle(job.batches), 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hfta_func
 from benchmarks.workloads import WORKLOADS, Job, Run
-from hfta_func.run.compiler import options
+from hfta_func.run.compiler import graph, options
 
 SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "processes", "process per core"
 """What all others are compared with; the same on one thread, which small models may be faster on; a process for each model;
@@ -72,8 +72,7 @@ def array(job: Job, compiled: bool = False, graphed: bool = False, **own: Any) -
 
 def _compiled(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
     """As :func:`hfta_func.compile` does it, whose options are for a CPU."""
-    chosen = None if state.keys.is_cuda else options(state)[0]
-    return torch.compile(step, fullgraph=True, dynamic=False, options=chosen)
+    return graph(step, {} if state.keys.is_cuda else options(state)[0])
 
 
 def many(job: Job) -> Run:

@@ -51,8 +51,8 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     yield
     last = compiler.Compiler._last
     worker = last() if last is not None else None
-    if worker is not None and worker._found is None:
-        worker._process.kill()
+    if worker is not None:
+        worker.end()
 
 
 def the_graph(quick: Any) -> Any:
@@ -105,6 +105,54 @@ def test_functions_of_a_notebook_are_sent_too() -> None:
     step, state = arrayed(lambda model, x: scale * model(x).square().mean())
     quick = hfta.compile(step)
     until(quick, lambda quick: quick.is_compiled, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
+
+
+SCALE = 2.0
+
+
+def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"one": 1.0}
+    step, state = arrayed(lambda model, x: SCALE * weights["one"] * model(x).square().mean())
+    batch = torch.ones(M, 5, 4, dtype=torch.float64)
+    run = compiler.graph(step, {"cpp.vec_isa_ok": True})
+    run(state, batch)
+    other = state._replace(params={name: param.float() for name, param in state.params.items()})
+
+    def refused(state: hfta.TrainState, batch: Tensor) -> bool:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            try:
+                run(state, batch)
+            except RuntimeError as error:
+                return "recompile" in str(error)
+        return False
+
+    assert not refused(state, batch)
+    with hfta.rules.override(all="loop"):
+        assert refused(state, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "SCALE", 3.0)
+        assert refused(state, batch)
+    assert refused(other, batch) and refused(state, batch[:, :2]) and not refused(state, batch)
+    weights["one"] = 5.0
+    assert refused(state, batch)
+
+
+def test_a_call_checks_little_of_what_the_graph_rests_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, list[Any]] = {}
+
+    def seen(guards: Any, may_change: Any = compiler._may_change) -> list[bool]:
+        found = may_change(guards)
+        kept["all"] = list(guards)
+        kept["checked"] = [guard for guard, is_kept in zip(guards, found, strict=True) if is_kept]
+        return found
+
+    monkeypatch.setattr(compiler, "_may_change", seen)
+    step, state = arrayed()
+    compiler.graph(step, {"cpp.vec_isa_ok": True})(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    tensors = [{g.name for g in kept[which] if g.guard_type == "TENSOR_MATCH"} for which in ("all", "checked")]
+    assert {name for name in tensors[0] if name.startswith("args")} <= tensors[1]
+    assert not any("_forward_hooks" in guard.name and "'model'" in guard.name for guard in kept["checked"])
+    assert len(kept["checked"]) < len(kept["all"]) / 3
 
 
 def test_what_cannot_be_sent_goes_on_eagerly(recwarn: Any) -> None:

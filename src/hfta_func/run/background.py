@@ -15,7 +15,7 @@ from torch import Tensor
 from hfta_func._torch import compiled_from_cache, eager_unless_compiled, is_compiler_loaded, stand_for
 from hfta_func._tree import leaves
 from hfta_func._types import CompileWarning
-from hfta_func.run.compiler import Compiler
+from hfta_func.run.compiler import Compiler, graph
 from hfta_func.run.processes import cores, line
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
@@ -87,6 +87,7 @@ class BackgroundStep:
         self._step, self._steps = step, steps
         stand_for(self, step)
         self._shapes: dict[Any, _Graph] = {}
+        self._latest: _Graph | None = None
         self._calls = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -98,15 +99,17 @@ class BackgroundStep:
     @property
     def is_compiled(self) -> bool:
         """Whether calls with the latest shapes run a compiled graph."""
-        return bool(self._shapes) and [*self._shapes.values()][-1].is_used
+        return self._latest is not None and self._latest.is_used
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Call the step, eager or compiled."""
         self._calls += 1
         found = leaves((batch, getattr(state, "step", None)))
-        key = tuple((leaf.shape, leaf.dtype) for leaf in found if isinstance(leaf, Tensor))
-        graph = self._shapes.pop(key, None) or _Graph(self._step)
-        self._shapes[key] = graph
+        key = tuple([(leaf.shape, leaf.dtype) for leaf in found if isinstance(leaf, Tensor)])
+        graph = self._shapes.get(key)
+        if graph is None:
+            graph = self._shapes[key] = _Graph(self._step)
+        self._latest = graph
         left = None if self._steps is None else self._steps - self._calls + 1
         return graph(state, batch, left)
 
@@ -204,7 +207,9 @@ class _Graph:
         return left * statistics.median(self._eager) * (1 - 1 / _FASTER) >= cost
 
     def _go_over(self, answer: Mapping[str, Any], state: Any, batch: Any) -> Any:
-        run = torch.compile(self._step, fullgraph=True, dynamic=False, options=answer["options"] or None)
+        if self._worker is not None:
+            self._worker.end()
+        run = graph(self._step, answer["options"])
         try:
             with compiled_from_cache():
                 found = run(state, batch)

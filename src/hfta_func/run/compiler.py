@@ -7,13 +7,14 @@ import io
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import cloudpickle
@@ -31,6 +32,17 @@ _TRUSTING = {"cpp.vec_isa_ok": True, "size_asserts": False, "alignment_asserts":
 _TOGETHER = 16
 """With more parameters than this, the calls are compiled apart from the kernels: at the same time and with less optimisation,
 which saves a third of a deep model's time to compile. With fewer, the calls are much of a step."""
+_CODE = re.compile(
+    r"(G\['__import_(torch|hfta_func)(_dot_\w+)?'\]|__import__\('torch'\))(?!\w)|G\['__builtins_dict___\d+'\]"
+)
+"""Where the compiler finds what PyTorch, this package and Python have defined."""
+_DEFINITIONS = frozenset(
+    ("CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT")
+)
+"""The checks that a function, a class or a module is still the same one."""
+_CONSTANTS = re.compile(r"_pytree|hfta_func.*\.(_?[A-Z][A-Z0-9_]*\b|__(kw)?defaults__)")
+_COPIES = re.compile(r"call\b.*\b(_first\[0\]\.(_modules|places)|_shapes|_holders|_trainable)(?!\w)")
+"""Where a step keeps its own copy of the model, and what it knows of it."""
 # Before anything is imported. A session is a group of its own on Linux, within which alone "nice" counts.
 _YIELDING = """
 import contextlib, os, pathlib
@@ -46,6 +58,27 @@ def options(state: Any) -> tuple[dict[str, Any], ...]:
     return {**_TRUSTING, "cpp_wrapper": True, "cpp_wrapper_build_separate": apart}, _TRUSTING, {}
 
 
+def graph(step: Callable[..., Any], chosen: Mapping[str, Any]) -> Any:
+    """The step, compiled when it is called, with these options; a call checks only what may change between calls."""
+    own: Any = {**chosen, "guard_filter_fn": _may_change}
+    return torch.compile(step, fullgraph=True, dynamic=False, options=own)
+
+
+def _may_change(guards: Sequence[Any]) -> list[bool]:
+    """Which of the compiler's checks before every call of a graph are needed.
+
+    There are thousands, which take a third of the time of a small step. Nobody changes what PyTorch and this package define,
+    or a step's own copy of a model; settings, users' code, states and batches do change.
+    """
+    return [
+        not (
+            _COPIES.match(guard.name)
+            or (_CODE.match(guard.name) and (guard.guard_type in _DEFINITIONS or _CONSTANTS.search(guard.name)))
+        )
+        for guard in guards
+    ]
+
+
 class Compiler:
     """The process, seen from the one that trains, to which it yields the processors if it ``yields``."""
 
@@ -54,6 +87,7 @@ class Compiler:
     def __init__(self, step: Callable[..., Any], state: Any, batch: Any, yields: bool = True):
         Compiler._last = weakref.ref(self)
         self._found: dict[str, Any] | None = None
+        self._is_over = True
         try:
             inputs, settings = tree_map(_Like, (state, batch)), {get.__name__: get() for get, _ in SETTINGS}
             order = _sent({"step": step, "inputs": inputs, **settings}, getattr(step, "base", {}).values())
@@ -72,25 +106,37 @@ class Compiler:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        weakref.finalize(self, _end, self._process, self._said)
+        self._is_over = False
+        self._end = weakref.finalize(self, _end, self._process, self._said)
 
     @staticmethod
     def busy() -> bool:
         """Whether another one is at work; one at a time is enough beside training."""
         last = Compiler._last() if Compiler._last is not None else None
-        return last is not None and last.answer() is None
+        if last is None:
+            return False
+        last.answer()
+        return not last._is_over
 
     def answer(self) -> dict[str, Any] | None:
-        """What it found, None as long as it works."""
-        if self._found is None and self._process.poll() is not None:
-            self._said.seek(0)
-            lines = self._said.read().decode(errors="replace").splitlines()
-            self._said.close()
+        """What it has found so far, None before that."""
+        if not self._is_over:
+            self._is_over = self._process.poll() is not None
+            # The processes share a position in the file, which is the other one's.
+            said = os.pread(self._said.fileno(), os.fstat(self._said.fileno()).st_size, 0).decode(errors="replace")
+            *lines, _ = said.split("\n")
             try:
                 self._found = json.loads(lines[-1])
             except (IndexError, ValueError):
-                self._found = {"error": f"the other process ended with status {self._process.returncode}"}
+                if self._is_over:
+                    self._found = {"error": f"the other process ended with status {self._process.returncode}"}
         return self._found
+
+    def end(self) -> None:
+        """Let it do no more."""
+        if not self._is_over:
+            self._is_over = True
+            self._end()
 
 
 def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
@@ -137,39 +183,38 @@ def _answer() -> None:
     sys.path[:] = json.loads(sys.stdin.buffer.readline())
     try:
         order = _Received(sys.stdin.buffer).load()
-        found = _compiled(order)
+        for found in _compiled(order):
+            print(json.dumps(found), file=answers, flush=True)
     except Exception as error:
-        found = {"error": line(error)}
-    print(json.dumps(found), file=answers, flush=True)
+        print(json.dumps({"error": line(error)}), file=answers, flush=True)
 
 
-def _compiled(order: Mapping[str, Any]) -> dict[str, Any]:
+def _compiled(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What is known as soon as there is a graph: that reading it takes less than compiling; then, how long it takes."""
     settle(order)
     error: Exception | None = None
     likes: Any = leaves(order["inputs"])
     on_cpu = all(like.made_of[-1].type == "cpu" for like in likes)
     for chosen in options(order["inputs"][0]) if on_cpu else ({},):
         try:
-            _seconds(order, chosen)
+            yield {"options": chosen, "seconds": _seconds(order, chosen)}
             before = graph_hits()
             seconds = _seconds(order, chosen)
             if graph_hits() == before:
-                return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
-            return {"options": chosen, "seconds": seconds}
+                yield {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
+            else:
+                yield {"options": chosen, "seconds": seconds}
+            return
         except Exception as failed:
             error = failed
     assert error is not None
-    return {"error": line(error)}
+    yield {"error": line(error)}
 
 
 def _seconds(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:
     """How long a first call takes."""
     torch.compiler.reset()
-    return _timed(_graph(order, options), order)
-
-
-def _graph(order: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    return torch.compile(order["step"], fullgraph=True, dynamic=False, options=dict(options) or None)
+    return _timed(graph(order["step"], options), order)
 
 
 def _timed(run: Any, order: Mapping[str, Any]) -> float:
