@@ -98,8 +98,8 @@ PLANTED = [
         "auto raises",
         *(
             "step/chunks.py",
-            "grouped = functools.partial(self._grouped, run, members, batch, count)",
-            "grouped = functools.partial(self._grouped, run, members, batch)",
+            "self._grouped, run, members, batch, count, adds)",
+            "self._grouped, run, members, batch, adds)",
         ),
         "test_step.py::test_auto_keeps_the_fastest",
     ),
@@ -438,8 +438,8 @@ PLANTED = [
         "parts that run again draw other noise",
         *(
             "models/remat.py",
-            "with again, routed(key, site) as inner",
-            "with again, routed(key, site if out_spec is None else site + 1) as inner",
+            "mode.again(key, site, given) as inner",
+            "mode.again(key, site if out_spec is None else site + 1, given) as inner",
         ),
         "test_checkpoint.py::test_the_bits_are_those_of_a_step_without",
     ),
@@ -455,7 +455,7 @@ PLANTED = [
     ),
     Planted(
         "a kernel counts words from 0",
-        *("_noise.py", "stride[model] * (uint64_t)(i + 1)", "stride[model] * (uint64_t)i"),
+        *("_noise.py", "step * (uint64_t)(i + 1)", "step * (uint64_t)i"),
         "test_native.py::test_noise_is_that_of_operators",
     ),
     Planted(
@@ -480,7 +480,7 @@ PLANTED = [
     ),
     Planted(
         "compiling begins whether it may pay or not",
-        *("run/background.py", "self._spent >= _AFTER * compiling", "True"),
+        *("run/background.py", "self._spent >= after * compiling", "True"),
         "test_background.py::test_compiling_begins_where_it_may_pay",
     ),
     Planted(
@@ -495,7 +495,7 @@ PLANTED = [
     ),
     Planted(
         "errors of workers name members by their places in the part",
-        *("run/workers.py", "int(found[1]) + first", "int(found[1])"),
+        *("run/workers.py", "members[int(found[1])]", "int(found[1])"),
         "test_workers.py::test_a_member_that_fails_is_named_by_its_place_in_the_array",
     ),
     Planted(
@@ -641,7 +641,7 @@ PLANTED = [
     ),
     Planted(
         "workers do not see what a callback changed",
-        *("run/workers.py", "anew = state is not self._returned", "anew = self._returned is None"),
+        *("run/workers.py", "anew = other or state is not self._returned", "anew = other or self._returned is None"),
         "test_workers.py::test_two_processes_are_one_array",
     ),
     Planted(
@@ -710,7 +710,7 @@ PLANTED = [
     ),
     Planted(
         "a base whose tensors were replaced goes on as it was",
-        *("models/frozen.py", "if held.get(name) is not tensor:", "if False:"),
+        *("models/frozen.py", "if path not in given and held.get(name) is not tensor:", "if False:"),
         "test_frozen.py::test_a_base_whose_tensors_were_replaced_is_noticed",
     ),
     Planted(
@@ -874,5 +874,19 @@ PLANTED = [
         "the base counts as buffers that are given",
         *("models/functional.py", "sum(path not in base for path, _ in", "sum(True for path, _ in"),
         "test_numbers.py::test_a_frozen_base_with_buffers",
+    ),
+    Planted(
+        "calls of a graph do not notice another choice of lowerings",
+        *("run/compiler.py", 're.compile(r"_pytree|', 're.compile(r"|_pytree|'),
+        "test_background.py::test_a_graph_notices_what_its_user_changes",
+    ),
+    Planted(
+        "a process at work counts as one that has ended",
+        *(
+            "run/compiler.py",
+            "                if self._is_over:\n                    self._found = {",
+            "                if True:\n                    self._found = {",
+        ),
+        "test_background.py::test_the_other_process_says_at_once_that_there_is_a_graph",
     ),
 ]

@@ -100,6 +100,16 @@ def test_a_step_goes_over_to_a_graph_and_on_with_the_same_results(donate: bool) 
     assert quick.is_compiled
 
 
+def test_the_other_process_says_at_once_that_there_is_a_graph() -> None:
+    worker = compiler.Compiler(*arrayed(), torch.ones(M, 5, 4, dtype=torch.float64))
+    until(worker, lambda worker: worker.answer() is not None, lambda: None)
+    first = worker.answer()
+    assert first is not None and compiler.Compiler.busy()
+    until(worker, lambda _: not compiler.Compiler.busy(), lambda: None)
+    second = worker.answer()
+    assert second is not None and second["options"] == first["options"] and second["seconds"] < first["seconds"]
+
+
 def test_functions_of_a_notebook_are_sent_too() -> None:
     scale = 2.0
     step, state = arrayed(lambda model, x: scale * model(x).square().mean())

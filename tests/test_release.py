@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hfta_func as hfta
+from planted import PLANTED
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,3 +93,10 @@ def test_every_version_of_python_that_ci_tests_is_declared():
     declared = re.findall(r"Python :: (3\.\d+)", text("pyproject.toml"))
     assert re.findall(r"[\d.]+", versions) == declared
     assert f'requires-python = ">={declared[0]}"' in text("pyproject.toml")
+
+
+def test_every_planted_bug_has_its_place_in_the_source():
+    for bug in PLANTED:
+        assert text(f"src/hfta_func/{bug.file}").count(bug.old) == 1, bug.what
+        path, _, name = bug.test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in text(f"tests/{path}"), bug.test
