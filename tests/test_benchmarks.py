@@ -305,8 +305,12 @@ def test_a_row_names_the_code_that_was_measured(bench, tmp_path, monkeypatch):
     assert code.digest([source]) == "43f40c7642c4e7ac"
     assert code.code("serial") is None and not code.is_older("serial", {})
     assert len({code.code(mode) for mode in ("array", "stock vmap", "JAX", "HFTA")}) == 4
-    assert code.is_older("array", {}) and not code.is_older("array compiled", {"code": code.code("array")})
-    assert all((code.PACKAGE / room).exists() or (code.PACKAGE / f"{room}.py").exists() for room in code.STEP)
+    assert code.is_older("array", {}) and not code.is_older("array auto", {"code": code.code("array")})
+    # How its graph is made is part of a compiled one.
+    assert code.is_older("array compiled", {"code": code.code("array")})
+    assert not code.is_older("array workers compiled", {"code": code.code("array compiled")})
+    rooms = (*code.STEP, code.COMPILED)
+    assert all((code.PACKAGE / room).exists() or (code.PACKAGE / f"{room}.py").exists() for room in rooms)
 
     def git(*order):
         subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *order], check=True)
