@@ -30,6 +30,9 @@ TABLE = pathlib.Path(__file__).with_name("op_db.csv")
 SAMPLES = 8
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool)
 TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-9, torch.complex128: 1e-9}
+ILL_CONDITIONED = {"linalg.householder_product": 100}
+"""How many times the tolerance: the derivatives of these, of the table's samples, have that much of rounding in a member alone.
+It depends on the processor how much of it shows."""
 FORMS = ("all", "first", "rest")
 """Which tensors of a sample are per member; members share the others."""
 HOW = ("nested", "gradient", "tangent", "compiled")
@@ -89,6 +92,7 @@ def _verdicts(
 ) -> Iterator[tuple[str, set[str]]]:
     """One verdict for every sample, the last of all that it deserves."""
     verdict, names = "fused", set()
+    tolerance = TOLERANCES.get(dtype, 0) * ILL_CONDITIONED.get(_title(op), 1)
     differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     for members in _samples(op, dtype, count, differentiable and (op.supports_inplace_autograd or not in_place)):
         if in_place and not _is_possible_in_place(func, members[0]):
@@ -96,7 +100,7 @@ def _verdicts(
         forms = FORMS[: 1 if how or _count(members[0]) == 1 else 2 if in_place else 3]
         for form in forms:
             try:
-                seen = hfta.rules.explain(_check, func, members, TOLERANCES.get(dtype, 0), form, in_place, how)
+                seen = hfta.rules.explain(_check, func, members, tolerance, form, in_place, how)
             except AssertionError as error:
                 yield "wrong", {f"{form}: {str(error)[:200]}"}
             except (RuntimeError, ValueError, TypeError) as error:
@@ -233,7 +237,8 @@ def _distinct(x: Tensor) -> Tensor:
     """Members that the table gave the same values, scaled."""
     if not (x.is_floating_point() or x.is_complex()) or not torch.equal(x, x[:1].expand_as(x)):
         return x
-    factors = torch.tensor([1.0, 1.125, 1.25], dtype=x.dtype).reshape(M, *(1,) * (x.dim() - 1))
+    # Not 1.125 and 1.25: matrices of size 5 have singular values of 1.25, which a limit of 1 must not become.
+    factors = torch.tensor([1.0, 1.0625, 1.1875], dtype=x.dtype).reshape(M, *(1,) * (x.dim() - 1))
     return (x.detach() * factors).requires_grad_(x.requires_grad)
 
 
