@@ -21,8 +21,8 @@ STEP = ("_native", "_noise", "_torch", "_tree", "random", "optim", "schedules", 
 """The rooms of the package that a step runs through."""
 UPDATE = ("_native", "_torch", "_tree", "random", "optim", "schedules")
 """Those that an array without its batching rules runs through."""
-COMPILED = "run/compiler"
-"""What else a compiled one does: how its graph is made, and what every call checks."""
+COMPILED = ("_torch/guards", "run/graphs")
+"""What only a compiled one does: how its graph is made, and what every call checks."""
 MEASURED = ("src", "examples", "benchmarks", ":!benchmarks/results")
 """What a commit has to have as it is, to be the one that was measured."""
 
@@ -44,9 +44,10 @@ def files(mode: str) -> list[Path]:
     if mode in ("JAX", "HFTA"):
         return [ROOT / "benchmarks" / f"{mode.lower()}_peer.py"]
     rooms = STEP if mode.startswith("array") else UPDATE if mode.startswith("stock") else ()
-    if mode.startswith("array") and ("compiled" in mode or "graph" in mode):
-        rooms = (*rooms, COMPILED)
-    return [path for room in rooms for path in (PACKAGE / f"{room}.py", *sorted((PACKAGE / room).rglob("*.py")))]
+    apart = [PACKAGE / f"{room}.py" for room in COMPILED]
+    found = [path for room in rooms for path in (PACKAGE / f"{room}.py", *sorted((PACKAGE / room).rglob("*.py")))]
+    is_compiled = mode.startswith("array") and ("compiled" in mode or "graph" in mode)
+    return [*(path for path in found if path not in apart), *(apart if is_compiled else ())]
 
 
 @functools.cache

@@ -31,7 +31,7 @@ SAMPLES = 8
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool)
 TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-9, torch.complex128: 1e-9}
 ILL_CONDITIONED = {"linalg.householder_product": 100}
-"""How many times the tolerance: the derivatives of these, of the table's samples, have that much of rounding in a member alone.
+"""How many times the tolerance: so much of rounding the derivatives of a member alone have, for some of the table's samples.
 It depends on the processor how much of it shows."""
 FORMS = ("all", "first", "rest")
 """Which tensors of a sample are per member; members share the others."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func import CompileWarning
-from hfta_func.run import background, compiler
+from hfta_func.run import background, compiler, graphs
 
 M = 3
 YIELDING = compiler._YIELDING
@@ -124,7 +124,7 @@ def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) 
     weights = {"one": 1.0}
     step, state = arrayed(lambda model, x: SCALE * weights["one"] * model(x).square().mean())
     batch = torch.ones(M, 5, 4, dtype=torch.float64)
-    run = compiler.graph(step, {"cpp.vec_isa_ok": True})
+    run = graphs.graph(step, {"cpp.vec_isa_ok": True})
     run(state, batch)
     other = state._replace(params={name: param.float() for name, param in state.params.items()})
 
@@ -150,15 +150,15 @@ def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) 
 def test_a_call_checks_little_of_what_the_graph_rests_on(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, list[Any]] = {}
 
-    def seen(guards: Any, may_change: Any = compiler._may_change) -> list[bool]:
+    def seen(guards: Any, may_change: Any = graphs.may_change) -> list[bool]:
         found = may_change(guards)
         kept["all"] = list(guards)
         kept["checked"] = [guard for guard, is_kept in zip(guards, found, strict=True) if is_kept]
         return found
 
-    monkeypatch.setattr(compiler, "_may_change", seen)
+    monkeypatch.setattr(graphs, "may_change", seen)
     step, state = arrayed()
-    compiler.graph(step, {"cpp.vec_isa_ok": True})(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    graphs.graph(step, {"cpp.vec_isa_ok": True})(state, torch.ones(M, 5, 4, dtype=torch.float64))
     tensors = [{g.name for g in kept[which] if g.guard_type == "TENSOR_MATCH"} for which in ("all", "checked")]
     assert {name for name in tensors[0] if name.startswith("args")} <= tensors[1]
     assert not any("_forward_hooks" in guard.name and "'model'" in guard.name for guard in kept["checked"])
@@ -380,7 +380,7 @@ def test_calls_of_deep_models_are_compiled_apart_from_their_kernels() -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
         step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
         state = step.init(*hfta.stack_params([model]), seeds=[0])
-        return [found.get("cpp_wrapper_build_separate") for found in compiler.options(state)]
+        return [found.get("cpp_wrapper_build_separate") for found in graphs.options(state)]
 
     # Ways after the first call kernels from Python.
     assert apart(8) == [False, None, None]

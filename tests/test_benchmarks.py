@@ -309,7 +309,7 @@ def test_a_row_names_the_code_that_was_measured(bench, tmp_path, monkeypatch):
     # How its graph is made is part of a compiled one.
     assert code.is_older("array compiled", {"code": code.code("array")})
     assert not code.is_older("array workers compiled", {"code": code.code("array compiled")})
-    rooms = (*code.STEP, code.COMPILED)
+    rooms = (*code.STEP, *code.COMPILED)
     assert all((code.PACKAGE / room).exists() or (code.PACKAGE / f"{room}.py").exists() for room in rooms)
 
     def git(*order):

@@ -24,7 +24,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 # From bottom to top inside a folder. Files that are not named stand side by side above these and import none of each
 # other, so that families of operators and optimizers stay apart.
 FILES_IN = {
-    "_torch": ["_release", "levels", "dispatcher", "compiler", "modules"],
+    "_torch": ["_release", "levels", "dispatcher", "compiler", "guards", "modules"],
     "optim": ["_base", "_kernel", "_leafwise"],
     "calls": [
         "body",
@@ -82,6 +82,7 @@ FILES_IN = {
         "data",
         "settings",
         "processes",
+        "graphs",
         "compiler",
         "background",
         "executors",
@@ -238,10 +239,11 @@ def test_there_is_no_room_for_odds_and_ends():
     ]
 
 
-# Modules and attributes of PyTorch that begin with an underscore. Operators' names are no names of Python.
+# Modules and attributes of PyTorch that begin with an underscore, and its checks of graphs. Operators' names are no names of
+# Python.
 PRIVATE = re.compile(
     r"torch(\.\w+)*\._[a-zA-Z]|from torch[\w.]* import .*\b_[a-z]|forward_ad|"
-    r"\.(_version|_parameters|_buffers|_modules|_flat_weights|_destroy|_dynamo\w+|_torchdynamo\w+)\b"
+    r"\.(_version|_parameters|_buffers|_modules|_flat_weights|_destroy|_dynamo\w+|_torchdynamo\w+)\b|[A-Z]+_MATCH\b"
 )
 
 

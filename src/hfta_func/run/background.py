@@ -15,7 +15,8 @@ from torch import Tensor
 from hfta_func._torch import compiled_from_cache, eager_unless_compiled, is_compiler_loaded, stand_for
 from hfta_func._tree import leaves
 from hfta_func._types import CompileWarning
-from hfta_func.run.compiler import Compiler, graph
+from hfta_func.run.compiler import Compiler
+from hfta_func.run.graphs import graph
 from hfta_func.run.processes import cores, line
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1

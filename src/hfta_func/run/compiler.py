@@ -7,14 +7,13 @@ import io
 import json
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 import cloudpickle
@@ -23,26 +22,10 @@ from torch import Tensor
 
 from hfta_func._torch import graph_hits
 from hfta_func._tree import leaves, tree_map
+from hfta_func.run.graphs import graph, options
 from hfta_func.run.processes import line
 from hfta_func.run.settings import SETTINGS, settle
 
-# It trusts the processor's own list of its instructions, instead of compiling a program for each of them, which takes longer
-# than a small graph; and does not look again at shapes that have been looked at to choose the graph.
-_TRUSTING = {"cpp.vec_isa_ok": True, "size_asserts": False, "alignment_asserts": False}
-_TOGETHER = 16
-"""With more parameters than this, the calls are compiled apart from the kernels: at the same time and with less optimisation,
-which saves a third of a deep model's time to compile. With fewer, the calls are much of a step."""
-_CODE = re.compile(
-    r"(G\['__import_(torch|hfta_func)(_dot_\w+)?'\]|__import__\('torch'\))(?!\w)|G\['__builtins_dict___\d+'\]"
-)
-"""Where the compiler finds what PyTorch, this package and Python have defined."""
-_DEFINITIONS = frozenset(
-    ("CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT")
-)
-"""The checks that a function, a class or a module is still the same one."""
-_CONSTANTS = re.compile(r"_pytree|hfta_func.*\.(_?[A-Z][A-Z0-9_]*\b|__(kw)?defaults__)")
-_COPIES = re.compile(r"call\b.*\b(_first\[0\]\.(_modules|places)|_shapes|_holders|_trainable)(?!\w)")
-"""Where a step keeps its own copy of the model, and what it knows of it."""
 # Before anything is imported. A session is a group of its own on Linux, within which alone "nice" counts.
 _YIELDING = """
 import contextlib, os, pathlib
@@ -50,33 +33,6 @@ os.nice(19)
 with contextlib.suppress(OSError):
     pathlib.Path("/proc/self/autogroup").write_text("19")
 """
-
-
-def options(state: Any) -> tuple[dict[str, Any], ...]:
-    """Options of inductor for a step with this state, to be tried in turn; the first calls kernels from C++, not Python."""
-    apart = len(leaves(getattr(state, "params", state))) > _TOGETHER
-    return {**_TRUSTING, "cpp_wrapper": True, "cpp_wrapper_build_separate": apart}, _TRUSTING, {}
-
-
-def graph(step: Callable[..., Any], chosen: Mapping[str, Any]) -> Any:
-    """The step, compiled when it is called, with these options; a call checks only what may change between calls."""
-    own: Any = {**chosen, "guard_filter_fn": _may_change}
-    return torch.compile(step, fullgraph=True, dynamic=False, options=own)
-
-
-def _may_change(guards: Sequence[Any]) -> list[bool]:
-    """Which of the compiler's checks before every call of a graph are needed.
-
-    There are thousands, which take a third of the time of a small step. Nobody changes what PyTorch and this package define,
-    or a step's own copy of a model; settings, users' code, states and batches do change.
-    """
-    return [
-        not (
-            _COPIES.match(guard.name)
-            or (_CODE.match(guard.name) and (guard.guard_type in _DEFINITIONS or _CONSTANTS.search(guard.name)))
-        )
-        for guard in guards
-    ]
 
 
 class Compiler:
