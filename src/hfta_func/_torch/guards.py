@@ -15,6 +15,7 @@ _DEFINITIONS = frozenset(
 )
 """The checks that a function, a class or a module is still the same one."""
 _CONSTANTS = re.compile(r"_pytree|hfta_func.*\.(_?[A-Z][A-Z0-9_]*\b|__(kw)?defaults__)")
+"""What nobody assigns anew: how PyTorch takes trees apart, and this package's constants and defaults of parameters."""
 _COPIES = re.compile(r"call\b.*\b(_first\[0\]\.(_modules|places)|_shapes|_holders|_trainable)(?!\w)")
 """Where a step keeps its own copy of the model, and what it knows of it."""
 
