@@ -16,6 +16,7 @@ import operator
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,20 +64,22 @@ def difference(found: Sequence[Any], expected: Sequence[Any]) -> float:
     return ((a - b).abs() / b.abs().clamp(min=1e-12)).nan_to_num(nan=float("inf")).max().item()
 
 
-def compare(spec: Spec, modes: list[str], least: Least, verbose: bool) -> dict[str, Any]:
+def compare(spec: Spec, modes: list[str], least: Least, verbose: bool, at_once: bool = False) -> dict[str, Any]:
     """One workload at one M: a row for each mode."""
     # Before anything runs, as files may change meanwhile.
     about = {"machine": machine(), **_code.commit()}
     rows, most = {mode: {**about, "code": _code.code(mode)} for mode in modes}, 0
     loop, beside = Measured(SERIAL, spec, rows.get(SERIAL)), list[Measured]()
     try:
-        check(rows, spec)
+        check(rows, spec, at_once)
         eager = alone("array", spec, Measured.start)[1] if any(mode in COMPILED for mode in modes) else []
         loop.row["first step"], noisy = loop.start()
         reference = Reference(noisy, eager)
-        for mode in modes:
-            if mode == SERIAL or "error" in rows[mode]:
-                continue
+        left = [mode for mode in modes if mode != SERIAL and "error" not in rows[mode]]
+        if at_once:
+            beside, left = [Measured(mode, spec, rows[mode]) for mode in left], []
+            together(lambda other: begin(other, spec, reference), beside)
+        for mode in left:
             if verbose:
                 print(f"{spec.workload} {spec.size} M = {spec.num_models}: {mode}", flush=True)
             if beside and room(spec.device) < SPARE * most:
@@ -123,20 +126,35 @@ class Reference(NamedTuple):
     eager: list[list[float]]
 
 
-def check(rows: dict[str, dict[str, Any]], spec: Spec) -> None:
+def check(rows: dict[str, dict[str, Any]], spec: Spec, at_once: bool = False) -> None:
     """Hold modes to the loop where both train without anything random; fills rows.
 
-    In processes of their own, one at a time: float64 takes twice the memory, and allocators keep it.
+    In processes of their own, one at a time unless ``at_once``: float64 takes twice the memory, and allocators keep it.
     """
     expected = alone(SERIAL, spec, Measured.losses)
-    for mode, row in rows.items():
-        if mode in CHECKED:
-            other = Measured(mode, spec, row)
-            with other.failing():
-                row["difference"] = difference(other.losses(), expected)
-                if not row["difference"] < TOLERANCE:
-                    raise RuntimeError(f"losses differ from the loop's by more than {TOLERANCE:.0e}")
+
+    def hold(other: Measured) -> None:
+        other.row["difference"] = difference(other.losses(), expected)
+        if not other.row["difference"] < TOLERANCE:
+            raise RuntimeError(f"losses differ from the loop's by more than {TOLERANCE:.0e}")
+
+    checked = [(mode, row) for mode, row in rows.items() if mode in CHECKED]
+    for some in [checked] if at_once else [[one] for one in checked]:
+        others = [Measured(mode, spec, row) for mode, row in some]
+        together(hold, others)
+        for other in others:
             other.close()
+
+
+def together(work: Callable[[Measured], None], others: list[Measured]) -> None:
+    """The same for several modes at once; what goes wrong is in their rows."""
+
+    def one(other: Measured) -> None:
+        with other.failing():
+            work(other)
+
+    with ThreadPoolExecutor(len(others) or 1) as pool:
+        list(pool.map(one, others))
 
 
 def alone(mode: str, spec: Spec, work: Callable[[Measured], T]) -> T:
@@ -260,7 +278,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for count in args.models:
             size = args.batch_size or batch_size(name, args.size, args.device)
             spec = Spec(name, args.size, count, size, args.device, args.amp)
-            found = compare(spec, modes, least, args.verbose)
+            found = compare(spec, modes, least, args.verbose, args.at_once)
             if args.hfta_source and "HFTA" in found["rows"]:
                 found["rows"]["HFTA"]["source"] = _code.commit(args.hfta_source, ("hfta",))
             if args.largest:
@@ -322,6 +340,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--amp", action="store_true", help="in bfloat16")
     parser.add_argument("--largest", action="store_true", help="how many models fit, too")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"{ROUNDS} or more")
+    parser.add_argument(
+        "--at-once",
+        action="store_true",
+        help="all modes begin at the same time, where there are processors and memory for that; first steps take longer",
+    )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} rounds of a step, to see that everything runs")
     parser.add_argument(
         "--hfta-source", type=Path, metavar="DIR", help="a checkout of the original HFTA, for that mode"

@@ -1,9 +1,12 @@
-"""The contract on a CUDA device: rules, modules, trajectories, noise, compiled steps, mixed precision, memory, an example."""
+"""The contract on a CUDA device: rules, modules, trajectories, updates, noise, compiled and captured steps, mixed precision,
+memory, an example.
+"""
 
 from __future__ import annotations
 
 import csv
 import gc
+import time
 
 import optree
 import pytest
@@ -12,7 +15,10 @@ from examples.resnet.main import main as train_resnet
 from torch import nn
 
 import hfta_func as hfta
+import test_many
+import test_updates
 from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
+from hfta_func.run import background
 from hfta_func.testing import assert_matches_solo
 from rule_cases import RULE_CASES
 from test_composition import check_autocast
@@ -90,6 +96,88 @@ def test_compiled(name):
     state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
     compiled = torch.compile(step, fullgraph=True)
     assert_matches_solo(step, state, _on("cuda", batches(3, 5)), run=compiled, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_step_in_place_is_captured_as_it_is(name):
+    """Nothing in it waits for the device, or asks it for a value."""
+    members = models(name, 3, dropout=0.3)
+    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]), donate=True)
+    state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
+    given = _on("cuda", batches(3, 5))
+    expected = optree.tree_map(torch.clone, state)
+    for batch in given:
+        expected, _ = step(expected, batch)
+    before, inputs = optree.tree_map(torch.clone, (state, given[0]))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(state, inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(state, inputs)
+    optree.tree_map(torch.Tensor.copy_, (state, inputs), (before, given[0]))
+    for batch in given:
+        optree.tree_map(torch.Tensor.copy_, inputs, batch)
+        graph.replay()
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), state, expected)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_goes_over_to_a_graph_made_elsewhere(donate, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for name in ("_PATIENCE", "_COMPILING", "_COMPILING_A_LEAF"):
+        monkeypatch.setattr(background, name, 0)
+    monkeypatch.setattr(background, "_FIRST", 1)
+    monkeypatch.setattr(background, "_TRIAL", 1_000_000)
+    torch.compiler.reset()
+    members = models("mlp", 3, dropout=0.3)
+    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]), donate=donate)
+    state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
+    other, quick = optree.tree_map(torch.clone, state), hfta.compile(step)
+    given, end = _on("cuda", batches(3, 4)), time.monotonic() + 120
+    while not quick.is_compiled and time.monotonic() < end:
+        for batch in given:
+            (state, found), (other, expected) = quick(state, batch), step(other, batch)
+            torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-8, atol=1e-10)
+        time.sleep(0.1)
+    assert quick.is_compiled
+    for batch in given:
+        (state, found), (other, expected) = quick(state, batch), step(other, batch)
+        torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-8, atol=1e-10)
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("case", test_updates.CASES)
+def test_updates_are_those_of_torch(case):
+    with torch.device("cuda"):
+        test_updates.test_updates_are_those_of_torch(case, 0)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("keep", [None, [True, False, True]])
+@pytest.mark.parametrize("case", test_updates.CASES)
+def test_updates_in_place_are_the_same(case, keep):
+    with torch.device("cuda"):
+        test_updates.test_updates_in_place_are_the_same(case, keep)
+
+
+@pytest.mark.parametrize("dims", [0, None])
+def test_many_steps_in_a_call(dims):
+    with torch.device("cuda"):
+        step, state = test_many.start(batch_dims=dims, donate=True)
+        _, own = test_many.start(batch_dims=dims, donate=True)
+        given = test_many.batches(dims)
+    expected, found = test_many.one_by_one(step, own, given), step.many(state, given)
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b), found, expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
