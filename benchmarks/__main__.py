@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="threads of PyTorch")
     parser.add_argument("--device", default="cpu", help="of the operators: cpu or cuda")
     parser.add_argument("--filter", default="", help="only operators or workloads whose name holds this")
+    parser.add_argument("--samples", type=int, default=1, help="of lowerings: times as many samples, of convolutions")
     parser.add_argument("--verbose", action="store_true", help="print each operator as it is measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE too")
     args = parser.parse_args(argv)

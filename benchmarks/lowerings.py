@@ -29,6 +29,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for row in ROWS:
         if args.filter and args.filter not in f"{row.family} {row.name}":
             continue
+        if args.samples > 1:
+            if row.family != "conv":
+                continue
+            row = larger(row, args.samples)
         for op in _operators(row, args.device):
             name = f"{op}: M {row.num_models}, {row.name}"
             results[name] = _measure(row, op, args.quick, args.device)
@@ -37,16 +41,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def larger(row: Row, times: int) -> Row:
+    """The same on so many times as many samples."""
+
+    def make() -> tuple[Tensor, ...]:
+        x, *others = row.make()
+        return x.repeat(times, *(1,) * (x.dim() - 1)), *others
+
+    return row._replace(name=f"{row.name} x {times}", make=make)
+
+
 def _operators(row: Row, device: str) -> list[str]:
     """Operators of the row that have a choice."""
     _, stacks = tensors(row, device)
-    choices = hfta.rules.explain(hfta.vmap(row.func), *stacks)
-    return sorted({choice.op for choice in choices if len(known_lowerings(choice.op)) > 2})
+    choices = hfta.rules.explain(hfta.vmap(row.func, row.dims()), *stacks)
+    found = {choice.op for choice in choices if len(known_lowerings(choice.op)) > 2}
+    # Nobody asks for the gradient of what is frozen.
+    return sorted(op for op in found if all(stacks[i].requires_grad for i in DIRECTIONS.get(op, ())))
 
 
 def _measure(row: Row, op: str, quick: bool, device: str) -> dict[str, Any]:
     members, stacks = tensors(row, device)
-    chosen = next(c.lowering for c in hfta.rules.explain(hfta.vmap(row.func), *stacks) if c.op == op)
+    chosen = next(c.lowering for c in hfta.rules.explain(hfta.vmap(row.func, row.dims()), *stacks) if c.op == op)
     timers: dict[str, Callable[[], float]] = {}
     for lowering in sorted(known_lowerings(op)):
         with hfta.rules.override(**{op: lowering}):
@@ -71,7 +87,7 @@ def _timer(work: Callable[[], Any], op: str, lowering: str | None, quick: bool, 
 
 
 def _work(row: Row, op: str, inputs: list[Tensor], alone: bool = False) -> Callable[[], Any]:
-    func = row.func if alone else hfta.vmap(row.func)
+    func = row.func if alone else hfta.vmap(row.func, row.dims())
     if op not in DIRECTIONS:
         grad = like(func(*inputs).detach())
         wanted = [x for x in inputs if x.requires_grad]

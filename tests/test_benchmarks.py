@@ -444,7 +444,8 @@ def test_a_mode_whose_losses_differ_gets_no_ratio(bench, capsys, monkeypatch, mo
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.usefixtures("slow_path")
 @pytest.mark.parametrize(
-    ("what", "only"), [("ops", "small"), ("ops", "pool"), ("optim", "mlp"), ("lowerings", "dcgan 512")]
+    ("what", "only"),
+    [("ops", "small"), ("ops", "pool"), ("optim", "mlp"), ("lowerings", "dcgan 512"), ("lowerings", "32→32 3x3")],
 )
 def test_what_is_measured_by_itself(bench, capsys, tmp_path, what, only):
     file = tmp_path / "found.json"
