@@ -132,7 +132,7 @@ def _grads(outputs: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
     outputs = [x for x in outputs if x.requires_grad]
     if not outputs:
         return [torch.zeros_like(x) for x in wanted]
-    weights = [torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).reshape(x.shape) for x in outputs]
+    weights = [torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype, device=x.device).reshape(x.shape) for x in outputs]
     grads = torch.autograd.grad(outputs, wanted, weights, allow_unused=True, materialize_grads=True)
     return [grad.to_dense() for grad in grads]
 

@@ -52,7 +52,9 @@ def test_rules_match_the_loop_with_a_shared_first_input(case):
         count = len(case.make())
         if count == 1:
             pytest.skip("has one input")
-        check_against_loop(case, (False,) + (True,) * (count - 1))
+        # PyTorch's kernel of weight normalisation takes the root in float32, whatever the dtype.
+        tolerance = 1e-6 if case.name in ("weight_norm", "weight_norm of columns") else 1e-11
+        check_against_loop(case, (False,) + (True,) * (count - 1), tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

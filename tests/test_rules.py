@@ -66,17 +66,17 @@ def _grads(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(_objective(outputs), wanted, materialize_grads=True, allow_unused=True))
 
 
-def _close(got: object, expected: object) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+def _close(got: object, expected: object, tolerance: float = 1e-11) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def check_against_loop(case: RuleCase, mask: tuple[bool, ...]) -> None:
+def check_against_loop(case: RuleCase, mask: tuple[bool, ...], tolerance: float = 1e-11) -> None:
     """Outputs and gradients of an array, where ``mask`` says which inputs are per member, are those of a loop."""
     inputs = [x.requires_grad_(x.is_floating_point()) for x in member_inputs(case, mask)]
     expected = _loop(case, mask, inputs)
     got = _tuple(hfta.vmap(case.func, in_dims=tuple(0 if batched else None for batched in mask))(*inputs))
-    _close(got, expected)
-    _close(_grads(got, inputs), _grads(expected, inputs))
+    _close(got, expected, tolerance)
+    _close(_grads(got, inputs), _grads(expected, inputs), tolerance)
 
 
 @pytest.mark.parametrize(("case", "mask"), CASES)

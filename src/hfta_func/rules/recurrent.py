@@ -12,6 +12,7 @@ L layers, D directions, I features in, G gates, H features of the state, R rows 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -99,16 +100,31 @@ for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
 def _sequences(
     kind: str, call: Call, x: Tensor, batch_sizes: Tensor | None, hx: Any, params: list[Tensor], *options: Any
 ) -> Result:
-    has_biases, num_layers, dropout, train, bidirectional, batch_first = options
+    _, num_layers, dropout, train, *_ = options
     if train and dropout and num_layers > 1:
         raise RandomnessError(
             f"torch.{kind} draws the dropout between its layers from PyTorch's global generator; call it inside a step or "
             f"functional(model)(..., key=), where each member draws from its own key"
         )
-    num_models, dims = call.num_models, call.dims
-    param_dims: Any = dims[2]
+    param_dims: Any = call.dims[2]
     if all(dim is None for dim in param_dims):
         return _joined(kind, call, x, batch_sizes, hx, params, *options)
+    with _precision(x):
+        return _layers(kind, call, x, batch_sizes, hx, params, *options)
+
+
+def _precision(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Under autocast on a GPU, cuDNN's layers run in float16, whatever the precision is."""
+    is_cudnn = x.is_cuda and torch.is_autocast_enabled("cuda") and torch.backends.cudnn.is_acceptable(x)
+    return torch.autocast("cuda", torch.float16) if is_cudnn else contextlib.nullcontext()
+
+
+def _layers(
+    kind: str, call: Call, x: Tensor, batch_sizes: Tensor | None, hx: Any, params: list[Tensor], *options: Any
+) -> Result:
+    has_biases, num_layers, _, _, bidirectional, batch_first = options
+    num_models, dims = call.num_models, call.dims
+    param_dims: Any = dims[2]
     inputs, directions = _value(x, dims[0]), 1 + bidirectional
     states = each(expand, *_states(hx, dims[1]), num_models)
     values = list(map(_value, params, param_dims))
