@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -410,6 +411,35 @@ def test_nothing_large_is_a_loop_when_compiled(op: str) -> None:
     for compiling in (False, True):
         decided = next(row for row in _lowering.TABLE[op] if row.when(case._replace(compiling=compiling)))
         assert (decided.lowering == "loop") is not compiling
+
+
+POINTWISE, STRIDED, PADDED, UPWARDS = (
+    ([1], [0], [1], False, [0], 1),
+    ([2, 2], [1, 1], [1, 1], False, [0, 0], 1),
+    ([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    ([2, 2], [1, 1], [1, 1], True, [0, 0], 1),
+)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "options", "forward", "input_grad", "weight_grad"),
+    [
+        pytest.param((64, 128, 512), (1024, 128, 1), POINTWISE, *["sample_matmul"] * 3, id="of points"),
+        pytest.param((64, 64, 8, 8), (64, 64, 3, 3), PADDED, *["grouped"] * 3, id="of images"),
+        pytest.param((64, 128, 4, 4), (256, 128, 3, 3), STRIDED, "grouped", "matmul", "matmul", id="few pixels"),
+        pytest.param((64, 512, 1, 1), (512, 512, 3, 3), PADDED, *["matmul"] * 3, id="one pixel"),
+        pytest.param((64, 512, 4, 4), (512, 512, 3, 3), PADDED, "grouped", "loop", "grouped", id="large filters"),
+        pytest.param((128, 512, 4, 4), (512, 256, 4, 4), UPWARDS, "loop", "grouped", "grouped", id="large, transposed"),
+        pytest.param((128, 3, 64, 64), (64, 3, 4, 4), STRIDED, "grouped", "loop", "loop", id="three channels"),
+        pytest.param((128, 64, 32, 32), (64, 3, 4, 4), UPWARDS, "loop", "grouped", "loop", id="to three channels"),
+    ],
+)
+def test_the_table_of_a_gpu(x: Any, weight: Any, options: Any, forward: str, input_grad: str, weight_grad: str) -> None:
+    """As measured on one, where kernels for convolutions in groups may be missing."""
+    for op, expected in (("", forward), ("_input_grad", input_grad), ("_weight_grad", weight_grad)):
+        op = f"convolution{op}"
+        case = _lowering.Case(op, 8, "cuda", torch.float32, (x, weight), (False, False), options, False, False)
+        assert next(row for row in _lowering.TABLE[op] if row.when(case)).lowering == expected, op
 
 
 def test_compilers_leave_the_layout_of_convolutions_alone() -> None:

@@ -1,6 +1,7 @@
 """The table of lowerings: rows for each operator; the first row that matches a call decides.
 
-The rows for the CPU come from ``python -m benchmarks lowerings`` on two cores.
+The rows for the CPU come from ``python -m benchmarks lowerings`` on two cores, those for CUDA from the same with ``--device
+cuda --samples 8`` on an H100, with PyTorch 2.11 and cuDNN's own choice of algorithms.
 """
 
 from __future__ import annotations
@@ -56,13 +57,19 @@ def _always(case: Case) -> bool:
     return True
 
 
-def _on_cpu(condition: Callable[..., bool]) -> Callable[[Case], bool]:
-    """A condition on the convolution of one member on a CPU: its input, filters and geometry, the last six options."""
+def _on(device: str, *conditions: Callable[..., bool]) -> Callable[[Case], bool]:
+    """Conditions on the convolution of one member on a device: its input, filters and geometry, the last six options."""
 
     def when(case: Case) -> bool:
-        return case.device == "cpu" and condition(case.shapes[0], case.shapes[1], case.options[-6:])
+        one = case.shapes[0], case.shapes[1], case.options[-6:]
+        return case.device == device and all(condition(*one) for condition in conditions)
 
     return when
+
+
+def _pixels(x: Sequence[int], stride: Sequence[int]) -> int:
+    """Of an image after a convolution that pads it as usual."""
+    return math.prod(-(-size // step) for size, step in zip(x[2:], stride, strict=True))
 
 
 def _is_one_pixel(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
@@ -79,8 +86,7 @@ def _is_one_pixel(x: Sequence[int], weight: Sequence[int], options: Sequence[Any
 def _is_few_pixels_of_large_filters(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
     """At most 64 pixels in all output images, input images if transposed, and at least 1 MB of filters."""
     stride, *_, transposed, _, _ = options
-    steps = zip(x[2:], stride, strict=True)
-    pixels = math.prod(x[2:] if transposed else (-(-size // step) for size, step in steps))
+    pixels = math.prod(x[2:]) if transposed else _pixels(x, stride)
     return x[0] * pixels <= 2**6 and math.prod(weight) >= 2**18
 
 
@@ -96,32 +102,81 @@ def _has_few_channels_in(x: Sequence[int], weight: Sequence[int], options: Seque
 
 def _is_small_and_pointwise(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
     """1x1 filters of at most 16 KB, on at least 128 pixels."""
+    return math.prod(weight) <= 2**12 and _is_pointwise(x, weight, options) and math.prod(x[2:]) >= 2**7
+
+
+def _is_pointwise(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
     _, padding, _, _, _, groups = options
-    small = math.prod(weight) <= 2**12 and groups == 1 and not any(padding)
-    return small and math.prod(weight[2:]) == 1 and math.prod(x[2:]) >= 2**7
+    return math.prod(weight[2:]) == 1 and groups == 1 and not any(padding)
+
+
+def _are_sequences(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    return len(x) == 3
+
+
+def _has_many_pixels(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    return _pixels(x, options[0]) >= 2**6
+
+
+def _is_transposed(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    return options[3]
+
+
+def _is_plain(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    return not options[3]
+
+
+def _shrinks_to_few_pixels(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+    """At most 16 pixels of an image that had more, or at most 4 and at least 1 MB of filters."""
+    stride, *_, transposed, _, groups = options
+    pixels = _pixels(x, stride)
+    few = (pixels <= 2**4 and max(stride) > 1) or (pixels <= 4 and math.prod(weight) >= 2**18)
+    return few and not transposed and groups == 1
+
+
+def _holds(entries: int) -> Callable[..., bool]:
+    """Whether a filter bank has at least so many entries."""
+    return lambda x, weight, options: math.prod(weight) >= entries
+
+
+def _is_uneven(pixels: int) -> Callable[..., bool]:
+    """Whether at most 4 channels become 32 or more, or the other way round, on so many pixels of all images."""
+
+    def condition(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
+        few, many = sorted(weight[:2])
+        return few <= 4 and many >= 32 and options[-1] == 1 and x[0] * math.prod(x[2:]) >= pixels
+
+    return condition
 
 
 _GROUPED = Row(_always, "grouped", "one group per member")
 _POINTWISE = Row(
-    _on_cpu(_is_small_and_pointwise), "sample_matmul", "small 1x1 filters: images keep their memory layout"
+    _on("cpu", _is_small_and_pointwise), "sample_matmul", "small 1x1 filters: images keep their memory layout"
 )
-_ONE_PIXEL = Row(_on_cpu(_is_one_pixel), "matmul", "one pixel per image: a linear layer")
+_ONE_PIXEL = Row(_on("cpu", _is_one_pixel), "matmul", "one pixel per image: a linear layer")
 _ONE_PIXEL_OF_A_BATCH = _ONE_PIXEL._replace(
-    when=_on_cpu(lambda x, weight, options: x[0] >= 8 and _is_one_pixel(x, weight, options))
+    when=_on("cpu", lambda x, weight, options: x[0] >= 8 and _is_one_pixel(x, weight, options))
 )
 _FEW_PIXELS = Row(
-    _on_cpu(_is_few_pixels_of_large_filters), "matmul", "few pixels: a short product writes the large filters once"
+    _on("cpu", _is_few_pixels_of_large_filters), "matmul", "few pixels: a short product writes the large filters once"
 )
-_has_large_filters = _on_cpu(lambda x, weight, options: math.prod(weight) >= 2**17)
+_has_large_filters = _on("cpu", _holds(2**17))
 # A loop takes long to compile, and then gains nothing.
 _LARGE = Row(
     lambda case: case.num_models > 1 and not case.compiling and _has_large_filters(case),
     "loop",
     "512 KB of filters per member: in a loop they stay in the cache",
 )
-_FEW = Row(_on_cpu(_has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
-_FEW_IN = Row(_on_cpu(_has_few_channels_in), "channels_last", "few input channels: pixels are contiguous")
+_FEW = Row(_on("cpu", _has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
+_FEW_IN = Row(_on("cpu", _has_few_channels_in), "channels_last", "few input channels: pixels are contiguous")
 _SMALL = (_POINTWISE, _FEW, _FEW_IN, _GROUPED)
+
+# cuDNN has good kernels for few of the convolutions in groups; where it has not, they take up to 30 times as long.
+_CUDA_ONE_PIXEL = Row(_on("cuda", _is_one_pixel, _holds(2**13)), "matmul", "one pixel per image: a linear layer")
+_CUDA_SHRINKS = Row(_on("cuda", _shrinks_to_few_pixels), "matmul", "few pixels: one batched product")
+_CUDA_POINTWISE = Row(_on("cuda", _is_pointwise, _has_many_pixels), "sample_matmul", "1x1 filters: one batched product")
+_CUDA_LARGE = "loop", "4 MB of filters per member, for which groups have slow kernels"
+_CUDA_UNEVEN = "loop", "few channels to many, which kernels for groups do not fill"
 
 
 def _is_fused_lstm_beyond_cache(case: Case) -> bool:
@@ -147,13 +202,26 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "convolution": (
         Row(lambda case: case.shared[1], "folded", "shared filters: members join the batch"),
         Row(lambda case: case.shared[0], "wide", "one shared input: all members' filters in one convolution"),
+        _CUDA_ONE_PIXEL,
+        _CUDA_POINTWISE._replace(when=_on("cuda", _is_pointwise, _are_sequences)),
+        # The kernel of what is transposed is that of the other one's gradient.
+        Row(_on("cuda", _is_transposed, _holds(2**20)), *_CUDA_LARGE),
+        Row(_on("cuda", _is_transposed, _is_uneven(2**16)), *_CUDA_UNEVEN),
         *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, *_SMALL),
     ),
     "convolution_input_grad": (
+        _CUDA_ONE_PIXEL._replace(when=_on("cuda", _is_plain, _is_one_pixel, _holds(2**13))),
+        *(_CUDA_SHRINKS, _CUDA_POINTWISE),
+        Row(_on("cuda", _is_plain, _holds(2**20)), *_CUDA_LARGE),
+        Row(_on("cuda", _is_plain, _is_uneven(2**16)), *_CUDA_UNEVEN),
         *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, _POINTWISE),
         *(_FEW._replace(when=lambda case: _FEW.when(case) and not case.options[-3]), _FEW_IN, _GROUPED),
     ),
-    "convolution_weight_grad": (_LOOP_ON_XLA, _ONE_PIXEL, _FEW_PIXELS, _LARGE, *_SMALL),
+    "convolution_weight_grad": (
+        *(_CUDA_ONE_PIXEL, _CUDA_SHRINKS, _CUDA_POINTWISE),
+        Row(_on("cuda", _is_uneven(2**17)), *_CUDA_UNEVEN),
+        *(_LOOP_ON_XLA, _ONE_PIXEL, _FEW_PIXELS, _LARGE, *_SMALL),
+    ),
     **dict.fromkeys(
         ("multi_margin_loss", "multilabel_margin_loss"),
         (
