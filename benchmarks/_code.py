@@ -46,7 +46,7 @@ def files(mode: str) -> list[Path]:
     rooms = STEP if mode.startswith("array") else UPDATE if mode.startswith("stock") else ()
     apart = [PACKAGE / f"{room}.py" for room in COMPILED]
     found = [path for room in rooms for path in (PACKAGE / f"{room}.py", *sorted((PACKAGE / room).rglob("*.py")))]
-    is_compiled = mode.startswith("array") and ("compiled" in mode or "graph" in mode)
+    is_compiled = mode.startswith("array") and "compiled" in mode
     return [*(path for path in found if path not in apart), *(apart if is_compiled else ())]
 
 

@@ -44,7 +44,6 @@ STYLES = {
     MANY: ("black", ":"),
     WORKERS[0]: ("black", "-"),
     WORKERS[1]: ("black", "--"),
-    "array CUDA graph": (COLORS[0], ":"),
     "stock vmap": (COLORS[1], "-"),
     "stock vmap compiled": (COLORS[1], "--"),
     PROCESSES: (COLORS[2], "-"),

@@ -32,7 +32,7 @@ def seconds(way: str, spec: Spec, steps: int) -> dict[str, Any]:
     step, state = job.array()
     run: Callable[..., Any] = step
     if way == "compiled":
-        run = graph(step, options(state)[0])
+        run = graph(step, options(step, state, "cpu")[0])
     elif way == "hfta.compile":
         run = hfta.compile(step, steps=steps)
     batches, graphs = itertools.cycle(job.batches), 0

@@ -55,12 +55,10 @@ def stock(job: Job, compiled: bool = False) -> Run:
     return run._replace(step=step)
 
 
-def array(job: Job, compiled: bool = False, graphed: bool = False, **own: Any) -> Run:
+def array(job: Job, compiled: bool = False, **own: Any) -> Run:
     """An array that changes its state in place; ``own`` are options of its step."""
     step, state = job.array(**own)
     run = _compiled(step, state) if compiled else step
-    if graphed:
-        run = _graphed(run, state, job.batches[0])
 
     def train(batch: Any) -> Tensor:
         nonlocal state
@@ -71,8 +69,8 @@ def array(job: Job, compiled: bool = False, graphed: bool = False, **own: Any) -
 
 
 def _compiled(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
-    """As :func:`hfta_func.compile` does it, whose options are for a CPU."""
-    return graph(step, {} if state.keys.is_cuda else options(state)[0])
+    """As :func:`hfta_func.compile` does it."""
+    return graph(step, options(step, state, optree.tree_leaves(state)[0].device.type)[0])
 
 
 def many(job: Job) -> Run:
@@ -91,36 +89,6 @@ def many(job: Job) -> Run:
         return losses[(number - 1) % STEPS]
 
     return Run(train, lambda: state)
-
-
-def _graphed(run: Callable[..., Any], state: Any, batch: Any) -> Callable[..., Any]:
-    """The step as a CUDA graph, whose replays find the state where the last one left it."""
-    inputs, leaves = tuple(leaf.clone() for leaf in batch), optree.tree_leaves(state)
-    before = [leaf.cpu() for leaf in leaves]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run(state, inputs)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        after, metrics = run(state, inputs)
-        # A donated state is written already.
-        for own, new in zip(leaves, optree.tree_leaves(after), strict=True):
-            if own is not new:
-                own.copy_(new)
-    # The steps that warmed up have changed it.
-    for own, old in zip(leaves, before, strict=True):
-        own.copy_(old)
-
-    def replay(state: Any, batch: Any) -> Any:
-        for own, new in zip(inputs, batch, strict=True):
-            own.copy_(new)
-        graph.replay()
-        return state, metrics
-
-    return replay
 
 
 def jax(job: Job) -> Run:
@@ -157,7 +125,6 @@ MODES: dict[str, Callable[[Job], Run]] = {
     MANY: many,
     WORKERS[0]: array,
     WORKERS[1]: lambda job: array(job, compiled=True),
-    "array CUDA graph": lambda job: array(job, compiled=True, graphed=True),
     "dense": dense,
     "JAX": jax,
     "HFTA": hfta,

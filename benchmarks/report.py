@@ -71,7 +71,6 @@ COLUMNS = {
     "compiled": ["array compiled"],
     "compiled, 8 steps a call": [MANY],
     "compiled, per core": [WORKERS[1]],
-    "CUDA graph": ["array CUDA graph"],
     "stock `vmap`": STOCK,
     "other loops": LOOPS,
     "loop, compiled": ["serial compiled"],

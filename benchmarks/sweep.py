@@ -41,8 +41,7 @@ of a GPU, and the second one, before which Adam makes full steps of rounding noi
 ALIKE = 0.3
 """By how much the mean of all members' first losses may differ from the loop's, whatever they draw."""
 CHECKED = (PROCESSES, PER_CORE, "serial foreach", "stock vmap", "array", "array auto", WORKERS[0], "JAX", "HFTA")
-COMPILED = ("array compiled", MANY, WORKERS[1], "array CUDA graph")
-CUDA_ONLY = ("array CUDA graph",)
+COMPILED = ("array compiled", MANY, WORKERS[1])
 UNLIKE = ("dense",)
 """Trains one model on the samples of all."""
 CPU_ONLY = ("serial, default allocator", *WORKERS)
@@ -265,7 +264,7 @@ def largest(spec: Spec) -> int | None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All that the arguments name; results are added to the file as they come."""
-    wrong = CPU_ONLY if args.device == "cuda" else CUDA_ONLY
+    wrong = CPU_ONLY if args.device == "cuda" else ()
     if args.hfta_source:
         # Every process finds the package there.
         path = str(args.hfta_source.resolve()), os.environ.get("PYTHONPATH")

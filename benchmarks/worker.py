@@ -129,8 +129,8 @@ class Desk:
         if self.mode in ("JAX", MANY):
             return None
         if self.spec.device == "cuda":
-            if "graph" not in self.mode:
-                # A replay allocates nothing: what it works in was allocated while it was captured.
+            if "compiled" not in self.mode:
+                # The replay of a CUDA graph allocates nothing: what it works in was allocated while it was captured.
                 torch.cuda.reset_peak_memory_stats()
             self._step()
             torch.cuda.synchronize()

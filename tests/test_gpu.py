@@ -18,7 +18,7 @@ import hfta_func as hfta
 import test_many
 import test_updates
 from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
-from hfta_func.run import background
+from hfta_func.run import background, graphs
 from hfta_func.testing import assert_matches_solo
 from rule_cases import RULE_CASES
 from test_composition import check_autocast
@@ -36,9 +36,8 @@ SEEDS = [11, 7, 1002]
 @pytest.fixture(autouse=True)
 def float32():
     """Convolutions as exact as everything else is by default; in TF32 they keep three digits."""
-    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 def _on(device, tree):
@@ -73,11 +72,11 @@ def test_autocast_is_that_of_a_member_alone(case, dtype):
 
 
 @pytest.mark.parametrize(("info", "training", "dtype"), ROWS)
-def test_modules(info, training, dtype, monkeypatch):
-    if info.module_cls in (nn.RNN, nn.LSTM, nn.GRU) and not training:
-        # A member alone has no gradients there: those of cuDNN exist in training only.
-        monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    check_every_sample(info, training, dtype, "cuda")
+def test_modules(info, training, dtype):
+    # A member alone has no gradients in evaluation if its recurrent layers are cuDNN's.
+    recurrent = info.module_cls in (nn.RNN, nn.LSTM, nn.GRU)
+    with torch.backends.cudnn.flags(enabled=training or not recurrent, allow_tf32=False):
+        check_every_sample(info, training, dtype, "cuda")
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -156,9 +155,39 @@ def test_a_step_goes_over_to_a_graph_made_elsewhere(donate, tmp_path, monkeypatc
             torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-8, atol=1e-10)
         time.sleep(0.1)
     assert quick.is_compiled
-    for batch in given:
-        (state, found), (other, expected) = quick(state, batch), step(other, batch)
-        torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-8, atol=1e-10)
+
+    def go_on(state, other):
+        earlier = []
+        for batch in given:
+            (state, found), (other, expected) = quick(state, batch), step(other, batch)
+            earlier.append((found, expected))
+        # What a call returned is not written by the next one.
+        for found, expected in earlier:
+            torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-8, atol=1e-10)
+        optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10), state, other)
+        return state, other
+
+    state, other = go_on(state, other)
+    # A state that lies elsewhere is no other graph.
+    go_on(*optree.tree_map(torch.clone, (state, other)))
+    state, other = go_on(state, other)
+    assert quick.is_compiled
+
+
+def test_a_compiled_step_in_place_is_one_launch():
+    torch.compiler.reset()
+    members = models("mlp", 3, dropout=0.3)
+    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]), donate=True)
+    state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
+    run = graphs.graph(step, graphs.options(step, state, "cuda")[0])
+    (batch,) = _on("cuda", batches(3, 1))
+    for _ in range(3):
+        run(state, batch)
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as seen:
+        run(state, batch)
+    names = [event.name for event in seen.events()]
+    assert names.count("cudaGraphLaunch") == 1 and "cuLaunchKernel" not in names
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from hfta_func._torch.compiler import mark_graphs as mark_graphs
 from hfta_func._torch.compiler import original as original
 from hfta_func._torch.compiler import set_compiling as set_compiling
 from hfta_func._torch.compiler import stand_for as stand_for
+from hfta_func._torch.compiler import stays as stays
 from hfta_func._torch.compiler import tell_compiler_of_overrides as tell_compiler_of_overrides
 from hfta_func._torch.compiler import trace_checkpoint as trace_checkpoint
 from hfta_func._torch.compiler import until_compiled as until_compiled

@@ -141,6 +141,11 @@ def compiled_from_cache() -> Iterator[None]:
         module.fx_codegen_and_compile = before
 
 
+def stays(tensor: Any) -> None:
+    """Tell the compiler that a tensor will lie where it lies in further calls, too."""
+    torch._dynamo.mark_static_address(tensor)
+
+
 def eager_unless_compiled() -> Any:
     """A context in which what would have to be compiled anew runs eagerly."""
     return torch.compiler.set_stance("eager_on_recompile")

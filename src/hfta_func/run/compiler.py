@@ -150,8 +150,9 @@ def _compiled(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     settle(order)
     error: Exception | None = None
     likes: Any = leaves(order["inputs"])
-    on_cpu = all(like.made_of[-1].type == "cpu" for like in likes)
-    for chosen in options(order["inputs"][0]) if on_cpu else ({},):
+    # Not "cpu" if anything is elsewhere.
+    device = max((like.made_of[-1].type for like in likes), key=lambda kind: kind != "cpu")
+    for chosen in options(order["step"], order["inputs"][0], device):
         try:
             yield {"options": chosen, "seconds": _seconds(order, chosen)}
             before = graph_hits()

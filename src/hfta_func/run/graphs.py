@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from hfta_func._torch import stays
 from hfta_func._torch.guards import may_change
-from hfta_func._tree import leaves
+from hfta_func._tree import leaves, tree_map
 
 # It trusts the processor's own list of its instructions, instead of compiling a program for each of them, which takes longer
 # than a small graph; and does not look again at shapes that have been looked at to choose the graph.
@@ -18,13 +20,40 @@ _TOGETHER = 16
 which saves a third of a deep model's time to compile. With fewer, the calls are much of a step."""
 
 
-def options(state: Any) -> tuple[dict[str, Any], ...]:
-    """Options of inductor for a step with this state, to be tried in turn; the first calls kernels from C++, not Python."""
-    apart = len(leaves(getattr(state, "params", state))) > _TOGETHER
-    return {**_TRUSTING, "cpp_wrapper": True, "cpp_wrapper_build_separate": apart}, _TRUSTING, {}
+_REPLAYED = "triton.cudagraphs"
+
+
+def options(step: Callable[..., Any], state: Any, device: str) -> tuple[dict[str, Any], ...]:
+    """Options of inductor for a step with this state on this type of device, to be tried in turn.
+
+    On a CPU the first calls kernels from C++, not Python. On a GPU it launches all of them at once, as a CUDA graph, if the
+    step writes its state in place; any other state would be copied into the graph's memory and back.
+    """
+    if device == "cpu":
+        apart = len(leaves(getattr(state, "params", state))) > _TOGETHER
+        return {**_TRUSTING, "cpp_wrapper": True, "cpp_wrapper_build_separate": apart}, _TRUSTING, {}
+    in_place = device == "cuda" and getattr(getattr(step, "options", None), "donate", False)
+    return ({_REPLAYED: True}, {}) if in_place else ({},)
 
 
 def graph(step: Callable[..., Any], chosen: Mapping[str, Any]) -> Any:
     """The step, compiled when it is called, with these options; a call checks only what may change between calls."""
     own: Any = {**chosen, "guard_filter_fn": may_change}
-    return torch.compile(step, fullgraph=True, dynamic=False, options=own)
+    run = torch.compile(step, fullgraph=True, dynamic=False, options=own)
+    if not chosen.get(_REPLAYED):
+        return run
+
+    def replay(state: Any, batch: Any) -> Any:
+        # What lies where it lay is not copied into the graph's memory. Elsewhere, the graph is recorded anew.
+        held = leaves(state)
+        for leaf in (*held, *getattr(step, "base", {}).values()):
+            stays(leaf)
+        known = set(map(id, held))
+
+        def kept(leaf: Tensor) -> Tensor:
+            """A copy of what lies in the graph's memory, where the next call writes."""
+            return leaf if id(leaf) in known else leaf.clone()
+
+        return tree_map(kept, run(state, batch))
+
+    return replay

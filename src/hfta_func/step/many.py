@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,17 +10,28 @@ from torch import Tensor
 from hfta_func._torch import Compiled
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import BatchError, Tree
+from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
 
 class ManySteps(Compiled):
     """``many(state, batches) -> (state, metrics)``, see :attr:`TrainStep.many`."""
 
-    def __init__(self, step: Callable[[TrainState, Tree], tuple[TrainState, dict[str, Tensor]]]):
+    def __init__(self, step: Any):
         self._step = step
 
     def __reduce__(self) -> Any:
         return ManySteps, (self._step,)
+
+    @property
+    def options(self) -> Options:
+        """Those of the step."""
+        return self._step.options
+
+    @property
+    def base(self) -> dict[str, Tensor]:
+        """What all members share."""
+        return self._step.base
 
     def __call__(self, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         """Take a step with each batch in turn.
