@@ -24,12 +24,17 @@ from hfta_func.testing import assert_matches_solo
 from rule_cases import RULE_CASES
 from test_composition import check_autocast
 from test_modules import ROWS, check_every_sample
+from test_modules import pytestmark as of_modules
 from test_rules import check_against_loop
 from test_save import MODELS, train
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # What PyTorch says of float32 products, of reductions, and of members whose weights are rows of a stack.
+    pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor.*"),
+    pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk of memory"),
+    *of_modules,
 ]
 SEEDS = [11, 7, 1002]
 
