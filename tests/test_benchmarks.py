@@ -97,7 +97,7 @@ def test_a_checkout_of_hfta_is_found_by_the_processes(bench, monkeypatch, tmp_pa
     (tmp_path / "hfta" / "ops").mkdir(parents=True)
     monkeypatch.setenv("PYTHONPATH", "before")
 
-    def compare(spec, modes, least, verbose):
+    def compare(spec, modes, least, verbose, at_once):
         asked.append((modes, os.environ["PYTHONPATH"], least))
         row = {"seconds": [1, 2, 3], "ratio": 1.0, "bytes": None, "busy": 1.0}
         return {**sweep.settings(spec), "rows": {mode: dict(row) for mode in modes}}
