@@ -66,14 +66,6 @@ def test_no_comparison_overlooks_nan(place: int) -> None:
         assert not _identical(one, other)
 
 
-@pytest.fixture
-def double():
-    """torch.optim keeps some of its numbers in the default type."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])

@@ -192,13 +192,6 @@ def test_a_compiled_step_in_place_is_replayed():
     assert not counters["inductor"]["cudagraph_skips"]
 
 
-@pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("case", test_updates.CASES)
 def test_updates_are_those_of_torch(case):
