@@ -145,6 +145,41 @@ def test_cross_entropy_writes_no_more_tensors_than_a_solo_run(transform: str) ->
     assert array.calls == solo.calls
 
 
+MANY_CLASSES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "rows": ((6, 1500), (6,), {}),
+    "one row": ((1500,), (), {}),
+    "images": ((2, 1500, 3), (2, 3), {"reduction": "sum"}),
+    "losses of all rows": ((6, 1500), (6,), {"reduction": "none"}),
+    "weights": ((6, 1500), (6,), {"weight": torch.rand(1500, dtype=torch.float64)}),
+    "weights of members": ((6, 1500), (6,), {"weight": torch.rand(M, 1500, dtype=torch.float64)}),
+    "smoothed": ((6, 1500), (6,), {"label_smoothing": 0.1}),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", MANY_CLASSES)
+def test_compiled_cross_entropy_of_many_classes_is_that_of_a_loop(name: str, dim: int) -> None:
+    shape, rows, options = MANY_CLASSES[name]
+    logits, classes = torch.randn(M, *shape, dtype=torch.float64), torch.randint(4, (M, *rows))
+    weight = options.get("weight")
+    weights = [None] * M if weight is None else [*weight] if weight.dim() > 1 else [weight] * M
+
+    def loss(logits: Tensor, classes: Tensor, weight: Tensor | None) -> Tensor:
+        return F.cross_entropy(logits, classes, ignore_index=3, **{**options, "weight": weight})
+
+    def run(logits: Tensor) -> tuple[Tensor, Tensor]:
+        in_dims = dim, 0, 0 if weight is not None and weight.dim() > 1 else None
+        losses = hfta.vmap(loss, in_dims=in_dims)(logits.movedim(0, dim), classes, weight)
+        return losses.sum(), losses
+
+    grads, losses = torch.compile(torch.func.grad(run, has_aux=True), fullgraph=True, backend="aot_eager")(logits)
+    for member, own in enumerate(zip(classes, weights, strict=True)):
+        grad = torch.func.grad(lambda x, own=own: loss(x, *own).sum())(logits[member])
+        same = {"rtol": 1e-11, "atol": 1e-13, "equal_nan": True}
+        torch.testing.assert_close(grads[member], grad, **same)
+        torch.testing.assert_close(losses[member], loss(logits[member], *own), **same)
+
+
 def test_logits_with_the_members_inside_are_not_copied() -> None:
     x, weight, classes = torch.randn(2, 3, 8, 8), torch.randn(M, 20, 3, 1, 1), torch.randint(20, (M, 2, 8, 8))
 

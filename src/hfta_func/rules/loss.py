@@ -18,6 +18,8 @@ from hfta_func.rules._registry import Call, Result, register, register_looped
 aten: Any = torch.ops.aten
 _NONE, _MEAN = 0, 1
 _cross_entropy = aten.cross_entropy_loss.default
+_MANY = 1024
+"""Of so many classes, the logarithms of their softmax are much of a step."""
 
 
 @register("cross_entropy_loss", "loss")
@@ -47,7 +49,13 @@ def cross_entropy_loss(
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
     smoothed = 0.0 if own_weights is not None else label_smoothing
-    losses = rows.split(_cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, smoothed))
+    if torch.compiler.is_compiling() and not smoothed and rows.shape[rows.axis] >= _MANY:
+        # Loops over members and over samples find what belongs to a member, such as a bias, without a division for each row.
+        likelihoods = rows.of(rows.own.log_softmax(rows.axis))
+        losses = aten.nll_loss_nd.default(likelihoods, rows.of(target), shared_weights, _NONE, ignore_index)
+    else:
+        losses = _cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, smoothed)
+    losses = rows.split(losses)
     weights = counted if weight is None else _weights(weight, weight_dim, target, counted)
     if own_weights is not None:
         losses = losses * weights
@@ -209,11 +217,12 @@ class _Rows:
 
     def __init__(self, call: Call, input: Tensor, position: int = 0):
         self.num_models, dim = call.num_models, call.dims[position]
-        own = expand(input, dim, call.num_models)
-        self.shape = own.shape
-        self.has_batch = own.dim() > 2
+        self.own = expand(input, dim, call.num_models)
+        self.shape = self.own.shape
+        self.has_batch = self.own.dim() > 2
+        self.axis = 2 if self.has_batch else 1  # of the classes
         self.is_inner = self.has_batch and dim == 1
-        self.input = self.of(own)
+        self.input = self.of(self.own)
 
     def of(self, x: Tensor) -> Tensor:
         """``[M,N,...] -> [MN,...]``."""
