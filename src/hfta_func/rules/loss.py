@@ -19,7 +19,7 @@ aten: Any = torch.ops.aten
 _NONE, _MEAN = 0, 1
 _cross_entropy = aten.cross_entropy_loss.default
 _MANY = 1024
-"""Of so many classes, the logarithms of their softmax are much of a step."""
+"""With so many classes, a loss is much of a step."""
 
 
 @register("cross_entropy_loss", "loss")
@@ -49,13 +49,11 @@ def cross_entropy_loss(
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
     smoothed = 0.0 if own_weights is not None else label_smoothing
-    if torch.compiler.is_compiling() and not smoothed and rows.shape[rows.axis] >= _MANY:
-        # Loops over members and over samples find what belongs to a member, such as a bias, without a division for each row.
-        likelihoods = rows.of(rows.own.log_softmax(rows.axis))
-        losses = aten.nll_loss_nd.default(likelihoods, rows.of(target), shared_weights, _NONE, ignore_index)
+    many = rows.shape[rows.axis] >= _MANY and rows.own.dtype in (torch.float32, torch.float64)
+    if torch.compiler.is_compiling() and many and weight is None and not label_smoothing:
+        losses = _of_many_classes(rows, target, counted, ignore_index)
     else:
-        losses = _cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, smoothed)
-    losses = rows.split(losses)
+        losses = rows.split(_cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, smoothed))
     weights = counted if weight is None else _weights(weight, weight_dim, target, counted)
     if own_weights is not None:
         losses = losses * weights
@@ -67,6 +65,17 @@ def cross_entropy_loss(
     if reduction == _MEAN:
         return _flat(losses).sum(1) / _flat(weights).sum(1, dtype=losses.dtype), 0
     return _reduce(losses, reduction), 0
+
+
+def _of_many_classes(rows: _Rows, target: Tensor, counted: Tensor, ignore_index: int) -> Tensor:
+    """The losses ``[M,N,S]``, for compilers.
+
+    They would make the gradient of PyTorch's own by adding up a table of zeros and ones, as large as the logits. And a loop
+    over members and their samples finds what belongs to a member, such as a bias, without a division for every row.
+    """
+    shifted = rows.own - rows.own.detach().amax(rows.axis, keepdim=True)
+    lost = rows.split(aten.nll_loss_nd.default(rows.of(shifted), rows.of(target), None, _NONE, ignore_index))
+    return lost + torch.where(counted, shifted.logsumexp(rows.axis), 0)
 
 
 @register("nll_loss_nd", "loss")
