@@ -49,8 +49,7 @@ def cross_entropy_loss(
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
     smoothed = 0.0 if own_weights is not None else label_smoothing
-    many = rows.shape[rows.axis] >= _MANY and rows.own.dtype in (torch.float32, torch.float64)
-    if torch.compiler.is_compiling() and many and weight is None and not label_smoothing:
+    if weight is None and not label_smoothing and rows.are_wide:
         losses = _of_many_classes(rows, target, counted, ignore_index)
     else:
         losses = rows.split(_cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, smoothed))
@@ -68,9 +67,9 @@ def cross_entropy_loss(
 
 
 def _of_many_classes(rows: _Rows, target: Tensor, counted: Tensor, ignore_index: int) -> Tensor:
-    """The losses ``[M,N,S]``, for compilers.
+    """The losses ``[M,N,S]`` as a compiler for CPUs takes the least time for them.
 
-    They would make the gradient of PyTorch's own by adding up a table of zeros and ones, as large as the logits. And a loop
+    It would make the gradient of PyTorch's own by adding up a table of zeros and ones, as large as the logits. And a loop
     over members and their samples finds what belongs to a member, such as a bias, without a division for every row.
     """
     shifted = rows.own - rows.own.detach().amax(rows.axis, keepdim=True)
@@ -232,6 +231,12 @@ class _Rows:
         self.axis = 2 if self.has_batch else 1  # of the classes
         self.is_inner = self.has_batch and dim == 1
         self.input = self.of(self.own)
+
+    @property
+    def are_wide(self) -> bool:
+        """Whether a compiler is to be told how to compute losses of many classes on a CPU."""
+        many = self.shape[self.axis] >= _MANY and self.own.dtype in (torch.float32, torch.float64)
+        return many and torch.compiler.is_compiling() and self.own.device.type == "cpu"
 
     def of(self, x: Tensor) -> Tensor:
         """``[M,N,...] -> [MN,...]``."""
