@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import hfta_func as hfta
 from benchmarks._measure import ROOT, peak_bytes, resident_bytes, seconds
-from benchmarks.modes import MANY, MODES, Run
+from benchmarks.modes import MANY, MODES, SERIAL, Run
 from benchmarks.workloads import Spec, make
 
 
@@ -155,6 +156,10 @@ def main(order: str) -> None:
     # Only answers go to the standard output.
     answers, sys.stdout = sys.stdout, sys.stderr
     mode, spec, threads = json.loads(order)
+    if mode != SERIAL:
+        # Where there is too little memory, a mode is ended, and not the loop that all are compared with.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("500")
     torch.set_num_threads(threads)
     if "default allocator" not in mode:
         hfta.keep_memory()
