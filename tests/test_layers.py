@@ -47,6 +47,7 @@ FILES_IN = {
             "_affine",
             "_packed",
             "_products",
+            "_windows",
             "_lowering",
             "_loop",
             "_choice",

@@ -29,7 +29,7 @@ def test_every_operator_runs_as_a_loop(case: RuleCase) -> None:
         check_against_loop(case, (True,) * len(case.make()))
 
 
-@pytest.mark.parametrize("lowering", ["grouped", "channels_last", "matmul", "loop", "wide"])
+@pytest.mark.parametrize("lowering", ["grouped", "channels_last", "matmul", "windows", "loop", "wide"])
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CONV])
 def test_every_lowering_of_a_convolution(case: RuleCase, lowering: str) -> None:
     with hfta.rules.override(conv=lowering):
@@ -41,7 +41,10 @@ def test_every_lowering_of_a_convolution(case: RuleCase, lowering: str) -> None:
 
 @pytest.mark.parametrize(
     ("lowering", "convolutions", "groups"),
-    [("grouped", 1, 3), ("channels_last", 1, 3), ("wide", 1, 1), ("loop", 3, 1), ("matmul", 0, None), (None, 1, 3)],
+    [
+        *(("grouped", 1, 3), ("channels_last", 1, 3), ("wide", 1, 1), ("loop", 3, 1), ("matmul", 0, None)),
+        *(("windows", 0, None), (None, 1, 3)),
+    ],
 )
 def test_a_forced_lowering_is_what_runs(
     lowering: str | None, convolutions: int, groups: int, monkeypatch: pytest.MonkeyPatch
@@ -69,7 +72,7 @@ def test_a_forced_lowering_is_what_runs(
     assert backwards == (expected if lowering in ("channels_last", "loop") else [])
 
 
-@pytest.mark.parametrize("lowering", ["matmul", "loop"])
+@pytest.mark.parametrize("lowering", ["matmul", "windows", "loop"])
 @pytest.mark.parametrize("op", CONVOLUTION)
 def test_directions_of_a_convolution_have_lowerings_of_their_own(op: str, lowering: str) -> None:
     def func(x: Tensor, weight: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ def test_directions_of_a_convolution_have_lowerings_of_their_own(op: str, loweri
     assert choices.pop(op) == lowering and lowering not in choices.values()
 
 
-@pytest.mark.parametrize("lowering", ["grouped", "channels_last", "matmul", "loop"])
+@pytest.mark.parametrize("lowering", ["grouped", "channels_last", "matmul", "windows", "loop"])
 def test_second_derivatives_and_tangents_of_every_lowering(lowering: str) -> None:
     x, weight = torch.randn(2, 1, 2, 4, 4).double(), torch.randn(2, 3, 2, 3, 3).double()
 
@@ -411,6 +414,58 @@ def test_nothing_large_is_a_loop_when_compiled(op: str) -> None:
     for compiling in (False, True):
         decided = next(row for row in _lowering.TABLE[op] if row.when(case._replace(compiling=compiling)))
         assert (decided.lowering == "loop") is not compiling
+
+
+@pytest.mark.parametrize("op", CONVOLUTION)
+def test_what_is_small_is_a_product_when_compiled(op: str) -> None:
+    options = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    small = _lowering.Case(
+        op, 4, "cpu", torch.float32, ((8, 16, 8, 8), (16, 16, 3, 3)), (False, False), options, False, True
+    )
+    others = {
+        "not compiled": small._replace(compiling=False),
+        "in many members": small._replace(num_models=64),
+        "in groups": small._replace(shapes=((8, 32, 8, 8), (16, 16, 3, 3)), options=(*options[:-1], 2)),
+        "in lower precision": small._replace(dtype=torch.bfloat16),
+        "on XLA": small._replace(device="xla"),
+    }
+    assert _decided(small) == "windows"
+    assert {name: _decided(case) == "windows" for name, case in others.items()} == dict.fromkeys(others, False)
+
+
+def _decided(case: _lowering.Case) -> str:
+    return next(row for row in _lowering.TABLE[case.op] if row.when(case)).lowering
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape"),
+    [
+        pytest.param(lambda: [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, stride=2)], (3, 9, 8), id="strided"),
+        pytest.param(lambda: [nn.Conv2d(3, 8, (3, 2), dilation=2, padding=1)], (3, 9, 8), id="dilated"),
+        pytest.param(lambda: [nn.Conv2d(3, 8, 3, stride=2, dilation=2)], (3, 9, 8), id="strided and dilated"),
+        pytest.param(
+            lambda: [nn.ConvTranspose2d(3, 6, 4, 2, 1), nn.ConvTranspose2d(6, 2, 3, 3, 1, output_padding=2)],
+            (3, 4, 5),
+            id="transposed",
+        ),
+        pytest.param(lambda: [nn.Conv1d(3, 4, 5, padding=2), nn.ConvTranspose1d(4, 2, 5, 2)], (3, 11), id="sequences"),
+        pytest.param(lambda: [nn.Conv3d(2, 4, 3, stride=(1, 2, 1), padding=1)], (2, 4, 5, 6), id="volumes"),
+    ],
+)
+def test_small_convolutions_of_a_graph(layers: Any, shape: tuple[int, ...]) -> None:
+    torch.compiler.reset()
+    step = hfta.make_train_step(nn.Sequential(*layers()), lambda model, x: model(x).sin().mean(), hfta.sgd(lr=0.1))
+    state = step.init(*hfta.init_params(lambda: nn.Sequential(*layers()), seeds=range(3)), seeds=range(3))
+    batch = torch.randn(3, 2, *shape)
+    run = torch.compile(step, fullgraph=True, dynamic=False)
+    (found, metrics), (code, *_) = run_and_get_code(run, state, batch)
+    with hfta.rules.override(all="loop"):
+        expected, other = step(state, batch)
+    # A filter with stride that is dilated too is PyTorch's.
+    whole = layers()[0].stride != (2, 2) or layers()[0].dilation == (1, 1)
+    assert ("contiguous_convolution" in code or "convolution_backward" in code) is not whole
+    torch.testing.assert_close(metrics["loss"], other["loss"])
+    torch.testing.assert_close(found.params, expected.params)
 
 
 POINTWISE, STRIDED, PADDED, UPWARDS = (

@@ -149,6 +149,16 @@ def _is_uneven(pixels: int) -> Callable[..., bool]:
     return condition
 
 
+def _is_small(case: Case) -> bool:
+    """At most 33 million products of two numbers in all members."""
+    if case.device != "cpu" or case.dtype not in (torch.float32, torch.float64):
+        return False
+    x, weight, (stride, *_, transposed, _, groups) = case.shapes[0], case.shapes[1], case.options[-6:]
+    assert x is not None and weight is not None
+    pixels = math.prod(x[2:]) if transposed else _pixels(x, stride)
+    return groups == 1 and case.num_models * x[0] * pixels * math.prod(weight) <= 2**25
+
+
 _GROUPED = Row(_always, "grouped", "one group per member")
 _POINTWISE = Row(
     _on("cpu", _is_small_and_pointwise), "sample_matmul", "small 1x1 filters: images keep their memory layout"
@@ -169,7 +179,9 @@ _LARGE = Row(
 )
 _FEW = Row(_on("cpu", _has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
 _FEW_IN = Row(_on("cpu", _has_few_channels_in), "channels_last", "few input channels: pixels are contiguous")
-_SMALL = (_POINTWISE, _FEW, _FEW_IN, _GROUPED)
+# A kernel converts what it reads and writes to a layout of its own, which takes longer than so few products.
+_WINDOWS = Row(lambda case: case.compiling and _is_small(case), "windows", "small, in a graph: one batched product")
+_SMALL = (_POINTWISE, _WINDOWS, _FEW, _FEW_IN, _GROUPED)
 
 # cuDNN has good kernels for few of the convolutions in groups; where it has not, they take up to 30 times as long.
 _CUDA_ONE_PIXEL = Row(_on("cuda", _is_one_pixel, _holds(2**13)), "matmul", "one pixel per image: a linear layer")
@@ -214,7 +226,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         *(_CUDA_SHRINKS, _CUDA_POINTWISE),
         Row(_on("cuda", _is_plain, _holds(2**20)), *_CUDA_LARGE),
         Row(_on("cuda", _is_plain, _is_uneven(2**16)), *_CUDA_UNEVEN),
-        *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, _POINTWISE),
+        *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, _POINTWISE, _WINDOWS),
         *(_FEW._replace(when=lambda case: _FEW.when(case) and not case.options[-3]), _FEW_IN, _GROUPED),
     ),
     "convolution_weight_grad": (
@@ -253,7 +265,7 @@ an operator with a single one is added when its rule is registered."""
 
 LOWERINGS: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("convolution", "convolution_input_grad", "convolution_weight_grad"),
-    ("grouped", "channels_last", "matmul", "sample_matmul"),
+    ("grouped", "channels_last", "matmul", "sample_matmul", "windows"),
 )
 LOWERINGS["convolution"] += ("wide",)
 """The lowerings that overrides can force besides ``"loop"``; an operator that is missing has those of its rows."""

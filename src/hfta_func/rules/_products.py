@@ -32,7 +32,7 @@ def unfolds(geometry: Geometry) -> bool:
     return len(geometry.stride) <= 2 and all(map(int.__lt__, geometry.output_padding, geometry.stride))
 
 
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
+def bmm(a: Tensor, b: Tensor) -> Tensor:
     """``torch.bmm``; when compiled, without single rows or columns.
 
     Inductor turns such products into sums, and its CPU code for sums over operands of different layouts writes out of bounds
@@ -48,24 +48,25 @@ def gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
     columns, space = _columns(image, weight, geometry)
     # [MG,NL,IK] @ [MG,IK,O] -> [MG,NL,O] -> [M,G,N,L,O] -> [M,N,GO,L]
-    products = _bmm(columns, _matrix(weight, geometry).transpose(1, 2))
+    products = bmm(columns, _matrix(weight, geometry).transpose(1, 2))
     return _channels_first(products, image.shape[:2], space, geometry)
 
 
-def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, like: Tensor | None = None) -> Tensor:
+def spread(small: Sequence[int], kernel: Sequence[int], geometry: Geometry) -> list[int]:
+    """The space of what a transposed convolution makes of space ``L``."""
+    sizes = zip(small, kernel, *geometry[:3], geometry.output_padding, strict=True)
+    return [
+        (size - 1) * stride - 2 * pad + dilation * (taps - 1) + extra + 1
+        for size, taps, stride, pad, dilation, extra in sizes
+    ]
+
+
+def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequence[int]) -> Tensor:
     """Each input pixel onto the output pixels under the filter: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]``."""
     num_models, batch, _, *small = channels.shape
     kernel = weight.shape[3:]
-    if like is None:
-        sizes = zip(small, kernel, *geometry[:3], geometry.output_padding, strict=True)
-        space = [
-            (size - 1) * stride - 2 * pad + dilation * (taps - 1) + extra + 1
-            for size, taps, stride, pad, dilation, extra in sizes
-        ]
-    else:
-        space = list(like.shape[3:])
     # [MG,NL,O] @ [MG,O,IK] -> [MG,NL,IK]
-    columns = _bmm(_rows(channels, geometry), _matrix(weight, geometry))
+    columns = bmm(_rows(channels, geometry), _matrix(weight, geometry))
     if is_pointwise(kernel, geometry):
         return _channels_first(columns, channels.shape[:2], small, geometry)
     if math.prod(small) == 1 and space == list(kernel) and not any(geometry.padding):
@@ -83,7 +84,7 @@ def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometr
     """The gradient of the filters: ``[M,N,GO,L], [M,N,GI,S] -> [M,GO,I,K]``."""
     # [MG,O,NL] @ [MG,NL,IK] -> [MG,O,IK]
     columns, _ = _columns(image, weight, geometry)
-    return _bmm(_rows(channels, geometry).transpose(1, 2), columns).reshape(weight.shape)
+    return bmm(_rows(channels, geometry).transpose(1, 2), columns).reshape(weight.shape)
 
 
 def matrices(weight: Tensor, transposed: bool) -> Tensor:

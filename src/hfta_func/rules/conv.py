@@ -5,6 +5,7 @@ The table chooses a lowering for the forward pass and for each of the two gradie
 - ``grouped``: one convolution with a group per member;
 - ``channels_last``: the same with channels innermost in memory;
 - ``matmul``: one batched matrix product per direction over unfolded inputs;
+- ``windows``: the same in the order in which compilers make a fast program of it;
 - ``sample_matmul``: for 1x1 filters, one matrix product per sample, without moving channels or pixels in memory;
 - ``loop``: one convolution per member;
 - ``wide``: for an input that all members share, the filters of all members in one convolution.
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func.rules import _products
+from hfta_func.rules import _products, _windows
 from hfta_func.rules._choice import choose, remembered
 from hfta_func.rules._layout import align, expand, fold, front, split
 from hfta_func.rules._lowering import Case, make_case
@@ -87,6 +88,7 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
 
 
 _ALL_GROUPED = ("grouped",) * 3
+_PRODUCTS: dict[str, Any] = {"matmul": _products, "sample_matmul": _products, "windows": _windows}
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -139,7 +141,11 @@ def _plan(case: Case) -> Plan:
         forward = "grouped"
     lowerings = forward, *(choose(case._replace(op=f"convolution_{of}_grad")).lowering for of in ("input", "weight"))
     is_linear = is_pointwise(weight[2:], geometry) and geometry.groups == 1
-    possible = {"matmul": unfolds(geometry), "sample_matmul": is_linear}
+    possible = {
+        "matmul": unfolds(geometry),
+        "sample_matmul": is_linear,
+        "windows": set(geometry.stride) == {1} or set(geometry.dilation) == {1},
+    }
     lowerings = tuple(lowering if possible.get(lowering, True) else "grouped" for lowering in lowerings)
     return Plan(crop, geometry, lowerings, case.device == "cpu" and x[1] <= 4 and lowerings == _ALL_GROUPED)
 
@@ -186,11 +192,14 @@ def _interleave(weight: Tensor, groups: int) -> Tensor:
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     """``[M,N,GI,S], [M,GO,I,K], [M,GO] -> [M,N,GO,L]``."""
     geometry, (lowering, *_) = Geometry(*options[:-1]), options[-1]
-    if lowering in ("matmul", "sample_matmul"):
+    if lowering in _PRODUCTS:
         if lowering == "sample_matmul":
             y = _products.per_sample(_products.matrices(weight, geometry.transposed), x)
+        elif geometry.transposed:
+            space = _products.spread(x.shape[3:], weight.shape[3:], geometry)
+            y = _PRODUCTS[lowering].scatter(x, weight, geometry, space)
         else:
-            y = _products.scatter(x, weight, geometry) if geometry.transposed else _products.gather(x, weight, geometry)
+            y = _PRODUCTS[lowering].gather(x, weight, geometry)
         return y if bias is None else y + align(bias, 0, y.dim() - 1, len(geometry.stride))
     if lowering == "loop":
         biases = [None] * x.shape[0] if bias is None else bias.unbind()
@@ -225,17 +234,17 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of input and filters from that of the output ``[M,N,GO,L]``, if they are needed."""
     dx = dweight = None
-    if lowering in ("matmul", "sample_matmul"):
+    if lowering in _PRODUCTS:
         big, small = (x, grad) if geometry.transposed else (grad, x)
         if lowering == "sample_matmul":
             dx = _products.per_sample(_products.matrices(weight, not geometry.transposed), grad) if for_x else None
             dweight = _products.products(big, small).reshape(weight.shape) if for_weight else None
             return dx, dweight
         if for_x and geometry.transposed:
-            dx = _products.gather(grad, weight, geometry)
+            dx = _PRODUCTS[lowering].gather(grad, weight, geometry)
         elif for_x:
-            dx = _products.scatter(grad, weight, geometry, x)
-        return dx, _products.correlate(big, small, weight, geometry) if for_weight else None
+            dx = _PRODUCTS[lowering].scatter(grad, weight, geometry, x.shape[3:])
+        return dx, _PRODUCTS[lowering].correlate(big, small, weight, geometry) if for_weight else None
     mask = [for_x, for_weight, False]
     if not any(mask):
         return None, None
