@@ -1,7 +1,7 @@
 """Convolutions of M members as batched matrix products, as compilers make fast programs of them.
 
-Other than in :mod:`hfta_func.rules._products`, whose dimension letters these functions share, padded images and windows lie in
-memory as the compiler wrote them, each once, and overlapping windows are never added up.
+Other than in :mod:`hfta_func.rules._products`, whose dimension letters these functions share, padded images and windows are
+written to memory, each once, and overlapping windows are never added up.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
 def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequence[int]) -> Tensor:
     """Each input pixel onto the output pixels under the filter: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]``.
 
-    Output pixel ``stride * u + r`` of phase ``r`` reads input pixels ``u - a`` with taps ``r + stride * a``, so all phases are
-    channels of one convolution with stride 1. Filters with a stride must not be dilated.
+    Output pixel ``stride * u + r`` of phase ``r`` reads input pixels ``u - a`` with taps ``r + stride * a``, so all phases
+    are channels of one convolution with stride 1. Filters with a stride must not be dilated.
     """
     axes, groups = len(space), geometry.groups
     padding, starts, taps, missing = [], [], [], []
