@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import hfta_func as hfta
+from hfta_func import _native
+from hfta_func.step import failures
 from cases import WORKLOADS, batches, loss_fn, models
 
 M = 3
@@ -148,3 +150,36 @@ def test_donated_chunks_and_rounding() -> None:
         for batch in batches(M, 2):
             (state, _), (other, _) = plain(state, batch), donating(other, batch)
         _close(other, state)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_every_value_of_every_gradient_is_looked_at(
+    value: float, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(failures, "_program", lambda dtype: None)
+    elif _native.compiler() is None:
+        pytest.skip("needs a C compiler")
+    sizes = 3, 5, 7
+    gradients = [
+        torch.randn(sizes, dtype=dtype),
+        # Members in rows of memory, each transposed; members between each other; every other column.
+        *(torch.randn(3, 7, 5, dtype=dtype).mT, torch.randn(5, 3, 7, dtype=dtype).transpose(0, 1)),
+        *(torch.randn(3, 5, 14, dtype=dtype)[..., ::2], torch.randn(1, 5, 7, dtype=dtype).expand(sizes).clone()),
+    ]
+    losses = torch.randn(3, dtype=dtype)
+    assert failures.diagnose(losses, gradients).tolist() == [0, 0, 0]
+    large = torch.full((3, 9), torch.finfo(dtype).max, dtype=dtype)
+    assert failures.diagnose(losses, [large]).tolist() == [0, 0, 0]
+    for gradient, member, place in itertools.product(gradients, range(3), range(35)):
+        at = member, place // 7, place % 7
+        before = gradient[at].clone()
+        gradient[at] = value
+        assert failures.diagnose(losses, gradients).tolist() == [2 * (i == member) for i in range(3)]
+        gradient[at] = before
+    losses[1] = value
+    gradients[0][1] = value
+    gradients[0][2, 0, 0] = value
+    assert failures.diagnose(losses, gradients).tolist() == [0, 1, 2]
