@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import hfta_func as hfta
+from cases import WORKLOADS, batches, loss_fn, models
 from hfta_func import _native
 from hfta_func.step import failures
-from cases import WORKLOADS, batches, loss_fn, models
 
 M = 3
 SEEDS = [11, 7, 1002]
