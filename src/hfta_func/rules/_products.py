@@ -48,8 +48,8 @@ def gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
     columns, space = _columns(image, weight, geometry)
     # [MG,NL,IK] @ [MG,IK,O] -> [MG,NL,O] -> [M,G,N,L,O] -> [M,N,GO,L]
-    products = bmm(columns, _matrix(weight, geometry).transpose(1, 2))
-    return _channels_first(products, image.shape[:2], space, geometry)
+    products = bmm(columns, matrix(weight, geometry).transpose(1, 2))
+    return channels_first(products, image.shape[:2], space, geometry)
 
 
 def spread(small: Sequence[int], kernel: Sequence[int], geometry: Geometry) -> list[int]:
@@ -66,9 +66,9 @@ def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequenc
     num_models, batch, _, *small = channels.shape
     kernel = weight.shape[3:]
     # [MG,NL,O] @ [MG,O,IK] -> [MG,NL,IK]
-    columns = bmm(_rows(channels, geometry), _matrix(weight, geometry))
+    columns = bmm(_rows(channels, geometry), matrix(weight, geometry))
     if is_pointwise(kernel, geometry):
-        return _channels_first(columns, channels.shape[:2], small, geometry)
+        return channels_first(columns, channels.shape[:2], small, geometry)
     if math.prod(small) == 1 and space == list(kernel) and not any(geometry.padding):
         # [MG,N,IK] -> [M,G,N,I,K] -> [M,N,GI,K]
         columns = columns.reshape(num_models, geometry.groups, batch, -1, *space).transpose(1, 2)
@@ -130,12 +130,12 @@ def _rows(channels: Tensor, geometry: Geometry) -> Tensor:
     return rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2] * rows.shape[3], rows.shape[4])
 
 
-def _matrix(weight: Tensor, geometry: Geometry) -> Tensor:
+def matrix(weight: Tensor, geometry: Geometry) -> Tensor:
     # [M,GO,I,K] -> [MG,O,IK]
     return weight.reshape(weight.shape[0] * geometry.groups, weight.shape[1] // geometry.groups, -1)
 
 
-def _channels_first(products: Tensor, lead: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
+def channels_first(products: Tensor, lead: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
     # [MG,NL,O] -> [M,G,N,L,O] -> [M,N,G,O,L] -> [M,N,GO,L]
     products = products.reshape(lead[0], geometry.groups, lead[1], math.prod(space), -1).permute(0, 2, 1, 4, 3)
     return products.reshape(*lead, -1, *space)

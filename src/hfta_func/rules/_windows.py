@@ -13,17 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func.rules._layout import split
-from hfta_func.rules._products import Geometry, bmm
+from hfta_func.rules._products import Geometry, bmm, channels_first, matrix
 
 
 def gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
     windows, space = _windows(image, weight.shape[3:], geometry)
     # [MG,NL,IK] @ [MG,IK,O] -> [MG,NL,O] -> [M,G,N,L,O] -> [M,N,GO,L]
-    filters = weight.reshape(windows.shape[0], -1, windows.shape[2])
-    y = bmm(windows, filters.transpose(1, 2))
-    y = y.reshape(image.shape[0], geometry.groups, image.shape[1], math.prod(space), -1).permute(0, 2, 1, 4, 3)
-    return y.reshape(*image.shape[:2], -1, *space)
+    products = bmm(windows, matrix(weight, geometry).transpose(1, 2))
+    return channels_first(products, image.shape[:2], space, geometry)
 
 
 def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequence[int]) -> Tensor:
