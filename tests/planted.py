@@ -484,6 +484,16 @@ PLANTED = [
         "test_lowering.py::test_small_convolutions_of_a_graph",
     ),
     Planted(
+        "positions of a filter beyond the smaller image are kept",
+        *("rules/conv.py", "is_exact and (set", "(set"),
+        "test_lowering.py::test_every_lowering_of_a_convolution",
+    ),
+    Planted(
+        "a choice of speed binds the sizes of a graph",
+        *("rules/_choice.py", "tuple(map(expected, shape))", "shape"),
+        "test_lowering.py::test_exported_convolutions_take_any_batch",
+    ),
+    Planted(
         "the last gradients of a leaf are not looked at",
         *("step/failures.py", "int64_t i = 4 * part;", "int64_t i = 4 * part + 1;"),
         "test_failures.py::test_every_value_of_every_gradient_is_looked_at",

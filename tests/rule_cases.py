@@ -122,6 +122,12 @@ CONV = [
         lambda *a: F.conv_transpose2d(*a, stride=2, groups=2),
         _randn((2, 4, 4, 4), (4, 3, 2, 2), (6,)),
     ),
+    RuleCase(
+        "conv_transpose2d padded by more than its stride",
+        lambda *a: F.conv_transpose2d(*a, dilation=2, output_padding=1),
+        _randn((2, 3, 4, 3), (3, 4, 3, 2), (4,)),
+    ),
+    RuleCase("conv2d of no images", lambda *a: F.conv2d(*a, padding=1), _randn((0, 3, 5, 6), (4, 3, 3, 3), (4,))),
 ]
 
 NORM = [

@@ -92,6 +92,16 @@ def test_the_cause(compiled: bool) -> None:
     ]
 
 
+@pytest.mark.parametrize("leaves", [3, 30])
+def test_causes_in_a_transform(leaves: int) -> None:
+    torch._dynamo.reset()
+    losses, grads = torch.zeros(2, 3), [torch.randn(2, 3, 4) for _ in range(leaves)]
+    grads[-1][1, 2, 3] = float("inf")
+    expected = [[0, 0, 0], [0, 0, hfta.Failure.GRADIENT]]
+    each = torch.compile(lambda *args: torch.func.vmap(failures.diagnose)(*args), fullgraph=True, backend="aot_eager")
+    assert each(losses, grads).tolist() == torch.func.vmap(failures.diagnose)(losses, grads).tolist() == expected
+
+
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_raising(backend: str | None) -> None:
     torch._dynamo.reset()

@@ -468,6 +468,26 @@ def test_small_convolutions_of_a_graph(layers: Any, shape: tuple[int, ...]) -> N
     torch.testing.assert_close(found.params, expected.params)
 
 
+@pytest.mark.parametrize("space", [(1, 1), (6, 6)])
+def test_exported_convolutions_take_any_batch(space: tuple[int, int]) -> None:
+    class Array(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 64, 32, 3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return hfta.vmap(lambda x, weight: torch.conv2d(x, weight, padding=1))(x, self.weight)
+
+    array = Array()
+    sizes = ({1: torch.export.Dim("batch", min=2, max=4096)},)
+    program = torch.export.export(array, (torch.randn(3, 16, 32, *space),), dynamic_shapes=sizes)
+    for batch in (2, 300):
+        x = torch.randn(3, batch, 32, *space)
+        torch.testing.assert_close(program.module()(x), array(x))
+    # What other runtimes know.
+    assert not any("as_strided" in str(node.target) for node in program.graph.nodes)
+
+
 POINTWISE, STRIDED, PADDED, UPWARDS = (
     ([1], [0], [1], False, [0], 1),
     ([2, 2], [1, 1], [1, 1], False, [0, 0], 1),

@@ -166,7 +166,8 @@ def test_compiled_draws_are_the_eager_ones():
         folded = random.fold_in(random.fold_in(keys, data), 7)
         # A range whose products with the multiplier exceed 64 bits.
         sites = random.fold_in(folded.unsqueeze(-1), torch.arange(16, 48))
-        return [sites, *(draw(folded) for draw in DRAWS.values())]
+        part = random.fold_in(keys[1:], data[1:])
+        return [sites, part, *(draw(folded) for draw in DRAWS.values())]
 
     compiled = torch.compile(everything, backend="inductor", fullgraph=True)
     for seeds in (SEEDS, SEEDS[::-1]):

@@ -98,8 +98,8 @@ def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
     if isinstance(data, int):
         spread = (data * _MIX2 + 2**63) % 2**64 - 2**63
     else:
-        # Stored, because inductor turns a range times a number into an index expression, which must not overflow.
-        spread = _stored(data) * _MIX2
+        # Inductor turns a range times a number into an index expression, which must not overflow, but for this.
+        spread = (data ^ 0 if torch.compiler.is_compiling() else data) * _MIX2
     return _hash(_hash(key + _GOLDEN) ^ spread)
 
 

@@ -13,6 +13,7 @@ from hfta_func._torch.compiler import checkpoint as checkpoint
 from hfta_func._torch.compiler import compiled_from_cache as compiled_from_cache
 from hfta_func._torch.compiler import dotted_path as dotted_path
 from hfta_func._torch.compiler import eager_unless_compiled as eager_unless_compiled
+from hfta_func._torch.compiler import expected as expected
 from hfta_func._torch.compiler import graph_hits as graph_hits
 from hfta_func._torch.compiler import intercept_checkpoint as intercept_checkpoint
 from hfta_func._torch.compiler import is_compiler_loaded as is_compiler_loaded

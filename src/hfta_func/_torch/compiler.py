@@ -27,6 +27,16 @@ def untraced(reason: str) -> Callable[[F], F]:
     return mark
 
 
+def expected(size: int | torch.SymInt) -> int:
+    """A size as the compiler has seen it, without a promise that it stays so; 8,192, as Inductor expects, if it has not."""
+    if isinstance(size, int):
+        return size
+    shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    # Its name up to PyTorch 2.12 comes last.
+    look = getattr(shapes, "optimization_hint", None) or shapes.size_hint
+    return look(size, fallback=8192)
+
+
 def original(func: Callable[..., Any]) -> Callable[..., Any]:
     """What a compiled function was made of; any other function is its own."""
     func = getattr(func, "_torchdynamo_orig_callable", func)

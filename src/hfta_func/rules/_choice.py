@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from hfta_func._torch import num_dispatch_modes, original
+from hfta_func._torch import expected, num_dispatch_modes, original
 from hfta_func.calls.body import module_path
 from hfta_func.rules._lowering import FAMILIES, TABLE, Case, known_lowerings, titles
 
@@ -129,7 +129,10 @@ def choose(case: Case) -> Choice:
             chosen = forced, "overridden"
             break
     if chosen is None:
-        chosen = next((row.lowering, row.reason) for row in TABLE[case.op] if row.when(case))
+        # A choice is a matter of speed, so a graph of symbolic sizes must not depend on what is compared here.
+        shapes = tuple(shape and tuple(map(expected, shape)) for shape in case.shapes)
+        seen = case._replace(shapes=shapes, num_models=expected(case.num_models))
+        chosen = next((row.lowering, row.reason) for row in TABLE[case.op] if row.when(seen))
     choice = Choice(case.op, path, case.num_models, case.shapes, case.shared, *chosen)
     if _recorded is not None and FAMILIES[case.op] != "shape":
         _recorded.append(choice)

@@ -180,7 +180,12 @@ _LARGE = Row(
 _FEW = Row(_on("cpu", _has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
 _FEW_IN = Row(_on("cpu", _has_few_channels_in), "channels_last", "few input channels: pixels are contiguous")
 # A kernel converts what it reads and writes to a layout of its own, which takes longer than so few products.
-_WINDOWS = Row(lambda case: case.compiling and _is_small(case), "windows", "small, in a graph: one batched product")
+# An exported program keeps its convolutions, which other runtimes know.
+_WINDOWS = Row(
+    lambda case: case.compiling and not torch.compiler.is_exporting() and _is_small(case),
+    "windows",
+    "small, in a graph: one batched product",
+)
 _SMALL = (_POINTWISE, _WINDOWS, _FEW, _FEW_IN, _GROUPED)
 
 # cuDNN has good kernels for few of the convolutions in groups; where it has not, they take up to 30 times as long.

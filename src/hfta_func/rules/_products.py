@@ -27,11 +27,6 @@ class Geometry(NamedTuple):
     groups: int
 
 
-def unfolds(geometry: Geometry) -> bool:
-    """Whether a convolution can be computed on unfolded images: it has at most two space axes."""
-    return len(geometry.stride) <= 2 and all(map(int.__lt__, geometry.output_padding, geometry.stride))
-
-
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """``torch.bmm``; when compiled, without single rows or columns.
 
@@ -48,8 +43,8 @@ def gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Each output pixel from the input pixels under the filter: ``[M,N,GI,S], [M,GO,I,K] -> [M,N,GO,L]``."""
     columns, space = _columns(image, weight, geometry)
     # [MG,NL,IK] @ [MG,IK,O] -> [MG,NL,O] -> [M,G,N,L,O] -> [M,N,GO,L]
-    products = bmm(columns, matrix(weight, geometry).transpose(1, 2))
-    return channels_first(products, image.shape[:2], space, geometry)
+    products = bmm(columns, _matrix(weight, geometry).transpose(1, 2))
+    return _channels_first(products, image.shape[:2], space, geometry)
 
 
 def spread(small: Sequence[int], kernel: Sequence[int], geometry: Geometry) -> list[int]:
@@ -66,18 +61,19 @@ def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequenc
     num_models, batch, _, *small = channels.shape
     kernel = weight.shape[3:]
     # [MG,NL,O] @ [MG,O,IK] -> [MG,NL,IK]
-    columns = bmm(_rows(channels, geometry), matrix(weight, geometry))
+    columns = bmm(_rows(channels, geometry), _matrix(weight, geometry))
     if is_pointwise(kernel, geometry):
-        return channels_first(columns, channels.shape[:2], small, geometry)
+        return _channels_first(columns, channels.shape[:2], small, geometry)
     if math.prod(small) == 1 and space == list(kernel) and not any(geometry.padding):
         # [MG,N,IK] -> [M,G,N,I,K] -> [M,N,GI,K]
-        columns = columns.reshape(num_models, geometry.groups, batch, -1, *space).transpose(1, 2)
-        return columns.reshape(num_models, batch, -1, *space)
+        columns = columns.reshape(num_models, geometry.groups, batch, weight.shape[2], *space)
+        return columns.transpose(1, 2).flatten(2, 3)
     # [M,G,N,L,I,K] -> [MN,GIK,L] -> [MN,GI,S]
-    columns = columns.reshape(num_models, geometry.groups, batch, math.prod(small), -1).permute(0, 2, 1, 4, 3)
-    columns = columns.reshape(num_models * batch, -1, math.prod(small))
+    columns = columns.reshape(num_models, geometry.groups, batch, math.prod(small), columns.shape[2])
+    columns = columns.permute(0, 2, 1, 4, 3).flatten(2, 3).flatten(0, 1)
     window = (_two(kernel, 1), _two(geometry.dilation, 1), _two(geometry.padding, 0), _two(geometry.stride, 1))
-    return F.fold(columns, _two(space, 1), *window).reshape(num_models, batch, -1, *space)
+    image = F.fold(columns, _two(space, 1), *window)
+    return image.reshape(num_models, batch, image.shape[1], *space)
 
 
 def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
@@ -121,7 +117,8 @@ def _columns(image: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor,
     windows = split(windows, 2, geometry.groups)
     order = (0, 2, 1, *range(4, 4 + axes), 3, *range(4 + axes, 4 + 2 * axes))
     windows = windows.permute(order)
-    return windows.reshape(image.shape[0] * geometry.groups, image.shape[1] * math.prod(space), -1), space
+    shape = image.shape[0] * geometry.groups, image.shape[1] * math.prod(space), math.prod(weight.shape[2:])
+    return windows.reshape(shape), space
 
 
 def _rows(channels: Tensor, geometry: Geometry) -> Tensor:
@@ -130,15 +127,16 @@ def _rows(channels: Tensor, geometry: Geometry) -> Tensor:
     return rows.reshape(rows.shape[0] * rows.shape[1], rows.shape[2] * rows.shape[3], rows.shape[4])
 
 
-def matrix(weight: Tensor, geometry: Geometry) -> Tensor:
+def _matrix(weight: Tensor, geometry: Geometry) -> Tensor:
     # [M,GO,I,K] -> [MG,O,IK]
-    return weight.reshape(weight.shape[0] * geometry.groups, weight.shape[1] // geometry.groups, -1)
+    return split(weight.flatten(2), 1, geometry.groups).flatten(0, 1)
 
 
-def channels_first(products: Tensor, lead: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
+def _channels_first(products: Tensor, lead: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
     # [MG,NL,O] -> [M,G,N,L,O] -> [M,N,G,O,L] -> [M,N,GO,L]
-    products = products.reshape(lead[0], geometry.groups, lead[1], math.prod(space), -1).permute(0, 2, 1, 4, 3)
-    return products.reshape(*lead, -1, *space)
+    products = products.reshape(lead[0], geometry.groups, lead[1], math.prod(space), products.shape[2])
+    products = products.permute(0, 2, 1, 4, 3)
+    return products.reshape(*lead, geometry.groups * products.shape[3], *space)
 
 
 def is_pointwise(kernel: Sequence[int], geometry: Geometry) -> bool:

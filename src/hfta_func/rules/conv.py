@@ -29,7 +29,7 @@ from hfta_func.rules._choice import choose, remembered
 from hfta_func.rules._layout import align, expand, fold, front, split
 from hfta_func.rules._lowering import Case, make_case
 from hfta_func.rules._operator import Operator, lower_precision
-from hfta_func.rules._products import Geometry, is_pointwise, unfolds
+from hfta_func.rules._products import Geometry, is_pointwise
 from hfta_func.rules._registry import Call, Result, register
 
 _plain: Any = torch.convolution
@@ -141,10 +141,12 @@ def _plan(case: Case) -> Plan:
         forward = "grouped"
     lowerings = forward, *(choose(case._replace(op=f"convolution_{of}_grad")).lowering for of in ("input", "weight"))
     is_linear = is_pointwise(weight[2:], geometry) and geometry.groups == 1
+    # Otherwise filters fit in more places of the larger image than there are pixels in the smaller.
+    is_exact = all(map(int.__lt__, geometry.output_padding, geometry.stride))
     possible = {
-        "matmul": unfolds(geometry),
+        "matmul": is_exact and axes <= 2,
         "sample_matmul": is_linear,
-        "windows": set(geometry.stride) == {1} or set(geometry.dilation) == {1},
+        "windows": is_exact and (set(geometry.stride) == {1} or set(geometry.dilation) == {1}),
     }
     lowerings = tuple(lowering if possible.get(lowering, True) else "grouped" for lowering in lowerings)
     return Plan(crop, geometry, lowerings, case.device == "cpu" and x[1] <= 4 and lowerings == _ALL_GROUPED)

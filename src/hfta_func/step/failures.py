@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _native
-from hfta_func._torch import can_look, constant_to_compiler
+from hfta_func._torch import can_look, constant_to_compiler, inside_transform
 from hfta_func._types import NonFiniteError
 from hfta_func.optim._kernel import AT_ONCE
 
@@ -32,7 +32,8 @@ class Failure(enum.IntEnum):
 def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
     """The :class:`Failure` of every member, ``int64[M]``, from losses ``[M]`` and gradients ``[M, ...]``."""
     leaves = [losses, *grads]
-    if torch.compiler.is_compiling() and len(leaves) > AT_ONCE and losses.device.type == "cpu":
+    in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not inside_transform()
+    if in_graph and len(leaves) > AT_ONCE and losses.device.type == "cpu":
         _define()
         return torch.ops.hfta_func.diagnose(losses, leaves[1:])
     if can_look(losses):
