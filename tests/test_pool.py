@@ -234,7 +234,7 @@ def test_whatever_happens_to_a_worker_its_call_is_answered() -> None:
 
 def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
     def slow(model: Any, batch: Any) -> Any:
-        time.sleep(0.05)
+        time.sleep(0.2)
         return loss_fn(model, batch)
 
     def many() -> hfta.ArrayLoader:
