@@ -102,6 +102,15 @@ def test_causes_in_a_transform(leaves: int) -> None:
     assert each(losses, grads).tolist() == torch.func.vmap(failures.diagnose)(losses, grads).tolist() == expected
 
 
+def test_an_exported_check_has_no_operator_of_ours() -> None:
+    class Check(torch.nn.Module):
+        def forward(self, losses: Tensor, grads: list[Tensor]) -> Tensor:
+            return failures.diagnose(losses, grads)
+
+    program = torch.export.export(Check(), (torch.zeros(3), [torch.randn(3, 4) for _ in range(30)]))
+    assert not [node for node in program.graph.nodes if "hfta" in str(node.target)]
+
+
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_raising(backend: str | None) -> None:
     torch._dynamo.reset()

@@ -32,9 +32,9 @@ def expected(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    # Its name up to PyTorch 2.12 comes last.
-    look = getattr(shapes, "optimization_hint", None) or shapes.size_hint
-    return look(size, fallback=8192)
+    # PyTorch 2.9 to 2.11 have no such function, or of other names and arguments in each.
+    look = getattr(shapes, "optimization_hint", None)
+    return look(size, fallback=8192) if look else size.node.require_hint(8192)
 
 
 def original(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ class Failure(enum.IntEnum):
 def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
     """The :class:`Failure` of every member, ``int64[M]``, from losses ``[M]`` and gradients ``[M, ...]``."""
     leaves = [losses, *grads]
+    # Transforms have no rule for the operator, and other runtimes do not know it.
     in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not inside_transform()
     if in_graph and len(leaves) > AT_ONCE and losses.device.type == "cpu":
         _define()
