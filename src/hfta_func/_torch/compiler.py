@@ -32,7 +32,7 @@ def expected(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    # PyTorch 2.9 to 2.11 have no such function, or of other names and arguments in each.
+    # Before PyTorch 2.12 it has other names and arguments in every release, or is missing.
     look = getattr(shapes, "optimization_hint", None)
     return look(size, fallback=8192) if look else size.node.require_hint(8192)
 
