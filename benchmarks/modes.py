@@ -110,25 +110,26 @@ def _peer(module: str, cure: str) -> Any:
 
 MODES: dict[str, Callable[[Job], Run]] = {
     SERIAL: serial,
-    ONE_THREAD: serial,
-    "serial foreach": lambda job: serial(job, kernels="foreach"),
-    "serial, default optimizer": lambda job: serial(job, kernels="default"),
-    "serial, default allocator": serial,
-    "serial compiled": lambda job: serial(job, compiled=True),
-    PROCESSES: serial,
-    PER_CORE: serial,
-    "stock vmap": stock,
-    "stock vmap compiled": lambda job: stock(job, compiled=True),
     "array": array,
     "array auto": lambda job: array(job, chunk_size="auto"),
     "array compiled": lambda job: array(job, compiled=True),
     MANY: many,
     WORKERS[0]: array,
     WORKERS[1]: lambda job: array(job, compiled=True),
+    PER_CORE: serial,
+    PROCESSES: serial,
+    "stock vmap": stock,
+    "stock vmap compiled": lambda job: stock(job, compiled=True),
     "dense": dense,
     "JAX": jax,
     "HFTA": hfta,
+    "serial compiled": lambda job: serial(job, compiled=True),
+    ONE_THREAD: serial,
+    "serial foreach": lambda job: serial(job, kernels="foreach"),
+    "serial, default optimizer": lambda job: serial(job, kernels="default"),
+    "serial, default allocator": serial,
 }
+"""In the order in which they take their turns: arrays and their nearest rivals together, where memory does not hold all."""
 
 NOT_FOR = {
     MANY: tuple(name for name in WORKLOADS if name != "mlp"),
