@@ -25,6 +25,7 @@ def library(monkeypatch):
     monkeypatch.setattr(allocator.sys, "platform", "linux")
     monkeypatch.setattr(allocator.platform, "libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.setattr(allocator, "_decided", False)
+    monkeypatch.setattr(allocator, "_kept", False)
     return found
 
 
@@ -37,9 +38,16 @@ def test_large_blocks_are_kept(library):
     assert library.settings == {TRIM_THRESHOLD: -1, MMAP_THRESHOLD: 2**30, MMAP_MAX: 0}
 
 
-def test_the_defaults_come_back(library):
+def test_large_blocks_are_given_back_again(library):
+    hfta.keep_memory()
     assert hfta.keep_memory(False) is False
-    assert library.settings == {TRIM_THRESHOLD: 2**17, MMAP_THRESHOLD: 2**17, MMAP_MAX: 2**16}
+    assert library.settings == {TRIM_THRESHOLD: 2**26, MMAP_THRESHOLD: 2**25, MMAP_MAX: 2**16}
+
+
+def test_opting_out_leaves_the_allocator_alone(library):
+    # To set a threshold, even to what it is, ends its adapting.
+    assert hfta.keep_memory(False) is False
+    assert library.settings == {}
 
 
 @pytest.mark.parametrize("refused", [TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX])
