@@ -23,6 +23,8 @@ NAMES = {
     SERIAL: "the loop",
     ONE_THREAD: "the loop on one thread",
     "serial foreach": "the loop, `foreach`",
+    "serial, default optimizer": "the loop, default optimizer",
+    "serial, default allocator": "the loop, default allocator",
     "serial compiled": "the loop, compiled",
     PROCESSES: "processes",
     PER_CORE: "processes",
