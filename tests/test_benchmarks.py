@@ -640,8 +640,7 @@ def test_no_opponent_is_hidden(bench):
 def test_every_opponent_has_a_name_in_the_readme(bench):
     tables, modes = bench("_tables"), bench("modes")
     others = {mode for mode in modes.MODES if mode not in (*tables.ARRAY, *bench("sweep").UNLIKE)}
-    # Loops that are no better by their making.
-    assert others - {*tables.NAMES} == {"serial, default optimizer", "serial, default allocator"}
+    assert others == {*tables.NAMES}
     assert {mode for modes in bench("report").COLUMNS.values() for mode in modes} == {*modes.MODES} - {"serial"}
     assert {*bench("reach").SHOWN} <= {*tables.STYLES}
 
