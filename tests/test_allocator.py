@@ -1,6 +1,9 @@
-"""Settings of the C library's allocator, by a C library that only records them."""
+"""Settings of the C library's allocator, by a C library that only records them, and once by the real one."""
 
 import importlib.util
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -24,8 +27,7 @@ def library(monkeypatch):
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: found)
     monkeypatch.setattr(allocator.sys, "platform", "linux")
     monkeypatch.setattr(allocator.platform, "libc_ver", lambda: ("glibc", "2.36"))
-    monkeypatch.setattr(allocator, "_decided", False)
-    monkeypatch.setattr(allocator, "_kept", False)
+    monkeypatch.setattr(allocator, "_kept", None)
     return found
 
 
@@ -86,3 +88,25 @@ def test_nothing_is_decided_at_import(library):
     fresh.__spec__.loader.exec_module(fresh)
     fresh.keep_memory_once()
     assert library.settings
+
+
+REAL = """
+import sys, torch, hfta_func as hfta
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+for enabled in map(int, sys.argv[1:]):
+    hfta.keep_memory(bool(enabled))
+block = torch.ones(50 << 20)
+held = resident()
+del block
+print(held - resident() > 100 << 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.parametrize(("calls", "is_given_back"), [((0,), True), ((1,), False), ((1, 0), True)])
+def test_where_a_freed_block_goes(calls, is_given_back):
+    command = [sys.executable, "-c", REAL, *map(str, calls)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == str(is_given_back)

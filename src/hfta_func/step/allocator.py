@@ -15,7 +15,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _LARGE = 32 << 20
 """Up to where glibc raises its threshold by itself; it gives back what is free at the end of the heap above twice of it."""
 
-_decided = _kept = False
+_kept: bool | None = None
+"""What was last asked for, if anything was."""
 
 
 def keep_memory(enabled: bool = True) -> bool:
@@ -30,14 +31,13 @@ def keep_memory(enabled: bool = True) -> bool:
     References:
         mallopt(3).
     """
-    global _decided, _kept
-    _decided = True
+    global _kept
+    before, _kept = _kept, enabled
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
         return False
-    if not (enabled or _kept):
+    if not (enabled or before):
         # Left alone, thresholds grow with the blocks that a process frees; setting one, even to its default, ends that.
         return False
-    _kept = True
     mallopt = ctypes.CDLL(None).mallopt
     settings = {
         _M_MMAP_THRESHOLD: 1 << 30 if enabled else _LARGE,
@@ -49,5 +49,5 @@ def keep_memory(enabled: bool = True) -> bool:
 
 def keep_memory_once() -> None:
     """Set up the allocator unless :func:`keep_memory` was called before."""
-    if not _decided:
+    if _kept is None:
         keep_memory()
