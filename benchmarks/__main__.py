@@ -9,16 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from benchmarks import lowerings, ops, optim
-from benchmarks._measure import machine
-
 OWN = (
     *("sweep", "predict", "report", "reach", "background", "tune", "batches", "ensembles", "adapters", "executors"),
-    "memory",
+    *("memory", "gpu", "carry"),
 )
-MEASURED = {"ops": ops, "optim": optim, "lowerings": lowerings}
+MEASURED = ("ops", "optim", "lowerings")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,11 +22,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in OWN:
         # They have command lines of their own.
         return importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
+    # What needs nothing but Python has been done.
+    import torch
+
+    from benchmarks._measure import machine
+
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=f"Ratios measured side by side. Also: {', '.join(OWN)}, which have a --help of their own.",
     )
-    parser.add_argument("what", choices=[*MEASURED])
+    parser.add_argument("what", choices=MEASURED)
     parser.add_argument("--quick", action="store_true", help="tiny settings, to see that everything runs")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave compiled rows out")
     parser.add_argument("--threads", type=int, help="threads of PyTorch")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     about = machine()
     print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**about), flush=True)
-    module = MEASURED[args.what]
+    module = importlib.import_module(f"benchmarks.{args.what}")
     found = module.measure(args)
     print(f"\n{module.show(found)}", flush=True)
     if args.json:

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -34,8 +35,21 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         **{name: version(name) for name in ("jax",) if find_spec(name)},
         "threads": torch.get_num_threads(),
-        **({"gpu": torch.cuda.get_device_name(), "mps": _mps()} if torch.cuda.is_available() else {}),
+        **(_card() if torch.cuda.is_available() else {}),
         "date": datetime.date.today().isoformat(),
+    }
+
+
+def _card() -> dict[str, Any]:
+    """Of the first GPU. Products of float32 are exact and convolutions in TF32 unless somebody says otherwise."""
+    driver = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", driver.read_text()) if driver.exists() else None
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": found[0] if found else "unknown",
+        "cuda": torch.version.cuda,
+        "tf32": {"products": torch.backends.cuda.matmul.allow_tf32, "convolutions": torch.backends.cudnn.allow_tf32},
+        "mps": _mps(),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,29 +19,45 @@ TURN = 0.3
 
 
 class Measured:
-    """A mode's process or processes; ``row`` is what is found, or why it has no numbers, ``calls`` the steps of a turn."""
+    """A mode's process or processes; ``row`` is what is found, or why it has no numbers, ``calls`` the steps of a turn.
 
-    def __init__(self, mode: str, spec: Spec, row: dict[str, Any] | None = None):
-        self.mode, self.device, self.row, self.calls = mode, spec.device, {} if row is None else row, 1
+    Args:
+        mode: A key of :data:`benchmarks.modes.MODES`.
+        spec: What to train.
+        row: Where to put what is found.
+        env: Further environment variables of its processes.
+        cache: Their folder of compiled graphs; each has one of its own unless one is given.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        spec: Spec,
+        row: dict[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        cache: str | None = None,
+    ):
+        self.mode, self.device, self.calls = mode, spec.device, 1
+        self.row: dict[str, Any] = {} if row is None else row
         threads = 1 if mode == ONE_THREAD else torch.get_num_threads()
         per_core = dict.fromkeys((PER_CORE, *WORKERS), min(threads, spec.num_models))
         count = {PROCESSES: spec.num_models, **per_core}.get(mode, 1)
         # As many threads as there are processors, shared out.
-        self._workers = [Worker(mode, part, max(1, threads // count)) for part in shares(spec, count)]
+        self._workers = [Worker(mode, part, max(1, threads // count), env, cache) for part in shares(spec, count)]
 
-    def ask(self, order: str, *args: Any) -> list[Any]:
-        """Every process, at once."""
+    def ask(self, order: str, *args: Any, limit: float | None = None) -> list[Any]:
+        """Every process, at once; each has ``limit`` seconds."""
         for worker in self._workers:
             worker.begin(order, *args)
-        return [worker.end() for worker in self._workers]
+        return [worker.end(limit) for worker in self._workers]
 
-    def losses(self) -> list[list[float]]:
-        """Of all models in three steps without anything random."""
-        return joined(self.ask("losses"))
+    def losses(self, *args: Any, limit: float | None = None) -> list[list[float]]:
+        """Of all models in three steps without anything random; ``args`` are those of the process."""
+        return joined(self.ask("losses", *args, limit=limit))
 
-    def start(self) -> tuple[float, list[list[float]]]:
+    def start(self, limit: float | None = None) -> tuple[float, list[list[float]]]:
         """Seconds of the first step, and the losses of the first two."""
-        took, losses = zip(*self.ask("start"), strict=True)
+        took, losses = zip(*self.ask("start", limit=limit), strict=True)
         return max(took), joined(losses)
 
     def time(self, calls: int) -> tuple[float, float]:
@@ -51,11 +67,11 @@ class Measured:
         took = (time.perf_counter() - start) / calls if len(answers) > 1 else answers[0][0]
         return took, sum(busy for _, busy in answers)
 
-    def turn(self, warm: bool) -> tuple[float, float]:
+    def turn(self, warm: bool, seconds: float = TURN) -> tuple[float, float]:
         """``time`` of a turn's steps; while it warms up, it finds out how many those are."""
         found = self.time(self.calls)
         if not warm:
-            self.calls = max(1, round(TURN / found[0]))
+            self.calls = max(1, round(seconds / found[0]))
         return found
 
     @contextlib.contextmanager

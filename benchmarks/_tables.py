@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from benchmarks import _code
-from benchmarks.modes import MANY, MODES, ONE_THREAD, PER_CORE, PROCESSES, SERIAL, WORKERS
+from benchmarks.modes import MANY, MODES, ONE_THREAD, PER_CORE, PROCESSES, REPLAYED, SERIAL, WORKERS
 from benchmarks.sweep import UNLIKE
 from hfta_func.plot import COLORS
 
 TIMES, DAGGER, WIDTH = "\N{MULTIPLICATION SIGN}", "\N{DAGGER}", 128
 ARRAY = [mode for mode in MODES if mode.startswith("array")]
-EAGER, COMPILED = ["array", "array auto", WORKERS[0]], ["array compiled", MANY, WORKERS[1]]
+EAGER, COMPILED = ["array", "array auto", WORKERS[0]], ["array compiled", REPLAYED[1], MANY, WORKERS[1]]
 """The ways to train an array of which tables show the best."""
 STOCK = [mode for mode in MODES if mode.startswith("stock")]
 LOOPS = [ONE_THREAD, "serial foreach", "serial, default optimizer", "serial, default allocator"]
-PEERS = ["serial compiled", PROCESSES, PER_CORE, "HFTA", "JAX"]
+PEERS = ["serial compiled", REPLAYED[0], PROCESSES, PER_CORE, "HFTA", "JAX"]
 """Modes that were measured at few sizes."""
 NAMES = {
     SERIAL: "the loop",
@@ -26,6 +26,7 @@ NAMES = {
     "serial, default optimizer": "the loop, default optimizer",
     "serial, default allocator": "the loop, default allocator",
     "serial compiled": "the loop, compiled",
+    REPLAYED[0]: "the loop, CUDA graphs",
     PROCESSES: "processes",
     PER_CORE: "processes",
     "stock vmap": "stock `vmap`",
@@ -42,6 +43,7 @@ STYLES = {
     SERIAL: ("0.3", "-"),
     "array": (COLORS[0], "-"),
     "array compiled": (COLORS[0], "--"),
+    REPLAYED[1]: ("navy", "--"),
     "array auto": (COLORS[0], "-."),
     MANY: ("black", ":"),
     WORKERS[0]: ("black", "-"),
@@ -51,6 +53,7 @@ STYLES = {
     PROCESSES: (COLORS[2], "-"),
     PER_CORE: (COLORS[2], "--"),
     "serial compiled": (COLORS[3], "--"),
+    REPLAYED[0]: (COLORS[3], ":"),
     ONE_THREAD: (COLORS[4], "--"),
     "serial, default allocator": (COLORS[4], "-"),
     "dense": ("0.6", "-"),

@@ -141,17 +141,28 @@ def _difference(a: dict[str, Tensor], b: dict[str, Tensor], start: dict[str, Ten
     return max(float((a[p] - b[p]).abs().max() / (b[p] - start[p]).abs().max()) for p in b)
 
 
+def titles() -> list[str]:
+    """All that are measured: every optimizer over both arrays."""
+    return [f"{work}, {name}" for work in plan(quick=True) for name in OPTIMIZERS]
+
+
 @torch.no_grad()
+def one(title: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One of :func:`titles` on PyTorch's default device, which is that of ``args``."""
+    work, name = title.split(", ", 1)
+    make, count = plan(args.quick)[work]
+    torch._dynamo.reset()
+    return _measure(Race(name, make(), count, args.compile), name, work, args)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Every optimizer over both arrays."""
     hfta.keep_memory()
     found = {}
-    for work, (make, count) in plan(args.quick).items():
-        for name in OPTIMIZERS:
-            title = f"{work}, {name}"
+    with torch.device(args.device):
+        for title in titles():
             if args.filter in title:
-                torch._dynamo.reset()
-                found[title] = _measure(Race(name, make(), count, args.compile), name, work, args)
+                found[title] = one(title, args)
                 if args.verbose:
                     print(show({title: found[title]}), flush=True)
     return found
@@ -165,7 +176,9 @@ def _measure(race: Race, name: str, work: str, args: argparse.Namespace) -> dict
     first = next(iter(results))
     difference = max(_difference(own, results[first], race.start) for own in results.values())
     calls, rounds = (1, 2) if args.quick else (3, 9) if work == "resnet18" else (30, 15)
-    times = interleaved({row: lambda run=run: seconds(run, calls) for row, run in race.runs.items()}, rounds)
+    times = interleaved(
+        {row: lambda run=run: seconds(run, calls, args.device) for row, run in race.runs.items()}, rounds
+    )
     resident = resident_bytes([race.start, race.optimizer.init(race.start), race.grads])
     return {
         "agrees": difference < ROUGH.get(name, TOLERANCE),
@@ -181,7 +194,7 @@ def _measure(race: Race, name: str, work: str, args: argparse.Namespace) -> dict
             if row.startswith("array")
         },
         "memory": {
-            row: (resident + peak_bytes(race.runs[row])) / resident
+            row: (resident + peak_bytes(race.runs[row], args.device)) / resident
             for row in times
             if row != "array" and row not in (M_SOLO, ONE)
         },

@@ -6,19 +6,37 @@ from typing import Any
 
 from benchmarks._measure import ROOT
 from benchmarks._tables import COMPILED, EAGER, NAMES, about, counts, mark, markdown, ratio, shown, times
+from benchmarks.gpu.tables import NOTHING, title
 from benchmarks.workloads import WORKLOADS
 
 README = ROOT / "README.md"
 BEGIN = "<!-- speed, made by python -m benchmarks report -->"
+GPUS = "<!-- speed on a GPU, made by python -m benchmarks report -->"
 SIZES = {"small": "cpu-small", "published size": "cpu-paper"}
+GPU_SIZES = {"small": "-small", "published size": "-paper", "published, bfloat16": "-paper-bf16"}
+"""Columns, and how the names of a card's results end."""
 
 
-def speed(results: dict[str, dict[str, Any]]) -> str:
-    """The table, and what its figures rest on.
+def gpus(results: dict[str, dict[str, Any]]) -> str:
+    """The same table for each GPU, or what is known without one."""
+    cards = dict.fromkeys(
+        key.rsplit("-paper", 1)[0].rsplit("-small", 1)[0] for key in results if key not in SIZES.values()
+    )
+    parts = []
+    for name in cards:
+        sizes = {size: f"{name}{ending}" for size, ending in GPU_SIZES.items()}
+        found = next((results[key] for key in sizes.values() if key in results), None)
+        if found is not None:
+            parts.append(f"{title(found).split(',')[0]}:\n\n{speed(results, sizes)}")
+    return "\n\n".join(parts) or NOTHING
+
+
+def speed(results: dict[str, dict[str, Any]], columns: dict[str, str] = SIZES) -> str:
+    """The table, and what its figures rest on; ``columns`` names the results of each size.
 
     A workload has a row for its largest M, and one for each M at which opponents were measured that were not at that.
     """
-    found = {size: results[key] for size, key in SIZES.items() if key in results}
+    found = {size: results[key] for size, key in columns.items() if key in results}
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for size, own in found.items():
         for name in WORKLOADS:

@@ -33,7 +33,9 @@ from benchmarks._tables import (
     times,
 )
 from benchmarks.adapters import BASES
-from benchmarks.modes import MANY, PER_CORE, PROCESSES, SERIAL, WORKERS
+from benchmarks.gpu import ledger
+from benchmarks.gpu import tables as gpu
+from benchmarks.modes import MANY, PER_CORE, PROCESSES, REPLAYED, SERIAL, WORKERS
 from benchmarks.ops import ratio as op_ratio
 from benchmarks.optim import M_SOLO
 from benchmarks.workloads import WORKLOADS
@@ -48,20 +50,18 @@ STUDIES = "<!-- studies, made by python -m benchmarks report -->"
 ENSEMBLES = "<!-- ensembles, made by python -m benchmarks report -->"
 ADAPTERS = "<!-- adapters, made by python -m benchmarks report -->"
 MEMORY = "<!-- memory, made by python -m benchmarks report -->"
+GPUS = "<!-- GPUs, made by python -m benchmarks report -->"
 TO_STEPS = "<!-- time to some steps, made by python -m benchmarks report -->"
 TITLES = {
     "cpu-small": "On a CPU, small versions",
     "cpu-paper": "On a CPU, published sizes",
-    "cuda-small": "On a GPU, small versions",
-    "cuda-paper": "On a GPU, published sizes",
-    "cuda-paper-bf16": "On a GPU, published sizes in bfloat16",
 }
 FINE = (0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 
 
 def tables(results: dict[str, dict[str, Any]]) -> str:
     """The tables of the sweeps, by the names of their files."""
-    return "\n\n".join(_section(key, results[key]) for key in TITLES if key in results)
+    return "\n\n".join(_section(key, found) for key, found in results.items())
 
 
 COLUMNS = {
@@ -69,11 +69,13 @@ COLUMNS = {
     "array, auto": ["array auto"],
     "array per core": [WORKERS[0]],
     "compiled": ["array compiled"],
+    "compiled, CUDA graph": [REPLAYED[1]],
     "compiled, 8 steps a call": [MANY],
     "compiled, per core": [WORKERS[1]],
     "stock `vmap`": STOCK,
     "other loops": LOOPS,
     "loop, compiled": ["serial compiled"],
+    "loop, CUDA graphs": [REPLAYED[0]],
     "processes": [PROCESSES, PER_CORE],
     "HFTA": ["HFTA"],
     "JAX": ["JAX"],
@@ -87,7 +89,11 @@ def _section(key: str, found: dict[str, Any]) -> str:
     largest = [(name, count) for name, count in pairs if count == max(found[name], key=int)]
     # Where the largest array was measured against all of them, one table says everything.
     others = [pair for pair in pairs if pair not in largest]
-    parts = [f"### {TITLES[key]}", about(every, f"{_machines(found)}; "), _table(found, largest)]
+    parts = [
+        f"### {TITLES.get(key) or gpu.title(found)}",
+        about(every, f"{_machines(found)}; "),
+        _table(found, largest),
+    ]
     if others:
         parts += ["Smaller arrays, against as many alternatives or more:", _table(found, others)]
     parts += ["Eager / compiled, over the number of models:", _growth(found)]
@@ -124,8 +130,8 @@ def updates(found: dict[str, Any]) -> str:
     rows = {name.removeprefix("mlp, "): name for name in found["optim"] if name.startswith("mlp, ")}
     lines = []
     for name, mlp in rows.items():
-        both = [found["optim"][title] for title in (mlp, f"resnet18, {name}")]
-        if all(one["agrees"] and one["ratios"]["array"] for one in both):
+        both = [found["optim"][title] for title in (mlp, f"resnet18, {name}") if title in found["optim"]]
+        if len(both) == 2 and all(one["agrees"] and one["ratios"]["array"] for one in both):
             modes = ("array, donated", "array, compiled")
             cells = [one["ratios"].get(mode, {}).get(M_SOLO) for one in both for mode in modes]
             lines.append([name, *map(times, cells)])
@@ -310,9 +316,22 @@ def picture(found: dict[str, Any]) -> Figure:
 
 
 def results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """All files of results there are."""
+    """The sweeps of all files of results there are, a GPU's by card, size and precision."""
     paths = {key: folder / f"{key}.json" for key in TITLES}
-    return {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
+    found = {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
+    return found | gpu.sweeps(ledger.read(folder / ledger.FILE))
+
+
+def gpus(folder: Path = RESULTS) -> str:
+    """What was measured on GPUs."""
+    rows = ledger.read(folder / ledger.FILE)
+    steps = tables(gpu.sweeps(rows))
+    own = [
+        f"### The update alone, {name}\n\n{table}"
+        for name, found in gpu.updates(rows).items()
+        if (table := updates({"optim": found})).count("\n") > 1
+    ]
+    return "\n\n".join(filter(None, [steps or gpu.NOTHING, *own, gpu.singles(rows)]))
 
 
 def replaced(page: str, section: str, begin: str = BEGIN) -> str:
@@ -323,7 +342,8 @@ def replaced(page: str, section: str, begin: str = BEGIN) -> str:
 def written(page: str, folder: Path = RESULTS) -> str:
     """The page with all tables of the results in a folder."""
     sweeps = results(folder)
-    page = replaced(page, tables(sweeps))
+    page = replaced(page, tables({key: sweeps[key] for key in TITLES if key in sweeps}))
+    page = replaced(page, gpus(folder), GPUS)
     page = replaced(page, reach.reached(sweeps[reach.KEY]), TO_STEPS)
     single = (
         *((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu"), (STUDIES, studies, "tune-cpu")),
@@ -340,6 +360,7 @@ def written(page: str, folder: Path = RESULTS) -> str:
 def pages(folder: Path = RESULTS) -> dict[Path, str]:
     """Every page that shows results, as it should be."""
     readme_page = replaced(readme.README.read_text(), readme.speed(results(folder)), readme.BEGIN)
+    readme_page = replaced(readme_page, readme.gpus(results(folder)), readme.GPUS)
     return {PAGE: written(PAGE.read_text(), folder), readme.README: readme_page}
 
 

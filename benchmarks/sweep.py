@@ -26,8 +26,8 @@ import hfta_func as hfta
 from benchmarks import _code
 from benchmarks._gpu import watched
 from benchmarks._measure import RESULTS, machine, table
-from benchmarks._processes import Measured
-from benchmarks.modes import MANY, MODES, NOT_FOR, PER_CORE, PROCESSES, SERIAL, WORKERS
+from benchmarks._processes import TURN, Measured
+from benchmarks.modes import MANY, MODES, NOT_FOR, PER_CORE, PROCESSES, REPLAYED, SERIAL, WORKERS
 from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec, batch_size
 from hfta_func.run.memory import free_bytes
@@ -41,10 +41,10 @@ of a GPU, and the second one, before which Adam makes full steps of rounding noi
 ALIKE = 0.3
 """By how much the mean of all members' first losses may differ from the loop's, whatever they draw."""
 CHECKED = (PROCESSES, PER_CORE, "serial foreach", "stock vmap", "array", "array auto", WORKERS[0], "JAX", "HFTA")
-COMPILED = ("array compiled", MANY, WORKERS[1])
+COMPILED = ("array compiled", REPLAYED[1], MANY, WORKERS[1])
 UNLIKE = ("dense",)
 """Trains one model on the samples of all."""
-CPU_ONLY = ("serial, default allocator", *WORKERS)
+CPU_ONLY, CUDA_ONLY = ("serial, default allocator", *WORKERS), REPLAYED
 ROUNDS, SECONDS, WARMUP = 9, 2.0, 4
 """Rounds of all modes together and seconds of each that a figure rests on at least, and rounds before them."""
 QUICK = 2
@@ -107,10 +107,16 @@ class Least(NamedTuple):
     Args:
         rounds: Of all modes together.
         seconds: Of each mode, in all its rounds.
+        warmup: Rounds before them.
+        turn: Seconds that a turn takes at least, in steps in a row.
+        watch: Seconds that a GPU is watched afterwards.
     """
 
     rounds: int = ROUNDS
     seconds: float = SECONDS
+    warmup: int = WARMUP
+    turn: float = TURN
+    watch: float = WATCH
 
 
 class Reference(NamedTuple):
@@ -133,9 +139,7 @@ def check(rows: dict[str, dict[str, Any]], spec: Spec, at_once: bool = False) ->
     expected = alone(SERIAL, spec, Measured.losses)
 
     def hold(other: Measured) -> None:
-        other.row["difference"] = difference(other.losses(), expected)
-        if not other.row["difference"] < TOLERANCE:
-            raise RuntimeError(f"losses differ from the loop's by more than {TOLERANCE:.0e}")
+        held(other.row, other.losses(), expected)
 
     checked = [(mode, row) for mode, row in rows.items() if mode in CHECKED]
     for some in [checked] if at_once else [[one] for one in checked]:
@@ -143,6 +147,17 @@ def check(rows: dict[str, dict[str, Any]], spec: Spec, at_once: bool = False) ->
         together(hold, others)
         for other in others:
             other.close()
+
+
+def held(row: dict[str, Any], losses: list[list[float]], expected: list[list[float]]) -> None:
+    """Fill in by how much losses differ from the loop's.
+
+    Raises:
+        RuntimeError: if it is too much.
+    """
+    row["difference"] = difference(losses, expected)
+    if not row["difference"] < TOLERANCE:
+        raise RuntimeError(f"losses differ from the loop's by more than {TOLERANCE:.0e}")
 
 
 def together(work: Callable[[Measured], None], others: list[Measured]) -> None:
@@ -183,45 +198,57 @@ def begin(other: Measured, spec: Spec, reference: Reference) -> None:
     Raises:
         RuntimeError: if it cannot, or its losses are not those of what it is held to.
     """
-    mode, found = other.mode, other.row
-    found["first step"], own = other.start()
+    other.row["first step"], losses = other.start()
+    agree(other.mode, other.row, losses, spec, reference)
+
+
+def agree(mode: str, row: dict[str, Any], losses: list[list[float]], spec: Spec, reference: Reference) -> None:
+    """Hold the losses of a mode's first two steps to those of the eager array and of the loop; fills the row.
+
+    Raises:
+        RuntimeError: if they differ by too much.
+    """
     if mode in COMPILED:
         allowed = COARSE if spec.amp or spec.device == "cuda" else ROUNDING
-        found["difference"], after = map(difference, own, reference.eager)
-        if not (found["difference"] < allowed and after < MOVED):
-            raise RuntimeError(f"losses differ from the eager array's by {found['difference']:.0e} and {after:.0e}")
+        row["difference"], after = map(difference, losses, reference.eager)
+        if not (row["difference"] < allowed and after < MOVED):
+            raise RuntimeError(f"losses differ from the eager array's by {row['difference']:.0e} and {after:.0e}")
     if mode not in UNLIKE:
-        found["alike"] = difference([statistics.mean(own[0])], [statistics.mean(reference.noisy[0])])
-        if not found["alike"] < ALIKE:
-            raise RuntimeError(f"first losses differ from the loop's by {found['alike']:.0%}")
+        row["alike"] = difference([statistics.mean(losses[0])], [statistics.mean(reference.noisy[0])])
+        if not row["alike"] < ALIKE:
+            raise RuntimeError(f"first losses differ from the loop's by {row['alike']:.0%}")
 
 
-def take_turns(loop: Measured, beside: list[Measured], least: Least) -> None:
-    """Fill rows: the loop and all others that have not failed, round by round, so that all see the same machine."""
+def take_turns(loop: Measured, beside: list[Measured], least: Least, before: Callable[[], None] = lambda: None) -> None:
+    """Fill rows: the loop and all others that have not failed, round by round, so that all see the same machine.
+
+    ``before`` is called before each round; what it raises ends all of them, and no row has numbers.
+    """
     times: dict[str, list[tuple[float, float, float]]] = {other.mode: [] for other in (loop, *beside)}
     spent = dict.fromkeys(times, 0.0)
 
     def turn(other: Measured, base: float | None, warm: bool) -> float:
-        own, work = other.turn(warm)
+        own, work = other.turn(warm, least.turn)
         if warm:
             times[other.mode].append((own, base or own, work))
             spent[other.mode] += own * other.calls
         return own
 
     done = 0
-    while done < WARMUP + least.rounds or _short(spent, (loop, *beside), least.seconds):
-        base = turn(loop, None, done >= WARMUP)
+    while done < least.warmup + least.rounds or _short(spent, (loop, *beside), least.seconds):
+        before()
+        base = turn(loop, None, done >= least.warmup)
         for other in beside:
             if "error" not in other.row:
                 with other.failing():
-                    turn(other, base, done >= WARMUP)
+                    turn(other, base, done >= least.warmup)
         done += 1
     # Without the loop nothing goes on: its failure is not its row's alone.
-    loop.row |= numbers(loop, times[SERIAL], spent[SERIAL])
+    loop.row |= numbers(loop, times[SERIAL], spent[SERIAL], least.watch)
     for other in beside:
         if "error" not in other.row:
             with other.failing():
-                other.row |= numbers(other, times[other.mode], spent[other.mode])
+                other.row |= numbers(other, times[other.mode], spent[other.mode], least.watch)
     for other in beside:
         other.close()
 
@@ -230,13 +257,15 @@ def _short(spent: dict[str, float], modes: Iterable[Measured], seconds: float) -
     return any(spent[other.mode] < seconds for other in modes if "error" not in other.row)
 
 
-def numbers(other: Measured, times: list[tuple[float, float, float]], spent: float) -> dict[str, Any]:
+def numbers(
+    other: Measured, times: list[tuple[float, float, float]], spent: float, watch: float = WATCH
+) -> dict[str, Any]:
     """What a row tells, from seconds of a step of the mode and of the loop, and of the processors meanwhile, by rounds."""
     own, base, work = zip(*times, strict=True)
     low, median, high = statistics.quantiles(own, n=4, method="inclusive")
-    with watched(other.device) as used:
-        if other.device == "cuda":
-            other.time(max(1, round(WATCH / median)))
+    with watched(other.device) if watch else contextlib.nullcontext({}) as used:
+        if other.device == "cuda" and watch:
+            other.time(max(1, round(watch / median)))
     taken = other.ask("memory")
     return {
         "seconds": [low, median, high],
@@ -264,7 +293,7 @@ def largest(spec: Spec) -> int | None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All that the arguments name; results are added to the file as they come."""
-    wrong = CPU_ONLY if args.device == "cuda" else ()
+    wrong = CPU_ONLY if args.device == "cuda" else CUDA_ONLY
     if args.hfta_source:
         # Every process finds the package there.
         path = str(args.hfta_source.resolve()), os.environ.get("PYTHONPATH")

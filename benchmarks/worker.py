@@ -11,78 +11,61 @@ import gc
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import hfta_func as hfta
-from benchmarks._measure import ROOT, peak_bytes, resident_bytes, seconds
+from benchmarks._child import Child, serve
+from benchmarks._measure import peak_bytes, resident_bytes, seconds
 from benchmarks.modes import MANY, MODES, SERIAL, Run
 from benchmarks.workloads import Spec, make
 
 
-class Worker:
-    """The side of the process that asks: a method for each order; ``begin`` and ``end`` are its two halves."""
+class Worker(Child):
+    """The side of the process that asks.
 
-    def __init__(self, mode: str, spec: Spec, threads: int):
-        order = json.dumps([mode, spec, threads])
-        command = [sys.executable, "-m", "benchmarks.worker", order]
+    Args:
+        mode: A key of :data:`benchmarks.modes.MODES`.
+        spec: What to train.
+        threads: Of PyTorch.
+        env: Further environment variables.
+        cache: Folder of compiled graphs; one of its own, which is empty, unless one is given.
+    """
+
+    def __init__(
+        self, mode: str, spec: Spec, threads: int, env: Mapping[str, str] | None = None, cache: str | None = None
+    ):
         # Nothing is compiled before the clock runs.
-        self._compiled = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._compiled = None if cache else tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         own = {
             # The profiler talks.
             "KINETO_LOG_LEVEL": "99",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "TORCHINDUCTOR_CACHE_DIR": self._compiled.name,
+            "TORCHINDUCTOR_CACHE_DIR": cache or (self._compiled.name if self._compiled else ""),
             # JAX would take most of a GPU's memory, where others work too.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
-        self._errors = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **own}, stdin=-1, stdout=-1, stderr=self._errors, text=True
-        )
-
-    def begin(self, order: str, *args: Any) -> None:
-        """Tell it what to do."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps([order, *args]) + "\n")
-            self._process.stdin.flush()
-
-    def end(self) -> Any:
-        """Wait for the answer.
-
-        Raises:
-            RuntimeError: in the words of the process, if it could not.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            status = self._process.wait()
-            self._errors.seek(0)
-            last = self._errors.read().strip().splitlines()[-1:]
-            raise RuntimeError(f"the process ended with status {status}: {' '.join(last)}")
-        answer = json.loads(line)
-        if isinstance(answer, dict) and "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer
-
-    def ask(self, order: str, *args: Any) -> Any:
-        """Both."""
-        self.begin(order, *args)
-        return self.end()
+        super().__init__("benchmarks.worker", [mode, spec, threads], {**own, **(env or {})})
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-        self._compiled.cleanup()
+        super().close()
+        if self._compiled:
+            self._compiled.cleanup()
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The time that spans take together, where they overlap once."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 class Desk:
@@ -92,13 +75,20 @@ class Desk:
         self.mode, self.spec = mode, spec
         self.run: Run | None = None
 
-    def losses(self) -> list[list[float]]:
-        """Of three steps without anything random, each ``[M]``; in float64, as Adam makes steps of rounding noise."""
-        torch.set_default_dtype(torch.float64)
+    def losses(self, models: int | None = None, dtype: str = "float64", steps: int = 3) -> list[list[float]]:
+        """Of some steps without anything random, each ``[M]``; in float64, as Adam makes steps of rounding noise.
+
+        Args:
+            models: Only the first so many models.
+            dtype: Of parameters and data.
+            steps: Number of steps.
+        """
+        torch.set_default_dtype(getattr(torch, dtype))
         try:
-            job = make(self.spec._replace(quiet=True, amp=False))
+            count = min(self.spec.num_models, models or self.spec.num_models)
+            job = make(self.spec._replace(num_models=count, quiet=True, amp=False))
             run = MODES[self.mode](job)
-            return [run.step(batch).tolist() for batch in job.batches[:3]]
+            return [run.step(batch).tolist() for batch in job.batches[:steps]]
         finally:
             torch.set_default_dtype(torch.float32)
             gc.collect()
@@ -130,13 +120,31 @@ class Desk:
         if self.mode in ("JAX", MANY):
             return None
         if self.spec.device == "cuda":
-            if "compiled" not in self.mode:
+            if "compiled" not in self.mode and "replayed" not in self.mode:
                 # The replay of a CUDA graph allocates nothing: what it works in was allocated while it was captured.
                 torch.cuda.reset_peak_memory_stats()
             self._step()
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated()
         return resident_bytes(self.run.held()) + peak_bytes(self._step)
+
+    def kernels(self, calls: int) -> list[float]:
+        """Seconds of a step in which the device worked, by the profiler, and seconds of a step.
+
+        A GPU's step is timed without the profiler, which slows down Python and no kernel. On a CPU operators stand for
+        kernels, and the profiler slows down both.
+        """
+        wall = seconds(self._step, calls, self.spec.device)
+        cuda = self.spec.device == "cuda"
+        kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+        activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[activity]) as profile:
+            profiled = seconds(self._step, calls, self.spec.device)
+        events = [event for event in profile.events() if event.device_type == kind and not event.is_user_annotation]
+        return [
+            covered((event.time_range.start, event.time_range.end) for event in events) / 1e6 / calls,
+            wall if cuda else profiled,
+        ]
 
     def largest(self) -> int:
         """The most models that fit as an array: tried on a GPU, predicted on a CPU."""
@@ -151,11 +159,9 @@ class Desk:
         self.run.step(next(self._batches))
 
 
-def main(order: str) -> None:
+def main(argument: str) -> None:
     """Answer until nothing is asked."""
-    # Only answers go to the standard output.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    mode, spec, threads = json.loads(order)
+    mode, spec, threads = json.loads(argument)
     if mode != SERIAL:
         # Where there is too little memory, a mode is ended, and not the loop that all are compared with.
         with contextlib.suppress(OSError):
@@ -163,14 +169,7 @@ def main(order: str) -> None:
     torch.set_num_threads(threads)
     if "default allocator" not in mode:
         hfta.keep_memory()
-    desk = Desk(mode, Spec(*spec))
-    for line in sys.stdin:
-        name, *args = json.loads(line)
-        try:
-            answer = getattr(desk, name)(*args)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-        print(json.dumps(answer), file=answers, flush=True)
+    serve(Desk(mode, Spec(*spec)))
 
 
 if __name__ == "__main__":

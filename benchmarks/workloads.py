@@ -7,6 +7,7 @@ need: one ordinary model, an array, and PyTorch's own ``vmap``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 from collections.abc import Callable
@@ -73,7 +74,7 @@ class Job(Protocol):
 
     batches: list[Any]
 
-    def solo(self, member: int, compiled: bool, kernels: str = "fused") -> Run:
+    def solo(self, member: int, compiled: bool | str, kernels: str = "fused") -> Run:
         """One member in plain PyTorch, whose optimizer updates by these of :data:`KERNELS`."""
         ...
 
@@ -94,13 +95,13 @@ class TaskJob:
         self.task = task._replace(factory=lambda: silent(task.factory())) if quiet else task
         self.batches = batches(fused.make_loader(task.train, task.training_batch, flags, self.device))
 
-    def solo(self, member: int, compiled: bool, kernels: str = "fused") -> Run:
+    def solo(self, member: int, compiled: bool | str, kernels: str = "fused") -> Run:
         """One member in plain PyTorch."""
         flags, task = self.flags.member(member), self.task
         torch.manual_seed(flags.seeds[0])
         model = task.factory().to(self.device)
         optimizer, _ = solo.make_optimizer(task.optimizer, model, flags, **KERNELS[kernels][task.optimizer])
-        run = torch.compile(model, dynamic=False) if compiled else model
+        run = torch.compile(model, dynamic=False, mode=compiled_mode(compiled)) if compiled else model
 
         def step(batch: Batch) -> Tensor:
             optimizer.zero_grad()
@@ -148,11 +149,12 @@ class GANJob:
         self.generator, self.discriminator, self.noise, images, _ = dcgan.setting(flags)
         self.batches = batches(fused.make_loader((images,), lambda batch: (to_float(batch[0]),), flags, self.device))
 
-    def solo(self, member: int, compiled: bool, kernels: str = "fused") -> Run:
+    def solo(self, member: int, compiled: bool | str, kernels: str = "fused") -> Run:
         """One member in plain PyTorch."""
-        flags = dataclasses.replace(self.flags.member(member), compile=compiled)
+        flags = dataclasses.replace(self.flags.member(member), compile=bool(compiled))
         make = self.generator, self.discriminator, self.noise, flags
-        pair, steps = dcgan.Pair(*make, **KERNELS[kernels]["adam"]), itertools.count()
+        with mock.patch.object(torch, "compile", functools.partial(torch.compile, mode=compiled_mode(compiled))):
+            pair, steps = dcgan.Pair(*make, **KERNELS[kernels]["adam"]), itertools.count()
 
         def as_in_the_array(count: int) -> Tensor:
             keys = hfta.random.keys(self.flags.seeds, device=self.device)
@@ -194,6 +196,11 @@ class GANJob:
             return (state,), metrics["loss"]
 
         return carry(update, (state,), compiled)
+
+
+def compiled_mode(compiled: bool | str) -> str | None:
+    """Of ``torch.compile``."""
+    return compiled if isinstance(compiled, str) else None
 
 
 def batches(loader: Any) -> list[Batch]:
