@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--hfta-source: {args.hfta_source} has no folder hfta/ops")
     if _git("status", "--porcelain", "--", "src", "tests", "examples", "benchmarks"):
         parser.error("there are changes that are not committed; rows name a commit, so commit them first")
-    if subprocess.run(["git", "-C", ROOT, "check-ignore", "-q", folder]).returncode:
+    if subprocess.run(["git", "-C", ROOT, "check-ignore", "-q", folder / "run.sh"]).returncode:
         parser.error(f"--out: git does not ignore {args.out}")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "wheels").mkdir(parents=True)

@@ -131,13 +131,15 @@ def plan(args: argparse.Namespace) -> int:
     lines = []
     left = args.budget
     for stage in args.stages:
+        # What earlier stages have not taken of their shares is this one's, too.
+        own = left - args.budget * (1 - SHARES[stage])
         count = remaining(stage, args, ledger)
         took = [row["took"] for row in ledger.of(stage) if "took" in row]
         if stage == "tests":
             each = sum(took) / max(1, (os.cpu_count() or 1) - 2) if took else GUESSES[stage]
         else:
             each = statistics.median(took) if took else GUESSES.get(stage) or singles.STAGES[stage][1]
-        fits = min(count, int(left / each))
+        fits = min(count, int(max(own, 0.0) / each))
         left -= fits * each
         known = "measured" if took else "guessed"
         lines.append([stage, f"{count}", f"{each:.1f} ({known})", f"{count * each:.0f}", f"{fits}"])
