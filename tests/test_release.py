@@ -100,3 +100,22 @@ def test_every_planted_bug_has_its_place_in_the_source():
         assert text(f"src/hfta_func/{bug.file}").count(bug.old) == 1, bug.what
         path, _, name = bug.test.partition("::")
         assert f"def {name.partition('[')[0]}(" in text(f"tests/{path}"), bug.test
+
+
+@pytest.fixture
+def problems():
+    return runpy.run_path(str(ROOT / ".ci" / "version.py"))["problems"]
+
+
+def test_only_a_version_that_is_described_is_published(problems):
+    source, changelog = '__version__ = "1.2.3"\n', "## [Unreleased]\n\n## [1.2.3] - 2026-12-01\n"
+    assert problems("v1.2.3", source, changelog) == []
+    (wrong,) = problems("v1.2.4", source, changelog)
+    assert wrong.startswith("the tag is v1.2.4, but the package's version is 1.2.3: tag it v1.2.3")
+    (missing,) = problems("v1.2.3", source, "## [Unreleased]\n")
+    assert "CHANGELOG.md has no section '## [1.2.3] - YYYY-MM-DD'" in missing
+
+
+def test_what_is_released_has_its_version_in_the_changelog(problems):
+    version = re.search(r'__version__ = "(.+)"', text("src/hfta_func/__init__.py"))[1]
+    assert problems(f"v{version}", text("src/hfta_func/__init__.py"), text("CHANGELOG.md")) == []
