@@ -76,10 +76,24 @@ class Child:
         self.begin(order, *args)
         return self.end(limit)
 
-    def close(self) -> None:
-        """End the process."""
+    def leave(self) -> None:
+        """Tell the process that nothing more is asked, so that it ends by itself."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def close(self, grace: float = 0.0) -> None:
+        """End the process, by force after ``grace`` seconds."""
+        if grace:
+            self.leave()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace)
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
         self._errors.close()
 
 

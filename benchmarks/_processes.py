@@ -27,6 +27,8 @@ class Measured:
         row: Where to put what is found.
         env: Further environment variables of its processes.
         cache: Their folder of compiled graphs; each has one of its own unless one is given.
+        patience: Seconds that an answer may take, if nothing else is said.
+        grace: Seconds in which processes end by themselves before they are killed.
     """
 
     def __init__(
@@ -36,7 +38,10 @@ class Measured:
         row: dict[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         cache: str | None = None,
+        patience: float | None = None,
+        grace: float = 0.0,
     ):
+        self._patience, self._grace = patience, grace
         self.mode, self.device, self.calls = mode, spec.device, 1
         self.row: dict[str, Any] = {} if row is None else row
         threads = 1 if mode == ONE_THREAD else torch.get_num_threads()
@@ -49,7 +54,7 @@ class Measured:
         """Every process, at once; each has ``limit`` seconds."""
         for worker in self._workers:
             worker.begin(order, *args)
-        return [worker.end(limit) for worker in self._workers]
+        return [worker.end(self._patience if limit is None else limit) for worker in self._workers]
 
     def losses(self, *args: Any, limit: float | None = None) -> list[list[float]]:
         """Of all models in three steps without anything random; ``args`` are those of the process."""
@@ -85,8 +90,11 @@ class Measured:
 
     def close(self) -> None:
         """End the processes."""
+        if self._grace:
+            for worker in self._workers:
+                worker.leave()
         for worker in self._workers:
-            worker.close()
+            worker.close(self._grace)
 
 
 def shares(spec: Spec, count: int) -> list[Spec]:

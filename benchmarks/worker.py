@@ -52,9 +52,9 @@ class Worker(Child):
         }
         super().__init__("benchmarks.worker", [mode, spec, threads], {**own, **(env or {})})
 
-    def close(self) -> None:
-        """End the process."""
-        super().close()
+    def close(self, grace: float = 0.0) -> None:
+        """End the process, by force after ``grace`` seconds."""
+        super().close(grace)
         if self._compiled:
             self._compiled.cleanup()
 

@@ -213,7 +213,7 @@ def measured(bench, monkeypatch, tmp_path):
     state = types.SimpleNamespace(full={}, open=set(), wrong=set(), slow={})
 
     class Measured(bench("_processes").Measured):
-        def __init__(self, mode, spec, row, env, cache):
+        def __init__(self, mode, spec, row, *more):
             self.mode, self.device, self.calls, self.row, self._workers = mode, "cpu", 1, row, []
             state.open.add(mode)
 

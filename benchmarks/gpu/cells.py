@@ -45,6 +45,8 @@ START, LIMIT = 45.0, 150.0
 """Seconds that processes take until they can be timed, usually and at most."""
 SHARE = 120.0
 """Seconds that the turns of one cell may take."""
+PATIENCE, GRACE = 60.0, 5.0
+"""Seconds that a turn may take, and that processes of a shared GPU have to end by themselves."""
 TOGETHER = 40
 """Processes at once: each takes about half a GB of a GPU and two of the host."""
 
@@ -172,7 +174,10 @@ class One:
     def open(self) -> None:
         """Start its processes, which share a folder of compiled graphs with those that ended before."""
         served = self._env if self.mode in (PROCESSES, PER_CORE) else {}
-        self.measured = Measured(self.mode, self.spec, self.row, served, self._cache)
+        threads = {"TORCHINDUCTOR_COMPILE_THREADS": f"{max(1, (os.cpu_count() or 1) // 4)}"}
+        # The server of several processes may fail with one that is killed.
+        grace = GRACE if served else 0.0
+        self.measured = Measured(self.mode, self.spec, self.row, {**served, **threads}, self._cache, PATIENCE, grace)
 
     def start(self, limit: float) -> None:
         """Losses without anything random, then the first two steps; what goes wrong is the row's error."""
