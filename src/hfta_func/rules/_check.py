@@ -106,16 +106,20 @@ def _agrees(case: Case, lowerings: dict[str, str] | None = None) -> bool:
     try:
         with _choice.override(**lowerings) if lowerings else contextlib.nullcontext():
             return all(_is_loop(case, mask) for mask in _masks(case))
+    # Of a call that PyTorch itself no longer knows, nothing is learned.
+    except _UnknownError:
+        return True
     # Whatever a rule raises on a release that it was not made for.
     except Exception:
         return False
 
 
+class _UnknownError(Exception):
+    """What members alone cannot call."""
+
+
 def _operators(case: Case) -> set[str]:
-    found = _choice.Explanation()
-    with contextlib.suppress(Exception):
-        found = _choice.explain(lambda: [_is_loop(case, mask) for mask in _masks(case)])
-    return {choice.op for choice in found if "loop" in known_lowerings(choice.op)}
+    return {choice.op for choice in _choice.explain(_agrees, case) if "loop" in known_lowerings(choice.op)}
 
 
 def _masks(case: Case) -> Iterator[tuple[bool, ...]]:
@@ -131,26 +135,29 @@ def _is_loop(case: Case, mask: tuple[bool, ...]) -> bool:
     generator = torch.Generator().manual_seed(0)
     inputs = [_draw(one, per_member, generator) for one, per_member in zip(case.inputs, mask, strict=True)]
     members = [[x[m] if per_member else x for x, per_member in zip(inputs, mask, strict=True)] for m in range(_M)]
-    in_dims = tuple(0 if per_member else None for per_member in mask)
-    tolerance = _TOLERANCE_SINGLE if case.single else _TOLERANCE
-
-    outputs = _tuple(torch.func.vmap(case.func, in_dims)(*inputs))
-    loop = [torch.stack(column) for column in zip(*(_tuple(case.func(*member)) for member in members), strict=True)]
     places = tuple(place for place, x in enumerate(inputs) if x.requires_grad)
+    # A gradient inside vmap takes operators apart, and its parts have rules of their own.
+    inside = torch.func.grad(lambda *args: _objective(_tuple(case.func(*args))), places)
+    ways = [case.func, inside] if all(mask) and case.inside else [case.func]
+    expected: list[list[Tensor]] = []
+    try:
+        for way in ways:
+            columns = zip(*(_tuple(way(*member)) for member in members), strict=True)
+            expected.append([torch.stack(column) for column in columns])
+    except Exception as error:
+        raise _UnknownError from error
+    in_dims = tuple(0 if per_member else None for per_member in mask)
+    found = [list(_tuple(torch.func.vmap(way, in_dims)(*inputs))) for way in ways]
+
     floating = [inputs[place] for place in places]
-    grads, expected = (
-        torch.autograd.grad(_objective(found), floating, allow_unused=True, materialize_grads=True)
-        for found in (outputs, loop)
-    )
-    pairs = [*zip(outputs, loop, strict=True), *zip(grads, expected, strict=True)]
-    if all(mask) and case.inside:
-        # A gradient inside vmap takes operators apart, and its parts have rules of their own.
-        inside = torch.func.grad(lambda *args: _objective(_tuple(case.func(*args))), places)
-        columns = zip(*(inside(*member) for member in members), strict=True)
-        pairs += zip(torch.func.vmap(inside)(*inputs), map(torch.stack, columns), strict=True)
+    for results in (expected, found):
+        outside = torch.autograd.grad(_objective(results[0]), floating, allow_unused=True, materialize_grads=True)
+        results.append(list(outside))
+    tolerance = _TOLERANCE_SINGLE if case.single else _TOLERANCE
     return all(
         one.shape == other.shape and torch.allclose(one, other, tolerance, tolerance, equal_nan=True)
-        for one, other in pairs
+        for mine, theirs in zip(found, expected, strict=True)
+        for one, other in zip(mine, theirs, strict=True)
     )
 
 
