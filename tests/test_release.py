@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hfta_func as hfta
+from hfta_func import _torch
 from planted import PLANTED
 
 ROOT = Path(__file__).parents[1]
@@ -73,9 +74,11 @@ def test_the_version_is_written_once():
         assert hfta.__version__ not in text(path), path
 
 
-def test_pytorch_is_capped_behind_the_version_that_is_tested():
-    major, minor = re.search(r"(?m)^torch==(\d+)\.(\d+)", text("constraints.txt")).groups()
-    assert f'"torch>=2.9,<{major}.{int(minor) + 1}"' in text("pyproject.toml")
+def test_ci_tests_the_wheel_on_the_oldest_the_usual_and_the_newest_pytorch():
+    versions = re.findall(r'torch: "([\d.]*)"', text(".github/workflows/ci.yml"))
+    usual = re.search(r"(?m)^torch==(\d+\.\d+)", text("constraints.txt")).group(1)
+    tested = {version.rpartition(".")[0] or usual for version in versions}
+    assert {usual, *(".".join(map(str, release)) for release in (_torch.OLDEST, _torch.NEWEST))} <= tested
 
 
 def test_hosted_ci_runs_the_stages_of_ci_run():

@@ -28,6 +28,7 @@ from hfta_func._types import Shared as Shared
 from hfta_func._types import StackError as StackError
 from hfta_func._types import StateError as StateError
 from hfta_func._types import TraceError as TraceError
+from hfta_func._types import VersionWarning as VersionWarning
 from hfta_func._types import WorkerError as WorkerError
 from hfta_func.callbacks import averaging as averaging
 from hfta_func.callbacks import early_stopping as early_stopping

@@ -139,3 +139,7 @@ class CompileWarning(UserWarning):
 
 class LoopWarning(UserWarning):
     """Members that run apart: at an operator without a batching rule, or where they branch differently; given once each."""
+
+
+class VersionWarning(UserWarning):
+    """A release of PyTorch newer than those that this package is tested with; given once, at import."""

@@ -7,6 +7,9 @@ raise ``NEWEST`` in ``_release.py`` and the requirement in ``pyproject.toml``.
 from hfta_func._torch._release import NEWEST as NEWEST
 from hfta_func._torch._release import OLDEST as OLDEST
 from hfta_func._torch._release import check_version as check_version
+from hfta_func._torch._release import cure as cure
+from hfta_func._torch._release import is_untested as is_untested
+from hfta_func._torch._release import tested as tested
 from hfta_func._torch.compiler import Compiled as Compiled
 from hfta_func._torch.compiler import allow_recurrent_layers as allow_recurrent_layers
 from hfta_func._torch.compiler import checkpoint as checkpoint
@@ -42,6 +45,7 @@ from hfta_func._torch.dispatcher import is_fallback_enabled as is_fallback_enabl
 from hfta_func._torch.dispatcher import load_decompositions as load_decompositions
 from hfta_func._torch.dispatcher import num_dispatch_modes as num_dispatch_modes
 from hfta_func._torch.dispatcher import num_libraries as num_libraries
+from hfta_func._torch.dispatcher import operator as operator
 from hfta_func._torch.dispatcher import operators_without as operators_without
 from hfta_func._torch.dispatcher import out_of_place as out_of_place
 from hfta_func._torch.dispatcher import parts as parts

@@ -2,20 +2,67 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import warnings
+from typing import Any
+
 import torch
 
-OLDEST, NEWEST = (2, 9), (2, 13)
-"""The oldest and the newest release of PyTorch that the tests run on."""
+from hfta_func._types import VersionWarning
+
+OLDEST, NEWEST = (2, 9), (2, 15)
+"""The oldest and the newest release of PyTorch that the tests have run on."""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def is_untested() -> bool:
+    """Whether PyTorch is newer than the releases that the tests have run on."""
+    return _release(torch.__version__) > NEWEST
+
+
+def tested() -> str:
+    """The releases that the tests have run on, in words."""
+    return f"PyTorch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def cure() -> str:
+    """What to do about a release that does not work."""
+    supported = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+    return f"pip install '{supported}', or a later release of hfta_func"
 
 
 def check_version(version: str) -> None:
-    """Raise an ImportError unless PyTorch ``version`` is supported."""
-    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
-        supported = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
-        raise ImportError(
-            f"hfta_func does not support PyTorch {version}; pip install '{supported}', or a later release of hfta_func"
+    """Refuse a PyTorch ``version`` that is too old, and warn of one that is newer than the tested ones.
+
+    Raises:
+        ImportError: if it is too old.
+    """
+    if _release(version) < OLDEST:
+        raise ImportError(f"hfta_func does not support PyTorch {version}; {cure()}")
+    if _release(version) > NEWEST:
+        warnings.warn(
+            f"hfta_func is tested with {tested()}, and this is PyTorch {version}: when the batching rules are first "
+            f"installed, they are checked against a loop",
+            VersionWarning,
+            stacklevel=2,
         )
 
 
-# This file comes first, so that a release without one of the names is refused by this message.
+def private(module: str, name: str) -> Any:
+    """A private name of PyTorch, such as ``private("torch", "Tensor._version")``.
+
+    Raises:
+        ImportError: if this release does not have it.
+    """
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        message = f"hfta_func needs {module}.{name}, which PyTorch {torch.__version__} does not have; {cure()}"
+    raise ImportError(message)
+
+
 check_version(torch.__version__)

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from hfta_func._torch._release import private
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -77,13 +79,12 @@ def _with_own_code(call: Any, name: str) -> Any:
 
 def tell_compiler_of_overrides(functions: Iterable[Any]) -> None:
     """Have the compiler ask TorchFunctionModes about functions that its own list leaves out, such as ``randn_like``."""
-    variables: Any = importlib.import_module("torch._dynamo.variables.torch")
-    variables.get_overridable_functions().update(functions)
+    private("torch._dynamo.variables.torch", "get_overridable_functions")().update(functions)
 
 
 def until_compiled(end: Callable[[], None]) -> None:
     """Call ``end`` once, when the compilation that is going on has ended."""
-    handler: Any = importlib.import_module("torch._dynamo.callback").callback_handler
+    handler = private("torch._dynamo.callback", "callback_handler")
 
     def once(*args: Any) -> None:
         # Not removed from the list, which is being walked: the next one would be passed over.
@@ -95,8 +96,8 @@ def until_compiled(end: Callable[[], None]) -> None:
 
 def allow_recurrent_layers(allowed: bool) -> bool:
     """Whether the compiler takes recurrent layers into graphs; returns what was so before."""
-    config: Any = importlib.import_module("torch._dynamo.config")
-    before, config.allow_rnn = config.allow_rnn, allowed
+    before = private("torch._dynamo", "config.allow_rnn")
+    torch._dynamo.config.allow_rnn = allowed
     return before
 
 
@@ -113,8 +114,9 @@ def mark_graphs(name: str, version: str | None) -> None:
     """
     if version is None and "torch._inductor.config" not in sys.modules:
         return
-    config: Any = importlib.import_module("torch._inductor.config")
-    versions = {key: value for key, value in config.unsafe_marked_cacheable_functions.items() if key != name}
+    config = private("torch._inductor", "config")
+    versions = private("torch._inductor", "config.unsafe_marked_cacheable_functions")
+    versions = {key: value for key, value in versions.items() if key != name}
     # Assigned, not updated in place: the configuration notices only assignments.
     config.unsafe_marked_cacheable_functions = versions if version is None else {**versions, name: version}
 
@@ -131,15 +133,14 @@ def is_compiler_loaded() -> bool:
 
 def graph_hits() -> int:
     """How many graphs this process has found in the cache on disk."""
-    counters: Any = importlib.import_module("torch._dynamo.utils").counters
-    return counters["aot_autograd"]["autograd_cache_hit"]
+    return private("torch._dynamo.utils", "counters")["aot_autograd"]["autograd_cache_hit"]
 
 
 @contextlib.contextmanager
 def compiled_from_cache() -> Iterator[None]:
     """Graphs come from the cache on disk in here; one that is not there raises a LookupError instead of being compiled."""
     module: Any = importlib.import_module("torch._inductor.compile_fx")
-    before = module.fx_codegen_and_compile
+    before = private("torch._inductor.compile_fx", "fx_codegen_and_compile")
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise LookupError("the graph is not in PyTorch's cache")
@@ -153,7 +154,7 @@ def compiled_from_cache() -> Iterator[None]:
 
 def stays(tensor: Any) -> None:
     """Tell the compiler that a tensor will lie where it lies in further calls, too."""
-    torch._dynamo.mark_static_address(tensor)
+    private("torch._dynamo", "mark_static_address")(tensor)
 
 
 def eager_unless_compiled() -> Any:
@@ -169,7 +170,7 @@ def dotted_path(expression: str) -> str:
 
 
 # PyTorch's rematerialisation, without what is called in its place.
-checkpoint: Any = importlib.import_module("torch.utils.checkpoint").checkpoint.__wrapped__
+checkpoint = private("torch.utils.checkpoint", "checkpoint.__wrapped__")
 
 
 def intercept_checkpoint(handler: Callable[..., Any]) -> None:
@@ -179,6 +180,6 @@ def intercept_checkpoint(handler: Callable[..., Any]) -> None:
 
 def trace_checkpoint(call: Any) -> Any:
     """Have the compiler trace ``checkpoint`` by ``call(self, tx, args, kwargs)``; returns what it did before."""
-    variable = importlib.import_module("torch._dynamo.variables.higher_order_ops").CheckpointHigherOrderVariable
+    variable = private("torch._dynamo.variables.higher_order_ops", "CheckpointHigherOrderVariable")
     before, variable.call_function = variable.call_function, call
     return before

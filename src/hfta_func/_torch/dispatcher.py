@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,60 +10,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch.levels import _functorch, _vmap, get_unwrapped, is_batched, is_wrapped
+from hfta_func._torch._release import private
+from hfta_func._torch.levels import get_unwrapped, is_batched, is_wrapped
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
-load_decompositions = _vmap.lazy_load_decompositions
-decompositions: Any = importlib.import_module("torch._decomp").decomposition_table
+load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
+decompositions = private("torch._decomp", "decomposition_table")
 # Whether operators without a batching rule run one member after another, one switch for the whole process.
-is_fallback_enabled = _functorch._is_vmap_fallback_enabled
-set_fallback_enabled = _functorch._set_vmap_fallback_enabled
-_python_dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
+is_fallback_enabled = private("torch._C._functorch", "_is_vmap_fallback_enabled")
+set_fallback_enabled = private("torch._C._functorch", "_set_vmap_fallback_enabled")
+_TorchDispatchMode: Any = private("torch.utils._python_dispatch", "TorchDispatchMode")
 # Number of TorchDispatchModes in force; above zero the compiler may be tracing, with tensors that are fakes.
-num_dispatch_modes = torch._C._len_torch_dispatch_stack
+num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
 # The TorchFunctionModes in force, outermost first.
-function_modes: Any = importlib.import_module("torch.overrides")._get_current_function_mode_stack
+function_modes = private("torch.overrides", "_get_current_function_mode_stack")
 # Calls operators below autograd.
-below_autograd = torch._C._AutoDispatchBelowAutograd
+below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
 # Autograd functions inside one level of a transform, as operators of C++ are.
-SingleLevelFunction: Any = importlib.import_module("torch.autograd.function")._SingleLevelFunction
-single_level_functions: Any = importlib.import_module("torch._functorch.utils").enable_single_level_autograd_function
+SingleLevelFunction = private("torch.autograd.function", "_SingleLevelFunction")
+single_level_functions = private("torch._functorch.utils", "enable_single_level_autograd_function")
 
-_BATCHING = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.FuncTorchVmapMode
-)
+_keys = private("torch._C", "DispatchKeySet")
+_key = private("torch._C", "DispatchKey")
+_excluded = private("torch._C", "_ExcludeDispatchKeyGuard")
+_registrations = private("torch._C", "_dispatch_get_registrations_for_dispatch_key")
+_all_operators = private("torch._C", "_dispatch_get_all_op_names")
+_has_kernel = private("torch._C", "_dispatch_has_kernel")
+_schema = private("torch._C", "_get_schema")
+_BATCHING = _keys(_key.FuncTorchBatched) | _keys(_key.FuncTorchVmapMode)
+
+# What the code below looks up in objects, where a release without it would only fail later.
+for _owner, _name in (
+    ("torch", "Tensor._version"),
+    ("torch.autograd.forward_ad", "_current_level"),
+    ("torch.distributions", "Distribution._validate_sample"),
+    ("torch.library", "Library._destroy"),
+    ("torch.library", "_defs"),
+    ("torch", "ops.loaded_libraries"),
+):
+    private(_owner, _name)
 
 
 def below_batching() -> Any:
     """A context in which operators run below the keys of batching rules."""
-    return torch._C._ExcludeDispatchKeyGuard(_BATCHING)
+    return _excluded(_BATCHING)
 
 
 def without_views() -> Any:
     """A context whose results are never views to autograd, which refuses writes into a view that a function returns."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+    return _excluded(_keys(_key.ADInplaceOrView))
 
 
 def taken_apart(operator: Any, forward: Callable[..., Any]) -> None:
     """Have graph capture replace an operator by what ``forward`` is made of, below autograd."""
-    operator.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(forward)
+    operator.py_impl(_key.CompositeImplicitAutograd)(forward)
 
 
 def operators_without(key: str) -> set[str]:
     """The names of all operators that have no kernel at a dispatch key, nor at its alias for decompositions."""
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key
-    return set(torch._C._dispatch_get_all_op_names()).difference(registered(key), registered(f"{key}Decomposition"))
+    return set(_all_operators()).difference(_registrations(key), _registrations(f"{key}Decomposition"))
 
 
 def out_of_place(name: str) -> str | None:
     """The operator that computes what an operator in place writes, if there is one with the same arguments."""
     packet, dot, overload = name.partition(".")
     sibling = f"{packet[:-1]}{dot}{overload}"
-    if packet[-1] != "_" or not torch._C._dispatch_has_kernel(sibling):
+    if packet[-1] != "_" or not _has_kernel(sibling):
         return None
-    own, others = (
-        [argument.name for argument in torch._C._get_schema(one, overload).arguments] for one in (packet, packet[:-1])
-    )
+    own, others = ([argument.name for argument in _schema(one, overload).arguments] for one in (packet, packet[:-1]))
     return sibling if own == others else None
 
 
@@ -107,6 +120,17 @@ def draws(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
+def operator(name: str) -> Any:
+    """An operator by its name, which names the library unless that is ``aten``.
+
+    Raises:
+        ImportError: if this release does not have it.
+    """
+    namespace, _, name = name.rpartition("::")
+    packet, _, overload = name.partition(".")
+    return private("torch", f"ops.{namespace or 'aten'}.{packet}.{overload or 'default'}")
+
+
 def destroy(library: torch.library.Library) -> None:
     """Take back everything that a library has registered."""
     library._destroy()
@@ -138,7 +162,7 @@ def counter(tensor: Tensor) -> Tensor:
 
 
 # Whether two tensors have the same storage.
-is_alias: Any = importlib.import_module("torch._C")._is_alias_of
+is_alias = private("torch._C", "_is_alias_of")
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
@@ -147,7 +171,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
     return [tensor] if flatten is None else [part for name in flatten()[0] for part in parts(getattr(tensor, name))]
 
 
-class refusing_writes(_python_dispatch.TorchDispatchMode):
+class refusing_writes(_TorchDispatchMode):
     """A context in which an operator that says it writes one of the tensors raises ``error(path)`` and writes nothing."""
 
     def __init__(self, tensors: Mapping[str, Tensor], error: Callable[[str], Exception]):

@@ -2,51 +2,50 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from hfta_func._torch._release import private
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-_functorch: Any = importlib.import_module("torch._C._functorch")
-_pyfunctorch: Any = importlib.import_module("torch._functorch.pyfunctorch")
-_vmap: Any = importlib.import_module("torch._functorch.vmap")
+_FUNCTORCH, _PYFUNCTORCH, _VMAP = "torch._C._functorch", "torch._functorch.pyfunctorch", "torch._functorch.vmap"
 
 # Trees in Python, which the compiler can trace; optree's C++ it cannot.
-pytree: Any = importlib.import_module("torch.utils._pytree")
+pytree = private("torch.utils", "_pytree")
 
 # Enters a level of vmap: ``with vmap_level(num_models, randomness) as level``.
-vmap_level = _vmap.vmap_increment_nesting
+vmap_level = private(_VMAP, "vmap_increment_nesting")
 # A plain tensor as one that a level of vmap maps over, and back.
-add_batch_dim = _functorch._add_batch_dim
+add_batch_dim = private(_FUNCTORCH, "_add_batch_dim")
 # The same, as the compiler knows it, and what takes a tensor out of a level of derivatives.
-traced_add_batch_dim = _vmap._add_batch_dim
-traced_unwrap_for_grad: Any = importlib.import_module("torch._functorch.autograd_function")._unwrap_for_grad
-remove_batch_dim = _functorch._remove_batch_dim
+traced_add_batch_dim = private(_VMAP, "_add_batch_dim")
+traced_unwrap_for_grad = private("torch._functorch.autograd_function", "_unwrap_for_grad")
+remove_batch_dim = private(_FUNCTORCH, "_remove_batch_dim")
 # The plain tensor and its model axis at a level, None where the level does not map over it.
-unwrap_batched = _functorch._unwrap_batched
+unwrap_batched = private(_FUNCTORCH, "_unwrap_batched")
 # Leaves a level of vmap for a flat list of tensors, enters it again around a function, and wraps what came out.
-unwrap_leaves = _vmap.unwrap_batched
-restore_vmap = _vmap.restore_vmap
-wrap_leaves = _vmap.wrap_batched
+unwrap_leaves = private(_VMAP, "unwrap_batched")
+restore_vmap = private(_VMAP, "restore_vmap")
+wrap_leaves = private(_VMAP, "wrap_batched")
 # What is below the wrapper of the outermost level, and whether there is one.
-get_unwrapped = _functorch.get_unwrapped
-is_batched = _functorch.is_batchedtensor
-is_wrapped = _functorch.is_functorch_wrapped_tensor
+get_unwrapped = private(_FUNCTORCH, "get_unwrapped")
+is_batched = private(_FUNCTORCH, "is_batchedtensor")
+is_wrapped = private(_FUNCTORCH, "is_functorch_wrapped_tensor")
 # The model axis at the outermost level, below 0 where there is none.
-batch_dim = _functorch.maybe_get_bdim
+batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
 # The transform that runs innermost: None outside of all, an object of C++, and one of Python that can be left for a while.
-peek_interpreter = _functorch.peek_interpreter_stack
-interpreters = _functorch.get_interpreter_stack
-current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
-VmapInterpreter = _functorch.CVmapInterpreterPtr
-TransformType = _functorch.TransformType
-RandomnessType = _functorch.RandomnessType
+peek_interpreter = private(_FUNCTORCH, "peek_interpreter_stack")
+interpreters = private(_FUNCTORCH, "get_interpreter_stack")
+current_interpreter = private(_PYFUNCTORCH, "retrieve_current_functorch_interpreter")
+VmapInterpreter = private(_FUNCTORCH, "CVmapInterpreterPtr")
+TransformType = private(_FUNCTORCH, "TransformType")
+RandomnessType = private(_FUNCTORCH, "RandomnessType")
 # Runs code outside of all transforms.
-outside_transforms = _pyfunctorch.temporarily_clear_interpreter_stack
+outside_transforms = private(_PYFUNCTORCH, "temporarily_clear_interpreter_stack")
 
 
 def constant_to_compiler(func: F) -> F:

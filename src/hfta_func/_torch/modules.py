@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from hfta_func._torch._release import private
 
 T = TypeVar("T")
 
 # What all batch normalisations derive from.
-BatchNorm = _BatchNorm
+BatchNorm: Any = private("torch.nn.modules.batchnorm", "_BatchNorm")
 # Calls a module with other parameters and buffers than its own.
-reparametrized: Any = importlib.import_module("torch.nn.utils.stateless")._reparametrize_module
+reparametrized: Any = private("torch.nn.utils.stateless", "_reparametrize_module")
 # What every module keeps for itself, and recurrent layers besides.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_flat_weights", "_flat_weight_refs"}
 
@@ -56,9 +56,9 @@ def call_with(places: Places, tensors: dict[str, Tensor], func: Callable[..., T]
             held[name] = tensor
 
 
-_WeightNorm: Any = importlib.import_module("torch.nn.utils.weight_norm").WeightNorm
-_SpectralNorm: Any = importlib.import_module("torch.nn.utils.spectral_norm").SpectralNorm
-_Pruning: Any = importlib.import_module("torch.nn.utils.prune").BasePruningMethod
+_WeightNorm: Any = private("torch.nn.utils.weight_norm", "WeightNorm")
+_SpectralNorm: Any = private("torch.nn.utils.spectral_norm", "SpectralNorm")
+_Pruning: Any = private("torch.nn.utils.prune", "BasePruningMethod")
 
 
 def weight_hooks(module: nn.Module) -> dict[str, Callable[[], Tensor]]:

@@ -153,13 +153,18 @@ def _grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tens
     )
 
 
+def _old(name: str) -> list[Any]:
+    """An old spelling, as a function and as a method, in releases that still have it."""
+    return [getattr(owner, name) for owner in (torch, Tensor) if hasattr(owner, name)]
+
+
 _SPECTRAL = "cond eig eigh eigvals eigvalsh matrix_rank pinv svd svdvals".split()
 
 GUARDED: dict[Any, Callable[..., Any]] = {
     **{getattr(linalg, name): _masked(getattr(linalg, name)) for name in _SPECTRAL},
-    **{func: _masked(func) for func in (torch.svd, Tensor.svd, torch.pinverse, Tensor.pinverse)},
-    **{func: _norm(func) for func in (linalg.norm, linalg.matrix_norm, torch.norm, Tensor.norm)},
-    **dict.fromkeys((linalg.cholesky, torch.cholesky, Tensor.cholesky), _cholesky),
+    **{func: _masked(func) for func in (*_old("svd"), *_old("pinverse"))},
+    **{func: _norm(func) for func in (linalg.norm, linalg.matrix_norm, *_old("norm"))},
+    **dict.fromkeys((linalg.cholesky, *_old("cholesky")), _cholesky),
     **dict.fromkeys((linalg.inv, torch.inverse, Tensor.inverse), _inv),
     **dict.fromkeys((linalg.matrix_power, torch.matrix_power, Tensor.matrix_power), _matrix_power),
     linalg.solve: _solve,

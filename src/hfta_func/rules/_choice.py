@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from hfta_func._torch import expected, num_dispatch_modes, original
@@ -90,6 +91,17 @@ def _set(overrides: tuple[Override, ...]) -> None:
     global _overrides, state
     _overrides = overrides
     state = repr(overrides) if overrides else ""
+
+
+@contextlib.contextmanager
+def by_table() -> Iterator[None]:
+    """A context without the overrides that are active around it."""
+    before = _overrides
+    _set(())
+    try:
+        yield
+    finally:
+        _set(before)
 
 
 class Choice(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func._types import LoopWarning
 from hfta_func.calls import validation
-from hfta_func.rules import _aliasing, _choice
+from hfta_func.rules import _aliasing, _check, _choice
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, RULES, Call, Rule, fingerprint
@@ -55,21 +55,42 @@ def install() -> None:
             return
         # PyTorch registers its decompositions at the first vmap, where they would replace rules installed before.
         _torch.load_decompositions()
-        library = torch.library.Library("aten", "IMPL")
-        try:
-            with warnings.catch_warnings():
-                # The dispatcher warns that a kernel is replaced, which is intended.
-                warnings.simplefilter("ignore")
-                for op, entry in RULES.items():
-                    library.impl(op, _kernel(op, *entry), entry.key, with_keyset=True, allow_override=True)
-                for op in DECOMPOSED:
-                    library.impl(op, _operator(op).decompose, BATCHED, allow_override=True)
-        except BaseException:
-            _torch.destroy(library)
-            raise
+        library = _registered()
         _loop_the_rest()
+        if _torch.is_untested():
+
+            def register_again() -> None:
+                nonlocal library
+                _torch.destroy(library)
+                library = _registered()
+
+            try:
+                with no_fallback():
+                    _check.settle(register_again)
+            except BaseException:
+                _withdraw(library)
+                raise
+            # Operators without a rule that the check has called are still to be warned of.
+            _loop.cache_clear()
         validation.install()
         _library = library
+
+
+def _registered() -> torch.library.Library:
+    """The rules, registered."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            # The dispatcher warns that a kernel is replaced, which is intended.
+            warnings.simplefilter("ignore")
+            for op, entry in RULES.items():
+                library.impl(op, _kernel(op, *entry), entry.key, with_keyset=True, allow_override=True)
+            for op in DECOMPOSED:
+                library.impl(op, _torch.operator(op).decompose, BATCHED, allow_override=True)
+    except BaseException:
+        _torch.destroy(library)
+        raise
+    return library
 
 
 def _loop_the_rest() -> None:
@@ -94,8 +115,8 @@ def _looped(name: str, *args: Any, **kwargs: Any) -> Any:
 def _loop(name: str) -> Callable[..., Any]:
     op, sibling = name.removeprefix("aten::"), _torch.out_of_place(name)
     if sibling is not None and sibling not in _unruled:
-        return functools.partial(_copied, _operator(sibling))
-    refusal = _torch.why_not_looped(_operator(op))
+        return functools.partial(_copied, _torch.operator(sibling))
+    refusal = _torch.why_not_looped(_torch.operator(op))
     if refusal is not None:
         raise RuntimeError(refusal)
     enter(op, "rest", "no batching rule: one member after another", "loop")
@@ -200,15 +221,19 @@ def uninstall() -> None:
     global _library
     with _lock:
         if _library is not None:
-            for library in (_library, *_others.values()):
-                _torch.destroy(library)
             validation.uninstall()
+            _withdraw(_library)
             _library = None
-            _others.clear()
-            _unruled.clear()
-            _loop.cache_clear()
-            _hand_back()
         _torch.mark_graphs(_RULES, None)
+
+
+def _withdraw(library: torch.library.Library) -> None:
+    for one in (library, *_others.values()):
+        _torch.destroy(one)
+    _others.clear()
+    _unruled.clear()
+    _loop.cache_clear()
+    _hand_back()
 
 
 def _hand_back() -> None:
@@ -220,23 +245,16 @@ def _hand_back() -> None:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for operator in map(_operator, RULES):
+        for operator in map(_torch.operator, RULES):
             if operator in _torch.decompositions:
                 library.impl(operator, _torch.decompositions[operator], BATCHED, allow_override=True)
     _torch.destroy(library)
 
 
-def _operator(op: str) -> Any:
-    """An operator by its name, which names the library unless that is ``aten``."""
-    namespace, _, name = op.rpartition("::")
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default")
-
-
 def _kernel(
     op: str, rule: Rule | None, key: str, otherwise: Callable[..., Any] | None, chooses: bool
 ) -> Callable[..., Any]:
-    operator = _operator(op)
+    operator = _torch.operator(op)
     own = torch.library.get_kernel(operator, key)
     only, is_random, written = TABLE[op][0].lowering, _torch.draws(operator), _torch.written_by(operator)[0]
     makes_new = not any(result.alias_info for result in operator._schema.returns)

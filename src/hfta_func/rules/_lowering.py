@@ -53,7 +53,8 @@ class Row(NamedTuple):
     reason: str
 
 
-def _always(case: Case) -> bool:
+def always(case: Case) -> bool:
+    """What holds for every call."""
     return True
 
 
@@ -159,7 +160,7 @@ def _is_small(case: Case) -> bool:
     return groups == 1 and case.num_models * x[0] * pixels * math.prod(weight) <= 2**25
 
 
-_GROUPED = Row(_always, "grouped", "one group per member")
+_GROUPED = Row(always, "grouped", "one group per member")
 _POINTWISE = Row(
     _on("cpu", _is_small_and_pointwise), "sample_matmul", "small 1x1 filters: images keep their memory layout"
 )
@@ -208,7 +209,7 @@ def _is_large(case: Case) -> bool:
     return not case.compiling and case.device == "cpu" and case.num_models * math.prod(case.shapes[0] or ()) >= 2**19
 
 
-_BATCHED = Row(_always, "batched", "one batched product a time step")
+_BATCHED = Row(always, "batched", "one batched product a time step")
 _LOOP_ON_XLA = Row(
     lambda case: case.device == "xla",
     "loop",
@@ -243,17 +244,17 @@ TABLE: dict[str, tuple[Row, ...]] = {
         ("multi_margin_loss", "multilabel_margin_loss"),
         (
             Row(lambda case: case.shapes[0] == (), "loop", "a number, which has no rows to fold"),
-            Row(_always, "folded", "members join the rows"),
+            Row(always, "folded", "members join the rows"),
         ),
     ),
     "layer_norm": (
         Row(lambda case: all(case.shared[1:]), "folded", "shared scale and shift: all members' rows in one kernel"),
         Row(_is_large, "loop", "2 MB or more: a kernel per member scales and shifts in one pass"),
-        Row(_always, "folded", "all members' rows at once, then scale and shift"),
+        Row(always, "folded", "all members' rows at once, then scale and shift"),
     ),
     "linalg_pinv.atol_rtol_tensor": (
         Row(lambda case: case.device == "xla", "loop", "XLA mixes up the tolerances of several matrices"),
-        Row(_always, "folded", "a batch of matrices"),
+        Row(always, "folded", "a batch of matrices"),
     ),
     "lstm.input": (
         Row(lambda case: case.tangents, "batched", "forward mode: PyTorch's fused kernel has no derivative"),
@@ -285,7 +286,7 @@ FAMILIES: dict[str, str] = {"convolution_input_grad": "conv", "convolution_weigh
 def enter(op: str, family: str, reason: str, lowering: str = "folded") -> None:
     """Add an operator to a family, and to the table if it is missing there."""
     FAMILIES[op] = family
-    TABLE.setdefault(op, (Row(_always, lowering, reason),))
+    TABLE.setdefault(op, (Row(always, lowering, reason),))
 
 
 def known_lowerings(name: str) -> set[str]:

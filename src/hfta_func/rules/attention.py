@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfta_func import _torch
 from hfta_func._torch import RandomnessType, current_interpreter, has_tangents
 from hfta_func._types import RandomnessError
 from hfta_func.rules._layout import align, each, fold, split
@@ -68,7 +69,7 @@ def attention(
 
 def _folded(op: str, count: int) -> None:
     """A rule for a native operator of attention whose first ``count`` arguments are tensors."""
-    operator = getattr(torch.ops.aten, op).default
+    operator = _torch.operator(op)
 
     @register(op, "attention")
     def attention_cpu(call: Call, *args: Any, attn_mask: Tensor | None = None, scale: float | None = None) -> Result:

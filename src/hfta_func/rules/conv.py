@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hfta_func import _torch
 from hfta_func.rules import _products, _windows
 from hfta_func.rules._choice import choose, remembered
 from hfta_func.rules._layout import align, expand, fold, front, split
@@ -33,7 +34,7 @@ from hfta_func.rules._products import Geometry, is_pointwise
 from hfta_func.rules._registry import Call, Result, register
 
 _plain: Any = torch.convolution
-_convolution_backward = torch.ops.aten.convolution_backward.default
+_convolution_backward = _torch.operator("convolution_backward")
 
 
 class Plan(NamedTuple):

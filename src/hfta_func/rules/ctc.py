@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfta_func import _torch
 from hfta_func.rules._layout import each, fold, front, split
 from hfta_func.rules._registry import Call, Result, register
 
@@ -18,7 +19,7 @@ _NONE, _MEAN = 0, 1
 
 def _loss(overload: str) -> None:
     # PyTorch's decomposable operator, so that PyTorch chooses between its own kernel and cuDNN's.
-    operator = getattr(torch.ops.aten.ctc_loss, overload)
+    operator = _torch.operator(f"ctc_loss.{overload}")
 
     @register(f"ctc_loss.{overload}", "loss")
     def ctc_loss(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfta_func import _torch
 from hfta_func._torch import is_wrapped, num_dispatch_modes
 from hfta_func._types import TraceError
 from hfta_func.rules._layout import each, expand, fold, front, split
@@ -153,7 +154,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.aten.embedding_dense_backward(grad, targets, ctx.num_rows, *ctx.options), None, None, None, None
 
 
-_embedding_bag = torch.ops.aten.embedding_bag.padding_idx
+_embedding_bag = _torch.operator("embedding_bag.padding_idx")
 
 # The kernel of the gradient supports one padding row, but each member has its own: the padding of all members is sent to the
 # padding row of the first member, which receives nothing else.

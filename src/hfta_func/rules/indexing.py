@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfta_func import _torch
 from hfta_func.rules._layout import align, each, expand, front
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._registry import Call, Result, register
@@ -48,7 +49,7 @@ def index_fill(call: Call, x: Tensor, dim: int, index: Tensor, value: Tensor) ->
 
 
 def _index_put(op: str) -> None:
-    operator = getattr(torch.ops.aten, op).default
+    operator = _torch.operator(op)
 
     @register(op, "indexing")
     def index_put(call: Call, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfta_func import _torch
 from hfta_func.rules._layout import align, each, expand, front
 from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._registry import Call, Result, register, register_looped
 
 aten: Any = torch.ops.aten
 _NONE, _MEAN = 0, 1
-_cross_entropy = aten.cross_entropy_loss.default
+_cross_entropy = _torch.operator("cross_entropy_loss")
 _MANY = 1024
 """With so many classes, a loss is much of a step."""
 
@@ -191,7 +192,7 @@ register_looped(
 
 def _broadcasting(op: str) -> None:
     """A rule for a loss whose tensors broadcast against each other, with any number of leading axes."""
-    operator = getattr(aten, op).default
+    operator = _torch.operator(op)
     names = [argument.name for argument in operator._schema.arguments]
     position = names.index("reduction")
 

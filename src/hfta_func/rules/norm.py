@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfta_func import _torch
 from hfta_func.calls.recall import cheap
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads, unit
 from hfta_func.rules._layout import align, each, expand, fold, front, split
 from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._registry import Call, Result, register
 
-_native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_native_layer_norm_backward = _torch.operator("native_layer_norm_backward")
 
 
 @register("layer_norm", "norm")

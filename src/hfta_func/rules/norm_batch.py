@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfta_func import _torch
 from hfta_func._types import TraceError
 from hfta_func.calls.recall import recalls
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads
 from hfta_func.rules._layout import align, each, fold, front, split
 from hfta_func.rules._registry import Call, Result, register
 
-_native = torch.ops.aten.native_batch_norm.default
+_native = _torch.operator("native_batch_norm")
 
 
 @register("batch_norm", "norm")

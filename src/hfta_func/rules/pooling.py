@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hfta_func import _torch
 from hfta_func.rules._layout import each, fold, split
 from hfta_func.rules._registry import Call, Result, register
 
 
 def _channelwise(op: str, space: int) -> None:
     """A rule for an operator with one input ``[N,C,S]`` or ``[C,S]`` that treats every channel of every sample alike."""
-    operator = getattr(torch.ops.aten, op).default
+    operator = _torch.operator(op)
 
     @register(op, "pooling")
     def pool(call: Call, x: Tensor, *options: Any) -> Result:
@@ -36,7 +36,7 @@ for _op, _space in (
 
 def _aligned(op: str) -> None:
     """A rule for an operator whose tensors all start with the same batch or channel axis."""
-    operator = getattr(torch.ops.aten, op).default
+    operator = _torch.operator(op)
 
     @register(op, "pooling")
     def pool(call: Call, *args: Any) -> Result:
@@ -50,7 +50,7 @@ for _op in ("max_unpool2d", "max_unpool3d", "fractional_max_pool2d_backward", "f
 
 
 def _fractional(op: str, space: int) -> None:
-    operator = getattr(torch.ops.aten, op).default
+    operator = _torch.operator(op)
 
     @register(op, "pooling")
     def pool(call: Call, x: Tensor, kernel_size: Any, output_size: Any, samples: Tensor) -> Result:

@@ -1,0 +1,182 @@
+"""Rules against a loop over members, on releases of PyTorch that the tests have not run on.
+
+Every rule takes part in a small case of :mod:`hfta_func.rules._check_cases`: outputs and gradients, in double precision. That
+takes some seconds, once per release: a file beside the kernels in C remembers that all agreed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func import _native
+from hfta_func._torch import cure
+from hfta_func._types import LoopWarning
+from hfta_func.rules import _choice
+from hfta_func.rules._check_cases import CASES, Case, Integers
+from hfta_func.rules._lowering import TABLE, Row, always, known_lowerings
+from hfta_func.rules._registry import fingerprint
+
+_M = 2
+_TOLERANCE = 1e-8
+_TOLERANCE_SINGLE = 1e-4
+
+
+_is_settled = False
+
+
+def settle(register_again: Callable[[], None]) -> None:
+    """Check the installed rules, unless they are known to agree, and have the loop take the place of those that differ.
+
+    Args:
+        register_again: Registers all rules anew, as the table of lowerings says.
+
+    Raises:
+        RuntimeError: if there are differences that the loop does not cure.
+    """
+    global _is_settled
+    if _is_settled or _is_remembered():
+        return
+    wrong, ops = _apart(_compare)
+    for op in ops:
+        TABLE[op] = (Row(always, "loop", f"its rule is wrong on PyTorch {torch.__version__}"),)
+    if ops:
+        register_again()
+        wrong = _apart(lambda: [case for case in wrong if not _agrees(case)])
+    if wrong:
+        names = ", ".join(sorted({case.name for case in wrong}))
+        raise RuntimeError(f"on PyTorch {torch.__version__}, hfta_func is wrong in {names}; {cure()}")
+    if ops:
+        warnings.warn(
+            f"on PyTorch {torch.__version__}, the batching rules of {', '.join(ops)} differ from a loop over members, which "
+            f"runs in their place; to be faster, {cure()}",
+            LoopWarning,
+            stacklevel=5,
+        )
+    else:
+        _remember()
+    _is_settled = True
+
+
+def _compare() -> tuple[list[Case], list[str]]:
+    """The cases that differ from a loop, and the operators whose loop may cure them."""
+    wrong = [case for case in CASES if not _agrees(case)]
+    return wrong, sorted({op for case in wrong for op in _culprits(case)})
+
+
+def _culprits(case: Case) -> set[str]:
+    """The operators whose loop cures a case: one if one does, else all that have a loop."""
+    ops = _operators(case)
+    return next(({op} for op in sorted(ops) if _agrees(case, {op: "loop"})), ops)
+
+
+def _is_remembered() -> bool:
+    with contextlib.suppress(OSError, RuntimeError):  # no home
+        return _file().exists()
+    return False
+
+
+def _remember() -> None:
+    with contextlib.suppress(OSError, RuntimeError):
+        _file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Empty, so it is never half written.
+        _file().touch()
+
+
+def _file() -> Path:
+    return _native.folder() / f"rules-{fingerprint()[:32]}-torch-{torch.__version__}"
+
+
+def _apart(work: Callable[[], Any]) -> Any:
+    """What ``work()`` returns in a thread of its own, which has none of this thread's modes, transforms and settings."""
+    with _choice.by_table(), warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
+        warnings.simplefilter("ignore")
+        return thread.submit(work).result()
+
+
+def _agrees(case: Case, lowerings: dict[str, str] | None = None) -> bool:
+    lowerings = {**case.lowerings, **(lowerings or {})}
+    try:
+        with _choice.override(**lowerings) if lowerings else contextlib.nullcontext():
+            return all(_is_loop(case, mask) for mask in _masks(case))
+    # Of a call that PyTorch itself no longer knows, nothing is learned.
+    except _UnknownError:
+        return True
+    # Whatever a rule raises on a release that it was not made for.
+    except Exception:
+        return False
+
+
+class _UnknownError(Exception):
+    """What members alone cannot call."""
+
+
+def _operators(case: Case) -> set[str]:
+    return {choice.op for choice in _choice.explain(_agrees, case) if "loop" in known_lowerings(choice.op)}
+
+
+def _masks(case: Case) -> Iterator[tuple[bool, ...]]:
+    """Which inputs are per member: all, the first alone, and all others."""
+    count = len(case.inputs)
+    yield (True,) * count
+    if count > 1 and case.shares:
+        yield True, *(False,) * (count - 1)
+        yield False, *(True,) * (count - 1)
+
+
+def _is_loop(case: Case, mask: tuple[bool, ...]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [_draw(one, per_member, generator) for one, per_member in zip(case.inputs, mask, strict=True)]
+    members = [[x[m] if per_member else x for x, per_member in zip(inputs, mask, strict=True)] for m in range(_M)]
+    places = tuple(place for place, x in enumerate(inputs) if x.requires_grad)
+    # A gradient inside vmap takes operators apart, and its parts have rules of their own.
+    inside = torch.func.grad(lambda *args: _objective(_tuple(case.func(*args))), places)
+    ways = [case.func, inside] if all(mask) and case.inside else [case.func]
+    expected: list[list[Tensor]] = []
+    try:
+        for way in ways:
+            columns = zip(*(_tuple(way(*member)) for member in members), strict=True)
+            expected.append([torch.stack(column) for column in columns])
+    except Exception as error:
+        raise _UnknownError from error
+    in_dims = tuple(0 if per_member else None for per_member in mask)
+    found = [list(_tuple(torch.func.vmap(way, in_dims)(*inputs))) for way in ways]
+
+    floating = [inputs[place] for place in places]
+    for results in (expected, found):
+        outside = torch.autograd.grad(_objective(results[0]), floating, allow_unused=True, materialize_grads=True)
+        results.append(list(outside))
+    tolerance = _TOLERANCE_SINGLE if case.single else _TOLERANCE
+    return all(
+        one.shape == other.shape and torch.allclose(one, other, tolerance, tolerance, equal_nan=True)
+        for mine, theirs in zip(found, expected, strict=True)
+        for one, other in zip(mine, theirs, strict=True)
+    )
+
+
+def _draw(one: tuple[int, ...] | Integers, per_member: bool, generator: torch.Generator) -> Tensor:
+    if isinstance(one, Integers):
+        shape = (_M, *one.shape) if per_member else one.shape
+        return torch.randint(one.low, one.high, shape, generator=generator)
+    shape = (_M, *one) if per_member else one
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def _tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _objective(outputs: Iterable[Tensor]) -> Tensor:
+    """A number whose gradient weights all entries differently."""
+    return torch.stack([(x.square() * _weights(x.shape)).sum() for x in outputs if x.is_floating_point()]).sum()
+
+
+def _weights(shape: torch.Size) -> Tensor:
+    return torch.linspace(0.5, 1.5, shape.numel(), dtype=torch.float64).reshape(shape)
