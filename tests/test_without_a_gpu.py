@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
@@ -150,7 +150,7 @@ PACKED = [case for case in RULE_CASES if "packed" in case.name]
 WITHOUT_META_BACKWARD = ("fractional_max_pool3d", "multi_margin_loss", "multilabel_margin_loss")
 """Operators of PyTorch whose gradients no fake tensor can take."""
 WAITING = ("embedding of bounded norm", "index_put by a mask, rows")
-"""Cases that wait for a device if a member is alone, too: for its rows without repetitions, or for how many a mask selects."""
+"""Cases that wait for a device if a member is alone, too: for rows without repetitions, or for how many a mask selects."""
 UNPACKED = [pytest.param(case, id=case.name) for case in RULE_CASES if case not in PACKED]
 
 
@@ -220,7 +220,7 @@ class Watch(TorchDispatchMode):
             assert not masks, f"{func} by a mask reads how much is in it"
         made = func(*args, **kwargs)
         results = [leaf for leaf in optree.tree_leaves(made) if isinstance(leaf, Tensor)]
-        # What Python's numbers were made into, which a device would have got by a copy.
+        # What Python's numbers were made into; PyTorch makes none of them on the meta device, see ``no_numbers``.
         assert name != "lift_fresh" or self._is_a_number(results[0]), f"{func} copies to the device"
         places = {leaf.device for leaf in (*given, *results)}
         assert name not in ("copy_", "_to_copy") or len(places) == 1, f"{func} copies to the device or from it"
@@ -290,7 +290,23 @@ def _step(name: str, dtype: torch.dtype, donate: bool, optimizer: Any, **options
     return step, step.init(*hfta.stack_params(members), seeds=SEEDS)
 
 
-@pytest.mark.usefixtures("meta")
+@pytest.fixture
+def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's numbers do not become tensors on the device, to which they would be copied."""
+
+    def refusing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+            found = make(data, *args, **kwargs)
+            assert isinstance(data, Tensor) or found.device.type == "cpu", f"{data} is copied to the device"
+            return found
+
+        return made
+
+    for name in ("tensor", "as_tensor", "asarray"):
+        monkeypatch.setattr(torch, name, refusing(getattr(torch, name)))
+
+
+@pytest.mark.usefixtures("meta", "no_numbers")
 @pytest.mark.parametrize(("name", "option", "donate"), CASES)
 def test_a_step_waits_for_nothing(name: str, option: str, donate: bool) -> None:
     step, state = _step(name, torch.float32, donate, **_options(option))
