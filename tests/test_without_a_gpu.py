@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hfta_func as hfta
 from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
 from hfta_func.rules import _choice, _lowering
+from hfta_func.run import executors, spread
 from rule_cases import RULE_CASES, RuleCase
 from test_rules import check_against_loop
 
@@ -342,3 +343,50 @@ def test_a_step_in_mixed_precision_waits_for_nothing(name: str, option: str) -> 
     with Watch("cpu"):
         _, metrics = step(state, second)
     assert metrics["finite"].all()
+
+
+# What users do on machines with several GPUs
+
+
+def test_models_are_made_without_a_word_on_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.zeros(1), torch.zeros(1)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states[device].copy_(state))
+
+    def factory() -> torch.nn.Module:
+        for state in states:
+            state.add_(1)
+        return torch.nn.Linear(2, 1)
+
+    hfta.init_params(factory, seeds=[0, 1])
+    # What was drawn does not change the devices' generators.
+    assert [state.item() for state in states] == [0, 0]
+
+
+def test_a_history_is_on_the_cpu_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        history = hfta.History(torch.tensor([7, 8], device="cpu"))
+        history.epochs = [{"loss": torch.tensor([1.0, 2.0], device="cpu")}]
+        history.follow(torch.tensor([8, 9], device="cpu"))
+    assert history.members.tolist() == [1, 2] and history.since.tolist() == [0, 0, 1]
+    assert history.seeds.tolist() == [7, 8, 9] and history["loss"].isnan().tolist() == [[False, False, True]]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_auto_is_no_more_processes_than_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = _step("mlp", torch.float32, False, hfta.sgd(lr=0.1))
+    given = batches(3, 2, dtype=torch.float32)
+    crews = []
+
+    def crew(step: Any, state: Any, batches: Any, loader: Any, count: int, compile: bool) -> Any:
+        crews.append(count)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(spread, "Workers", crew)
+    with FakeTensorMode():
+        state = state._replace(keys=torch.empty(3, dtype=torch.int64, device="cuda"))
+    with pytest.raises(InterruptedError) if count > 1 else contextlib.nullcontext():
+        assert isinstance(spread.choose(step, state, given, given, "auto", False, members=3), executors.Here)
+    assert crews == [count] * (count > 1)
