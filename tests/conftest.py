@@ -160,6 +160,10 @@ EXHAUSTIVE = {
     ],
     "test_tune_example": [""],
     "test_weights": ["they_train_as_alone(?!.spectral norm-).*-True"],
+    "test_without_a_gpu": [
+        "results_are_on_cuda",
+        "a_step_(waits|in_mixed).*(cnn|transformer)-(?!plain-True|bfloat16)",
+    ],
     "test_workers": [
         *("ctrl_c", "a_process_that_always_dies", "a_killed", "batches", "two_processes.*True", "auto"),
         *("shared_batches", "uneven_stops", "a_member_that_fails"),

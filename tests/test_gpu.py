@@ -142,6 +142,31 @@ def test_a_step_in_place_is_captured_as_it_is(name):
     optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), state, expected)
 
 
+@pytest.fixture
+def waiting_is_an_error():
+    """What waits for the device raises an error, from when it is called."""
+    before = torch.cuda.get_sync_debug_mode()
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_step_does_not_wait_for_the_device(name, donate, autocast, waiting_is_an_error):
+    members = models(name, 3, dropout=0.3, dtype=torch.float32)
+    step = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[1]), donate=donate, autocast=autocast)
+    state = step.init(*_on("cuda", hfta.stack_params(members)), seeds=SEEDS)
+    first, *given = _on("cuda", batches(3, 3, dtype=torch.float32))
+    # What is made once, such as workspaces of libraries, may wait.
+    state, _ = step(state, first)
+    waiting_is_an_error()
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        state.step.tolist()
+    for batch in given:
+        state, _ = step(state, batch)
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_step_goes_over_to_a_graph_made_elsewhere(donate, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -71,7 +71,7 @@ def fit(
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
         workers: Number of processes that train a part of the members each, with an equal share of the processors, or a GPU
-            each. ``"auto"`` takes one for every processor if that is faster than this process alone, which it tries.
+            each. ``"auto"`` takes one for every processor, or GPU, if that is faster than this process alone, which it tries.
             Results are the same to rounding. Callbacks and ``evaluate`` run in this process. A process that dies is started
             again.
         executor: Workers that outlive the call, instead: a :class:`WorkerPool` or ``hfta_func.cluster.ray(...)``. Each trains

@@ -54,7 +54,7 @@ class History:
 
     def __init__(self, seeds: Tensor):
         self.seeds = seeds.cpu()
-        self.members = torch.arange(len(self.seeds))
+        self.members = torch.arange(len(self.seeds), device="cpu")
         self.since = torch.zeros_like(self.members)
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
@@ -95,13 +95,15 @@ class History:
         added = found.count(-1)
         width = len(self.seeds)
         numbers = iter(range(width, width + added))
-        self.members = torch.tensor([next(numbers) if place < 0 else int(self.members[place]) for place in found])
+        followed = [next(numbers) if place < 0 else int(self.members[place]) for place in found]
+        self.members = torch.tensor(followed, device="cpu")
         if added:
             keys = keys.cpu()
             self.seeds = torch.cat([self.seeds, keys[[place < 0 for place in found]]])
-            self.since = torch.cat([self.since, torch.full((added,), len(self))])
+            self.since = torch.cat([self.since, torch.full((added,), len(self), device="cpu")])
+            before = torch.arange(width, device="cpu")
             self.epochs = [
-                {name: _widened(value, torch.arange(width), width, width + added) for name, value in metrics.items()}
+                {name: _widened(value, before, width, width + added) for name, value in metrics.items()}
                 for metrics in self.epochs
             ]
         return found

@@ -269,6 +269,8 @@ def choose(
     if workers is None or workers == 1:
         return here
     most = {"members": num_models(state) if workers == "auto" or members is None else members}
+    if state.keys.device.type == "cuda" and workers == "auto":
+        most["GPUs"] = torch.cuda.device_count()
     if state.keys.device.type == "cpu":
         most["processors that this process may use"] = len(cores())
     count = min(most.values()) if workers == "auto" else workers
