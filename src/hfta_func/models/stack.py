@@ -100,8 +100,7 @@ def init_params(
 
     def build() -> Iterable[nn.Module]:
         for seed in values:
-            # By name, as PyTorch warns of several GPUs otherwise.
-            with torch.random.fork_rng(range(torch.cuda.device_count())):
+            with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 model = factory()
             yield model
