@@ -392,7 +392,7 @@ PLANTED = [
     ),
     Planted(
         "init_params moves the global generator",
-        *("models/stack.py", "with torch.random.fork_rng():", "if True:"),
+        *("models/stack.py", "with torch.random.fork_rng(range(torch.cuda.device_count())):", "if True:"),
         "test_stack.py::test_new_models_from_seeds",
     ),
     Planted(

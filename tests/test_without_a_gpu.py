@@ -348,6 +348,22 @@ def test_a_step_in_mixed_precision_waits_for_nothing(name: str, option: str) -> 
 # What users do on machines with several GPUs
 
 
+def test_models_are_made_without_a_word_on_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.zeros(1), torch.zeros(1)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states[device].copy_(state))
+
+    def factory() -> torch.nn.Module:
+        for state in states:
+            state.add_(1)
+        return torch.nn.Linear(2, 1)
+
+    hfta.init_params(factory, seeds=[0, 1])
+    # What was drawn does not change the devices' generators.
+    assert [state.item() for state in states] == [0, 0]
+
+
 def test_a_history_is_on_the_cpu_whatever_the_default_device() -> None:
     with torch.device("meta"):
         history = hfta.History(torch.tensor([7, 8], device="cpu"))

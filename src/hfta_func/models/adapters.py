@@ -184,7 +184,7 @@ def _made(base: nn.Module, config: Any, title: str, seed: int | None = None, dra
             f"{title} has init_lora_weights={config.init_lora_weights!r}, which may write the weights of the base, and all "
             f"adapters share them; pass True, False, 'gaussian' or 'orthogonal'"
         )
-    with torch.random.fork_rng(enabled=seed is not None or not draws):
+    with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=seed is not None or not draws):
         if seed is not None:
             torch.manual_seed(seed)
         try:

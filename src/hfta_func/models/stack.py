@@ -100,7 +100,8 @@ def init_params(
 
     def build() -> Iterable[nn.Module]:
         for seed in values:
-            with torch.random.fork_rng():
+            # By name, as PyTorch warns of several GPUs otherwise.
+            with torch.random.fork_rng(range(torch.cuda.device_count())):
                 torch.manual_seed(seed)
                 model = factory()
             yield model
