@@ -31,16 +31,19 @@ def gpus(results: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def speed(results: dict[str, dict[str, Any]], columns: dict[str, str] = SIZES) -> str:
-    """The table, and what its figures rest on; ``columns`` names the results of each size.
+def speed(results: dict[str, dict[str, Any]], columns: dict[str, str] = SIZES, every: bool = False) -> str:
+    """The table, and what its figures rest on.
 
-    A workload has a row for its largest M, and one for each M at which opponents were measured that were not at that.
+    Args:
+        results: The sweeps by name.
+        columns: The name of the results of each size.
+        every: Whether a workload has a row for each M at which other opponents were measured than at its largest, too.
     """
     found = {size: results[key] for size, key in columns.items() if key in results}
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for size, own in found.items():
         for name in WORKLOADS:
-            for count in shown(own[name]) if name in own else ():
+            for count in shown(own[name])[: None if every else 1] if name in own else ():
                 rows.setdefault((name, count), {})[size] = own[name][count]
     parts = [part for both in rows.values() for part in both.values()]
     lines = []

@@ -50,6 +50,7 @@ STUDIES = "<!-- studies, made by python -m benchmarks report -->"
 ENSEMBLES = "<!-- ensembles, made by python -m benchmarks report -->"
 ADAPTERS = "<!-- adapters, made by python -m benchmarks report -->"
 MEMORY = "<!-- memory, made by python -m benchmarks report -->"
+BEST = "<!-- the best of each, made by python -m benchmarks report -->"
 GPUS = "<!-- GPUs, made by python -m benchmarks report -->"
 TO_STEPS = "<!-- time to some steps, made by python -m benchmarks report -->"
 TITLES = {
@@ -343,6 +344,7 @@ def written(page: str, folder: Path = RESULTS) -> str:
     """The page with all tables of the results in a folder."""
     sweeps = results(folder)
     page = replaced(page, tables({key: sweeps[key] for key in TITLES if key in sweeps}))
+    page = replaced(page, readme.speed(sweeps, every=True), BEST)
     page = replaced(page, gpus(folder), GPUS)
     page = replaced(page, reach.reached(sweeps[reach.KEY]), TO_STEPS)
     single = (

@@ -605,7 +605,8 @@ def test_the_report_shows_what_was_measured_only_for_smaller_arrays(bench):
 def test_the_readme_shows_the_best_of_all_opponents(bench):
     """At the same M, and at another one where some were measured at that alone."""
     readme, results, x = bench("readme"), _results(bench), bench("report").TIMES
-    text = readme.speed(results).splitlines()
+    text = readme.speed(results, every=True).splitlines()
+    assert readme.speed(results).splitlines()[:3] == text[:3]
     assert _cells(text[0]) == ["workload", "M", "small: eager", "compiled", "best other"]
     # Rows of stock vmap were not held to the loop, so they do not count.
     best = [f"3.2{x}", f"0.50{x}", f"2.0{x} JAX"]
@@ -613,7 +614,7 @@ def test_the_readme_shows_the_best_of_all_opponents(bench):
     assert "median of 9 rounds and 2.2 s or more, measured on 2026-11-22 at 01234567" in text[5]
     del results["cpu-small"]["resnet"]["16"]["rows"]["JAX"]
     results["cpu-paper"] = {"mlp": results["cpu-small"]["resnet"]}
-    text = readme.speed(results).splitlines()
+    text = readme.speed(results, every=True).splitlines()
     ours, none = [f"3.2{x}", f"0.50{x}"], [""] * 3
     assert [_cells(line) for line in text[2:6]] == [
         ["MLP", "16", *none, *ours, f"1.00{x} the loop"],
@@ -654,7 +655,7 @@ def test_what_was_measured_with_other_code_is_marked(bench):
     for mode in ("serial", "stock vmap"):
         del results["cpu-small"]["mlp"]["2"]["rows"][mode]["code"]
     assert report.older(results) == ["cpu-small: mlp, M = 2: array"]
-    for text in (report.tables(results), bench("readme").speed(results)):
+    for text in (report.tables(results), bench("readme").speed(results, every=True)):
         assert text.count(f" {dagger} |") == 1 and "not known to be the same still" in " ".join(text.split())
     for count in ("2", "16"):
         results["cpu-small"]["resnet"][count]["rows"]["array"].pop("code", None)
