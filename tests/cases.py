@@ -17,7 +17,10 @@ SHAPES: dict[str, tuple[int, ...]] = {"matrix": (4, 3), "vector": (5,), "number"
 
 
 class OptimizerCase(NamedTuple):
-    """Ours and torch's, from the same keyword arguments; ``knobs`` holds one value for each of three members."""
+    """Ours and torch's, from the same keyword arguments; ``knobs`` holds one value for each of three members.
+
+    Where torch has none, ``theirs`` is a class that codes the paper's equations, with the defaults of its authors.
+    """
 
     name: str
     ours: Callable[..., hfta.GradientTransformation]
@@ -38,7 +41,14 @@ _ADAM = {
 class Lion(torch.optim.Optimizer):
     """Algorithm 2 of Chen et al., NeurIPS 2023, line by line."""
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float, maximize: bool = False):
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+    ):
         super().__init__(params, {"lr": lr})
         self.knobs = *betas, weight_decay, maximize
 
@@ -60,10 +70,10 @@ class Lamb(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
         maximize: bool = False,
     ):
         super().__init__(params, {"lr": lr})
@@ -89,25 +99,37 @@ class Muon(torch.optim.Optimizer):
     """Algorithm 2 of Jordan et al., 2024, line by line, in the parameters' own dtype."""
 
     def __init__(
-        self, params: Any, lr: float, weight_decay: float, momentum: float, eps: float, maximize: bool = False, **_: Any
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "original",
+        ns_dtype: torch.dtype = torch.bfloat16,
+        maximize: bool = False,
     ):
         super().__init__(params, {"lr": lr})
-        self.knobs = weight_decay, momentum, eps, maximize
+        assert nesterov and adjust_lr_fn == "original", "the algorithm as published"
+        self.knobs = weight_decay, momentum, eps, ns_coefficients, ns_steps, maximize
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        lr, (weight_decay, mu, eps, maximize) = self.param_groups[0]["lr"], self.knobs
+        lr, (weight_decay, mu, eps, (a, b, c), steps, maximize) = self.param_groups[0]["lr"], self.knobs
         for theta in self.param_groups[0]["params"]:
             assert theta.grad is not None
             g = -theta.grad if maximize else theta.grad
-            b = self.state[theta].get("b", torch.zeros_like(theta))
-            b = self.state[theta]["b"] = mu * b + (1 - mu) * g
-            x = mu * b + (1 - mu) * g
+            m = self.state[theta].get("m", torch.zeros_like(theta))
+            m = self.state[theta]["m"] = mu * m + (1 - mu) * g
+            x = mu * m + (1 - mu) * g
             x = x / max(float(x.norm()), eps)
             wide = x if len(x) <= len(x.T) else x.T
-            for _ in range(5):
-                a = wide @ wide.T
-                wide = 3.4445 * wide + (-4.775 * a + 2.0315 * a @ a) @ wide
+            for _ in range(steps):
+                gram = wide @ wide.T
+                wide = a * wide + (b * gram + c * gram @ gram) @ wide
             o = wide if len(x) <= len(x.T) else wide.T
             theta -= lr * (max(1, len(x) / len(x.T)) ** 0.5 * o + weight_decay * theta)
 
@@ -180,6 +202,9 @@ MATRIX_OPTIMIZERS = [
     ),
 ]
 """Optimizers that only take matrices, so that they cannot train a whole model."""
+
+FUNCTIONS = {case.ours.__name__: case for case in reversed(OPTIMIZERS + MATRIX_OPTIMIZERS)}
+"""The first row of each optimizer, by its public name."""
 
 
 def ours(case: OptimizerCase, members: list[int] | None = None) -> hfta.GradientTransformation:
