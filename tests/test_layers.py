@@ -55,7 +55,7 @@ FILES_IN = {
             "_operator",
             "_recurrence",
         ),
-        *("_install", "vmap"),
+        *("_install", "_extend", "vmap"),
     ],
     "models": ["numbers", "structure", "frozen", "stack", "remat", "noting", "attributes", "functional", "adapters"],
     "step": [
