@@ -74,6 +74,7 @@ FILES_IN = {
         ),
         *("update", "commit", "many", "train", "evaluate", "mixing", "average", "prediction", "ensemble"),
     ],
+    "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
         "memory",
@@ -107,6 +108,7 @@ FILES_IN = {
             "member",
             "flights",
             "population",
+            "cohorts",
             "schedulers",
             "asking",
             "study",
@@ -115,7 +117,7 @@ FILES_IN = {
     ],
 }
 LAST = {
-    **{"_torch": ["__init__"], "tune": ["__init__"], "cluster": ["__init__"]},
+    **{"_torch": ["__init__"], "testing": ["__init__"], "tune": ["__init__"], "cluster": ["__init__"]},
     **{"optim": ["_hyperparams", "__init__"], "rules": ["__init__"]},
 }
 """Files above those side by side."""
