@@ -19,7 +19,8 @@ def assert_rule(op: Callable[..., Any], inputs: Sequence[Any], *, rtol: float = 
     """Hold an operator under ``vmap`` against a Python loop over the members.
 
     The laws: outputs and gradients are the loop's in float64 for every mix of batched and shared inputs, wherever the model
-    axis is; an array of one, an array of arrays, and gradients inside ``vmap`` are, too; so is what autocast and
+    axis is; an array of one, an array of arrays, and gradients inside ``vmap``, if the operator has
+    them alone, are, too; so is what autocast and
     ``torch.compile(fullgraph=True, backend="aot_eager")`` make of it; and no operator runs member by member for lack of a
     rule.
 
@@ -68,11 +69,11 @@ def _check_compositions(op: Callable[..., Any], args: list[Any], batched: set[in
         flipped = _loop(op, [x.flip(0) if isinstance(x, Tensor) else x for x in args], batched)
         both = tuple(torch.stack(column) for column in zip(expected, flipped, strict=True))
         assert_close(vmap(mapped, dims)(*pair), both, "output", rtol)
-    with law("gradients inside vmap are the loop's"):
-        wanted = tuple(place for place in sorted(batched) if args[place].is_floating_point())
-        if wanted:
-            inner = torch.func.grad(lambda *values: _weighted(_tuple(op(*values))), wanted)
-            assert_close(vmap(inner, dims)(*args), _loop(inner, args, batched), "gradient", rtol)
+    wanted = tuple(place for place in sorted(batched) if args[place].is_floating_point())
+    inner = torch.func.grad(lambda *values: _weighted(_tuple(op(*values))), wanted)
+    if wanted and (alone := _alone(inner, args, batched)) is not None:
+        with law("gradients inside vmap are the loop's"):
+            assert_close(vmap(inner, dims)(*args), alone, "gradient", rtol)
     with law("autocast is the loop's"):
         single = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
         with torch.autocast(args[min(batched)].device.type, dtype=torch.bfloat16):
@@ -106,6 +107,14 @@ def _loop(op: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tup
     count, given = len(args[min(batched)]), _given(args, batched)
     rows = [_tuple(op(*(x[i] if place in batched else x for place, x in enumerate(given)))) for i in range(count)]
     return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+
+def _alone(inner: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tuple[Tensor, ...] | None:
+    """Gradients by transforms; None if the operator has none, as those of ``torch.library.register_autograd``."""
+    try:
+        return _loop(inner, args, batched)
+    except RuntimeError:
+        return None
 
 
 def _weighted(outputs: Sequence[Tensor]) -> Tensor:

@@ -34,7 +34,7 @@ def assert_scheduler(make: Callable[[], Any], *, trials: int = 9, epochs: int = 
         >>> assert_scheduler(lambda: tune.halving(eta=3))
     """
     with law("repr names the scheduler"):
-        first, second = repr(make()), repr(make())
+        first, second = [repr(one) for one in (make(), make())]
         assert first == second, f"two that are made alike are {first} and {second}; make it a frozen dataclass"
     with law("cohorts"):
         cohorts = make().cohorts(trials, epochs)

@@ -117,7 +117,7 @@ class Scheduler:
         """What becomes of trials that stand at a rung; those that are left out wait there.
 
         It is asked after every array that has trained, and again when a study goes on after it was broken off. So it depends
-        on the cohort alone, never on the clock or on what it was asked before, and it gives a trial at a rung the same verdict
-        until the trial has left the rung.
+        on the cohort alone, never on the clock or on what it was asked before, and it gives a trial at a rung the same
+        verdict until the trial has left the rung.
         """
         return {trial: "go" for trial, found in cohort.alive.items() if found}
