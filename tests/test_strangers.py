@@ -100,7 +100,7 @@ def test_an_optimizer_from_outside_keeps_the_laws() -> None:
             None,
             r"law 'init': state.step has shape \[1\]; axis 0 is that of the 3 models",
         ),
-        (broken_optimizer(update=_writes), None, r"law 'update': model 0: .*\['vector'\]\[0, 0\] is .* not "),
+        (broken_optimizer(update=_writes), None, r"law 'update': model 0: .*\['vector'\].* is .* not "),
         (_closes_over, None, r"law 'hyperparameters are in the state': model 0: .*after with_hyperparams"),
         (broken_optimizer(update=_mixes), None, r"law 'member i is an array of one': model 0: result"),
         (_keeps_nothing, None, r"law 'masked members keep their bits': model 1: \(params, state\)"),
