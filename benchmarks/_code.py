@@ -17,10 +17,10 @@ from typing import Any
 from benchmarks._measure import ROOT
 
 PACKAGE = ROOT / "src" / "hfta_func"
-STEP = ("_native", "_noise", "_torch", "_tree", "random", "optim", "schedules", "calls", "rules", "models", "step")
-"""The rooms of the package that a step runs through."""
-UPDATE = ("_native", "_torch", "_tree", "random", "optim", "schedules")
-"""Those that an array without its batching rules runs through."""
+UPDATE = ("optim/_adadelta", "optim/_adam", "optim/_sgd", "schedules")
+"""The files where an update of the workloads begins; it runs through them and all that they import."""
+STEP = ("step/train", "models/stack", "rules/__init__", *UPDATE)
+"""Those where a step begins."""
 COMPILED = ("_torch/guards", "run/graphs")
 """What only a compiled one does: how its graph is made, and what every call checks."""
 MEASURED = ("src", "examples", "benchmarks", ":!benchmarks/results")
@@ -43,11 +43,28 @@ def files(mode: str) -> list[Path]:
     """What a step of a mode runs through; none of plain PyTorch."""
     if mode in ("JAX", "HFTA"):
         return [ROOT / "benchmarks" / f"{mode.lower()}_peer.py"]
-    rooms = STEP if mode.startswith("array") else UPDATE if mode.startswith("stock") else ()
-    apart = [PACKAGE / f"{room}.py" for room in COMPILED]
-    found = [path for room in rooms for path in (PACKAGE / f"{room}.py", *sorted((PACKAGE / room).rglob("*.py")))]
+    roots = STEP if mode.startswith("array") else UPDATE if mode.startswith("stock") else ()
+    apart = [PACKAGE / f"{name}.py" for name in COMPILED]
+    found = imported(roots)
     is_compiled = mode.startswith("array") and "compiled" in mode
     return [*(path for path in found if path not in apart), *(apart if is_compiled else ())]
+
+
+@functools.cache
+def imported(roots: tuple[str, ...]) -> list[Path]:
+    """Files of the package and all that they import, but for the ``__init__`` of folders, which import everything."""
+    found, left = set[Path](), [PACKAGE / f"{name}.py" for name in roots]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hfta_func"):
+                    folder = PACKAGE.joinpath(*node.module.split(".")[1:])  # pyright: ignore
+                    near = [folder / "__init__.py"] if folder.parent == PACKAGE and folder.name == "_torch" else []
+                    names = [folder.with_suffix(".py"), *near, *(folder / f"{alias.name}.py" for alias in node.names)]
+                    left += [name for name in names if name.is_file()]
+    return sorted(found)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from optuna.distributions import FloatDistribution
 import hfta_func as hfta
 from benchmarks._measure import machine
 from hfta_func import tune
-from hfta_func.tune.schedulers import Cohort
+from hfta_func.tune import Cohort
 
 SPACE = {
     "lr": FloatDistribution(1e-4, 0.3, log=True),

@@ -1,6 +1,7 @@
 """How Sphinx builds the documentation."""
 
 import base64
+import inspect
 import json
 import re
 import shutil
@@ -103,9 +104,18 @@ def _without_blank_ends(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("\n\n```\n", "\n```\n")
 
 
+def _every_optimizer(app: Sphinx, docname: str, source: list[str]) -> None:
+    """The reference lists what the package exports, so that a new optimizer is in it."""
+    public = [name for name, make in vars(hfta_func.optim).items() if inspect.isfunction(make)]
+    names = [name for name in public if "lr" in inspect.signature(getattr(hfta_func, name)).parameters]
+    listed = "\n\n".join(f".. autofunction:: hfta_func.{name}" for name in names)
+    source[0] = source[0].replace("<!-- every optimizer -->", f"```{{eval-rst}}\n{listed}\n```")
+
+
 def setup(app: Sphinx) -> None:
     """Connect what is above."""
     app.connect("source-read", _without_blank_ends)
+    app.connect("source-read", _every_optimizer)
     app.connect("autodoc-process-signature", _readable)
     # Before napoleon.
     app.connect("autodoc-process-docstring", _plain_returns, priority=400)

@@ -3,6 +3,7 @@ in ``schedule_cases``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,10 @@ SHAPES: dict[str, tuple[int, ...]] = {"matrix": (4, 3), "vector": (5,), "number"
 
 
 class OptimizerCase(NamedTuple):
-    """Ours and torch's, from the same keyword arguments; ``knobs`` holds one value for each of three members."""
+    """Ours and torch's, from the same keyword arguments; ``knobs`` holds one value for each of three members.
+
+    Where torch has none, ``theirs`` is a class that codes the paper's equations, with the defaults of its authors.
+    """
 
     name: str
     ours: Callable[..., hfta.GradientTransformation]
@@ -38,7 +42,14 @@ _ADAM = {
 class Lion(torch.optim.Optimizer):
     """Algorithm 2 of Chen et al., NeurIPS 2023, line by line."""
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float, maximize: bool = False):
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+    ):
         super().__init__(params, {"lr": lr})
         self.knobs = *betas, weight_decay, maximize
 
@@ -60,10 +71,10 @@ class Lamb(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
         maximize: bool = False,
     ):
         super().__init__(params, {"lr": lr})
@@ -85,29 +96,77 @@ class Lamb(torch.optim.Optimizer):
             x -= lr * ratio * u
 
 
+class AdEMAMix(torch.optim.Optimizer):
+    """Algorithm 1 of Pagliardini et al., ICLR 2025, line by line, with T_alpha = T_beta3 = warmup."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        alpha: float = 5.0,
+        warmup: float = 0.0,
+        maximize: bool = False,
+    ):
+        super().__init__(params, {"lr": lr})
+        self.knobs, self.t = (*betas, eps, weight_decay, alpha, warmup, maximize), 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        lr, (beta1, beta2, beta3, eps, weight_decay, alpha, warmup, maximize) = self.param_groups[0]["lr"], self.knobs
+        self.t += 1
+        if self.t < warmup:
+            x, start, end = self.t / warmup, math.log(beta1), math.log(beta3)
+            alpha = min(x * alpha, alpha)
+            beta3 = min(math.exp(start * end / ((1 - x) * end + x * start)), beta3)
+        for theta in self.param_groups[0]["params"]:
+            assert theta.grad is not None
+            g = -theta.grad if maximize else theta.grad
+            m1, m2, nu = self.state[theta].get("averages", [torch.zeros_like(theta)] * 3)
+            m1, m2 = beta1 * m1 + (1 - beta1) * g, beta3 * m2 + (1 - beta3) * g
+            nu = beta2 * nu + (1 - beta2) * g * g
+            self.state[theta]["averages"] = m1, m2, nu
+            mean, scale = m1 / (1 - beta1**self.t), (nu / (1 - beta2**self.t)).sqrt() + eps
+            theta -= lr * ((mean + alpha * m2) / scale + weight_decay * theta)
+
+
 class Muon(torch.optim.Optimizer):
     """Algorithm 2 of Jordan et al., 2024, line by line, in the parameters' own dtype."""
 
     def __init__(
-        self, params: Any, lr: float, weight_decay: float, momentum: float, eps: float, maximize: bool = False, **_: Any
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "original",
+        ns_dtype: torch.dtype = torch.bfloat16,
+        maximize: bool = False,
     ):
         super().__init__(params, {"lr": lr})
-        self.knobs = weight_decay, momentum, eps, maximize
+        assert nesterov and adjust_lr_fn == "original", "the algorithm as published"
+        self.knobs = weight_decay, momentum, eps, ns_coefficients, ns_steps, maximize
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        lr, (weight_decay, mu, eps, maximize) = self.param_groups[0]["lr"], self.knobs
+        lr, (weight_decay, mu, eps, (a, b, c), steps, maximize) = self.param_groups[0]["lr"], self.knobs
         for theta in self.param_groups[0]["params"]:
             assert theta.grad is not None
             g = -theta.grad if maximize else theta.grad
-            b = self.state[theta].get("b", torch.zeros_like(theta))
-            b = self.state[theta]["b"] = mu * b + (1 - mu) * g
-            x = mu * b + (1 - mu) * g
+            m = self.state[theta].get("m", torch.zeros_like(theta))
+            m = self.state[theta]["m"] = mu * m + (1 - mu) * g
+            x = mu * m + (1 - mu) * g
             x = x / max(float(x.norm()), eps)
             wide = x if len(x) <= len(x.T) else x.T
-            for _ in range(5):
-                a = wide @ wide.T
-                wide = 3.4445 * wide + (-4.775 * a + 2.0315 * a @ a) @ wide
+            for _ in range(steps):
+                gram = wide @ wide.T
+                wide = a * wide + (b * gram + c * gram @ gram) @ wide
             o = wide if len(x) <= len(x.T) else wide.T
             theta -= lr * (max(1, len(x) / len(x.T)) ** 0.5 * o + weight_decay * theta)
 
@@ -115,6 +174,10 @@ class Muon(torch.optim.Optimizer):
 _RATES = {"lr": [0.02, 0.01, 0.05], "eps": [1e-8, 1e-6, 1e-4], "weight_decay": [0.0, 1e-2, 0.1]}
 _RMSPROP = {**_RATES, "lr": [2e-3, 1e-3, 5e-3], "alpha": [0.99, 0.9, 0.5]}
 _LION = {"lr": [1e-3, 3e-4, 2e-3], "betas": [(0.9, 0.99), (0.8, 0.9), (0.5, 0.7)], "weight_decay": [0.0, 1e-2, 0.1]}
+_ADEMAMIX = {
+    **{**_ADAM, "betas": [(0.9, 0.999, 0.9999), (0.8, 0.99, 0.9), (0.5, 0.9, 0.99)]},
+    **{"alpha": [5.0, 0.0, 2.0], "warmup": [0.0, 20.0, 300.0]},
+}
 
 OPTIMIZERS = [
     OptimizerCase("sgd", hfta.sgd, torch.optim.SGD, {"lr": [0.1, 0.03, 0.2]}, {}),
@@ -162,6 +225,7 @@ OPTIMIZERS = [
     ),
     OptimizerCase("lion", hfta.lion, Lion, _LION, {}),
     OptimizerCase("lamb", hfta.lamb, Lamb, _ADAM, {}),
+    OptimizerCase("ademamix", hfta.ademamix, AdEMAMix, _ADEMAMIX, {}),
     OptimizerCase("adamw", hfta.adamw, torch.optim.AdamW, _ADAM, {}),
     OptimizerCase("adamw with amsgrad", hfta.adamw, torch.optim.AdamW, _ADAM, {"amsgrad": True}),
 ]
@@ -180,6 +244,9 @@ MATRIX_OPTIMIZERS = [
     ),
 ]
 """Optimizers that only take matrices, so that they cannot train a whole model."""
+
+FUNCTIONS = {case.ours.__name__: case for case in reversed(OPTIMIZERS + MATRIX_OPTIMIZERS)}
+"""The first row of each optimizer, by its public name."""
 
 
 def ours(case: OptimizerCase, members: list[int] | None = None) -> hfta.GradientTransformation:

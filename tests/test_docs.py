@@ -10,10 +10,23 @@ import types
 import pytest
 
 import hfta_func as hfta
+from cases import FUNCTIONS
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-TOPICS = ("callbacks", "cluster", "optim", "plot", "random", "rules", "schedules", "step.mixing", "testing", "tune")
+TOPICS = (
+    "callbacks",
+    "cluster",
+    "optim",
+    "optim.extend",
+    "plot",
+    "random",
+    "rules",
+    "schedules",
+    "step.mixing",
+    "testing",
+    "tune",
+)
 """The modules that users reach into; others hold what ``hfta_func`` itself exports."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -46,6 +59,8 @@ def described():
         module = importlib.import_module(name)
         members = inspect.getmembers(module, lambda value, name=name: getattr(value, "__module__", "") == name)
         yield from (f"{name}.{member}" for member, value in members if value.__doc__)
+    if "<!-- every optimizer -->" in text:
+        yield from (f"hfta_func.{name}" for name in FUNCTIONS)
 
 
 def resolve(name):

@@ -10,22 +10,8 @@ import pytest
 import torch
 
 import hfta_func as hfta
+from cases import FUNCTIONS
 from hfta_func import schedules
-
-TORCH = {
-    **{"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "nadam": torch.optim.NAdam},
-    **{"radam": torch.optim.RAdam, "adamax": torch.optim.Adamax, "adadelta": torch.optim.Adadelta},
-    **{"adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop},
-}
-# PyTorch has no such optimizers, or only its later releases do; the numbers are those of the papers' authors.
-PUBLISHED = {
-    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
-    "lamb": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01},
-    "muon": {
-        **{"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "eps": 1e-7, "ns_steps": 5},
-        **{"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_dtype": torch.bfloat16, "adjust_lr_fn": "original"},
-    },
-}
 
 
 def _defaults(func: Any) -> dict[str, Any]:
@@ -33,9 +19,9 @@ def _defaults(func: Any) -> dict[str, Any]:
     return {one.name: one.default for one in parameters if one.default is not one.empty}
 
 
-@pytest.mark.parametrize("name", [*TORCH, *PUBLISHED])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_defaults_are_those_of_torch_or_of_the_paper(name: str) -> None:
-    mine, theirs = _defaults(getattr(hfta, name)), PUBLISHED.get(name) or _defaults(TORCH[name])
+    mine, theirs = _defaults(getattr(hfta, name)), _defaults(FUNCTIONS[name].theirs)
     assert mine.pop("maximize") is False
     assert mine == {knob: theirs[knob] for knob in mine}
 

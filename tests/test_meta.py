@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from cases import FUNCTIONS
 
 LR = [0.01, 0.02]
 OPTIMIZERS = {
-    **{
-        name: getattr(hfta, name)(lr=LR)
-        for name in ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta", "lamb")
-    },
+    # Lion's updates are signs of averages, which jump, so that differences are no gradients; Muon takes matrices only.
+    **{name: case.ours(lr=LR) for name, case in FUNCTIONS.items() if name not in ("lion", "muon")},
     "sgd, everything": hfta.sgd(lr=LR, momentum=[0.9, 0.8], nesterov=True, weight_decay=[0.1, 0.2]),
     "adam, amsgrad": hfta.adam(lr=LR, amsgrad=True, weight_decay=[0.1, 0.2]),
     "rmsprop, everything": hfta.rmsprop(lr=LR, centered=True, momentum=[0.9, 0.8]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import namedtuple
 from typing import Any
 
 import optree
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, SHAPES, OptimizerCase, ours, theirs
-from hfta_func.optim import _base, _leafwise
+from hfta_func.optim import _leafwise
+from hfta_func.optim.extend import FIELDS, Knobs, Range, leafwise, restrict
 
 M, STEPS = 3, 100
 CASES = [pytest.param(case, id=case.name) for case in OPTIMIZERS + MATRIX_OPTIMIZERS]
@@ -43,16 +45,49 @@ def test_every_optimizer_has_a_row() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_every_number_is_checked(case: OptimizerCase) -> None:
     for knob, values in case.knobs.items():
-        bad = [(0.5, float("nan"))] if isinstance(values[0], tuple) else [float("nan")]
-        names = "beta[12]" if knob == "betas" else knob
+        bad = [(*values[1][:-1], float("nan"))] if isinstance(values[0], tuple) else [float("nan")]
+        names = r"beta\d" if knob == "betas" else knob
         with pytest.raises(hfta.HyperparameterError, match=rf"model 1: {names} is nan"):
             ours(case._replace(knobs={**case.knobs, knob: [values[0], *bad, values[2]]}))
 
 
-def test_a_name_has_one_range() -> None:
-    with pytest.raises(ValueError, match="rho is already DECAY, not POSITIVE; choose another name"):
-        _base.restrict(rho=_base.Range.POSITIVE)
-    _base.restrict(rho=_base.Range.DECAY)
+def test_ranges_belong_to_the_optimizer() -> None:
+    first, second = (namedtuple(name, [*FIELDS, "average"]) for name in ("First", "Second"))
+    restrict(first, alpha=Range.POSITIVE, lr=Range.DECAY)
+    states = []
+    for owner in (first, second):
+        knobs = Knobs(owner, lr=0.5, alpha=1.0)
+        states.append(leafwise(owner, knobs, lambda grad, param, k, average: grad).init({"w": torch.ones(M, 2)}))
+    message = "alpha is -1.0; it must be positive"
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        Knobs(first, alpha=-1.0)
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        hfta.with_hyperparams(states[0], alpha=-1.0)
+    with pytest.raises(hfta.HyperparameterError, match=r"lr is 2\.0; it must be at least 0 and below 1"):
+        hfta.with_hyperparams(states[0], lr=2.0)
+    found = hfta.with_hyperparams(states[1], alpha=-1.0, lr=2.0).hyperparams
+    assert found["alpha"].tolist() == [-1.0] * M and found["lr"].tolist() == [2.0] * M
+
+
+@pytest.mark.parametrize(
+    ("rule", "found"),
+    [
+        (lambda grad, param, k, average: torch.tanh(grad), "'tanh' with 1 arguments and no options"),
+        (lambda grad, param, k, average: torch.add(grad, average, alpha=2), "'add' with 2 arguments and .'alpha'."),
+        (
+            lambda grad, param, k, average: torch.addcmul(grad, grad, average),
+            "'addcmul' with 3 arguments and no options",
+        ),
+    ],
+)
+def test_a_rule_without_a_form_in_c_is_named(rule: Any, found: str) -> None:
+    owner = namedtuple("Owner", [*FIELDS, "average"])
+    params = {"w": torch.ones(M, 2)}
+    own = leafwise(owner, Knobs(owner, lr=0.5), rule)
+    with pytest.raises(TypeError, match=f"calls {found}, which has no form in C.*lerp.*or pass elementwise=False"):
+        own.update(params, own.init(params), params)
+    whole = leafwise(owner, Knobs(owner, lr=0.5), rule, elementwise=False)
+    assert whole.update(params, whole.init(params), params)[0]["w"].shape == (M, 2)
 
 
 def _gradients(steps: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[dict[str, Tensor]]:

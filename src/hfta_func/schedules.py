@@ -18,9 +18,9 @@ from hfta_func._types import PerModel, Schedule, recorded
 from hfta_func.optim._base import Knobs, Range, check_choice, restrict
 from hfta_func.optim._hyperparams import plateau as plateau
 
-restrict(step_size=Range.POSITIVE, T_max=Range.POSITIVE, T_0=Range.POSITIVE, T_mult=Range.AT_LEAST_ONE)
-restrict(total_iters=Range.POSITIVE, total_steps=Range.POSITIVE, steps=Range.POSITIVE, pct_start=Range.DECAY)
-restrict(div_factor=Range.POSITIVE, final_div_factor=Range.POSITIVE)
+restrict(Schedule, step_size=Range.POSITIVE, T_max=Range.POSITIVE, T_0=Range.POSITIVE, T_mult=Range.AT_LEAST_ONE)
+restrict(Schedule, total_iters=Range.POSITIVE, total_steps=Range.POSITIVE, steps=Range.POSITIVE)
+restrict(Schedule, pct_start=Range.DECAY, div_factor=Range.POSITIVE, final_div_factor=Range.POSITIVE)
 
 
 def values(schedule: Schedule, counts: Sequence[int]) -> Tensor:
@@ -34,7 +34,7 @@ def values(schedule: Schedule, counts: Sequence[int]) -> Tensor:
         >>> values(linear([1.0, 2.0], total_iters=4, start_factor=0.5), [0, 2])
         tensor([0.5000, 1.5000], dtype=torch.float64)
     """
-    knobs = Knobs(value=schedule)
+    knobs = Knobs(Schedule, value=schedule)
     return knobs.at(knobs.init({"": torch.empty(len(counts), 0)}), torch.tensor(counts))["value"]
 
 

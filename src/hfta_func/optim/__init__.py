@@ -8,6 +8,7 @@ from hfta_func.optim._adagrad import adagrad as adagrad
 from hfta_func.optim._adam import adam as adam
 from hfta_func.optim._adam import adamw as adamw
 from hfta_func.optim._adamax import adamax as adamax
+from hfta_func.optim._ademamix import ademamix as ademamix
 from hfta_func.optim._base import GradientTransformation as GradientTransformation
 from hfta_func.optim._base import apply_updates as apply_updates
 from hfta_func.optim._base import update_ as update_

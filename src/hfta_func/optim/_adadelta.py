@@ -11,10 +11,9 @@ from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_square, leafwise
 
-restrict(rho=Range.DECAY)
-
 AdadeltaState = namedtuple("AdadeltaState", [*FIELDS, "square_avg", "acc_delta"])
 """Averages of the squared gradients and of the squared updates."""
+restrict(AdadeltaState, rho=Range.DECAY)
 
 
 @recorded
@@ -46,7 +45,7 @@ def adadelta(
     References:
         Zeiler, "Adadelta: an adaptive learning rate method", arXiv:1212.5701, 2012.
     """
-    knobs = Knobs(lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
+    knobs = Knobs(AdadeltaState, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, deltas: Tensor) -> Tensor:
         decay_square(square, k["rho"], grad, k["1-rho"])

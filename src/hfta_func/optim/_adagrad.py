@@ -13,10 +13,9 @@ from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, check, per_member, restrict
 from hfta_func.optim._leafwise import FIELDS, leafwise
 
-restrict(lr_decay=Range.NONNEGATIVE, initial_accumulator_value=Range.NONNEGATIVE)
-
 AdagradState = namedtuple("AdagradState", [*FIELDS, "sum"])
 """Sums of the squared gradients."""
+restrict(AdagradState, lr_decay=Range.NONNEGATIVE)
 
 
 @recorded
@@ -49,11 +48,12 @@ def adagrad(
     References:
         Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and stochastic optimization", JMLR 2011.
     """
-    knobs = Knobs(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
-    check("initial_accumulator_value", initial_accumulator_value)
+    knobs = Knobs(AdagradState, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
+    check("initial_accumulator_value", initial_accumulator_value, Range.NONNEGATIVE)
 
     def start(path: str, param: Tensor) -> Tensor:
-        values = per_member("initial_accumulator_value", initial_accumulator_value, param.shape[0], param.device)
+        name, allowed = "initial_accumulator_value", Range.NONNEGATIVE
+        values = per_member(name, initial_accumulator_value, param.shape[0], param.device, allowed)
         values = torch.complex(values, values) if param.is_complex() else values
         return torch.zeros_like(param) + per_model(values, param)
 

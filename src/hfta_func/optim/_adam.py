@@ -49,7 +49,7 @@ def adam(
         Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015.
         Reddi et al., "On the convergence of Adam and beyond", ICLR 2018 (``amsgrad``).
     """
-    knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    knobs = Knobs(AdamState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         # The bias correction of the root moves into numbers per member, outside the leaves.

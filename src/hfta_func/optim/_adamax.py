@@ -44,7 +44,7 @@ def adamax(
     References:
         Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015, section 7.1.
     """
-    knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    knobs = Knobs(AdamaxState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["step"] = -at["lr"] / (1 - at["beta1"] ** count)

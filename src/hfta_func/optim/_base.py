@@ -127,42 +127,63 @@ class Range(enum.Enum):
     RATE = 0.0, 1.0 + math.ulp(1.0), "at least 0 and at most 1"
 
 
-_RANGES: dict[str, Range] = {}
+_COMMON: dict[str, Range] = {
+    **dict.fromkeys(("lr", "eps", "weight_decay", "momentum"), Range.NONNEGATIVE),
+    **dict.fromkeys(("beta1", "beta2"), Range.DECAY),
+}
+"""Ranges of the names that most optimizers have, where an optimizer declares no other."""
+
+_RANGES: dict[type, dict[str, Range]] = {}
 
 
-def restrict(**ranges: Range) -> None:
-    """Limit hyperparameters by name, wherever a name occurs; other names may be any finite number."""
-    for name, allowed in ranges.items():
-        if _RANGES.setdefault(name, allowed) is not allowed:
-            raise ValueError(f"{name} is already {_RANGES[name].name}, not {allowed.name}; choose another name")
+def restrict(owner: type, **ranges: Range) -> None:
+    """Declare the ranges of an optimizer's own hyperparameters; those that are not declared may be any finite number.
+
+    Args:
+        owner: The class of the optimizer's state, by which :func:`with_hyperparams` finds the ranges again; for the knobs of
+            schedules, :class:`~hfta_func.Schedule`.
+        ranges: By name.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> from hfta_func.optim.extend import FIELDS, Knobs, Range, restrict
+        >>> SlowState = namedtuple("SlowState", [*FIELDS, "average"])
+        >>> restrict(SlowState, alpha=Range.DECAY)
+        >>> Knobs(SlowState, lr=0.1, alpha=2.0)
+        Traceback (most recent call last):
+        hfta_func._types.HyperparameterError: alpha is 2.0; it must be at least 0 and below 1
+    """
+    _RANGES.setdefault(owner, {}).update(ranges)
 
 
-# What several optimizers have in common; the others stand in the file of their optimizer.
-restrict(lr=Range.NONNEGATIVE, eps=Range.NONNEGATIVE, weight_decay=Range.NONNEGATIVE, momentum=Range.NONNEGATIVE)
-restrict(beta1=Range.DECAY, beta2=Range.DECAY)
+def range_of(owner: type, name: str) -> Range:
+    """The range of a hyperparameter of an optimizer whose state is of the class ``owner``."""
+    return _RANGES.get(owner, {}).get(name) or _COMMON.get(name, Range.FINITE)
 
 
 class Knobs:
     """The hyperparameters of one transformation: given once, kept in its state, read at each update.
 
     Args:
+        owner: The class of the state, for which :func:`restrict` has declared ranges.
         specs: For each a number, one number per member, or a schedule.
 
     Raises:
-        HyperparameterError: if a number is NaN or out of the range of its name.
+        HyperparameterError: if a number is NaN or out of its range.
     """
 
-    def __init__(self, **specs: PerModel):
+    def __init__(self, owner: type, /, **specs: PerModel):
+        self.owner = owner
         self.specs = specs
         for name, spec in specs.items():
-            check(name, spec)
+            check(name, spec, range_of(owner, name))
 
     def __contains__(self, name: str) -> bool:
         return name in self.specs
 
     def without(self, *names: str) -> Knobs:
         """The same without ``names``."""
-        return Knobs(**{name: spec for name, spec in self.specs.items() if name not in names})
+        return Knobs(self.owner, **{name: spec for name, spec in self.specs.items() if name not in names})
 
     def without_zeros(self, *names: str) -> Knobs:
         """The same without those of ``names`` that are the plain number 0, so that their terms are not computed."""
@@ -189,7 +210,7 @@ class Knobs:
 
     def decays(self) -> list[str]:
         """The names of the decay rates."""
-        return [name for name in self.specs if _RANGES.get(name) is Range.DECAY]
+        return [name for name in self.specs if range_of(self.owner, name) is Range.DECAY]
 
 
 def zero_count(params: Params) -> Tensor:
@@ -197,7 +218,7 @@ def zero_count(params: Params) -> Tensor:
     return torch.zeros(num_models(params), dtype=torch.int64, device=next(iter(params.values())).device)
 
 
-def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: Range | None = None) -> Tensor:
+def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: Range) -> Tensor:
     """A plain hyperparameter as ``float64[M]``; raises if it is a schedule, out of range or has another length than M."""
     if isinstance(spec, Schedule):
         raise HyperparameterError(
@@ -207,16 +228,18 @@ def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: 
     return vector(name, spec, count, device)
 
 
-def labels(name: str, knobs: Iterable[str]) -> dict[str, str]:
-    """What the knobs of the schedule of hyperparameter ``name`` are checked as; the first is its initial value."""
-    return {knob: knob if position else name for position, knob in enumerate(knobs)}
+def labels(name: str, knobs: Iterable[str], allowed: Range) -> dict[str, tuple[str, Range]]:
+    """The name and range that each knob of a schedule is checked by; the first knob is the hyperparameter's initial value."""
+    return {
+        knob: (knob, range_of(Schedule, knob)) if position else (name, allowed) for position, knob in enumerate(knobs)
+    }
 
 
-def check(name: str, spec: Any, allowed: Range | None = None) -> None:
-    """Raise unless every number is in the range, by default that of its name. The length is checked where M is known."""
+def check(name: str, spec: Any, allowed: Range) -> None:
+    """Raise unless every number is in the range. The length is checked where M is known."""
     if isinstance(spec, Schedule):
-        for knob, label in labels(name, spec.knobs).items():
-            check(label, spec.knobs[knob])
+        for knob, (label, its_range) in labels(name, spec.knobs, allowed).items():
+            check(label, spec.knobs[knob], its_range)
         return
     try:
         values = torch.as_tensor(spec, dtype=torch.float64)
@@ -226,7 +249,7 @@ def check(name: str, spec: Any, allowed: Range | None = None) -> None:
         raise HyperparameterError(f"{name} has shape {list(values.shape)}; give one number, or one per model")
     if isinstance(spec, Tensor) and torch.compiler.is_compiling():
         return  # a graph cannot read its values
-    low, high, words = (allowed or _RANGES.get(name, Range.FINITE)).value
+    low, high, words = allowed.value
     for member, value in enumerate(_numbers(values) if isinstance(spec, Tensor) else values.reshape(-1).tolist()):
         if not (math.isfinite(value) and low <= value < high):
             where = f"model {member}: " if values.dim() else ""
@@ -250,9 +273,8 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 def vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
     """One number per member, ``float64[count]``; of a schedule, its knobs by name."""
     if isinstance(spec, Schedule):
-        return {
-            knob: vector(label, spec.knobs[knob], count, device) for knob, label in labels(name, spec.knobs).items()
-        }
+        named = labels(name, spec.knobs, Range.FINITE)
+        return {knob: vector(label, spec.knobs[knob], count, device) for knob, (label, _) in named.items()}
     if device.type == "meta":
         # Only the structure of the state is wanted, whatever M is.
         return torch.empty(count, dtype=torch.float64, device=device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import HPARAMS, HYPERPARAMS, HyperparameterError, Shared
-from hfta_func.optim._base import Range, check, check_choice, labels, per_member, vector
+from hfta_func.optim._base import Range, check, check_choice, labels, per_member, range_of, vector
 from hfta_func.optim._transforms import PartitionState
 
 S = TypeVar("S")
@@ -166,7 +166,9 @@ def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
             known.update(value, (f"{field}.{name}" for name in value))
         elif field in HYPERPARAMS:
             known.update(value)
-            fields[field] = value | {name: _renew(name, value[name], new[name]) for name in value if name in new}
+            fields[field] = value | {
+                name: _renew(name, value[name], new[name], range_of(type(node), name)) for name in value if name in new
+            }
         else:
             fields[field] = _replace(value, new, known)
     return type(node)(**fields)
@@ -181,7 +183,7 @@ def _replace_group(group: str, node: Any, new: Mapping[str, Any], known: set[str
     return changed
 
 
-def _renew(name: str, held: Any, value: Any, allowed: Range | None = None) -> Any:
+def _renew(name: str, held: Any, value: Any, allowed: Range) -> Any:
     if isinstance(held, Tensor):
         value = value(held) if callable(value) else value
         return per_member(name, value, held.shape[0], held.device, allowed).to(held.dtype)
@@ -190,6 +192,6 @@ def _renew(name: str, held: Any, value: Any, allowed: Range | None = None) -> An
     if unknown:
         raise HyperparameterError(f"unknown knob '{unknown[0]}' of the schedule of {name}; it has {', '.join(held)}")
     return {
-        knob: _renew(label, held[knob], changes[knob]) if knob in changes else held[knob]
-        for knob, label in labels(name, held).items()
+        knob: _renew(label, held[knob], changes[knob], its_range) if knob in changes else held[knob]
+        for knob, (label, its_range) in labels(name, held, allowed).items()
     }

@@ -9,6 +9,7 @@ import base64
 import functools
 import itertools
 import operator
+import string
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -138,7 +139,7 @@ class Kernel:
             target: Any = node.target
             name: str = target if isinstance(target, str) else _SAME.get(target) or target.__name__
             terms = [held[x] if isinstance(x, fx.Node) else f"(T){x!r}" for x in node.args]
-            value = _FORMS[name.strip("_")].format(*terms, **{key: f"(T){x!r}" for key, x in node.kwargs.items()})
+            value = _in_c(name.strip("_"), terms, {key: f"(T){x!r}" for key, x in node.kwargs.items()})
             in_place = isinstance(target, str) and name.endswith("_")
             held[node] = terms[0] if in_place else f"at_{node.name}"
             lines.append(f"{'' if in_place else 'T '}{held[node]} = {value};")
@@ -160,6 +161,19 @@ class Kernel:
         )
         arguments = "char **columns, const double *numbers, const char *keep"
         return _native.shared_out(head, arguments, _ROW.format(width=len(columns)))
+
+
+def _in_c(name: str, terms: Sequence[str], options: Mapping[str, str]) -> str:
+    """One operator in C; raises if it has no form in C, or none with these arguments."""
+    form = _FORMS.get(name, "")
+    fields = [field for _, field, _, _ in string.Formatter().parse(form) if field]
+    if {*map(str, range(len(terms))), *options} != {*fields}:
+        raise TypeError(
+            f"the rule of an optimizer calls '{name}' with {len(terms)} arguments and {sorted(options) or 'no options'}, "
+            f"which has no form in C; the operators that have one are {', '.join(_FORMS)} (addcmul with value=); write the "
+            f"rule with these, or pass elementwise=False to leafwise"
+        )
+    return form.format(*terms, **options)
 
 
 _NUMBERS = itertools.count()

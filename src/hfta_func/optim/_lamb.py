@@ -46,7 +46,7 @@ def lamb(
     References:
         You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020, algorithm 2.
     """
-    knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    knobs = Knobs(LambState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["left1"], at["left2"] = 1 - at["beta1"] ** count, 1 - at["beta2"] ** count

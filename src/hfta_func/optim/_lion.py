@@ -43,7 +43,7 @@ def lion(
     References:
         Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2.
     """
-    knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
+    knobs = Knobs(LionState, lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor) -> Tensor:
         direction = torch.lerp(mean, grad, k["1-beta1"]).sign_()

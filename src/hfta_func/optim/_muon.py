@@ -64,7 +64,7 @@ def muon(
         Liu et al., "Muon is scalable for LLM training", arXiv:2502.16982, 2025 (``match_rms_adamw``).
     """
     check_choice("adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
-    knobs = Knobs(lr=lr, weight_decay=weight_decay, momentum=momentum).without_zeros("weight_decay")
+    knobs = Knobs(MuonState, lr=lr, weight_decay=weight_decay, momentum=momentum).without_zeros("weight_decay")
 
     def start(path: str, param: Tensor) -> Tensor:
         if param.dim() != 3 or param.is_complex():

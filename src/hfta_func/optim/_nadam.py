@@ -11,10 +11,9 @@ from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
-restrict(momentum_decay=Range.NONNEGATIVE)
-
 NAdamState = namedtuple("NAdamState", [*FIELDS, "mu_product", "exp_avg", "exp_avg_sq"])
 """Products of momenta ``[M]``, and averages of the gradients and of their squares."""
+restrict(NAdamState, momentum_decay=Range.NONNEGATIVE)
 
 
 @recorded
@@ -52,7 +51,13 @@ def nadam(
         Dozat, "Incorporating Nesterov momentum into Adam", ICLR workshop 2016.
     """
     knobs = Knobs(
-        lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay
+        NAdamState,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        momentum_decay=momentum_decay,
     )
 
     def prepare(at: dict[str, Tensor], count: Tensor, product: Tensor) -> tuple[Tensor]:

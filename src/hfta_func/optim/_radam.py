@@ -48,7 +48,7 @@ def radam(
     References:
         Liu et al., "On the variance of the adaptive learning rate and beyond", ICLR 2020.
     """
-    knobs = Knobs(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    knobs = Knobs(RAdamState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         left = 1 - at["beta2"] ** count

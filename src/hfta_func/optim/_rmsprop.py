@@ -12,10 +12,9 @@ from hfta_func._types import PerModel, recorded
 from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
-restrict(alpha=Range.DECAY)
-
 RMSpropState = namedtuple("RMSpropState", [*FIELDS, "square_avg", "grad_avg", "momentum"])
 """Averages of the squared gradients and, with ``centered``, of the gradients; momentum buffers if there is momentum."""
+restrict(RMSpropState, alpha=Range.DECAY)
 
 
 @recorded
@@ -52,7 +51,7 @@ def rmsprop(
         Tieleman and Hinton, "Lecture 6.5: RMSProp", Coursera, 2012.
         Graves, "Generating sequences with recurrent neural networks", arXiv:1308.0850, 2013 (``centered``).
     """
-    knobs = Knobs(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+    knobs = Knobs(RMSpropState, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
     knobs = knobs.without_zeros("weight_decay", "momentum")
     unused = (() if centered else ("grad_avg",)) + (() if "momentum" in knobs else ("momentum",))
 

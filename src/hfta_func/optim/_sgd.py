@@ -48,7 +48,7 @@ def sgd(
     References:
         Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
     """
-    knobs = Knobs(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+    knobs = Knobs(SGDState, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     knobs = knobs.without_zeros("momentum", "dampening", "weight_decay")
     if "momentum" not in knobs:
         knobs = knobs.without("dampening")

@@ -23,8 +23,6 @@ from hfta_func.optim._base import (
     zero_count,
 )
 
-restrict(max_norm=Range.POSITIVE, clip_value=Range.POSITIVE, every=Range.AT_LEAST_ONE, decay=Range.DECAY)
-
 
 @recorded
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
@@ -69,6 +67,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
 KnobState = namedtuple("KnobState", ["step", "hyperparams"])
 """Numbers of updates, and hyperparameters."""
+restrict(KnobState, max_norm=Range.POSITIVE, clip_value=Range.POSITIVE)
 
 
 @recorded
@@ -145,7 +144,7 @@ def add_decayed_weights(weight_decay: PerModel) -> GradientTransformation:
 
 def _with_knob(rule: Callable[[Params, Params, Tensor], Params], **spec: PerModel) -> GradientTransformation:
     """A transformation from ``rule(grads, params, value)`` with one hyperparameter ``float64[M]``."""
-    knobs = Knobs(**spec)
+    knobs = Knobs(KnobState, **spec)
 
     def init(params: Params) -> KnobState:
         return KnobState(zero_count(params), knobs.init(params))
@@ -159,6 +158,7 @@ def _with_knob(rule: Callable[[Params, Params, Tensor], Params], **spec: PerMode
 
 AccumulateState = namedtuple("AccumulateState", ["seen", "hyperparams", "grads", "inner"])
 """Numbers of gradients since the last update, ``every``, the mean of these gradients, and the optimizer's state."""
+restrict(AccumulateState, every=Range.AT_LEAST_ONE)
 
 
 @recorded
@@ -183,7 +183,7 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
         tensor([-3., -2.])
     """
     check_transformation("accumulate's optimizer", optimizer)
-    knobs = Knobs(every=every)
+    knobs = Knobs(AccumulateState, every=every)
 
     def init(params: Params) -> AccumulateState:
         return AccumulateState(zero_count(params), knobs.init(params), _zeros(params), optimizer.init(params))
@@ -206,6 +206,7 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
 
 EmaState = namedtuple("EmaState", ["step", "hyperparams", "average"])
 """Numbers of updates, ``decay``, and the averages of the parameters."""
+restrict(EmaState, decay=Range.DECAY)
 
 
 @recorded
@@ -231,7 +232,7 @@ def ema(decay: PerModel = 0.999) -> GradientTransformation:
     References:
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", SIAM J. Control Optim. 30(4), 1992.
     """
-    knobs = Knobs(decay=decay)
+    knobs = Knobs(EmaState, decay=decay)
 
     def init(params: Params) -> EmaState:
         return EmaState(zero_count(params), knobs.init(params), {path: param.clone() for path, param in params.items()})

@@ -17,24 +17,24 @@ from hfta_func.calls import validation
 from hfta_func.rules import _aliasing, _check, _choice
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
-from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, RULES, Call, Rule, fingerprint
+from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule, fingerprint
 
 _RULES, _LAYOUT = "hfta_func.rules", "hfta_func.layout"
 """What tells compiled graphs on disk apart."""
 
 _lock = threading.RLock()
-_library: torch.library.Library | None = None
-_others: dict[str, torch.library.Library] = {}
-"""What operators without a rule are registered with, by namespace."""
+_libraries: dict[str, torch.library.Library] = {}
+"""What rules, and the loop of operators without one, are registered with, by namespace."""
+_installed = False
 _unruled: set[str] = set()
-"""Their names."""
+"""The names of operators without a rule."""
 _seen: tuple[int, ...] = ()
 """What of PyTorch's libraries had been loaded when operators were last looked for."""
 
 
 def is_installed() -> bool:
     """Whether the rules are installed."""
-    return _library is not None
+    return _installed
 
 
 # In a compiled function, install and uninstall run between graphs, like any code that changes the dispatcher; graphs keep the
@@ -45,52 +45,72 @@ _between_graphs = _torch.untraced("rules cannot change inside a graph")
 @_between_graphs
 def install() -> None:
     """Install the rules for every ``vmap`` of this process. First use does so by itself; repeated calls do nothing."""
-    global _library
-    if _library is not None:
+    global _installed
+    if _installed:
         if _seen != _torch.num_libraries():
             _loop_the_rest()
         return
     with _lock:
-        if _library is not None:
+        if _installed:
             return
         # PyTorch registers its decompositions at the first vmap, where they would replace rules installed before.
         _torch.load_decompositions()
-        library = _registered()
-        _loop_the_rest()
-        if _torch.is_untested():
-
-            def register_again() -> None:
-                nonlocal library
-                _torch.destroy(library)
-                library = _registered()
-
-            try:
+        try:
+            _register()
+            _loop_the_rest()
+            if _torch.is_untested():
                 with no_fallback():
-                    _check.settle(register_again)
-            except BaseException:
-                _withdraw(library)
-                raise
-            # Operators without a rule that the check has called are still to be warned of.
-            _loop.cache_clear()
+                    _check.settle(_register)
+                # Operators without a rule that the check has called are still to be warned of.
+                _loop.cache_clear()
+        except BaseException:
+            _withdraw()
+            raise
         validation.install()
-        _library = library
+        _installed = True
 
 
-def _registered() -> torch.library.Library:
-    """The rules, registered."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            # The dispatcher warns that a kernel is replaced, which is intended.
-            warnings.simplefilter("ignore")
-            for op, entry in RULES.items():
-                library.impl(op, _kernel(op, *entry), entry.key, with_keyset=True, allow_override=True)
-            for op in DECOMPOSED:
-                library.impl(op, _torch.operator(op).decompose, BATCHED, allow_override=True)
-    except BaseException:
+def _register() -> None:
+    """Have every rule of the table, as it stands, replace what stands for its operator."""
+    for op, entry in RULES.items():
+        _replace(op, _kernel(op, *entry), entry.key, with_keyset=True)
+    for op in DECOMPOSED:
+        _replace(op, _torch.operator(op).decompose, BATCHED)
+
+
+def put(op: str) -> None:
+    """Have a rule that was added after the others replace what stands for its operator, if rules are installed."""
+    with _lock:
+        if _installed:
+            _unruled.discard(op if "::" in op else f"aten::{op}")
+            _replace(op, _kernel(op, *RULES[op]), BATCHED, with_keyset=True)
+
+
+def _replace(op: str, kernel: Callable[..., Any], key: str, with_keyset: bool = False) -> None:
+    with warnings.catch_warnings():
+        # The dispatcher warns that a kernel is replaced, which is intended.
+        warnings.simplefilter("ignore")
+        library, name = _library_of(op)
+        library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
+
+
+def _library_of(op: str) -> tuple[torch.library.Library, str]:
+    """The library of an operator's namespace, and its name there."""
+    namespace, _, name = op.rpartition("::")
+    namespace = namespace or "aten"
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+    return _libraries[namespace], name
+
+
+def _withdraw() -> None:
+    """Take back whatever has been registered."""
+    for library in _libraries.values():
         _torch.destroy(library)
-        raise
-    return library
+    _libraries.clear()
+    _unruled.clear()
+    _loop.cache_clear()
+    _hand_back()
 
 
 def _loop_the_rest() -> None:
@@ -100,10 +120,7 @@ def _loop_the_rest() -> None:
         _seen = _torch.num_libraries()
         for name in _torch.operators_without(BATCHED):
             _unruled.add(name)
-            namespace, _, op = name.partition("::")
-            if namespace not in _others:
-                _others[namespace] = torch.library.Library(namespace, "IMPL")
-            _torch.implement(_others[namespace], op, BATCHED, functools.partial(_looped, name))
+            _torch.implement(*_library_of(name), BATCHED, functools.partial(_looped, name))
 
 
 def _looped(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +138,7 @@ def _loop(name: str) -> Callable[..., Any]:
         raise RuntimeError(refusal)
     enter(op, "rest", "no batching rule: one member after another", "loop")
     warnings.warn(
-        f"{name} has no batching rule and runs one member after another; register a rule with torch.library.register_vmap, "
+        f"{name} has no batching rule and runs one member after another; register a rule with hfta_func.rules.register, "
         f"or silence this with warnings.filterwarnings('ignore', category=hfta_func.LoopWarning)",
         LoopWarning,
         stacklevel=4,
@@ -148,7 +165,7 @@ def install_for_compiler(overrides: str) -> bool:
         overrides: :data:`_choice.state`, passed so that the compiler guards on it and recompiles when it changes.
     """
     install()
-    _torch.mark_graphs(_RULES, fingerprint() + overrides)
+    _torch.mark_graphs(_RULES, fingerprint() + "".join(OUTSIDE.values()) + overrides)
     _set_up_until_compiled()
     return True
 
@@ -218,22 +235,13 @@ def _set_up_until_compiled() -> None:
 @_between_graphs
 def uninstall() -> None:
     """Restore PyTorch's own batching rules."""
-    global _library
+    global _installed
     with _lock:
-        if _library is not None:
+        if _installed:
+            _withdraw()
             validation.uninstall()
-            _withdraw(_library)
-            _library = None
+            _installed = False
         _torch.mark_graphs(_RULES, None)
-
-
-def _withdraw(library: torch.library.Library) -> None:
-    for one in (library, *_others.values()):
-        _torch.destroy(one)
-    _others.clear()
-    _unruled.clear()
-    _loop.cache_clear()
-    _hand_back()
 
 
 def _hand_back() -> None:

@@ -27,12 +27,19 @@ FRONT = "FuncTorchDynamicLayerFrontMode"
 
 
 class Call(NamedTuple):
-    """What a rule gets about a call besides its arguments."""
+    """What a batching rule gets about a call besides its arguments.
+
+    Args:
+        num_models: The number of members M.
+        dims: The model axis of each positional argument, None if members share it; of a list of tensors, a tuple of these.
+        named_dims: The same of the keyword arguments, by name.
+        lowering: What the table of lowerings chose, unless the rule chooses itself.
+    """
 
     num_models: int
-    dims: Dims  # of the positional arguments
-    named_dims: dict[str, int | None]  # of the keyword arguments
-    lowering: str  # what the table chose, unless the rule chooses itself
+    dims: Dims
+    named_dims: dict[str, int | None]
+    lowering: str
 
     def first_dims(self, count: int) -> Dims:
         """The first ``count`` of ``dims``; PyTorch leaves out trailing arguments that have their default value."""
@@ -55,6 +62,9 @@ class Entry(NamedTuple):
 
 RULES: dict[str, Entry] = {}
 """Rules by operator name, ``"convolution"`` or ``"name.overload"``."""
+
+OUTSIDE: dict[str, str] = {}
+"""A digest of the code of each rule that stands outside of this package, by operator."""
 
 DECOMPOSED: list[str] = []
 """Operators that are decomposed into others."""

@@ -242,7 +242,7 @@ def _advice(error: RuntimeError) -> Exception | None:
     if operator and operator not in ("aten::equal", "torch.allclose"):
         return TraceError(
             f"{where} calls {operator}, for which there is no batching rule; write it with operators that have one, "
-            f"register one with torch.library.register_vmap, or make the step with chunk_size=1, which needs none"
+            f"register one with hfta_func.rules.register, or make the step with chunk_size=1, which needs none"
         )
     if "dynamic shape" in text or "differently shaped" in text:
         called = re.search(r"(aten::|torch\.)\w+", text)

@@ -12,14 +12,13 @@ from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import Knobs, Range, restrict
 
-restrict(init_scale=Range.POSITIVE, growth_factor=Range.AT_LEAST_ONE)
-restrict(backoff_factor=Range.FACTOR, growth_interval=Range.AT_LEAST_ONE)
-
 # Keeps the noise of rounding apart from that of the model.
 _ROUNDING = -(2**61) - 2
 
 LossScaleState = namedtuple("LossScaleState", ["scale", "growth_tracker", "hyperparams"])
 """Each member's loss scale, updates since it last changed, and its hyperparameters."""
+restrict(LossScaleState, init_scale=Range.POSITIVE, growth_factor=Range.AT_LEAST_ONE)
+restrict(LossScaleState, backoff_factor=Range.FACTOR, growth_interval=Range.AT_LEAST_ONE)
 
 
 class LossScale:
@@ -52,8 +51,10 @@ class LossScale:
         backoff_factor: PerModel = 0.5,
         growth_interval: PerModel = 2000,
     ):
-        self._start = Knobs(init_scale=init_scale)
-        self._knobs = Knobs(growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval)
+        self._start = Knobs(LossScaleState, init_scale=init_scale)
+        self._knobs = Knobs(
+            LossScaleState, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval
+        )
 
     def init(self, count: int, device: torch.device) -> LossScaleState:
         """The state of ``count`` members."""

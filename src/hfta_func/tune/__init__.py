@@ -6,11 +6,14 @@ searches of your own. Needs Optuna: ``pip install 'hfta_func[tune]'``.
 
 from hfta_func.tune.callbacks import prometheus as prometheus
 from hfta_func.tune.callbacks import tensorboard as tensorboard
+from hfta_func.tune.cohorts import Cohort as Cohort
+from hfta_func.tune.cohorts import Copy as Copy
+from hfta_func.tune.cohorts import Scheduler as Scheduler
+from hfta_func.tune.cohorts import Verdict as Verdict
 from hfta_func.tune.member import Member as Member
 from hfta_func.tune.population import Population as Population
 from hfta_func.tune.run import population as population
 from hfta_func.tune.run import run as run
-from hfta_func.tune.schedulers import Scheduler as Scheduler
 from hfta_func.tune.schedulers import asynchronous_halving as asynchronous_halving
 from hfta_func.tune.schedulers import halving as halving
 from hfta_func.tune.schedulers import hyperband as hyperband

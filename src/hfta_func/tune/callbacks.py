@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hfta_func import WorkerError
+from hfta_func import History, WorkerError
 from hfta_func.run.pool import Pool
 from hfta_func.tune.study import Study, Trial
 from hfta_func.tune.tables import PathLike
 
 
-def tensorboard(folder: PathLike) -> Callable[[Study], None]:
+def tensorboard(folder: PathLike) -> Callable[..., None]:
     """Write a study to TensorBoard, a run per trial with its hyperparameters, as a callback for :func:`run`.
 
     Each metric is the mean over the trial's seeds after every epoch; with several seeds, ``loss/0``, ``loss/1``, ... are
@@ -38,7 +38,7 @@ def tensorboard(folder: PathLike) -> Callable[[Study], None]:
     records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
     shown: dict[int, tuple[int, str]] = {}
 
-    def record(study: Study) -> None:
+    def record(study: Study, history: History | None = None) -> None:
         for trial in study.trials:
             found = study.population.members
             epochs = min(found[member].epoch for member in trial.members)
@@ -57,7 +57,7 @@ def tensorboard(folder: PathLike) -> Callable[[Study], None]:
     return record
 
 
-def prometheus(name: str) -> Callable[[Study], None]:
+def prometheus(name: str) -> Callable[..., None]:
     """Export what a study does to Prometheus through Ray's metrics, as a callback for :func:`run`.
 
     The endpoints of Ray's nodes then have ``ray_hfta_func_trials`` by study and status, ``ray_hfta_func_epochs_total``, the
@@ -100,7 +100,7 @@ def prometheus(name: str) -> Callable[[Study], None]:
             meters[label].inc(total - shown.get(key, 0), {"study": name, **tags})
             shown[key] = total
 
-    def show(study: Study) -> None:
+    def show(study: Study, history: History | None = None) -> None:
         if not meters:
             begin()
         found = collections.Counter(trial.status for trial in study.trials)

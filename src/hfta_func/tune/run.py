@@ -13,12 +13,12 @@ import hfta_func as hfta
 from hfta_func.run.executors import Executor
 from hfta_func.run.fit import ctrl_c
 from hfta_func.tune.asking import Asking, Mirror
+from hfta_func.tune.cohorts import Scheduler
 from hfta_func.tune.keeping import Keeping
 from hfta_func.tune.population import Population
-from hfta_func.tune.schedulers import PopulationBased, Scheduler
 from hfta_func.tune.search import Search
 from hfta_func.tune.status import Status
-from hfta_func.tune.study import Direction, Rank, Study
+from hfta_func.tune.study import Direction, Rank, Study, notify
 from hfta_func.tune.training import Build
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def run(
     seed: int = 0,
     resume: Any = None,
     progress: bool = True,
-    callbacks: Sequence[Callable[[Study], None]] = (),
+    callbacks: Sequence[Callable[..., Any]] = (),
     workers: int | Literal["auto"] | None = None,
     executor: Executor | None = None,
 ) -> Study:
@@ -124,7 +124,8 @@ def run(
         seed: The first seed of members, and that of random search.
         resume: A folder that the study is kept in: the same call goes on where it was broken off, to the same bits.
         progress: Show a progress bar.
-        callbacks: Called with the study after every array that has trained.
+        callbacks: Called after every array that has trained with ``(study, history)``, as those of :func:`hfta_func.fit` are
+            with state and history: see :attr:`Study.history`. A function of one argument gets the study alone.
         workers: Number of processes that train an array each, with an equal share of the processors, or a GPU each;
             ``"auto"`` is one for each of those. ``build`` is sent to them, and makes its arrays there. A process that dies is
             replaced, and what it trained is repeated.
@@ -227,7 +228,7 @@ def run(
                 done = [trial for trial in study.trials if trial.status != "running"]
                 bar.update(len(done) - bar.n)
                 for callback in callbacks if has_trained else ():
-                    callback(study)
+                    notify(callback, study)
         except KeyboardInterrupt:
             # Between arrays; while one trains, Ctrl-C waits for the end of its step.
             study.population.interrupted = True
@@ -270,5 +271,5 @@ def _check(
     for label, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("seeds", seeds, 1)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{label} is {value!r}; pass an integer, at least {least}")
-    if isinstance(scheduler, PopulationBased) and seeds > 1:
-        raise ValueError("population-based training has one seed per member; leave seeds out")
+    if scheduler is not None and scheduler.copies and seeds > 1:
+        raise ValueError("a scheduler that copies trials has one seed per trial; leave seeds out")

@@ -1,9 +1,4 @@
-"""Which trials go on, and when that is decided.
-
-A scheduler divides the trials of a study into cohorts, gives each the epochs in which its trials are compared, its rungs, and
-decides from the values found there. It decides by values and order alone, never by the clock, so that a study gives the same
-result however often it was broken off, and, but for asynchronous halving, however its trials were packed into arrays.
-"""
+"""The schedulers of the package; with all but asynchronous halving, results do not depend on how trials share arrays."""
 
 from __future__ import annotations
 
@@ -11,47 +6,10 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-Verdict = Literal["go", "stop"]
-
-
-class Cohort(NamedTuple):
-    """Trials that are compared with each other.
-
-    Args:
-        trials: How many they are.
-        rungs: The epochs in which they are compared, ascending; the last one ends a trial.
-    """
-
-    trials: int
-    rungs: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Scheduler:
-    """One cohort whose trials all train to the end; the others are made by functions of their own name."""
-
-    waits = False
-    """Whether a cohort is asked for at once, because trials wait for each other."""
-
-    def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
-        """The cohorts of a study, in the order in which their trials are asked for."""
-        return [Cohort(trials, (epochs,))]
-
-    def verdicts(
-        self, values: Mapping[int, Sequence[float]], stopped: frozenset[int], cohort: Cohort
-    ) -> dict[int, Verdict]:
-        """What becomes of trials that stand at a rung; those that are left out wait there.
-
-        Args:
-            values: By trial of the cohort, in order, its value at each rung that it has reached; larger is better,
-                and what is not finite is minus infinity.
-            stopped: The trials that have been stopped before, or have failed.
-            cohort: The cohort.
-        """
-        return {trial: "go" for trial, found in values.items() if found and trial not in stopped}
+from hfta_func.tune.cohorts import Cohort, Copy, Scheduler, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +21,14 @@ class _Halving(Scheduler):
     def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
         return [Cohort(trials, _rungs(self.first, epochs, self.eta))]
 
-    def verdicts(
-        self, values: Mapping[int, Sequence[float]], stopped: frozenset[int], cohort: Cohort
-    ) -> dict[int, Verdict]:
-        alive = {trial: found for trial, found in values.items() if trial not in stopped}
+    def decide(self, cohort: Cohort) -> Mapping[int, Verdict]:
+        alive = cohort.alive
         rung = min((len(found) for found in alive.values()), default=0)
         # A cohort moves on together, once all of it has arrived.
-        if rung == 0 or len(values) < cohort.trials or rung == len(cohort.rungs):
+        if rung == 0 or len(cohort.values) < cohort.trials or rung == len(cohort.rungs):
             return {}
         # Of all that ever arrived, so that asking again gives the same answer.
-        here = {trial: found[rung - 1] for trial, found in values.items() if len(found) >= rung}
+        here = {trial: found[rung - 1] for trial, found in cohort.values.items() if len(found) >= rung}
         going = set(_best(here)[: max(1, int(len(here) / self.eta + 1e-9))])
         return {trial: "go" if trial in going else "stop" for trial, found in alive.items() if len(found) == rung}
 
@@ -123,14 +79,13 @@ class _Asynchronous(Scheduler):
     def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
         return [Cohort(trials, _rungs(self.first, epochs, self.eta))]
 
-    def verdicts(
-        self, values: Mapping[int, Sequence[float]], stopped: frozenset[int], cohort: Cohort
-    ) -> dict[int, Verdict]:
+    def decide(self, cohort: Cohort) -> Mapping[int, Verdict]:
         verdicts: dict[int, Verdict] = {}
+        values, ended = cohort.values, cohort.ended
         for rung in range(1, len(cohort.rungs)):
             here = {trial: found[rung - 1] for trial, found in values.items() if len(found) >= rung}
             best = _best(here)[: int(len(here) / self.eta + 1e-9)]
-            verdicts |= {trial: "go" for trial in best if len(values[trial]) == rung and trial not in stopped}
+            verdicts |= {trial: "go" for trial in best if len(values[trial]) == rung and trial not in ended}
         return verdicts
 
 
@@ -143,14 +98,13 @@ class _Median(Scheduler):
     def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
         return [Cohort(trials, tuple(dict.fromkeys([*range(self.every, epochs, self.every), epochs])))]
 
-    def verdicts(
-        self, values: Mapping[int, Sequence[float]], stopped: frozenset[int], cohort: Cohort
-    ) -> dict[int, Verdict]:
+    def decide(self, cohort: Cohort) -> Mapping[int, Verdict]:
         verdicts: dict[int, Verdict] = {}
+        values, ended = cohort.values, cohort.ended
         for trial, found in values.items():
             rung = len(found)
-            behind = [n for n, other in values.items() if n < trial and len(other) < rung and n not in stopped]
-            if not rung or trial in stopped or behind:
+            behind = [n for n, other in values.items() if n < trial and len(other) < rung and n not in ended]
+            if not rung or trial in ended or behind:
                 continue
             # Of those that were asked for before, so that nothing depends on who trained with whom.
             averages = [
@@ -172,20 +126,31 @@ class PopulationBased(Scheduler):
     factors: tuple[float, float]
     resample: float
     waits = True
+    copies = True
 
     def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
         """One cohort that never shrinks."""
         return [Cohort(trials, tuple(dict.fromkeys([*range(self.every, epochs, self.every), epochs])))]
 
-    def verdicts(
-        self, values: Mapping[int, Sequence[float]], stopped: frozenset[int], cohort: Cohort
-    ) -> dict[int, Verdict]:
-        """All go on, once all have arrived."""
-        alive = {trial: found for trial, found in values.items() if trial not in stopped}
+    def decide(self, cohort: Cohort) -> Mapping[int, Verdict]:
+        """Once all have arrived, the worst copy the best, with hyperparameters near theirs, and the others go on."""
+        alive = cohort.alive
         rung = min((len(found) for found in alive.values()), default=0)
-        if rung == 0 or len(values) < cohort.trials:
+        if rung == 0 or len(cohort.values) < cohort.trials or rung == len(cohort.rungs):
             return {}
-        return {trial: "go" for trial, found in alive.items() if len(found) == rung}
+        verdicts: dict[int, Verdict] = {}
+        names = [name for name in cohort.space if name not in cohort.nonfusible]
+        for group in cohort.groups(alive):
+            for loser, winner in self.pairs({trial: alive[trial][rung - 1] for trial in group}):
+                # From seed, round and trial alone, so that a study that is broken off draws the same again.
+                draws = random.Random(f"{cohort.seed} {rung} {loser}")
+                source = cohort.params[winner]
+                changes = {name: self.explored(cohort.space[name], source[name], draws) for name in names}
+                verdicts[loser] = Copy(winner, changes)
+        here: dict[int, Verdict] = {
+            trial: verdicts.get(trial, "go") for trial, found in alive.items() if len(found) == rung
+        }
+        return {trial: verdict for trial, verdict in (verdicts | here).items() if trial in here}
 
     def pairs(self, values: Mapping[int, float]) -> list[tuple[int, int]]:
         """Who copies whom: the worst the best, one each, and at least one of two or more."""

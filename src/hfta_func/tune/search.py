@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import hfta_func as hfta
-from hfta_func.tune.schedulers import Cohort, PopulationBased, Scheduler
+from hfta_func.tune.cohorts import Cohort, Copy, Scheduler, Verdict
 from hfta_func.tune.study import Study, Trial
 
 
@@ -27,7 +26,7 @@ class Search:
         self.study, self.scheduler, self.cohorts, self.seeds = study, scheduler, cohorts, seeds
         size = max_models if isinstance(max_models, int) else 16
         learns = study.asking.learns
-        self._verdicts: dict[int, str] = {}
+        self._verdicts: dict[int, Verdict] = {}
         executor = study.population.flights.executor
         room = sum(executor.limits) or executor.count * size
         self.batch = batch or (max(1, room // len(seeds)) if learns else sum(cohort.trials for cohort in cohorts))
@@ -78,14 +77,11 @@ class Search:
                 # Nobody is left whom they could be compared with.
                 self._end(waiting, "stopped")
                 continue
-            before = self._rung()
             self._judge()
-            if isinstance(self.scheduler, PopulationBased) and before < self._rung() < len(self.cohorts[0].rungs):
-                self._exploit(self.scheduler)
             yield True
 
     def _goes(self, trial: Trial) -> bool:
-        return not trial.values or self._verdicts.get(trial.number) == "go"
+        return not trial.values or self._verdicts.get(trial.number, "stop") != "stop"
 
     def _next_cohort(self) -> int | None:
         counts = [0] * len(self.cohorts)
@@ -126,12 +122,12 @@ class Search:
             raise
         for place, trial in enumerate(new):
             trial.members = numbers[place * len(self.seeds) : (place + 1) * len(self.seeds)]
-        if isinstance(self.scheduler, PopulationBased):
+        if self.scheduler.copies:
             self._check_names()
         self._fail()
 
     def _check_names(self) -> None:
-        """Refuse names that :meth:`_exploit` could not change, before anything has trained."""
+        """Refuse names that :meth:`_copy` could not change, before anything has trained."""
         population = self.study.population
         for number in population.alive[:1]:
             config = population.members[number].config
@@ -140,7 +136,7 @@ class Search:
                     hfta.with_hyperparams(population.state(number), **{name: [config[name]]})
                 except hfta.HyperparameterError as error:
                     raise ValueError(
-                        f"population-based training changes hyperparameters by name, and '{name}' is none of the state's; "
+                        f"the scheduler changes hyperparameters by name, and '{name}' is none of the state's; "
                         f"name it in the space as the optimizer or hparams do, or pass it as nonfusible ({error})"
                     ) from None
 
@@ -190,9 +186,21 @@ class Search:
             values = {trial.number: [study.score(value[0]) for value in trial.values] for trial in those}
             if study.rank == "paired":
                 values = self._paired(those, cohort)
-            stopped = frozenset(trial.number for trial in those if trial.status in ("stopped", "failed"))
-            found = self.scheduler.verdicts(values, stopped, cohort)
+            now = cohort._replace(
+                values=values,
+                ended=frozenset(trial.number for trial in those if trial.status in ("stopped", "failed")),
+                params={trial.number: trial.params for trial in those},
+                space=study.asking.space,
+                nonfusible=study.population.nonfusible,
+                seed=self.seeds[0],
+            )
+            found = self.scheduler.decide(now)
+            try:
+                now.check(found, self.scheduler.copies)
+            except ValueError as error:
+                raise ValueError(f"{type(self.scheduler).__qualname__}: {error}") from None
             self._verdicts |= found
+            self._copy(found)
             by_number = {trial.number: trial for trial in those}
             self._end(
                 [
@@ -217,33 +225,24 @@ class Search:
         """What was decided before a study was broken off follows from the values that it has kept."""
         self._decide()
 
-    def _rung(self) -> int:
-        """The rung that all trials have reached."""
-        return min((len(trial.values) for trial in self.study.trials if trial.status != "failed"), default=0)
-
-    def _exploit(self, scheduler: PopulationBased) -> None:
-        """The worst members go on from the best, with hyperparameters near theirs."""
-        study, rung = self.study, self._rung()
-        running = [trial for trial in study.trials if trial.status == "running"]
-        # Only members of one architecture can copy each other.
-        groups: dict[tuple[Any, ...], dict[int, float]] = {}
-        for trial in running:
-            key = study.population.key_of([trial.params[name] for name in study.population.nonfusible])
-            groups.setdefault(key, {})[trial.number] = study.score(trial.values[-1][0])
-        names = [name for name in study.asking.space if name not in study.population.nonfusible]
-        for values in groups.values():
-            pairs = scheduler.pairs(values)
-            if not pairs:
-                continue
-            rows = []
-            for loser, winner in pairs:
-                # From seed, round and trial alone, so that a study that is broken off draws the same again.
-                draws = random.Random(f"{self.seeds[0]} {rung} {loser}")
-                source = study.population.members[study.trials[winner].members[0]].config
-                rows.append({name: scheduler.explored(study.asking.space[name], source[name], draws) for name in names})
-            members = [(study.trials[loser].members[0], study.trials[winner].members[0]) for loser, winner in pairs]
-            study.population.copy(members, **{name: [row[name] for row in rows] for name in names})
-            for (loser, _), row in zip(pairs, rows, strict=True):
-                trial = study.trials[loser]
-                trial.params = {**trial.params, **row}
-                study.asking.change(loser, trial.params)
+    def _copy(self, verdicts: Mapping[int, Verdict]) -> None:
+        """Have trials go on from others; a verdict that is given again was carried out before."""
+        study = self.study
+        by_names: dict[tuple[str, ...], dict[int, Copy]] = {}
+        for number, verdict in verdicts.items():
+            trial = study.trials[number]
+            member = study.population.members[trial.members[0]]
+            stands = member.epoch == self.rungs_of(trial)[len(trial.values) - 1]
+            if isinstance(verdict, Copy) and stands and (not member.parents or member.parents[-1][0] != member.epoch):
+                by_names.setdefault(tuple(sorted(verdict.changes)), {})[number] = verdict
+        for names, copies in by_names.items():
+            pairs = [
+                (study.trials[number].members[0], study.trials[copy.source].members[0])
+                for number, copy in copies.items()
+            ]
+            columns = {name: [copy.changes[name] for copy in copies.values()] for name in names}
+            study.population.copy(pairs, **columns)
+            for number, copy in copies.items():
+                trial = study.trials[number]
+                trial.params = {**trial.params, **copy.changes}
+                study.asking.change(number, trial.params)

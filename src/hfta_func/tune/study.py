@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 import hfta_func as hfta
@@ -76,6 +78,23 @@ class Study:
 
     def __repr__(self) -> str:
         return f"<Study of {counted('trials', [trial.status for trial in self.trials])}>"
+
+    @property
+    def history(self) -> hfta.History:
+        """The metrics of all members by epoch, as callbacks of :func:`hfta_func.fit` get them.
+
+        A column is a member of :attr:`population`, with NaN after the epochs that it has trained; ``history.members`` are
+        those that have trained last.
+        """
+        members = self.population.members
+        history = hfta.History(torch.tensor([member.config["seed"] for member in members]))
+        history.members = torch.tensor(self.population.last, dtype=torch.int64)
+        for epoch in range(max((member.epoch for member in members), default=0)):
+            rows = [member.metrics[epoch] if epoch < len(member.metrics) else {} for member in members]
+            names = dict.fromkeys(name for row in rows for name in row)
+            columns = {name: [row.get(name, math.nan) for row in rows] for name in names}
+            history.epochs.append({name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
+        return history
 
     def note(self, trial: Trial) -> None:
         """Note a trial that is better than all before it."""
@@ -205,3 +224,13 @@ class Study:
                 mean += margin if direction == "minimize" else -margin
             found.append(mean)
         return tuple(found)
+
+
+def notify(callback: Callable[..., Any], study: Study) -> None:
+    """Call a callback with study and history, or with the study alone if it takes one argument."""
+    try:
+        inspect.signature(callback).bind(study)
+    except TypeError:
+        callback(study, study.history)
+    else:
+        callback(study)

@@ -12,6 +12,7 @@ from hfta_func._tree import leaves, num_models, paths, take, tree_map
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
+from hfta_func.testing._laws import difference
 
 Run = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
@@ -60,18 +61,8 @@ def assert_matches_solo(
         for batch in batches:
             solo, _ = step(solo, take_batch(dims, batch, slice(member, member + 1)))
         for path, mine, alone in zip(paths(solo, "state"), leaves(take(after, [member])), leaves(solo), strict=True):
-            difference = _difference(mine, alone)
-            assert difference <= rtol, (
-                f"model {member}: {path} differs from the solo run by {difference:.3g} of its magnitude, more than {rtol:g}"
+            found = difference(mine, alone)
+            assert found <= rtol, (
+                f"model {member}: {path} differs from the solo run by {found:.3g} of its magnitude, more than {rtol:g}"
             )
     return after
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference, relative to the largest magnitude."""
-    # XLA would compile this for every shape.
-    a, b = a.cpu(), b.cpu()
-    if a.numel() == 0 or torch.equal(a, b):
-        return 0.0
-    a, b = a.double(), b.double()
-    return float((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()))

@@ -1,0 +1,67 @@
+"""Rules that stand outside of this package."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Callable
+
+from hfta_func._torch import operator
+from hfta_func.rules import _registry
+from hfta_func.rules._install import put
+from hfta_func.rules._lowering import TABLE
+from hfta_func.rules._registry import OUTSIDE, RULES, Rule
+
+
+def register(op: str, family: str | None = None) -> Callable[[Rule], Rule]:
+    """Add a batching rule for an operator of one's own, or for one of PyTorch's that has none.
+
+    The rule is ``rule(call, *args, **kwargs) -> (outputs, dims)``: it gets the operator's own arguments as plain tensors, of
+    which ``call.dims`` says where each has its model axis (None: members share it), and returns the outputs of all
+    members, with one model axis, or None, for each. It handles every mix of batched and shared arguments.
+    :func:`hfta_func.testing.assert_rule` tests that it computes what a loop over the members does.
+
+    Args:
+        op: The operator's name, ``"namespace::name"`` or ``"namespace::name.overload"``.
+        family: The name that :func:`override` can use for it and its relatives; the operator's name by default.
+
+    Raises:
+        ValueError: if there is no such operator, or the package has a rule for it.
+
+    Example:
+        >>> @torch.library.custom_op("doc::scaled", mutates_args=())
+        ... def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ...     return x * factor
+        >>> @hfta.rules.register("doc::scaled")
+        ... def rule(call, x, factor):
+        ...     x, factor = (hfta.rules.expand(*one, call.num_models) for one in zip((x, factor), call.dims))
+        ...     return x * factor.reshape(-1, *[1] * (x.dim() - 1)), 0
+        >>> hfta.vmap(scaled)(torch.ones(2, 3), torch.tensor([1.0, 2.0]))
+        tensor([[1., 1., 1.],
+                [2., 2., 2.]])
+    """
+    name = op.removeprefix("aten::")
+    try:
+        operator(name)
+    except (ImportError, RuntimeError):
+        raise ValueError(f"there is no operator '{op}'; define it with torch.library before its rule") from None
+    if name in RULES and name not in OUTSIDE:
+        raise ValueError(f"{op} has a rule in this package; choose among its lowerings with hfta_func.rules.override")
+
+    def add(rule: Rule) -> Rule:
+        # Where the loop of an operator without a rule has run, the table knows it as that.
+        TABLE.pop(name, None)
+        OUTSIDE[name] = _digest(rule)
+        _registry.register(name, family or name.rpartition("::")[2].partition(".")[0])(rule)
+        put(name)
+        return rule
+
+    return add
+
+
+def _digest(rule: Rule) -> str:
+    """Of the file of a rule, or of its code where it has none."""
+    code = rule.__code__
+    path = pathlib.Path(code.co_filename)
+    source = path.read_bytes() if path.is_file() else code.co_code + repr(code.co_consts).encode()
+    return hashlib.sha256(source).hexdigest()

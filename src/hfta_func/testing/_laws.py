@@ -1,0 +1,47 @@
+"""What law-suites share: a law that is broken is named, with the place and both values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._tree import leaves, paths
+
+
+@contextlib.contextmanager
+def law(name: str, about: str = "") -> Iterator[None]:
+    """Raise what goes wrong inside as an AssertionError that names the law and what it was tried on."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        raise AssertionError(f"law '{name}'{about and f', {about}'}: {kind}{error}") from error
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference, relative to the largest magnitude."""
+    # XLA would compile this for every shape.
+    a, b = a.detach().cpu(), b.detach().cpu()
+    if a.numel() == 0 or torch.equal(a, b):
+        return 0.0
+    a, b = (x.to(torch.complex128) if x.is_complex() else x.double() for x in (a, b))
+    return float((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()))
+
+
+def assert_close(got: Any, expected: Any, name: str, rtol: float) -> None:
+    """Raise unless two trees have the same structure, shapes and dtypes, and values that differ by less than ``rtol``."""
+    places, other = paths(got, name), paths(expected, name)
+    assert places == other, f"{name} has the leaves {places}, not {other}"
+    for path, a, b in zip(places, leaves(got), leaves(expected), strict=True):
+        kinds = [f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__qualname__ for x in (a, b)]
+        assert kinds[0] == kinds[1], f"{path} is {kinds[0]}, not {kinds[1]}"
+        if isinstance(a, Tensor) and not difference(a, b) <= rtol:
+            far = (a - b).abs().nan_to_num(torch.inf) if a.dtype != torch.bool else (a ^ b).int()
+            place = [int(x) for x in torch.unravel_index(far.argmax(), a.shape)]
+            one, two = (x[tuple(place)].item() for x in (a, b))
+            member = f"model {place[0]}: " if place else ""
+            raise AssertionError(f"{member}{path}{place} is {one!r}, not {two!r}")

@@ -1,0 +1,194 @@
+"""The laws of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from hfta_func._tree import leaves, paths, take, tree_map
+from hfta_func._types import Params
+from hfta_func.optim import GradientTransformation, apply_updates, update_, with_hyperparams
+from hfta_func.testing._laws import assert_close, law
+
+
+def assert_optimizer(
+    make: Callable[..., GradientTransformation],
+    hyperparams: Mapping[str, Sequence[Any]],
+    reference: Callable[..., torch.optim.Optimizer] | None = None,
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    steps: int = 20,
+    rtol: float = 1e-10,
+) -> None:
+    """Hold an optimizer against its laws, in float64.
+
+    The laws: ``init`` makes a NamedTuple of tensors ``[M, ...]``; ``update`` keeps its structure and writes nothing; every
+    hyperparameter is in the state, as ``float64[M]``, and is read from there; member i is an array of one; members that are
+    masked keep their bits, whatever their gradients; ``update_`` is ``update``; a hyperparameter that changes compiles
+    nothing again; and, with a reference, member i is its optimizer.
+
+    Args:
+        make: Makes the optimizer from hyperparameters by name, as ``hfta_func.adam`` does.
+        hyperparams: For each name one value per member, at least two that differ; such as ``betas``, a tuple per member.
+        reference: A class like those of ``torch.optim``, called with parameters and one member's values by name.
+        shapes: The shapes of one member's parameters by path: a matrix, a vector and a number by default.
+        steps: Number of updates.
+        rtol: Largest difference allowed, relative to the largest magnitude in each tensor.
+
+    Raises:
+        AssertionError: if a law is broken; it names the law, the tensor, the member and both values.
+
+    Example:
+        >>> from hfta_func.testing import assert_optimizer
+        >>> assert_optimizer(sgd, {"lr": [0.1, 0.2], "momentum": [0.9, 0.5]}, torch.optim.SGD)
+    """
+    shapes = shapes or {"matrix": (4, 3), "vector": (5,), "number": ()}
+    count = len(next(iter(hyperparams.values())))
+
+    def optimizer(members: Sequence[int] = range(count)) -> GradientTransformation:
+        values: dict[str, Any] = {name: [column[i] for i in members] for name, column in hyperparams.items()}
+        return make(**{k: tuple(zip(*v, strict=True)) if isinstance(v[0], tuple) else v for k, v in values.items()})
+
+    draws = torch.Generator().manual_seed(0)
+
+    def random() -> Params:
+        return {path: torch.randn(count, *shape, generator=draws).double() for path, shape in shapes.items()}
+
+    whole, start, gradients = optimizer(), random(), [random() for _ in range(steps)]
+    with law("init"):
+        _check_state(whole.init(start), count)
+    with law("update"):
+        _check_update(whole, gradients[0], start)
+    with law("hyperparameters are in the state"):
+        _check_hyperparams(optimizer, hyperparams, gradients[0], start)
+    params, state = _walk(whole, start, gradients)
+    for i in range(count):
+        with law("member i is an array of one"):
+            rows = [take(grads, [i]) for grads in gradients]
+            alone = _walk(optimizer([i]), take(start, [i]), rows)
+            _assert_member(i, (take(params, [i]), take(state, [i])), alone, rtol)
+    with law("update_ is update"):
+        own, held = tree_map(torch.clone, (start, whole.init(start)))
+        for grads in gradients:
+            update_(whole, tree_map(torch.clone, grads), held, own)
+        assert_close((own, held), (params, state), "(params, state)", rtol)
+    with law("masked members keep their bits"):
+        _check_mask(whole, gradients, start, (params, state), rtol)
+    with law("a hyperparameter that changes compiles nothing again"):
+        _check_compiled(whole, gradients, start, rtol)
+    for i in range(count) if reference is not None else ():
+        with law("member i is its reference"):
+            expected = _walk_reference(reference, {k: v[i] for k, v in hyperparams.items()}, start, gradients, i)
+            _assert_member(i, take(params, [i]), expected, rtol)
+
+
+def _assert_member(member: int, got: Any, expected: Any, rtol: float) -> None:
+    try:
+        assert_close(got, expected, "result", rtol)
+    except AssertionError as error:
+        raise AssertionError(str(error).replace("model 0", f"model {member}", 1)) from None
+
+
+def _walk(optimizer: GradientTransformation, params: Params, gradients: Sequence[Params]) -> tuple[Params, Any]:
+    state = optimizer.init(params)
+    for grads in gradients:
+        updates, state = optimizer.update(grads, state, params)
+        params = apply_updates(params, updates)
+    return params, state
+
+
+def _check_state(state: Any, count: int) -> None:
+    assert hasattr(state, "_fields"), f"init returns a {type(state).__qualname__}; return a NamedTuple"
+    for accessor, leaf in zip(*optree.tree_flatten_with_accessor(state, none_is_leaf=True)[:2], strict=True):
+        path = accessor.codify("state")
+        assert isinstance(leaf, Tensor), (
+            f"{path} is {leaf!r}; every leaf is a tensor, an empty dict where there is none"
+        )
+        assert leaf.shape[:1] == (count,), f"{path} has shape {list(leaf.shape)}; axis 0 is that of the {count} models"
+
+
+def _check_update(optimizer: GradientTransformation, grads: Params, params: Params) -> None:
+    state = optimizer.init(params)
+    given = grads, state, params
+    before = tree_map(torch.clone, given)
+    updates, after = optimizer.update(*given)
+    assert_close(given, before, "(grads, opt_state, params) after update", 0.0)
+    assert_close(tree_map(torch.zeros_like, updates), tree_map(torch.zeros_like, params), "updates", 0.0)
+    assert_close(tree_map(torch.zeros_like, after), tree_map(torch.zeros_like, state), "opt_state", 0.0)
+
+
+def _check_hyperparams(
+    optimizer: Callable[..., GradientTransformation], given: Mapping[str, Sequence[Any]], grads: Params, params: Params
+) -> None:
+    held: dict[str, Tensor] = optimizer().init(params).hyperparams
+    for name, value in held.items():
+        assert value.dtype == torch.float64 and value.dim() == 1, f"{name} is {value.dtype} {list(value.shape)}"
+    columns = {
+        f"{name}[{place}]" if isinstance(values[0], tuple) else name: list(column)
+        for name, values in given.items()
+        for place, column in enumerate(zip(*(v if isinstance(v, tuple) else (v,) for v in values), strict=True))
+    }
+    for name, column in columns.items():
+        own = any(value.tolist() == column for value in held.values())
+        assert own, f"'{name}' is {column} but the state holds { ({k: v.tolist() for k, v in held.items()}) }"
+    count = len(next(iter(params.values())))
+    back = optimizer(range(count)[::-1])
+    changed = with_hyperparams(optimizer().init(params), **back.init(params).hyperparams)
+    got, expected = (one.update(grads, changed, params) for one in (optimizer(), back))
+    assert_close(got, expected, "update after with_hyperparams", 1e-12)
+
+
+def _check_mask(optimizer: GradientTransformation, gradients: Any, start: Params, expected: Any, rtol: float) -> None:
+    own, held = tree_map(torch.clone, (start, optimizer.init(start)))
+    keep = torch.arange(len(next(iter(start.values())))) != 1
+    for grads in gradients:
+        update_(optimizer, {k: torch.where(_like(keep, v), v, torch.nan) for k, v in grads.items()}, held, own, keep)
+    first = start, optimizer.init(start)
+    for path, got, before, after in zip(
+        paths(first, "(params, state)"), leaves((own, held)), leaves(first), leaves(expected), strict=True
+    ):
+        assert torch.equal(got[1], before[1]), f"model 1: {path} is {got[1]}, not {before[1]}, though it is masked"
+        assert_close(got[keep], after[keep], f"{path} of the others", rtol)
+
+
+def _like(mask: Tensor, leaf: Tensor) -> Tensor:
+    return mask.reshape(-1, *[1] * (leaf.dim() - 1))
+
+
+def _check_compiled(
+    optimizer: GradientTransformation, gradients: Sequence[Params], params: Params, rtol: float
+) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    update, state = torch.compile(optimizer.update, fullgraph=True, backend=backend), optimizer.init(params)
+    for grads in gradients[:3]:
+        got, expected = update(grads, state, params), optimizer.update(grads, state, params)
+        assert_close((got[0], tuple(got[1])), (expected[0], tuple(expected[1])), "compiled update", rtol)
+        assert len(graphs) == 1, f"update was compiled {len(graphs)} times; it depends on values, or on Python numbers"
+        name, value = next(iter(state.hyperparams.items()))
+        state = with_hyperparams(expected[1], **{name: value / 2})
+    torch.compiler.reset()
+
+
+def _walk_reference(make: Any, values: Any, start: Params, gradients: Sequence[Params], member: int) -> Params:
+    own = {path: nn.Parameter(leaf[member].clone()) for path, leaf in start.items()}
+    other, default = make(list(own.values()), **values), torch.get_default_dtype()
+    # torch.optim keeps some of its numbers in the default type.
+    torch.set_default_dtype(torch.float64)
+    try:
+        for grads in gradients:
+            for path, parameter in own.items():
+                parameter.grad = grads[path][member].clone()
+            other.step()
+    finally:
+        torch.set_default_dtype(default)
+    return {path: parameter.detach()[None] for path, parameter in own.items()}

@@ -1,0 +1,136 @@
+"""The laws of a batching rule."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._types import LoopWarning
+from hfta_func.rules.vmap import vmap
+from hfta_func.testing._laws import assert_close, law
+
+
+def assert_rule(op: Callable[..., Any], inputs: Sequence[Any], *, rtol: float = 1e-10) -> None:
+    """Hold an operator under ``vmap`` against a Python loop over the members.
+
+    The laws: outputs and gradients are the loop's in float64 for every mix of batched and shared inputs, wherever the model
+    axis is; an array of one, an array of arrays, and gradients inside ``vmap``, if the operator has
+    them alone, are, too; so is what autocast and
+    ``torch.compile(fullgraph=True, backend="aot_eager")`` make of it; and no operator runs member by member for lack of a
+    rule.
+
+    Args:
+        op: The operator, or any function of one member's tensors that returns a tensor or a tuple of tensors.
+        inputs: Its arguments: tensors ``[M, ...]`` in which members differ, and other values as they are.
+        rtol: Largest difference allowed, relative to the largest magnitude in each tensor.
+
+    Raises:
+        AssertionError: if a law is broken; it names the law, which inputs were batched, the tensor and both values.
+
+    Example:
+        >>> from hfta_func.testing import assert_rule
+        >>> assert_rule(torch.nn.functional.linear, [torch.randn(3, 4, 2), torch.randn(3, 5, 2)])
+    """
+    args = [_double(x) for x in inputs]
+    places = [place for place, x in enumerate(args) if isinstance(x, Tensor)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LoopWarning)
+        for mask in itertools.product((True, False), repeat=len(places)):
+            batched = {place for place, is_batched in zip(places, mask, strict=True) if is_batched}
+            if batched:
+                about = f"inputs {sorted(batched)} batched of {places}"
+                with law("outputs are the loop's", about):
+                    got, expected = _array(op, args, batched), _loop(op, args, batched)
+                    assert_close(got, expected, "output", rtol)
+                with law("gradients are the loop's", about):
+                    got, expected = (_grads(run, op, args, batched) for run in (_array, _loop))
+                    assert_close(got, expected, "gradient", rtol)
+        _check_compositions(op, args, set(places), rtol)
+
+
+def _check_compositions(op: Callable[..., Any], args: list[Any], batched: set[int], rtol: float) -> None:
+    expected = _loop(op, args, batched)
+    dims = tuple(0 if place in batched else None for place in range(len(args)))
+    mapped = vmap(lambda *values: _tuple(op(*values)), dims)
+    with law("the model axis may be anywhere"):
+        last = [x.movedim(0, -1) if isinstance(x, Tensor) else x for x in args]
+        anywhere = vmap(lambda *values: _tuple(op(*values)), tuple(None if dim is None else -1 for dim in dims))
+        assert_close(anywhere(*last), expected, "output", rtol)
+    with law("an array of one is the operator"):
+        one = [x[:1] if isinstance(x, Tensor) else x for x in args]
+        assert_close(mapped(*one), _loop(op, one, batched), "output", rtol)
+    with law("an array of arrays is the loop"):
+        pair = [torch.stack([x, x.flip(0)]) if isinstance(x, Tensor) else x for x in args]
+        flipped = _loop(op, [x.flip(0) if isinstance(x, Tensor) else x for x in args], batched)
+        both = tuple(torch.stack(column) for column in zip(expected, flipped, strict=True))
+        assert_close(vmap(mapped, dims)(*pair), both, "output", rtol)
+    wanted = tuple(place for place in sorted(batched) if args[place].is_floating_point())
+    inner = torch.func.grad(lambda *values: _weighted(_tuple(op(*values))), wanted)
+    if wanted and (alone := _alone(inner, args, batched)) is not None:
+        with law("gradients inside vmap are the loop's"):
+            assert_close(vmap(inner, dims)(*args), alone, "gradient", rtol)
+    with law("autocast is the loop's"):
+        single = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+        with torch.autocast(args[min(batched)].device.type, dtype=torch.bfloat16):
+            assert_close(mapped(*single), _loop(op, single, batched), "output", 2e-2)
+    with law("compiled it is the loop"):
+        torch.compiler.reset()
+        compiled = torch.compile(mapped, fullgraph=True, backend="aot_eager")
+        assert_close(compiled(*args), expected, "output", rtol)
+        torch.compiler.reset()
+
+
+def _double(x: Any) -> Any:
+    return x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _tuple(output: Any) -> tuple[Tensor, ...]:
+    return tuple(output) if isinstance(output, (tuple, list)) else (output,)
+
+
+def _given(args: Sequence[Any], batched: set[int]) -> list[Any]:
+    """The arguments of all members: of a tensor that they share, the first member's."""
+    return [x[0] if isinstance(x, Tensor) and place not in batched else x for place, x in enumerate(args)]
+
+
+def _array(op: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tuple[Tensor, ...]:
+    dims = tuple(0 if place in batched else None for place in range(len(args)))
+    return _tuple(vmap(lambda *values: _tuple(op(*values)), dims)(*_given(args, batched)))
+
+
+def _loop(op: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tuple[Tensor, ...]:
+    count, given = len(args[min(batched)]), _given(args, batched)
+    rows = [_tuple(op(*(x[i] if place in batched else x for place, x in enumerate(given)))) for i in range(count)]
+    return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+
+def _alone(inner: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tuple[Tensor, ...] | None:
+    """Gradients by transforms; None if the operator has none, as those of ``torch.library.register_autograd``."""
+    try:
+        return _loop(inner, args, batched)
+    except RuntimeError:
+        return None
+
+
+def _weighted(outputs: Sequence[Tensor]) -> Tensor:
+    """A number whose gradient reaches every entry of every output with another weight."""
+    total = torch.zeros((), dtype=torch.float64)
+    for output in outputs:
+        if output.is_floating_point():
+            weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device)
+            total = total.to(output.device) + (output * output * weights.reshape(output.shape)).sum()
+    return total
+
+
+def _grads(run: Callable[..., Any], op: Any, args: Sequence[Any], batched: set[int]) -> list[Tensor]:
+    """By every input of floating point, as ``run`` computes the outputs."""
+    own = [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+    wanted, total = [x for x in own if isinstance(x, Tensor) and x.requires_grad], _weighted(run(op, own, batched))
+    if not total.requires_grad:
+        return []
+    return list(torch.autograd.grad(total, wanted, materialize_grads=True, allow_unused=True))
