@@ -247,7 +247,7 @@ def everyone(cohort: tune.Cohort, verdict: Any) -> dict[int, Any]:
         ),
         (
             broken_scheduler(lambda c: everyone(c, "stop")),
-            r"law 'some trial reaches its last rung', .*have reached \[1, 1",
+            r"law 'some trial reaches its last rung': .*have reached \[1, 1",
         ),
         (
             broken_scheduler(lambda c: everyone(c, tune.Copy(max(everyone(c, 0)), {})) if everyone(c, 0) else {}),

@@ -17,7 +17,7 @@ def assert_scheduler(make: Callable[[], Any], *, trials: int = 9, epochs: int = 
 
     The laws: cohorts have ascending rungs that end at ``epochs`` or before, and as many trials as asked for; the same cohort
     gets the same verdicts from a scheduler made anew, and none of what it holds is written; verdicts are of trials that stand
-    at a rung, and valid; some trial reaches its last rung, whoever fails; two that are made alike have the same ``repr``, by
+    at a rung, and valid; some trial reaches its last rung if none fails; two that are made alike have the same ``repr``, by
     which a study that is broken off knows its scheduler.
 
     Args:
@@ -76,9 +76,9 @@ def _study(make: Callable[[], Any], cohort: Any, failing: set[int], draws: rando
             if not isinstance(verdict, str) and (trial, len(values[trial])) not in copied:
                 copied.add((trial, len(values[trial])))
                 params[trial] |= verdict.changes
-    with law("some trial reaches its last rung", f"trials {sorted(failing)} failing"):
+    with law("some trial reaches its last rung"):
         reached = [len(found) for found in values.values()]
-        assert set(numbers) <= failing or len(rungs) in reached, f"of rungs {rungs} the trials have reached {reached}"
+        assert failing or len(rungs) in reached, f"of rungs {rungs} the trials have reached {reached}"
 
 
 def _decided(make: Callable[[], Any], cohort: Any) -> Mapping[int, Any]:
