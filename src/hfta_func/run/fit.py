@@ -17,11 +17,12 @@ from hfta_func._types import CheckpointError, StateError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.executors import Executor, Here, Watch
 from hfta_func.run.history import Callback, History, Metrics, Running
 from hfta_func.run.members import Best, Compact, Mode
-from hfta_func.run.spread import choose
+from hfta_func.run.trainer import SegmentHooks
+from hfta_func.run.trainers import make_trainer
 from hfta_func.step.state import TrainState, refuse_shared
+from hfta_func.workers.executor import Executor
 
 
 class Result(NamedTuple):
@@ -145,9 +146,8 @@ def fit(
         )
         pressed, bar = stack.enter_context(ctrl_c()), stack.enter_context(bar)
         steps, members = epochs * length or None, len(history.seeds)
-        trainer = choose(step, state, batches, source, workers, compile, steps, executor, members)
-        if not isinstance(trainer, Here):
-            stack.enter_context(trainer)
+        trainer = make_trainer(step, state, batches, source, workers, compile, steps, executor, members)
+        stack.callback(trainer.close)
         trainer = Compact(trainer) if compact else trainer
 
         def begin() -> None:
@@ -162,7 +162,7 @@ def fit(
             ended = False
             while not ended and not pressed():
                 limit = None if save_every is None else save_every - running.batches % save_every
-                state, ended = trainer.segment(state, running, limit, Watch(begin, bar.update, pressed))
+                state, ended = trainer.segment(state, running, limit, SegmentHooks(begin, bar.update, pressed))
                 if not ended and not pressed():
                     save()
             if ended:
