@@ -87,8 +87,9 @@ FILES_IN = {
         "trainer",
         "parts",
         "executor_trainer",
-        "trainers",
         "members",
+        "run",
+        "trainers",
         "fit",
         "plan",
     ],
@@ -184,7 +185,7 @@ def test_files_import_from_below_only(file):
 def test_there_are_few_rooms_and_few_ways_between_them():
     ways = {(room(file), room(other)) for file in FILES for other in imports(file, FILES[file].read_text())}
     assert len(ROOMS) <= 21
-    assert len({way for way in ways if way[0] != way[1]}) <= 73
+    assert len({way for way in ways if way[0] != way[1]}) <= 77
 
 
 def test_the_walk_sees_every_way_to_import():

@@ -21,6 +21,7 @@ import hfta_func as hfta
 from clocks import press_ctrl_c
 from hfta_func import WorkerError
 from hfta_func.run import trainers
+from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.step import allocator
 from hfta_func.workers import fork_server, local, wire
 from hfta_func.workers.pool import Pool
@@ -34,10 +35,16 @@ pytestmark = [
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines with one core run these as well."""
+    """Machines with one core run these as well, and no step is made here while workers start."""
+    monkeypatch.setattr(ExecutorTrainer, "is_ready", waits)
     if len(local.cores()) < 2:
         for module in (trainers, local):
             monkeypatch.setattr(module, "cores", lambda: [0, 0])
+
+
+def waits(self: ExecutorTrainer) -> bool:
+    """Wait for workers to start."""
+    return self._owned is None or self._owned.ready(120, everyone=True)
 
 
 def make() -> nn.Module:
@@ -224,6 +231,46 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, save_
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dims", [0, None])
+@pytest.mark.parametrize("kind", ["dealt", "batches"])
+def test_steps_while_workers_start_are_those_of_workers(
+    kind: str, dims: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = os.getpid()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with (tmp_path / "where").open("a") as file:
+            file.write(f"{os.getpid() == here} ")
+        return loss_fn(model, batch)
+
+    def run(later: int) -> tuple[hfta.Result, list[str]]:
+        """Train with workers that are ready after some pieces."""
+        left = [later]
+
+        def is_ready(self: ExecutorTrainer) -> bool:
+            left[0] -= 1
+            return left[0] < 0 and waits(self)
+
+        monkeypatch.setattr(ExecutorTrainer, "is_ready", is_ready)
+        (tmp_path / "where").write_text("")
+        batches = [data(), tuple(2 * leaf for leaf in data()), data(), data()]
+        source = loader(7 if dims is None else range(M), shared=dims is None) if kind == "dealt" else batches
+        if kind == "batches" and dims == 0:
+            source = [tuple(torch.stack([leaf] * M) for leaf in batch) for batch in batches]
+        step, state = arrayed(loss=loss, batch_dims=dims, donate=later > 2)
+        found = hfta.fit(step, state, source, epochs=3, progress=False, workers=2)
+        return found, (tmp_path / "where").read_text().split()
+
+    expected, where = run(0)
+    assert {*where} == {"False"}
+    for later in (1, 2, 3):
+        found, where = run(later)
+        assert {*where} == {"True", "False"} and where[0] == "True"
+        for a, b in zip(optree.tree_leaves(found.state), optree.tree_leaves(expected.state), strict=True):
+            assert torch.equal(a, b)
+        assert_same(found, expected)
+
+
 @pytest.mark.parametrize("faster", [True, False])
 @pytest.mark.parametrize("kind", ["dealt", "batches"])
 def test_auto_tries_workers_and_takes_what_is_faster(
@@ -244,14 +291,9 @@ def test_auto_tries_workers_and_takes_what_is_faster(
     monkeypatch.setattr(trainers, "_TRIAL", 0.1)
     crews = pools(monkeypatch)
 
-    def wait(state: Any, history: hfta.History) -> None:
-        # However long workers take to start, they do so in the third epoch.
-        if len(history) == 2:
-            assert crews[0].ready(120, everyone=True)
-
     step, state = arrayed(loss=loss)
     options: dict[str, Any] = {"epochs": 6, "progress": False, "save_every": 3}
-    found = hfta.fit(step, state, source(), workers="auto", callbacks=[wait], resume=tmp_path / "run", **options)
+    found = hfta.fit(step, state, source(), workers="auto", resume=tmp_path / "run", **options)
     where = (tmp_path / "where").read_text().split()
     assert where[0] == "True" and "False" in where, "it begins here, and tries workers"
     assert where[-1] == str(not faster) and crews[0]._closed

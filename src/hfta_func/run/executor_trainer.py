@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
+import time
+from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
-from hfta_func._tree import concat, leaves, num_models, take, tree_map, write
+from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Running
-from hfta_func.run.parts import PartWorker, SharedPart, places, renumbered, shares
+from hfta_func.run.parts import PartWorker, StateBuffers, places, renumbered, shares
 from hfta_func.run.trainer import SegmentHooks, Step
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
-from hfta_func.workers.executor import Executor
+from hfta_func.workers.executor import Executor, Inline
 from hfta_func.workers.pool import Pool
+from hfta_func.workers.process import cores
 from hfta_func.workers.wire import Folder, SharedTensorRef, dumps
 
 Parts = list[tuple[int, int, int]]
@@ -28,63 +31,8 @@ LOOK = 0.05
 """Seconds between two looks at what the workers have done."""
 NEVER = 1 << 62
 """Sentinel: no stop requested."""
-
-
-class StateBuffers:
-    """Two copies of a state in shared memory: workers read one and write the other, so that a call can be repeated.
-
-    Args:
-        state: The first state.
-    """
-
-    def __init__(self, state: TrainState):
-        self._layout, self._latest = _layout(state), state
-        self._folder = Folder()
-        self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
-        self._versions = itertools.count()
-        self._version, self._next = next(self._versions), next(self._versions)
-
-    def close(self) -> None:
-        """Remove the files."""
-        self._folder.close()
-
-    def fits(self, state: TrainState) -> bool:
-        """Whether the buffers have room for just this state."""
-        return self._layout == _layout(state)
-
-    def put(self, state: TrainState) -> None:
-        """Have workers go on from a state, which is written unless it is the one that they have made."""
-        if state is not self._latest:
-            write(_opened(self._source), tree_map(lambda leaf: leaf.cpu(), state))
-            self._version, self._latest = next(self._versions), state
-
-    def part(self, low: int, high: int) -> SharedPart:
-        """The members ``low`` to ``high - 1``, to be trained."""
-        return SharedPart(self._source, self._target, low, high, self._version, self._next)
-
-    def further(self, low: int, high: int) -> SharedPart:
-        """Members that have been trained, to be trained some more; :meth:`level` takes them over."""
-        return SharedPart(self._target, self._source, low, high, self._next, next(self._versions))
-
-    def level(self, low: int, high: int) -> None:
-        """Take over what was trained further."""
-        tree_map(lambda a, b: a[low:high].copy_(b[low:high]), _opened(self._target), _opened(self._source))
-
-    def get(self, like: TrainState) -> TrainState:
-        """The state that workers have made, on the devices of another one."""
-        self._source, self._target = self._target, self._source
-        self._version, self._next = self._next, next(self._versions)
-        self._latest = tree_map(lambda leaf, old: leaf.clone().to(old.device), _opened(self._source), like)
-        return self._latest
-
-
-def _opened(refs: Any) -> Any:
-    return tree_map(SharedTensorRef.tensor, refs)
-
-
-def _layout(state: TrainState) -> Any:
-    structure = optree.tree_structure(state)  # pyright: ignore[reportArgumentType]
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves(state)]
+_PIECE = 0.2
+"""Seconds for which this process trains before it looks again whether the workers have started."""
 
 
 class ExecutorTrainer:
@@ -109,8 +57,11 @@ class ExecutorTrainer:
         self._dealt = isinstance(loader, ArrayLoader)
         self._left = None if self._dealt else [*batches]
         self._function: PartWorker | None = None
+        # What trains in this process while workers start, and how many steps at a time.
+        self._here: PartWorker | None = None
+        self._few = 1
         self._folder = Folder() if executor.shares else None
-        self._buffers: StateBuffers | None = None
+        self._states: StateBuffers | None = None
         # By number of parts: how many steps each has made, and after which one all stop.
         self._controls: dict[int, SharedTensorRef] = {}
         self.kept: Tensor | None = None
@@ -119,7 +70,7 @@ class ExecutorTrainer:
     def close(self) -> None:
         """See :class:`Trainer`."""
         self._executor.forget()
-        for held in (self._owned, self._folder, self._buffers):
+        for held in (self._owned, self._folder, self._states):
             if held is not None:
                 held.close()
 
@@ -143,19 +94,58 @@ class ExecutorTrainer:
     ) -> tuple[TrainState, bool]:
         """See :class:`Trainer`."""
         hooks.begin()
-        device = state.keys.device
         if self._function is None:
-            self._function = PartWorker(self._step, self._loader if self._dealt else None, device.type, self._compile)
+            data = self._loader if self._dealt else None
+            kind = state.keys.device.type
+            self._function = PartWorker(self._step, data, kind, self._compile)
+            if self._owned is not None:
+                # What cannot be sent is refused now, and not when workers have started.
+                self._owned.prepare(self._function)
+                self._here = PartWorker(self._step, data, kind, compile=False)
         if not self._dealt and self._left is None:
             self._left = [*self._loader]
-        parts = _parts(num_models(state), self._executor)
-        self._share(state)
-        # Of this segment alone: batches may have other values in the next one.
-        folder = Folder() if self._executor.shares and not self._dealt else None
+        before = running.batches
+        while not self.is_ready():
+            left = self._few if limit is None else min(self._few, limit - (running.batches - before))
+            state, ended = self._piece_here(state, running, left, hooks)
+            if ended or hooks.stopped() or running.batches - before == limit:
+                return state, ended
+        left = None if limit is None else limit - (running.batches - before)
+        return self._piece(state, running, left, hooks, self._executor, self._function)
+
+    def _piece_here(
+        self, state: TrainState, running: Running, limit: int, hooks: SegmentHooks
+    ) -> tuple[TrainState, bool]:
+        """Train some steps in this process while workers start: part by part and with their threads, to the same bits."""
+        assert self._here is not None and self._owned is not None
+        threads, start = torch.get_num_threads(), time.perf_counter()
+        torch.set_num_threads(max(1, len(cores()) // self._owned.count))
         try:
-            orders = self._orders(state, parts, limit, folder)
-            ticked, answers = self._train(parts, orders, hooks)
-            found = self._level(parts, orders, answers, hooks)
+            return self._piece(state, running, limit, hooks, Inline(), self._here)
+        finally:
+            torch.set_num_threads(threads)
+            if time.perf_counter() - start < _PIECE:
+                self._few *= 2
+
+    def _piece(
+        self,
+        state: TrainState,
+        running: Running,
+        limit: int | None,
+        hooks: SegmentHooks,
+        executor: Executor,
+        function: PartWorker,
+    ) -> tuple[TrainState, bool]:
+        """Have an executor train the next batches."""
+        device, parts = state.keys.device, _parts(num_models(state), self._executor)
+        buffers = self._shared(state) if executor.shares else None
+        # Of this segment alone: batches may have other values in the next one.
+        folder = Folder() if executor.shares and not self._dealt else None
+        try:
+            orders = self._orders(state, parts, limit, buffers, folder)
+            call = functools.partial(self._train, executor, function, parts)
+            ticked, answers = call(orders, hooks)
+            found = self._level(call, parts, orders, answers, buffers, hooks)
         finally:
             if folder is not None:
                 folder.close()
@@ -171,43 +161,48 @@ class ExecutorTrainer:
             self._left = None if ended else self._left[done:]
         for _ in range(ticked, done):
             hooks.tick()
-        if self._buffers is not None:
-            return self._buffers.get(state), ended
+        if buffers is not None:
+            return buffers.get(state), ended
         after = concat([answer["state"] for answer in found]) if len(found) > 1 else found[0]["state"]
         return tree_map(lambda leaf: leaf.to(device), after), ended
 
-    def _share(self, state: TrainState) -> None:
-        """Have a state in shared memory, if workers read it there."""
-        if self._buffers is not None and not self._buffers.fits(state):
-            self._buffers.close()
-            self._buffers = None
-        if self._buffers is not None:
-            self._buffers.put(state)
-        elif self._executor.shares:
-            self._buffers = StateBuffers(state)
+    def _shared(self, state: TrainState) -> StateBuffers:
+        """A state in shared memory, where workers read it."""
+        if self._states is not None and self._states.fits(state):
+            self._states.put(state)
+            return self._states
+        if self._states is not None:
+            self._states.close()
+        self._states = StateBuffers(state)
+        return self._states
 
     def _orders(
-        self, state: TrainState, parts: Parts, limit: int | None, folder: Folder | None
+        self,
+        state: TrainState,
+        parts: Parts,
+        limit: int | None,
+        buffers: StateBuffers | None,
+        folder: Folder | None,
     ) -> dict[int, dict[str, Any]]:
         """The arguments of each part's call, by number of the part."""
         dims, orders = getattr(self._step, "batch_dims", 0), {}
-        position, control = self._loader.state_dict() if self._dealt else None, self._control(len(parts))
+        position = self._loader.state_dict() if self._dealt else None
+        control = None if buffers is None else self._control(len(parts))
         for number, (low, high, _) in enumerate(parts):
             where = places(self.kept, low, high)
             batches = None
             if not self._dealt:
                 batches = dumps([take_batch(dims, batch, where) for batch in (self._left or [])[:limit]], folder)
             orders[number] = {
-                "state": take(state, slice(low, high)) if self._buffers is None else self._buffers.part(low, high),
+                "state": take(state, slice(low, high)) if buffers is None else buffers.part(low, high),
                 **{"places": where, "position": position, "batches": batches, "skip": 0, "limit": limit},
                 "control": None if control is None else (control, number),
             }
         return orders
 
-    def _control(self, count: int) -> SharedTensorRef | None:
-        """Where that many parts count their steps; None if workers do not share memory with this process."""
-        if self._folder is None:
-            return None
+    def _control(self, count: int) -> SharedTensorRef:
+        """Where that many parts count their steps."""
+        assert self._folder is not None
         if count not in self._controls:
             self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
         cells = self._controls[count].tensor()
@@ -216,18 +211,22 @@ class ExecutorTrainer:
         return self._controls[count]
 
     def _train(
-        self, parts: Parts, orders: dict[int, dict[str, Any]], hooks: SegmentHooks
+        self,
+        executor: Executor,
+        function: PartWorker,
+        parts: Parts,
+        orders: dict[int, dict[str, Any]],
+        hooks: SegmentHooks,
     ) -> tuple[int, dict[int, Any]]:
         """Have some parts trained; returns how many steps have been shown, and the answers by number of the part."""
-        assert self._function is not None
         control = next(iter(orders.values()))["control"]
         cells = None if control is None else control[0].tensor()
-        calls = {self._executor.submit(self._function, parts[part][2], **orders[part]): part for part in orders}
+        calls = {executor.submit(function, parts[part][2], **orders[part]): part for part in orders}
         answers: dict[int, Any] = {}
         ticked = 0
         while len(answers) < len(orders):
             try:
-                call, answer = self._executor.wait(None if cells is None else LOOK)
+                call, answer = executor.wait(None if cells is None else LOOK)
             except queue.Empty:
                 assert cells is not None
                 made = int(cells[:-1].min())
@@ -245,7 +244,13 @@ class ExecutorTrainer:
         return ticked, answers
 
     def _level(
-        self, parts: Parts, orders: dict[int, dict[str, Any]], answers: dict[int, Any], hooks: SegmentHooks
+        self,
+        call: Callable[..., tuple[int, dict[int, Any]]],
+        parts: Parts,
+        orders: dict[int, dict[str, Any]],
+        answers: dict[int, Any],
+        buffers: StateBuffers | None,
+        hooks: SegmentHooks,
     ) -> list[Any]:
         """Have those that stopped earlier catch up with the others."""
         found = [answers[part] for part in range(len(parts))]
@@ -254,17 +259,17 @@ class ExecutorTrainer:
         behind: dict[int, dict[str, Any]] = {}
         for part, answer in enumerate(found):
             if done[part] < max(done) or answer["ended"] != over:
-                state = answer["state"] if self._buffers is None else self._buffers.further(*parts[part][:2])
+                state = answer["state"] if buffers is None else buffers.further(*parts[part][:2])
                 more = {"state": state, "position": answer["position"], "skip": done[part], "control": None}
                 behind[part] = orders[part] | more | {"limit": None if over else max(done) - done[part]}
-        for part, more in self._train(parts, behind, hooks)[1].items() if behind else ():
+        for part, more in call(behind, hooks)[1].items() if behind else ():
             running = Running()
             running.join([found[part]["running"]])
             if more["running"]["batches"]:
                 running.join([more["running"]])
             found[part] = more | {"running": running.state_dict()}
-            if self._buffers is not None:
-                self._buffers.level(*parts[part][:2])
+            if buffers is not None:
+                buffers.level(*parts[part][:2])
         return found
 
 

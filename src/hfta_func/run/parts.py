@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import optree
 from torch import Tensor
 
-from hfta_func._tree import tree_map, write
+from hfta_func._tree import leaves, tree_map, write
 from hfta_func._types import HFTAError
 from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
@@ -17,7 +18,7 @@ from hfta_func.run.history import Running
 from hfta_func.run.trainer import LocalTrainer, SegmentHooks, Step
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.state import TrainState
-from hfta_func.workers.wire import SharedTensorRef, loads
+from hfta_func.workers.wire import Folder, SharedTensorRef, loads
 
 
 def shares(size: int, count: int) -> list[tuple[int, int]]:
@@ -57,6 +58,63 @@ class SharedPart(NamedTuple):
     high: int
     version: int
     becomes: int
+
+
+class StateBuffers:
+    """Two copies of a state in shared memory: workers read one and write the other, so that a call can be repeated.
+
+    Args:
+        state: The first state.
+    """
+
+    def __init__(self, state: TrainState):
+        self._layout, self._latest = _layout(state), state
+        self._folder = Folder()
+        self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
+        self._numbers = itertools.count()
+        self._now, self._next = next(self._numbers), next(self._numbers)
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._folder.close()
+
+    def fits(self, state: TrainState) -> bool:
+        """Whether the buffers have room for just this state."""
+        return self._layout == _layout(state)
+
+    def put(self, state: TrainState) -> None:
+        """Have workers go on from a state, which is written unless it is the one that they have made."""
+        if state is not self._latest:
+            write(_opened(self._source), tree_map(lambda leaf: leaf.cpu(), state))
+            self._now, self._latest = next(self._numbers), state
+
+    def part(self, low: int, high: int) -> SharedPart:
+        """The members ``low`` to ``high - 1``, to be trained."""
+        return SharedPart(self._source, self._target, low, high, self._now, self._next)
+
+    def further(self, low: int, high: int) -> SharedPart:
+        """Members that have been trained, to be trained some more; :meth:`level` takes them over."""
+        return SharedPart(self._target, self._source, low, high, self._next, next(self._numbers))
+
+    def level(self, low: int, high: int) -> None:
+        """Take over what was trained further."""
+        tree_map(lambda a, b: a[low:high].copy_(b[low:high]), _opened(self._target), _opened(self._source))
+
+    def get(self, like: TrainState) -> TrainState:
+        """The state that workers have made, on the devices of another one."""
+        self._source, self._target = self._target, self._source
+        self._now, self._next = self._next, next(self._numbers)
+        self._latest = tree_map(lambda leaf, old: leaf.clone().to(old.device), _opened(self._source), like)
+        return self._latest
+
+
+def _opened(refs: Any) -> Any:
+    return tree_map(SharedTensorRef.tensor, refs)
+
+
+def _layout(state: TrainState) -> Any:
+    structure = optree.tree_structure(state)  # pyright: ignore[reportArgumentType]
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves(state)]
 
 
 class PartWorker:

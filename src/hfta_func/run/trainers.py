@@ -15,6 +15,7 @@ from hfta_func.run import background
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.run.history import Running
+from hfta_func.run.run import Run
 from hfta_func.run.trainer import LocalTrainer, SegmentHooks, Step, Trainer
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor
@@ -147,22 +148,28 @@ class AutoTrainer:
 
 def make_trainer(
     step: Step,
-    state: TrainState,
-    batches: Any,
-    loader: Any,
+    run: Run,
     workers: int | Literal["auto"] | None,
     compile: bool,
     steps: int | None = None,
     executor: Executor | None = None,
-    members: int | None = None,
 ) -> Trainer:
     """What trains: this process, an executor, or a pool of processes for this run alone.
 
-    A run that goes on may have fewer members than it had, ``members``: then some processes have nothing to do.
+    A run that goes on may have fewer members than it had: then some processes have nothing to do.
+
+    Args:
+        step: The training step.
+        run: What is trained.
+        workers: Number of processes, ``"auto"``, or None for this one.
+        compile: Whether the step is compiled while it trains.
+        steps: Number of steps of the whole run, if that is known.
+        executor: What trains instead.
 
     Raises:
         ValueError: if there are more workers than members or processors, or an executor besides.
     """
+    batches, loader = run.batches, run.loader
     if executor is not None:
         if workers is not None:
             raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
@@ -170,8 +177,9 @@ def make_trainer(
     local = LocalTrainer(background.compile(step, steps=steps) if compile else step, batches, loader)
     if workers is None or workers == 1:
         return local
-    most = {"members": num_models(state) if workers == "auto" or members is None else members}
-    if state.keys.device.type == "cpu":
+    on_gpu = run.state.keys.device.type == "cuda"
+    most = {"members": num_models(run.state) if workers == "auto" else len(run.history.seeds)}
+    if run.state.keys.device.type == "cpu":
         most["processors that this process may use"] = len(cores())
     count = min(most.values()) if workers == "auto" else workers
     if not isinstance(count, int) or count < 1:
@@ -181,7 +189,6 @@ def make_trainer(
             raise ValueError(f"workers is {count}, more than the {number} {what}; pass at most {number}, or 'auto'")
     if workers == "auto" and (count == 1 or not isinstance(loader, ArrayLoader | Sequence) or batches is not loader):
         return local
-    on_gpu = state.keys.device.type == "cuda"
 
     def crew(loader: Any) -> ExecutorTrainer:
         return ExecutorTrainer(step, batches, loader, Pool(processes(count, on_gpu), share=True), compile, owned=True)

@@ -141,9 +141,9 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno())
-    running: dict[int, int] = {}
     # Objects that are there already are not copied by forked processes that collect garbage.
     gc.freeze()
+    running: dict[int, int] = {}
     while os.getppid() == parent:
         ready, _, _ = select.select([asked, woken], [], [], 1.0)
         if woken in ready:
@@ -152,7 +152,7 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
         if asked in ready:
             message, fds, _, _ = socket.recv_fds(asked, 1, 4)
             if not message:
-                return
+                break
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -166,6 +166,8 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
                 os.close(other)
             running[pid] = fds[3]
             asked.sendall(_PID.pack(pid))
+    # Processes may end after the socket that they would wake the server by.
+    signal.set_wakeup_fd(-1)
 
 
 def _tell(running: dict[int, int]) -> None:

@@ -127,15 +127,12 @@ class Pool(Executor):
                 raise self._failed
             return reached()
 
-    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
-        """See :class:`~hfta_func.workers.executor.Executor`.
+    def prepare(self, function: Callable[..., Any]) -> None:
+        """Make a function ready to be sent, which :meth:`submit` does otherwise.
 
         Raises:
             TypeError: if the function or what it uses cannot be sent.
-            WorkerError: if the pool is closed.
         """
-        if self._closed:
-            raise WorkerError("these workers have been closed; make new ones")
         if id(function) not in self._functions:
             if self._folder is None and self.shares:
                 self._folder = Folder()
@@ -149,6 +146,17 @@ class Pool(Executor):
             own = next(self._numbers)
             self._functions[id(function)] = own, function
             self._bytes[own] = found
+
+    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
+        """See :class:`~hfta_func.workers.executor.Executor`.
+
+        Raises:
+            TypeError: if the function or what it uses cannot be sent.
+            WorkerError: if the pool is closed.
+        """
+        if self._closed:
+            raise WorkerError("these workers have been closed; make new ones")
+        self.prepare(function)
         own, _ = self._functions[id(function)]
         call = _Call(next(self._numbers), own, dumps(arguments), limit)
         with self._changed:
