@@ -69,11 +69,12 @@ def fit(
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
         workers: Number of processes that train a part of the members each, with an equal share of the processors, or a GPU
-            each. ``"auto"`` takes one for every processor if that is faster than this process alone, which it tries.
-            Results are the same to rounding. Callbacks and ``evaluate`` run in this process. A process that dies is started
-            again.
-        executor: Workers that outlive the call, instead: a :class:`WorkerPool` or ``hfta_func.cluster.ray(...)``. Each trains
-            a part of the members for a segment, an epoch or ``save_every`` steps; Ctrl-C is heeded between segments.
+            each. Until they have started, this process trains. ``"auto"`` begins in this process, and in a long run tries one
+            process for every processor and goes on with what is faster. Results are the same to rounding. Callbacks and
+            ``evaluate`` run in this process. A process that dies is started again.
+        executor: An :class:`Executor` that outlives the call, instead: a :class:`WorkerPool` or
+            ``hfta_func.cluster.ray(...)``. Each worker trains a part of the members for a segment, an epoch or ``save_every``
+            steps; Ctrl-C is heeded between segments, or after a step by workers of this machine.
         restore_best: A metric, or a pair of one and ``"max"``: the returned state holds each member as of the epoch in which
             it was lowest, or highest. Who is active stays as it is.
         compact: Train the active members only, as a smaller array, once a quarter of them or more is inactive. The step's
@@ -89,7 +90,7 @@ def fit(
         TypeError: if JSON and tensors cannot hold the loader's ``state_dict``.
         StateError: if ``resume`` holds a run of another model, optimizer or seeds, or members that share trained parameters
             are to be taken apart by ``restore_best``, ``workers`` or ``executor``.
-        WorkerError: if the process of some members dies three times in a row.
+        WorkerError: if the process of some members dies three times in a row, or cannot be started.
 
     Example:
         >>> factory = lambda: torch.nn.Linear(4, 1)

@@ -23,6 +23,7 @@ class Executor(Protocol):
         shares: Whether the workers run on this machine and read files that this process maps into its memory.
 
     Example:
+        >>> import functools
         >>> class OneByOne(Executor):
         ...     count = 1
         ...     def __init__(self):
