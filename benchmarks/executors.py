@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from benchmarks._measure import machine, table
 from hfta_func import tune
-from hfta_func.run.pool import Pool
+from hfta_func.workers.pool import Pool
 
 PACKED = (1, 16)
 """Trials in an array."""

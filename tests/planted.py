@@ -375,9 +375,9 @@ PLANTED = [
     Planted(
         "a resumed run repeats a batch",
         *(
-            "run/fit.py",
-            "itertools.islice(loader, running.batches, None)",
-            "itertools.islice(loader, max(0, running.batches - 1), None)",
+            "run/run.py",
+            "itertools.islice(self.loader, self.running.batches, None)",
+            "itertools.islice(self.loader, max(0, self.running.batches - 1), None)",
         ),
         "test_fit.py::test_loaders_that_do_not_tell_their_position_skip_batches",
     ),
@@ -515,7 +515,7 @@ PLANTED = [
     ),
     Planted(
         "errors of workers name members by their places in the part",
-        *("run/workers.py", "members[int(found[1])]", "int(found[1])"),
+        *("run/parts.py", "members[int(found[1])]", "int(found[1])"),
         "test_workers.py::test_a_member_that_fails_is_named_by_its_place_in_the_array",
     ),
     Planted(
@@ -593,7 +593,7 @@ PLANTED = [
     Planted(
         "a smaller array trains on the batches of others",
         *(
-            "run/executors.py",
+            "run/trainer.py",
             '"batch_dims", 0), batch, self.kept)',
             '"batch_dims", 0), batch, torch.arange(len(self.kept)))',
         ),
@@ -601,17 +601,12 @@ PLANTED = [
     ),
     Planted(
         "processes train inactive members on, on the batches of others",
-        *("run/workers.py", "slice(low, high) if kept is None else kept[low:high].cpu()", "slice(low, high)"),
+        *("run/parts.py", "slice(low, high) if kept is None else kept[low:high].cpu()", "slice(low, high)"),
         "test_following.py::test_inactive_members_are_left_out[executor-own]",
     ),
     Planted(
-        "processes keep the members that they were first dealt",
-        *("run/workers.py", "self._loader, self._left, self._cut = loader, None, None", "self._left = None"),
-        "test_following.py::test_members_come_and_go[workers]",
-    ),
-    Planted(
         "an executor keeps the batches of members that are gone",
-        *("run/spread.py", "self._loader, self._left, self._function = loader, None, None", "self._left = None"),
+        *("run/executor_trainer.py", "old, self._function = self._function, None", "old = None"),
         "test_following.py::test_members_come_and_go[executor]",
     ),
     Planted(
@@ -661,7 +656,7 @@ PLANTED = [
     ),
     Planted(
         "workers do not see what a callback changed",
-        *("run/workers.py", "anew = other or state is not self._returned", "anew = other or self._returned is None"),
+        *("run/parts.py", "if state is not self._latest:", "if False:"),
         "test_workers.py::test_two_processes_are_one_array",
     ),
     Planted(
@@ -740,13 +735,13 @@ PLANTED = [
     ),
     Planted(
         "small workers get arrays that only large ones hold",
-        *("run/pool.py", "if call.limit in (0, limit) or", "if True or"),
+        *("workers/pool.py", "if call.limit in (0, limit) or", "if True or"),
         "test_pool.py::test_unequal_workers_get_arrays_of_their_own_sizes",
     ),
     Planted(
         "a call whose worker fails in another way than by dying is lost",
         *(
-            "run/pool.py",
+            "workers/pool.py",
             "        except Exception as error:\n            # Whatever",
             "        except Died as error:\n            # Whatever",
         ),
@@ -754,17 +749,17 @@ PLANTED = [
     ),
     Planted(
         "the arrays of workers that are gone wait for ever",
-        *("run/pool.py", "and not self._alive[call.limit]", "and False"),
+        *("workers/pool.py", "and not self._alive[call.limit]", "and False"),
         "test_pool.py::test_a_larger_worker_stands_in_for_one_that_is_gone",
     ),
     Planted(
         "parts of an array stop after different steps",
-        *("run/spread.py", "if done[place] < max(done) or", "if False and"),
+        *("run/executor_trainer.py", "if done[part] < max(done) or", "if False and"),
         "test_pool.py::test_parts_that_stop_after_different_steps_are_levelled",
     ),
     Planted(
         "Ctrl-C inside a segment waits for its end",
-        *("run/spread.py", "if watch.stopped() and cells[-1] == NEVER:", "if False:"),
+        *("run/executor_trainer.py", "if hooks.stopped() and cells[-1] == NEVER:", "if False:"),
         "test_pool.py::test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two",
     ),
     Planted(
@@ -904,9 +899,14 @@ PLANTED = [
         "a process at work counts as one that has ended",
         *(
             "run/compiler.py",
-            "                if self._is_over:\n                    self._found = {",
-            "                if True:\n                    self._found = {",
+            'if is_first and "error" not in self._found:',
+            "if False:",
         ),
         "test_background.py::test_the_other_process_says_at_once_that_there_is_a_graph",
+    ),
+    Planted(
+        "a worker goes on from a state that is not the part's",
+        *("run/parts.py", "held[0] == (part.low, part.high, part.version)", "True"),
+        "test_workers.py::test_two_processes_are_one_array",
     ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from hfta_func import CompileWarning
 from hfta_func.run import background, compiler, graphs
+from hfta_func.workers import process
 
 M = 3
-YIELDING = compiler._YIELDING
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("_PATIENCE", "_COMPILING", "_COMPILING_A_LEAF"):
         monkeypatch.setattr(background, name, 0)
     monkeypatch.setattr(background, "_FIRST", 1)
-    monkeypatch.setattr(compiler, "_YIELDING", "")
+    monkeypatch.setattr(compiler, "Process", lambda *args, low_priority, **options: process.Process(*args, **options))
     # Steps of tests are too small for a comparison to mean anything.
     monkeypatch.setattr(background, "_TRIAL", 1_000_000)
     torch.compiler.reset()
@@ -222,17 +223,18 @@ def test_without_a_compiler_one_line(tmp_path: pathlib.Path, monkeypatch: pytest
 
 
 def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_YIELDING", YIELDING)
+    monkeypatch.setattr(compiler, "Process", process.Process)
     step, state = arrayed()
     quick = hfta.compile(step)
     for _ in range(2):
         quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
-    worker = the_graph(quick)._worker
-    until(quick, lambda _: os.getpriority(os.PRIO_PROCESS, worker._process.pid) == 19, lambda: None)
-    worker._process.kill()
-    worker._process.wait()
-    with pytest.warns(CompileWarning, match="ended with status -9"):
-        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    (worker,) = the_graph(quick)._worker._pool._workers
+    # Once it has begun: one that dies while it starts is started again.
+    until(quick, lambda _: the_graph(quick)._worker._pool.busy(), lambda: None)
+    assert os.getpriority(os.PRIO_PROCESS, worker.pid) == 19
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.warns(CompileWarning, match="goes on eagerly: its worker died, worker 0 with status -9"):
+        until(quick, ended, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
     quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
 
 
@@ -378,14 +380,17 @@ def test_it_is_the_step_to_whoever_asks() -> None:
 
 def test_the_other_process_ends_with_this_one(tmp_path: pathlib.Path) -> None:
     program = f"""
-import sys; sys.path[:0] = {sys.path!r}
+import sys, time; sys.path[:0] = {sys.path!r}
 import test_background as t, torch, hfta_func as hfta
 t.background._COMPILING = t.background._COMPILING_A_LEAF = 0
 step, state = t.arrayed()
 quick = hfta.compile(step)
 for _ in range(4):
     quick(state, torch.ones(3, 5, 4, dtype=torch.float64))
-print(t.the_graph(quick)._worker._process.pid)
+(worker,) = t.the_graph(quick)._worker._pool._workers
+while not worker.pid:
+    time.sleep(0.01)
+print(worker.pid)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout, done.stderr

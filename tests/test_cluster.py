@@ -139,7 +139,7 @@ def test_unequal_devices_get_arrays_of_their_own_sizes(crew: cluster.RayPool, tm
     options = STUDY | {"scheduler": tune.halving(), "nonfusible": ()}
     space = {name: SPACE[name] for name in ("lr", "momentum")}
     with cluster.ray(kinds) as pool:
-        assert pool.limits == [2, 5] and pool.count == 2
+        assert pool.limits == (2, 5) and pool.count == 2
         study = tune.run(build_noted, space, executor=pool, **options)
     assert told(study) == told(tune.run(build, space, max_models=4, **options))
     sizes = {own: {int(path.name[6:]) for path in tmp_path.glob(f"{own}-*")} for own in ("small", "large")}

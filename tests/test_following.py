@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ import torch
 
 import hfta_func as hfta
 from hfta_func._tree import leaves
-from hfta_func.run import workers
-from hfta_func.run.executors import Inline
+from hfta_func.workers.executor import Inline
 from test_members import DATA, SEEDS, Run, assert_same, stop
-from test_workers import two_cores  # noqa: F401
+from test_workers import pools, two_cores  # noqa: F401
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),
@@ -135,33 +135,31 @@ def test_errors_in_this_process_name_members_of_the_whole_array() -> None:
 
 
 def test_a_process_that_dies_is_started_again_with_its_members_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    crews: list[workers.Workers] = []
-    enter = workers.Workers.__enter__
-    monkeypatch.setattr(workers.Workers, "__enter__", lambda self: [crews.append(self), enter(self)][1])
-
     def drop(state: Any, history: Any) -> Any:
         if len(history) == 3 and crews:
-            crews[0]._processes[1].kill()
+            os.kill(crews[0]._workers[1].pid, signal.SIGKILL)
         return hfta.take(state, [3, 0, 1]) if len(history) == 2 else None
 
+    crews: list[Any] = []
     expected = Run().fit(5, drop)
+    crews = pools(monkeypatch)
     assert_same_run(Run().fit(5, drop, workers=2), expected)
-    assert not any(Path(one.name).exists() for one in crews[0]._members._folders)
 
 
 def test_processes_stay_and_data_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    crews: list[workers.Workers] = []
-    enter = workers.Workers.__enter__
-    monkeypatch.setattr(workers.Workers, "__enter__", lambda self: [crews.append(self), enter(self)][1])
+    crews = pools(monkeypatch)
     rows = torch.randn(20_000, 4, dtype=torch.float64)
     run, seen = Run(), []
     run.loader = hfta.ArrayLoader((rows, rows[:, :2].clone()), 10_000, seeds=SEEDS)
 
     def drop(state: Any, history: Any) -> Any:
-        folders = [Path(one.name) for one in (*crews[0]._folder._folders, *crews[0]._members._folders)]
+        (pool,) = crews
+        folders = [Path(one.name) for one in pool._folder._folders]
         files = [path.stat().st_size for folder in folders for path in folder.iterdir()]
-        seen.append((sum(size >= rows.nbytes for size in files), [one.pid for one in crews[0]._processes], len(files)))
+        seen.append((sum(size >= rows.nbytes for size in files), [one.pid for one in pool._workers], len(pool._bytes)))
+        assert max(map(len, pool._bytes.values())) < 200_000, "data is not in the function"
         return hfta.take(state, [*range(3 - len(history))]) if len(history) < 3 else None
 
     run.fit(3, drop, workers=2, evaluate=None)
-    assert seen[0] == seen[1] == seen[2] and seen[0][0] == 1
+    assert seen[0] == seen[1] == seen[2] and seen[0][0] == 1 and seen[0][2] == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in seen[0][1]), "they end with the call"

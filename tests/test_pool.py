@@ -7,7 +7,6 @@ import fcntl
 import logging
 import os
 import pathlib
-import pickle
 import random
 import re
 import signal
@@ -24,9 +23,9 @@ import torch
 import hfta_func as hfta
 from clocks import press_ctrl_c
 from hfta_func import tune
-from hfta_func.run import bench, executors, local, pool, processes, spread, workers
-from hfta_func.run.settings import settings
+from hfta_func.run import executor_trainer
 from hfta_func.tune import status
+from hfta_func.workers import executor, local, pool, process, wire
 from test_tune import SCHEDULERS, SPACE, STUDY, build, told
 from test_workers import M, arrayed, assert_same, data, loader, loss_fn
 
@@ -43,7 +42,7 @@ def crew() -> Iterator[hfta.WorkerPool]:
 
 
 def pids(crew: Any) -> list[int]:
-    return [worker.process.pid for worker in crew._workers]
+    return [worker.pid for worker in crew._workers]
 
 
 def kill(crew: Any, place: int) -> None:
@@ -104,8 +103,7 @@ def test_a_run_that_was_broken_off_inside_an_epoch_goes_on(crew: hfta.WorkerPool
 @pytest.fixture(scope="module")
 def uneven() -> Iterator[pool.Pool]:
     """Two workers, of which the first holds two members and the second five."""
-    own = pickle.dumps(settings())
-    with pool.Pool([local._Local(place, [0], False, own) for place in (0, 1)], share=True, limits=[2, 5]) as found:
+    with pool.Pool([process.Process(place, [0]) for place in (0, 1)], share=True, limits=[2, 5]) as found:
         assert found.ready(60)
         yield found
 
@@ -145,10 +143,10 @@ def test_a_fit_is_cut_in_proportion_to_what_workers_hold(uneven: Any) -> None:
     step, state = arrayed()
     found = hfta.fit(step, state, loader(), epochs=2, progress=False, executor=uneven)
     assert_same(found, hfta.fit(step, state, loader(), epochs=2, progress=False))
-    assert spread._parts(7, uneven) == [(0, 5, 5), (5, 7, 2)]
-    assert spread._parts(15, uneven) == [(0, 5, 5), (5, 10, 5), (10, 11, 2), (11, 13, 2), (13, 15, 2)]
-    assert all(high - low <= limit for low, high, limit in spread._parts(50, uneven))
-    assert [low for low, *_ in spread._parts(1, uneven)] == [0]
+    assert executor_trainer._parts(7, uneven) == [(0, 5, 5), (5, 7, 2)]
+    assert executor_trainer._parts(15, uneven) == [(0, 5, 5), (5, 10, 5), (10, 11, 2), (11, 13, 2), (13, 15, 2)]
+    assert all(high - low <= limit for low, high, limit in executor_trainer._parts(50, uneven))
+    assert [low for low, *_ in executor_trainer._parts(1, uneven)] == [0]
 
 
 class Fake:
@@ -164,7 +162,7 @@ class Fake:
             self.gone.wait()
 
     def call(self, number: int, live: Any, function: Any, arguments: bytes) -> tuple[bool, bytes]:
-        return False, self.first(self) or processes.dumps(self.name)
+        return False, self.first(self) or wire.dumps(self.name)
 
     def kill(self) -> None:
         self.gone.set()
@@ -174,7 +172,7 @@ class Fake:
 
 
 def die(worker: Fake) -> None:
-    raise pool.Died("for good")
+    raise process.Died("for good")
 
 
 def test_a_larger_worker_stands_in_for_one_that_is_gone() -> None:
@@ -263,7 +261,7 @@ def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(crew: hfta.WorkerPo
 @pytest.mark.parametrize("stops", [(4, 2), (2, 4), (None, 2), (3, None)])
 @pytest.mark.parametrize("dealt", [True, False])
 def test_parts_that_stop_after_different_steps_are_levelled(stops: tuple[int | None, int | None], dealt: bool) -> None:
-    class Uneven(executors.Inline):
+    class Uneven(executor.Inline):
         """Stops the parts of the first segment after steps of their own."""
 
         count, shares = 2, True
@@ -276,7 +274,7 @@ def test_parts_that_stop_after_different_steps_are_levelled(stops: tuple[int | N
             _, arguments = self._calls[min(self._calls)]
             if self.stops:
                 cells = arguments["control"][0].tensor()
-                cells[-1] = workers.NEVER if (stop := self.stops.pop(0)) is None else stop
+                cells[-1] = executor_trainer.NEVER if (stop := self.stops.pop(0)) is None else stop
             return super().wait()
 
     step, state = arrayed()
@@ -529,7 +527,7 @@ def test_bad_input(crew: hfta.WorkerPool, monkeypatch: pytest.MonkeyPatch) -> No
     # Nothing is left behind.
     assert told(tune.run(build, SPACE, executor=crew, **options)) == told(tune.run(build, SPACE, **options))
     with pytest.raises(hfta.WorkerError, match=r"worker 3 has torch 1.0 and this process 2"):
-        bench.check_versions("worker 3", bench.versions() | {"torch": "1.0"})
+        process.check_versions("worker 3", process.versions() | {"torch": "1.0"})
     with hfta.WorkerPool(1) as closed:
         pass
     with pytest.raises(hfta.WorkerError, match="have been closed"):
@@ -573,7 +571,7 @@ options = STUDY | {"scheduler": tune.hyperband(), "trials": 64, "epochs": 27, "m
 with hfta.WorkerPool(2) as pool:
     while pool._alive.total() < 2:
         time.sleep(0.01)
-    print("begins", *[worker.process.pid for worker in pool._workers], flush=True)
+    print("begins", *[worker.pid for worker in pool._workers], flush=True)
     study = tune.run(build_slow, SPACE, executor=pool, resume=sys.argv[1], **options)
 assert once(study)
 assert told(study) == told(tune.run(build, SPACE, **options | {"max_models": 16}))

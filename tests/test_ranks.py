@@ -17,9 +17,9 @@ PROGRAM = """
 import os, pathlib, signal, sys, time
 import hfta_func as hfta
 from hfta_func import cluster, tune
+from test_executors import LAWS
 from test_pool import once
 from test_tune import SPACE, STUDY, build, told
-from test_workers import arrayed, assert_same, loader
 
 folder, kills = pathlib.Path(sys.argv[1]), sys.argv[2] == "kill"
 options = STUDY | {"scheduler": tune.hyperband(), "max_models": 4, "resume": folder / "study"}
@@ -42,9 +42,9 @@ def main(executor):
         raise
     expected = tune.run(build, SPACE, **options | {"resume": None})
     assert told(study) == told(expected) and once(study)
-    step, state = arrayed()
-    found = hfta.fit(step, state, loader(), epochs=2, progress=False, executor=executor)
-    assert_same(found, hfta.fit(step, state, loader(), epochs=2, progress=False))
+    for law in LAWS:
+        (folder / law.__name__).mkdir()
+        law(executor, folder / law.__name__)
     return "equal"
 
 result = cluster.torchrun(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -19,11 +20,11 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from clocks import press_ctrl_c
 from hfta_func import WorkerError
-from hfta_func.run import local, processes, spread, workers
-from hfta_func.run.executors import Here, Watch
-from hfta_func.run.history import Running
-from hfta_func.run.processes import dumps
+from hfta_func.run import trainers
+from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.step import allocator
+from hfta_func.workers import fork_server, local, wire
+from hfta_func.workers.pool import Pool
 
 M = 5
 pytestmark = [
@@ -34,10 +35,16 @@ pytestmark = [
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines with one core run these as well."""
-    if len(workers.cores()) < 2:
-        for module in (workers, spread, local):
+    """Machines with one core run these as well, and no step is made here while workers start."""
+    monkeypatch.setattr(ExecutorTrainer, "is_ready", waits)
+    if len(local.cores()) < 2:
+        for module in (trainers, local):
             monkeypatch.setattr(module, "cores", lambda: [0, 0])
+
+
+def waits(self: ExecutorTrainer) -> bool:
+    """Wait for workers to start."""
+    return self._owned is None or self._owned.ready(120, everyone=True)
 
 
 def make() -> nn.Module:
@@ -158,21 +165,26 @@ def test_workers_keep_large_blocks() -> None:
         hfta.fit(step, state, loader(), epochs=1, progress=False, executor=pool)
 
 
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pools that are made from now on."""
+    found, init = list[Any](), Pool.__init__
+
+    def noted(self: Pool, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        found.append(self)
+
+    monkeypatch.setattr(Pool, "__init__", noted)
+    return found
+
+
 def test_a_killed_process_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     expected = hfta.fit(step, state, loader(), epochs=4, progress=False)
-    crews: list[workers.Workers] = []
-    init = workers.Workers.__init__
-
-    def noted(self: workers.Workers, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        crews.append(self)
-
-    monkeypatch.setattr(workers.Workers, "__init__", noted)
+    crews = pools(monkeypatch)
 
     def kill(state: Any, history: hfta.History) -> None:
-        process = crews[0]._processes[len(history) % 2]
-        threading.Timer(0.001 * len(history), process._process.kill).start()
+        worker = crews[0]._workers[len(history) % 2]
+        threading.Timer(0.001 * len(history), os.kill, (worker.pid, signal.SIGKILL)).start()
 
     assert_same(hfta.fit(step, state, loader(), epochs=4, progress=False, callbacks=[kill], workers=2), expected)
 
@@ -183,7 +195,7 @@ def test_a_process_that_always_dies_is_given_up() -> None:
 
     step, state = arrayed(loss=loss)
     with pytest.raises(
-        WorkerError, match=r"the process of models [02] to [14] died 3 times in a row, last with status 3"
+        WorkerError, match=r"^models [02] to [14]: its workers died 3 times in a row, last worker [01] with status 3"
     ):
         hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
 
@@ -219,54 +231,99 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, save_
         assert torch.equal(a, b)
 
 
-def test_uneven_stops_are_levelled() -> None:
-    """One process has gone further than the other when both are told to stop."""
+@pytest.mark.parametrize("dims", [0, None])
+@pytest.mark.parametrize("kind", ["dealt", "batches"])
+def test_steps_while_workers_start_are_those_of_workers(
+    kind: str, dims: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = os.getpid()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with (tmp_path / "where").open("a") as file:
+            file.write(f"{os.getpid() == here} ")
+        return loss_fn(model, batch)
+
+    def run(later: int) -> tuple[hfta.Result, list[str]]:
+        """Train with workers that are ready after some pieces."""
+        left = [later]
+
+        def is_ready(self: ExecutorTrainer) -> bool:
+            left[0] -= 1
+            return left[0] < 0 and waits(self)
+
+        monkeypatch.setattr(ExecutorTrainer, "is_ready", is_ready)
+        (tmp_path / "where").write_text("")
+        batches = [data(), tuple(2 * leaf for leaf in data()), data(), data()]
+        source = loader(7 if dims is None else range(M), shared=dims is None) if kind == "dealt" else batches
+        if kind == "batches" and dims == 0:
+            source = [tuple(torch.stack([leaf] * M) for leaf in batch) for batch in batches]
+        step, state = arrayed(loss=loss, batch_dims=dims, donate=later > 2)
+        found = hfta.fit(step, state, source, epochs=3, progress=False, workers=2)
+        return found, (tmp_path / "where").read_text().split()
+
+    expected, where = run(0)
+    assert {*where} == {"False"}
+    for later in (1, 2, 3):
+        found, where = run(later)
+        assert {*where} == {"True", "False"} and where[0] == "True"
+        for a, b in zip(optree.tree_leaves(found.state), optree.tree_leaves(expected.state), strict=True):
+            assert torch.equal(a, b)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+@pytest.mark.parametrize("kind", ["dealt", "batches"])
+def test_auto_tries_workers_and_takes_what_is_faster(
+    kind: str, faster: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = os.getpid()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with (tmp_path / "where").open("a") as file:
+            file.write(f"{os.getpid() == here} ")
+        time.sleep(0.3 if (os.getpid() == here) is faster else 0.0)
+        return loss_fn(model, batch)
+
+    def source() -> Any:
+        return loader() if kind == "dealt" else [tuple(torch.stack([leaf] * M) for leaf in data())] * 5
+
+    monkeypatch.setattr(trainers, "_LEAST", 0.1)
+    monkeypatch.setattr(trainers, "_TRIAL", 0.1)
+    crews = pools(monkeypatch)
+
+    step, state = arrayed(loss=loss)
+    options: dict[str, Any] = {"epochs": 6, "progress": False, "save_every": 3}
+    found = hfta.fit(step, state, source(), workers="auto", resume=tmp_path / "run", **options)
+    where = (tmp_path / "where").read_text().split()
+    assert where[0] == "True" and "False" in where, "it begins here, and tries workers"
+    assert where[-1] == str(not faster) and crews[0]._closed
     step, state = arrayed()
-    crew = workers.Workers(step, state, loader(), loader(), 2)
-    order = {"kind": "segment", "anew": True, "position": loader().state_dict(), "batches": None}
-    with crew:
-        crew._control[-1] = workers.NEVER
-        for limit, process, deal in zip((2, 4), crew._processes, crew._deals, strict=True):
-            process.send(dumps({**order, "limit": limit, "deal": deal}, crew._folder))
-        answers = [process.receive() for process in crew._processes]
-        assert [answer["done"] for answer in answers] == [2, 4]
-        answers = crew._level(answers)
-        assert [answer["done"] for answer in answers] == [4, 4]
-        found, expected = Running(), Running()
-        found.join([answer["running"] for answer in answers])
-        state, _ = Here(step, loader(), loader()).segment(state, expected, 4, Watch())
-        for a, b in zip(optree.tree_leaves(crew._shared), optree.tree_leaves(state), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(found.sums["loss"], expected.sums["loss"])
+    assert_same(found, hfta.fit(step, state, source(), epochs=6, progress=False))
 
 
-def test_auto_takes_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_does_not_try_workers_for_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    crews = pools(monkeypatch)
     step, state = arrayed()
-    for speed, kind in ((1e9, workers.Workers), (0.0, Here)):
-        monkeypatch.setattr(workers.Workers, "speed", lambda self, seconds, batch, speed=speed: speed)
-        whole = loader()
-        found = spread.choose(step, state, whole, whole, "auto", False)
-        assert type(found) is kind
-        if isinstance(found, workers.Workers):
-            found.__exit__()
-    monkeypatch.undo()
-    whole = loader()
-    assert_same(
-        hfta.fit(step, state, whole, epochs=2, progress=False, workers="auto"),
-        hfta.fit(step, state, loader(), epochs=2, progress=False),
-    )
+    found = hfta.fit(step, state, loader(), epochs=2, progress=False, workers="auto")
+    assert_same(found, hfta.fit(step, state, loader(), epochs=2, progress=False))
+    assert not crews
 
 
-def test_data_is_shared_and_not_copied() -> None:
+def test_a_worker_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # The server that they are forked from imports from the same folders as this process.
+    monkeypatch.setattr(fork_server, "_server", None)
+    (tmp_path / "cloudpickle.py").write_text("raise SystemExit(5)")
+    monkeypatch.syspath_prepend(tmp_path)
     step, state = arrayed()
-    rows = torch.randn(50_000, 4, dtype=torch.float64)
-    whole = hfta.ArrayLoader((rows, rows.sum(-1, keepdim=True)), 5, seeds=range(M))
-    with workers.Workers(step, state, whole, whole, 2) as crew:
-        assert max(map(len, crew._orders)) < 200_000
-        folders = [Path(one.name) for one in crew._folder._folders]
-        files = [path.stat().st_size for folder in folders for path in folder.iterdir()]
-        assert sum(size >= rows.nbytes for size in files) == 1
-    assert not any(folder.exists() for folder in folders)
+    with pytest.raises(
+        WorkerError, match=r"worker [01] died 3 times in a row while it started, last with status 5; what"
+    ):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+    with (
+        hfta.WorkerPool(1) as pool,
+        pytest.raises(WorkerError, match="worker 0 died 3 times in a row while it started"),
+    ):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, executor=pool)
 
 
 def test_bad_input() -> None:
@@ -278,12 +335,12 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             hfta.fit(step, state, loader(), epochs=1, progress=False, workers=count)  # type: ignore[arg-type]
-    if (most := len(workers.cores())) < M:
+    if (most := len(local.cores())) < M:
         with pytest.raises(ValueError, match=f"workers is {most + 1}, more than the {most} processors"):
             hfta.fit(step, state, loader(), epochs=1, progress=False, workers=most + 1)
     lock = threading.Lock()
     step, state = arrayed(loss=lambda model, batch: loss_fn(model, batch)[0] + 0 * bool(lock))
-    with pytest.raises(TypeError, match="cannot be sent to other processes"):
+    with pytest.raises(TypeError, match="the step or the loader cannot be sent to workers"):
         hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
 
 
@@ -303,7 +360,7 @@ def test_batches_that_are_written_between_epochs_are_read_again() -> None:
 KILLED = """
 import sys, time
 import torch
-from hfta_func.run.processes import Folder
+from hfta_func.workers.wire import Folder
 
 folder = Folder()
 folder.write(torch.zeros(9))
@@ -313,10 +370,10 @@ time.sleep(3600)
 
 
 def test_what_a_killed_process_shared_is_removed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_places", lambda: [str(tmp_path)])
-    code = f"from hfta_func.run import processes; processes._places = lambda: [{str(tmp_path)!r}]\n" + KILLED
+    monkeypatch.setattr(wire, "_shared_folders", lambda: [str(tmp_path)])
+    code = f"from hfta_func.workers import wire; wire._shared_folders = lambda: [{str(tmp_path)!r}]\n" + KILLED
     path = os.pathsep.join(filter(None, sys.path))
-    own = processes.Folder()
+    own = wire.Folder()
     with subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -331,14 +388,14 @@ def test_what_a_killed_process_shared_is_removed(tmp_path: pathlib.Path, monkeyp
         with monkeypatch.context() as patch:
             # What is not this user's stays.
             patch.setattr(os, "getuid", lambda: os.geteuid() + 1)
-            processes.sweep()
+            wire.sweep()
             assert foreign.is_dir()
         (foreign / "owner.lock").unlink()
-        processes.sweep()
+        wire.sweep()
         assert os.path.isdir(other) and os.path.isdir(own._folders[0].name), "both live"
         process.kill()
         process.wait()
-    processes.sweep()
+    wire.sweep()
     assert not os.path.exists(other)
     left = {entry.name for entry in tmp_path.iterdir()}
     assert left == {os.path.basename(own._folders[0].name), "hfta-unfinished", "hfta-foreign", "hfta-linked", "others"}

@@ -60,7 +60,6 @@ from hfta_func.run.fit import Result as Result
 from hfta_func.run.fit import fit as fit
 from hfta_func.run.history import FailedStep as FailedStep
 from hfta_func.run.history import History as History
-from hfta_func.run.local import WorkerPool as WorkerPool
 from hfta_func.run.memory import is_out_of_memory as is_out_of_memory
 from hfta_func.run.plan import Plan as Plan
 from hfta_func.run.plan import max_models as max_models
@@ -79,5 +78,7 @@ from hfta_func.step.state import TrainState as TrainState
 from hfta_func.step.state import stacked as stacked
 from hfta_func.step.train import TrainStep as TrainStep
 from hfta_func.step.train import make_train_step as make_train_step
+from hfta_func.workers.executor import Executor as Executor
+from hfta_func.workers.local import WorkerPool as WorkerPool
 
 __version__ = "0.1.0"

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from hfta_func import WorkerError
-from hfta_func.run import bench
-from hfta_func.run.pool import Died, Pool
-from hfta_func.run.processes import dumps, line
-from hfta_func.run.settings import settings
+from hfta_func.workers.pool import Pool
+from hfta_func.workers.process import Died, FunctionServer, check_versions, versions
+from hfta_func.workers.settings import settings
+from hfta_func.workers.wire import dumps, one_line_error
 
 _STARTS = 5
 """How often an actor is placed before it is given up."""
@@ -33,23 +33,23 @@ class Actor:
     """The side of a worker.
 
     Args:
-        settings: See :class:`bench.Bench`.
+        settings: See :class:`FunctionServer`.
         threads: How many it computes with, 0 for all.
     """
 
     def __init__(self, settings: Mapping[str, Any], threads: int):
         if threads:
             torch.set_num_threads(threads)
-        self._bench = bench.Bench(settings)
+        self._server = FunctionServer(settings)
 
     def about(self) -> dict[str, Any]:
         """What it is, and where."""
-        return {"versions": bench.versions(), "pid": os.getpid(), "node": os.uname().nodename}
+        return {"versions": versions(), "pid": os.getpid(), "node": os.uname().nodename}
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """See :class:`~hfta_func.run.pool.Worker`."""
-        answer = self._bench.call(number, live, function, arguments)
-        return self._bench.has(number), answer
+        """See :class:`~hfta_func.workers.pool.Worker`."""
+        answer = self._server.call(number, live, function, arguments)
+        return self._server.has(number), answer
 
 
 class _Functions:
@@ -68,7 +68,7 @@ class _Functions:
 
 
 class _Remote:
-    """A :class:`~hfta_func.run.pool.Worker` that is an actor; when it dies, another is placed wherever there is room."""
+    """A :class:`~hfta_func.workers.pool.Worker` that is an actor; when it dies, another is placed wherever there is room."""
 
     def __init__(self, number: int, options: Mapping[str, Any], functions: _Functions, order: tuple[Any, ...]):
         self.name, self.pid = f"worker {number}", 0
@@ -100,7 +100,7 @@ class _Remote:
                 # Its node may have gone while it started.
                 if trial == _STARTS - 1:
                     raise WorkerError(f"{self.name} cannot be started ({_line(error)})") from error
-        bench.check_versions(f"{self.name} on {about['node']}", about["versions"])
+        check_versions(f"{self.name} on {about['node']}", about["versions"])
         self.name, self.pid = f"worker {self._number} on {about['node']}", about["pid"]
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
@@ -262,7 +262,7 @@ def _connect(module: Any, address: str | None) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster {address}" if address else "a Ray instance on this machine"
         raise WorkerError(
-            f"{where} cannot be used ({line(error)}); check that it runs, with Ray {module.__version__} and "
+            f"{where} cannot be used ({one_line_error(error)}); check that it runs, with Ray {module.__version__} and "
             f"the same version of Python as here"
         ) from error
 

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from hfta_func import WorkerError
-from hfta_func.run import bench
-from hfta_func.run.pool import Died, Pool
-from hfta_func.run.processes import Raw, line
-from hfta_func.run.settings import settings
+from hfta_func.workers.pool import Pool
+from hfta_func.workers.process import Died, FunctionServer, check_versions, versions
+from hfta_func.workers.settings import settings
+from hfta_func.workers.wire import TensorBytes, one_line_error
 
 T = TypeVar("T")
 _log = logging.getLogger("hfta_func.workers")
 
 
 class _Peer:
-    """A :class:`~hfta_func.run.pool.Worker` that is another rank."""
+    """A :class:`~hfta_func.workers.pool.Worker` that is another rank."""
 
     def __init__(self, rank: int):
         self.name = f"rank {rank}"
@@ -39,8 +39,8 @@ class _Peer:
             _send(pickle.dumps(settings()), self._rank)
             found = pickle.loads(_receive(self._rank))
         except RuntimeError as error:
-            raise WorkerError(f"{self.name} cannot be reached ({line(error)})") from error
-        bench.check_versions(self.name, found)
+            raise WorkerError(f"{self.name} cannot be reached ({one_line_error(error)})") from error
+        check_versions(self.name, found)
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
         try:
@@ -48,7 +48,7 @@ class _Peer:
             return pickle.loads(_receive(self._rank))
         except RuntimeError as error:
             self._is_gone = True
-            raise Died(line(error)) from error
+            raise Died(one_line_error(error)) from error
 
     def kill(self) -> None:
         pass
@@ -59,7 +59,7 @@ class _Peer:
             try:
                 _send(b"", self._rank)
             except RuntimeError as error:
-                _log.warning("%s has gone (%s)", self.name, line(error))
+                _log.warning("%s has gone (%s)", self.name, one_line_error(error))
 
 
 class _Self:
@@ -68,11 +68,11 @@ class _Self:
     name = "rank 0"
 
     def start(self) -> None:
-        self._bench = bench.Bench(settings())
+        self._server = FunctionServer(settings())
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        answer = self._bench.call(number, live, function, arguments)
-        return self._bench.has(number), answer
+        answer = self._server.call(number, live, function, arguments)
+        return self._server.has(number), answer
 
     def kill(self) -> None:
         pass
@@ -129,8 +129,8 @@ def torchrun(main: Callable[[Pool], T], *, timeout: float = 7 * 24 * 3600.0) -> 
 
 def _serve() -> None:
     """Work for rank 0."""
-    found = bench.Bench(pickle.loads(_receive(0)))
-    _send(pickle.dumps(bench.versions()), 0)
+    found = FunctionServer(pickle.loads(_receive(0)))
+    _send(pickle.dumps(versions()), 0)
     while order := _receive(0):
         number, *rest = pickle.loads(order)
         answer = found.call(number, *rest)
@@ -149,4 +149,4 @@ def _receive(rank: int) -> bytes:
     message = torch.empty(int(size), dtype=torch.uint8)
     if len(message):
         dist.recv(message, rank)
-    return Raw.of(message).data
+    return TensorBytes.of(message).data

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from hfta_func import EvalStep, Stacked, WorkerError, make_eval_step, num_models, stack_params
 from hfta_func.cluster import actors
-from hfta_func.run.local import WorkerPool
-from hfta_func.run.pool import Pool
-from hfta_func.run.processes import dumps, line
+from hfta_func.workers.local import WorkerPool
+from hfta_func.workers.pool import Pool
+from hfta_func.workers.wire import dumps, one_line_error
 
 if TYPE_CHECKING:
     import pandas
@@ -140,7 +140,7 @@ def evaluate(
             dumps(site.load)
         except Exception as error:
             raise TypeError(
-                f"site {site.name!r}: load cannot be sent ({line(error)}); open what it uses inside it"
+                f"site {site.name!r}: load cannot be sent ({one_line_error(error)}); open what it uses inside it"
             ) from error
     pools: list[Pool] = []
     answers: dict[str, Any] = {}
@@ -272,9 +272,9 @@ def _answer(pool: Pool, end: float, timeout: float) -> Any:
     except queue.Empty:
         return f"missing: no answer in {timeout:g} s"
     except WorkerError as error:
-        return f"missing: {line(error)}"
+        return f"missing: {one_line_error(error)}"
     if isinstance(answer, Exception):
-        return f"failed: {line(answer) if isinstance(answer, ImportError) else type(answer).__name__}"
+        return f"failed: {one_line_error(answer) if isinstance(answer, ImportError) else type(answer).__name__}"
     return answer
 
 

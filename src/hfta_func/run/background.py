@@ -17,7 +17,8 @@ from hfta_func._tree import leaves
 from hfta_func._types import CompileWarning
 from hfta_func.run.compiler import Compiler
 from hfta_func.run.graphs import graph
-from hfta_func.run.processes import cores, line
+from hfta_func.workers.process import cores
+from hfta_func.workers.wire import one_line_error
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
 """Seconds that compiling takes here, and what every parameter adds, to know beforehand whether it can pay: while it goes on,
@@ -216,7 +217,7 @@ class _Graph:
                 found = run(state, batch)
         except Exception as error:
             # Whatever keeps the graph from being read, the eager step goes on; if that raises too, it is the user's to see.
-            self._end(line(error))
+            self._end(one_line_error(error))
             return self._step(state, batch)
         self._run = run
         return found

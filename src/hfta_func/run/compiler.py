@@ -1,20 +1,14 @@
-"""The process that compiles a step while another one trains."""
+"""Compiling a step while this process trains: calls on a worker of low priority."""
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
-import os
 import pickle
-import signal
-import subprocess
-import sys
-import tempfile
+import queue
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import cloudpickle
 import torch
@@ -23,20 +17,21 @@ from torch import Tensor
 from hfta_func._torch import graph_hits
 from hfta_func._tree import leaves, tree_map
 from hfta_func.run.graphs import graph, options
-from hfta_func.run.processes import line
-from hfta_func.run.settings import SETTINGS, settle
-
-# Before anything is imported. A session is a group of its own on Linux, within which alone "nice" counts.
-_YIELDING = """
-import contextlib, os, pathlib
-os.nice(19)
-with contextlib.suppress(OSError):
-    pathlib.Path("/proc/self/autogroup").write_text("19")
-"""
+from hfta_func.workers.pool import Pool
+from hfta_func.workers.process import Process, cores
+from hfta_func.workers.settings import SETTINGS, settle
+from hfta_func.workers.wire import one_line_error
 
 
 class Compiler:
-    """The process, seen from the one that trains, to which it yields the processors if it ``yields``."""
+    """A worker that compiles one step into PyTorch's cache on disk.
+
+    Args:
+        step: The step.
+        state: A state, for its shapes.
+        batch: A batch, for its shapes.
+        yields: Whether the worker yields the processors to this process.
+    """
 
     _last: weakref.ref[Compiler] | None = None
 
@@ -48,22 +43,13 @@ class Compiler:
             inputs, settings = tree_map(_Like, (state, batch)), {get.__name__: get() for get, _ in SETTINGS}
             order = _sent({"step": step, "inputs": inputs, **settings}, getattr(step, "base", {}).values())
         except Exception as error:
-            self._found = {"error": f"it cannot be sent to another process, {line(error)}"}
+            self._found = {"error": f"it cannot be sent to another process, {one_line_error(error)}"}
             return
-        self._said = tempfile.TemporaryFile()
-        with tempfile.TemporaryFile() as given:
-            given.write(json.dumps(sys.path).encode() + b"\n" + order)
-            given.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"{_YIELDING if yields else ''}from {__name__} import _answer; _answer()"],
-                stdin=given,
-                stdout=self._said,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+        self._pool = Pool([Process(0, cores(), low_priority=yields, quiet=True)], tries=1)
+        self._end = weakref.finalize(self, self._pool.close)
         self._is_over = False
-        self._end = weakref.finalize(self, _end, self._process, self._said)
+        self._function = StepCompiler(order)
+        self._pool.submit(self._function, chosen=None)
 
     @staticmethod
     def busy() -> bool:
@@ -75,17 +61,23 @@ class Compiler:
         return not last._is_over
 
     def answer(self) -> dict[str, Any] | None:
-        """What it has found so far, None before that."""
+        """What it has found so far, None before that.
+
+        As soon as there is a graph, ``options`` and the ``seconds`` that compiling took; later, the seconds that reading
+        the graph from the cache takes. Or an ``error``.
+        """
         if not self._is_over:
-            self._is_over = self._process.poll() is not None
-            # The processes share a position in the file, which is the other one's.
-            said = os.pread(self._said.fileno(), os.fstat(self._said.fileno()).st_size, 0).decode(errors="replace")
-            *lines, _ = said.split("\n")
             try:
-                self._found = json.loads(lines[-1])
-            except (IndexError, ValueError):
-                if self._is_over:
-                    self._found = {"error": f"the other process ended with status {self._process.returncode}"}
+                _, answer = self._pool.wait(0)
+            except queue.Empty:
+                return self._found
+            except Exception as error:
+                answer = error
+            is_first, self._found = self._found is None, answer if isinstance(answer, dict) else {"error": str(answer)}
+            if is_first and "error" not in self._found:
+                self._pool.submit(self._function, chosen=self._found["options"])
+            else:
+                self.end()
         return self._found
 
     def end(self) -> None:
@@ -93,14 +85,6 @@ class Compiler:
         if not self._is_over:
             self._is_over = True
             self._end()
-
-
-def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    said.close()
 
 
 class _Like:
@@ -132,50 +116,49 @@ class _Received(pickle.Unpickler):
         return pid.tensor()
 
 
-def _answer() -> None:
-    """The other process: compile what the standard input asks for, and print what came of it."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.path[:] = json.loads(sys.stdin.buffer.readline())
-    try:
-        order = _Received(sys.stdin.buffer).load()
-        for found in _compiled(order):
-            print(json.dumps(found), file=answers, flush=True)
-    except Exception as error:
-        print(json.dumps({"error": line(error)}), file=answers, flush=True)
+class StepCompiler:
+    """Compiles a step: the function that is sent to the worker.
 
+    Args:
+        order: The step, what its inputs are like, and the settings to compile with, as :func:`_sent` writes them.
+    """
 
-def _compiled(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What is known as soon as there is a graph: that reading it takes less than compiling; then, how long it takes."""
-    settle(order)
-    error: Exception | None = None
-    likes: Any = leaves(order["inputs"])
-    # Not "cpu" if anything is elsewhere.
-    device = max((like.made_of[-1].type for like in likes), key=lambda kind: kind != "cpu")
-    for chosen in options(order["step"], order["inputs"][0], device):
+    def __init__(self, order: bytes):
+        self._order = order
+
+    def __call__(self, chosen: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Compile with the first options that work, or time how long it takes to read a graph that is in the cache.
+
+        Args:
+            chosen: Options of a graph that has been compiled.
+        """
+        error: Exception | None = None
         try:
-            yield {"options": chosen, "seconds": _seconds(order, chosen)}
-            before = graph_hits()
-            seconds = _seconds(order, chosen)
-            if graph_hits() == before:
-                yield {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
-            else:
-                yield {"options": chosen, "seconds": seconds}
-            return
+            order = _Received(io.BytesIO(self._order)).load()
+            settle(order)
+            if chosen is not None:
+                before, seconds = graph_hits(), _seconds(order, chosen)
+                if graph_hits() == before:
+                    return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
+                return {"options": chosen, "seconds": seconds}
         except Exception as failed:
-            error = failed
-    assert error is not None
-    yield {"error": line(error)}
+            return {"error": one_line_error(failed)}
+        likes: Any = leaves(order["inputs"])
+        # Not "cpu" if anything is elsewhere.
+        device = max((like.made_of[-1].type for like in likes), key=lambda kind: kind != "cpu")
+        for one in options(order["step"], order["inputs"][0], device):
+            try:
+                return {"options": one, "seconds": _seconds(order, one)}
+            except Exception as failed:
+                error = failed
+        assert error is not None
+        return {"error": one_line_error(error)}
 
 
 def _seconds(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:
     """How long a first call takes."""
     torch.compiler.reset()
-    return _timed(graph(order["step"], options), order)
-
-
-def _timed(run: Any, order: Mapping[str, Any]) -> float:
-    inputs = tree_map(_Like.tensor, order["inputs"])
+    run, inputs = graph(order["step"], options), tree_map(_Like.tensor, order["inputs"])
     start = time.perf_counter()
     run(*inputs)
     if any(leaf.is_cuda for leaf in leaves(inputs)):

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
 from tqdm.auto import tqdm
 
-from hfta_func._types import CheckpointError, StateError
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
-from hfta_func.run.data import ArrayLoader
-from hfta_func.run.executors import Executor, Here, Watch
-from hfta_func.run.history import Callback, History, Metrics, Running
+from hfta_func.run.history import Callback, History, Metrics
 from hfta_func.run.members import Best, Compact, Mode
-from hfta_func.run.spread import choose
+from hfta_func.run.run import Run
+from hfta_func.run.trainer import SegmentHooks
+from hfta_func.run.trainers import make_trainer
 from hfta_func.step.state import TrainState, refuse_shared
+from hfta_func.workers.executor import Executor
 
 
 class Result(NamedTuple):
@@ -71,11 +69,12 @@ def fit(
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
         workers: Number of processes that train a part of the members each, with an equal share of the processors, or a GPU
-            each. ``"auto"`` takes one for every processor, or GPU, if that is faster than this process alone, which it tries.
-            Results are the same to rounding. Callbacks and ``evaluate`` run in this process. A process that dies is started
-            again.
-        executor: Workers that outlive the call, instead: a :class:`WorkerPool` or ``hfta_func.cluster.ray(...)``. Each trains
-            a part of the members for a segment, an epoch or ``save_every`` steps; Ctrl-C is heeded between segments.
+            each. Until they have started, this process trains. ``"auto"`` begins in this process, and in a long run tries one
+            process for every processor, or GPU, and goes on with what is faster. Results are the same to rounding. Callbacks
+            and ``evaluate`` run in this process. A process that dies is started again.
+        executor: An :class:`Executor` that outlives the call, instead: a :class:`WorkerPool` or
+            ``hfta_func.cluster.ray(...)``. Each worker trains a part of the members for a segment, an epoch or ``save_every``
+            steps; Ctrl-C is heeded between segments, or after a step by workers of this machine.
         restore_best: A metric, or a pair of one and ``"max"``: the returned state holds each member as of the epoch in which
             it was lowest, or highest. Who is active stays as it is.
         compact: Train the active members only, as a smaller array, once a quarter of them or more is inactive. The step's
@@ -91,7 +90,7 @@ def fit(
         TypeError: if JSON and tensors cannot hold the loader's ``state_dict``.
         StateError: if ``resume`` holds a run of another model, optimizer or seeds, or members that share trained parameters
             are to be taken apart by ``restore_best``, ``workers`` or ``executor``.
-        WorkerError: if the process of some members dies three times in a row.
+        WorkerError: if the process of some members dies three times in a row, or cannot be started.
 
     Example:
         >>> factory = lambda: torch.nn.Linear(4, 1)
@@ -110,146 +109,63 @@ def fit(
         raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
     if callable(callbacks):
         raise ValueError("callbacks is a single function; pass a list of them, [callback]")
-    _check_state(state)
+    run = Run(state, loader, None if restore_best is None else Best(restore_best))
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
-    best = None if restore_best is None else Best(restore_best)
-    history, running = History(state.keys), Running()
-    # What it has besides iteration is optional.
-    source: Any = loader
-    batches = loader
-
-    def run() -> dict[str, Any]:
-        position = source.state_dict() if _has_position(source) else None
-        held = {"history": history.state_dict(), "running": running.state_dict(), "loader": position}
-        return {"run": held if best is None else {**held, "best": best.state_dict()}}
 
     def save() -> None:
         if resume is not None:
-            checkpoint.write(resume, state, run())
+            checkpoint.write(resume, run.state, run.state_dict())
 
-    length = len(source) if hasattr(source, "__len__") else 0
-    unchecked = resume is not None
+    length = len(loader) if isinstance(loader, Sized) else 0
     with contextlib.ExitStack() as stack:
         if resume is not None:
             stack.enter_context(atomic.holding(resume))
             if os.path.exists(resume):
-                state, batches, source = _resume(resume, state, history, running, loader, best)
+                run.load(resume)
         bar = tqdm(
             total=epochs * length or None,
-            initial=len(history) * length + running.batches,
+            initial=len(run.history) * length + run.running.batches,
             disable=not progress,
             unit="step",
             dynamic_ncols=True,
         )
         pressed, bar = stack.enter_context(ctrl_c()), stack.enter_context(bar)
-        steps, members = epochs * length or None, len(history.seeds)
-        trainer = choose(step, state, batches, source, workers, compile, steps, executor, members)
-        if not isinstance(trainer, Here):
-            stack.enter_context(trainer)
+        trainer = make_trainer(step, run, workers, compile, epochs * length or None, executor)
+        stack.callback(trainer.close)
         trainer = Compact(trainer) if compact else trainer
-
-        def begin() -> None:
-            nonlocal unchecked
-            if unchecked:
-                # What no file can hold is refused now and not after an epoch; loaders may only know their position here.
-                checkpoint.check(state, run())
-                unchecked = False
-
-        while len(history) < epochs and not pressed() and bool(state.active.any()):
-            bar.set_description(f"epoch {len(history) + 1}/{epochs}")
+        hooks = SegmentHooks(_once(lambda: checkpoint.check(run.state, run.state_dict()), resume), bar.update, pressed)
+        while len(run.history) < epochs and not pressed() and bool(run.state.active.any()):
+            bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
             ended = False
             while not ended and not pressed():
-                limit = None if save_every is None else save_every - running.batches % save_every
-                state, ended = trainer.segment(state, running, limit, Watch(begin, bar.update, pressed))
+                limit = None if save_every is None else save_every - run.running.batches % save_every
+                ended = run.join(trainer.segment(run.state, run.running, limit, hooks))
                 if not ended and not pressed():
                     save()
             if ended:
-                if running.batches == 0:
-                    raise ValueError(
-                        "the loader has no batch; pass an iterable that yields its batches in every epoch, and no larger "
-                        "batch_size than there are rows if it has drop_last"
-                    )
-                metrics = running.close(history, evaluate(state) if evaluate is not None else {})
-                running = Running()
-                bar.set_postfix_str(_summary(metrics))
-                if best is not None:
-                    best.note(state, history)
+                bar.set_postfix_str(_summary(run.end_epoch(evaluate)))
                 for callback in callbacks:
-                    changed = callback(state, history)
-                    if changed is not None:
-                        _check_state(changed)
-                        state, places = changed, history.follow(changed.keys)
-                        if places is not None:
-                            source = _follow(source, places, state, history)
-                            trainer.follow(source)
-                            if best is not None:
-                                best.follow(places, state)
+                    if run.follow(callback(run.state, run.history)):
+                        trainer.follow(run.loader)
             save()
-        history.interrupted = pressed()
-    return Result(state if best is None else best.restored(state), history)
+        run.history.interrupted = pressed()
+    return Result(run.result, run.history)
 
 
-def _follow(loader: Any, places: list[int], state: TrainState, history: History) -> Any:
-    """The loader of the members that the array has now."""
-    if not isinstance(loader, ArrayLoader):
-        return loader
-    since = history.since[history.members].tolist()
-    return loader.follow(places, state.keys, [loader.epoch - len(history) + epoch for epoch in since])
+def _once(check: Callable[[], object], resume: PathLike | None) -> Callable[[], None]:
+    """A function that checks, when it is first called, that the run can be written to a file if there is one.
 
+    What no file can hold is refused before the first step and not after an epoch; a loader may only know its position then.
+    """
+    left = [] if resume is None else [check]
 
-def _check_state(state: Any) -> None:
-    # Steps with more than one model, such as a GAN's, have states of their own.
-    if not all(hasattr(state, name) for name in ("keys", "step", "active")):
-        raise StateError(
-            f"expected a TrainState, or another state with keys, step and active, but got {type(state).__qualname__}; make "
-            f"one with step.init(...)"
-        )
+    def begin() -> None:
+        while left:
+            left.pop()()
 
-
-def _resume(
-    path: PathLike, like: TrainState, history: History, running: Running, loader: Any, best: Best | None
-) -> tuple[TrainState, Iterable[Any], Any]:
-    """Read the state, and fill the history and the running means; also returns the batches left in the epoch, and all."""
-    state, metadata = checkpoint.read(path, like)
-    if not isinstance(metadata, dict) or "run" not in metadata:
-        raise CheckpointError(
-            f"{path} holds a state but no run; start from it with fit(step, load(path, like=state), ...) and pass another "
-            f"path as resume"
-        )
-    try:
-        held = metadata["run"]
-        count = len(like.keys)
-        began = held["history"].get("seeds", state.keys)[:count].tolist()
-        if began != like.keys.tolist():
-            raise StateError(
-                f"{path} holds a run with seeds {began} but the state has {like.keys.tolist()}; use a file of its own for "
-                f"every run, or remove this one to start again"
-            )
-        history.load_state_dict(held["history"])
-        running.load_state_dict(held["running"], like.keys.device)
-        if operator.index(running.batches) < 0:
-            raise ValueError(f"{running.batches} batches")
-        if best is not None:
-            best.load_state_dict(held["best"], state)
-        if held["loader"] is not None and _has_position(loader):
-            loader.load_state_dict(held["loader"])
-            places = [number if number < count else -1 for number in history.members.tolist()]
-            if places != [*range(count)]:
-                loader = _follow(loader, places, state, history)
-            return state, loader, loader
-    except (StateError, CheckpointError):
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} holds a run that cannot be read ({type(error).__name__}: {error}); load another copy of it"
-        ) from error
-    return state, itertools.islice(loader, running.batches, None), loader
-
-
-def _has_position(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return begin
 
 
 @contextlib.contextmanager

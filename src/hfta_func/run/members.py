@@ -10,10 +10,9 @@ from torch import Tensor
 
 from hfta_func._tree import concat, leaves, num_models, put, take, tree_map, where
 from hfta_func._types import CheckpointError, HFTAError
-from hfta_func.run.executors import Here, Watch
 from hfta_func.run.history import History, Running, present
-from hfta_func.run.spread import Spread
-from hfta_func.run.workers import Workers, renumbered
+from hfta_func.run.parts import renumbered
+from hfta_func.run.trainer import SegmentHooks, Trainer
 from hfta_func.step.state import TrainState
 
 Mode = Literal["min", "max"]
@@ -94,27 +93,29 @@ class Best:
 class Compact:
     """Training of the active members only, as a smaller array, which are put back after each segment."""
 
-    def __init__(self, trainer: Here | Spread | Workers):
+    def __init__(self, trainer: Trainer):
         self._trainer = trainer
         self._kept: Tensor | None = None
         self._within = False
 
     def follow(self, loader: Any) -> None:
-        """See :class:`Segments`."""
+        """See :class:`Trainer`."""
         self._kept = None
         self._trainer.follow(loader)
 
-    def segment(self, state: TrainState, running: Running, limit: int | None, watch: Watch) -> tuple[TrainState, bool]:
-        """See :class:`Segments`."""
+    def segment(
+        self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
+    ) -> tuple[TrainState, bool]:
+        """See :class:`Trainer`."""
         if not self._within:
             self._kept = self._choose(state)
         kept = self._trainer.kept = self._kept
         if kept is None:
-            state, ended = self._trainer.segment(state, running, limit, watch)
+            state, ended = self._trainer.segment(state, running, limit, hooks)
         else:
             own = Running()
             try:
-                few, ended = self._trainer.segment(take(state, kept), own, limit, watch)
+                few, ended = self._trainer.segment(take(state, kept), own, limit, hooks)
             except HFTAError as error:
                 renumbered(error, kept.tolist())
                 raise

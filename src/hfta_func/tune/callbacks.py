@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hfta_func import History, WorkerError
-from hfta_func.run.pool import Pool
 from hfta_func.tune.study import Study, Trial
 from hfta_func.tune.tables import PathLike
+from hfta_func.workers.pool import Pool
 
 
 def tensorboard(folder: PathLike) -> Callable[..., None]:

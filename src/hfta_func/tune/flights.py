@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import hfta_func as hfta
-from hfta_func.run.executors import Executor, Inline
 from hfta_func.tune.groups import Group
 from hfta_func.tune.training import Segment
+from hfta_func.workers.executor import Executor, Inline
 
 _log = logging.getLogger("hfta_func.tune")
 

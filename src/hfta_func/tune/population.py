@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.run.executors import Executor, Inline
 from hfta_func.tune.flights import Flights, Trained
 from hfta_func.tune.groups import Group
 from hfta_func.tune.keeping import Keeping
 from hfta_func.tune.member import Member, check_alive, check_copies, counted
 from hfta_func.tune.tables import PathLike, frame_of, rows_of
 from hfta_func.tune.training import Build
+from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:
     import pandas

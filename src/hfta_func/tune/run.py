@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqdm.auto import tqdm
 
 import hfta_func as hfta
-from hfta_func.run.executors import Executor
 from hfta_func.run.fit import ctrl_c
 from hfta_func.tune.asking import Asking, Mirror
 from hfta_func.tune.cohorts import Scheduler
@@ -20,6 +19,7 @@ from hfta_func.tune.search import Search
 from hfta_func.tune.status import Status
 from hfta_func.tune.study import Direction, Rank, Study, notify
 from hfta_func.tune.training import Build
+from hfta_func.workers.executor import Executor
 
 if TYPE_CHECKING:
     import optuna

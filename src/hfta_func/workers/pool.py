@@ -12,15 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hfta_func._types import WorkerError
-from hfta_func.run.processes import Folder, dumps, line, loads
+from hfta_func.workers.executor import Executor
+from hfta_func.workers.process import TRIES, Died
+from hfta_func.workers.wire import Folder, dumps, loads, one_line_error
 
-TRIES = 3
-"""How often in a row the worker of a call may die before the call is given up."""
 _log = logging.getLogger("hfta_func.workers")
-
-
-class Died(Exception):
-    """A worker is gone; the text says how."""
 
 
 class Worker(Protocol):
@@ -33,7 +29,7 @@ class Worker(Protocol):
         ...
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """See :meth:`bench.Bench.call`; whether the function is there now, and the answer. Raises :class:`Died`."""
+        """See :meth:`FunctionServer.call`; whether the function is there now, and the answer. Raises :class:`Died`."""
         ...
 
     def kill(self) -> None:
@@ -52,18 +48,21 @@ class _Call(NamedTuple):
     limit: int
 
 
-class Pool:
-    """An :class:`~hfta_func.run.executors.Executor` of workers.
+class Pool(Executor):
+    """An :class:`~hfta_func.workers.executor.Executor` of workers.
 
     Args:
         workers: The workers, which are started at once.
         share: Whether large tensors that functions hold lie in files that the workers, on this machine, map into memory.
         limits: The largest array of each worker; empty if they are alike.
+        tries: How often in a row the worker of a call may die before the call is given up.
     """
 
-    def __init__(self, workers: Sequence[Worker], *, share: bool = False, limits: Sequence[int] = ()):
-        self.count, self.limits = len(workers), [*limits]
-        self._workers, self.shares = workers, share
+    def __init__(
+        self, workers: Sequence[Worker], *, share: bool = False, limits: Sequence[int] = (), tries: int = TRIES
+    ):
+        self.count, self.limits = len(workers), tuple(limits)
+        self._workers, self.shares, self._most_tries = workers, share, tries
         self._folder: Folder | None = None
         # By its identity, every function with its number; it is kept, so that no other one gets its identity.
         self._functions: dict[int, tuple[int, Callable[..., Any]]] = {}
@@ -104,28 +103,36 @@ class Pool:
             thread.join(10)
         self.forget()
 
-    def ready(self, timeout: float | None = None) -> bool:
-        """Wait until a worker of each limit can work, for some seconds; whether there is.
+    def ready(self, timeout: float | None = None, everyone: bool = False) -> bool:
+        """Wait until workers can work.
+
+        Args:
+            timeout: Most seconds to wait.
+            everyone: Whether to wait for all workers, and not only for one of each limit.
+
+        Returns:
+            Whether they can.
 
         Raises:
             WorkerError: if there is a worker that must not work.
         """
         wanted = {*self.limits} or {0}
+
+        def reached() -> bool:
+            return self._alive.total() >= self.count if everyone else wanted <= {*+self._alive}
+
         with self._changed:
-            self._changed.wait_for(lambda: self._failed is not None or wanted <= {*+self._alive}, timeout)
+            self._changed.wait_for(lambda: self._failed is not None or reached(), timeout)
             if self._failed is not None:
                 raise self._failed
-            return wanted <= {*+self._alive}
+            return reached()
 
-    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
-        """See :class:`~hfta_func.run.executors.Executor`.
+    def prepare(self, function: Callable[..., Any]) -> None:
+        """Make a function ready to be sent, which :meth:`submit` does otherwise.
 
         Raises:
             TypeError: if the function or what it uses cannot be sent.
-            WorkerError: if the pool is closed.
         """
-        if self._closed:
-            raise WorkerError("these workers have been closed; make new ones")
         if id(function) not in self._functions:
             if self._folder is None and self.shares:
                 self._folder = Folder()
@@ -133,12 +140,23 @@ class Pool:
                 found = dumps(function, self._folder)
             except Exception as error:
                 raise TypeError(
-                    f"{_what(function)} cannot be sent to workers ({line(error)}); make what it uses inside the "
+                    f"{_what(function)} cannot be sent to workers ({one_line_error(error)}); make what it uses inside the "
                     f"function that uses it, or move it to a module that they can import"
                 ) from error
             own = next(self._numbers)
             self._functions[id(function)] = own, function
             self._bytes[own] = found
+
+    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
+        """See :class:`~hfta_func.workers.executor.Executor`.
+
+        Raises:
+            TypeError: if the function or what it uses cannot be sent.
+            WorkerError: if the pool is closed.
+        """
+        if self._closed:
+            raise WorkerError("these workers have been closed; make new ones")
+        self.prepare(function)
         own, _ = self._functions[id(function)]
         call = _Call(next(self._numbers), own, dumps(arguments), limit)
         with self._changed:
@@ -148,7 +166,7 @@ class Pool:
         return call.number
 
     def wait(self, timeout: float | None = None) -> tuple[int, Any]:
-        """See :class:`~hfta_func.run.executors.Executor`.
+        """See :class:`~hfta_func.workers.executor.Executor`.
 
         Args:
             timeout: Most seconds to wait for an answer.
@@ -164,9 +182,13 @@ class Pool:
             if self._tries.pop(number, None) is not None:
                 return number, answer
 
-    def forget(self) -> None:
-        """See :class:`~hfta_func.run.executors.Executor`; what runs goes on, and its answer is dropped."""
+    def forget(self, function: Callable[..., Any] | None = None) -> None:
+        """See :class:`~hfta_func.workers.executor.Executor`; what runs goes on, and its answer is dropped."""
         with self._changed:
+            if function is not None:
+                if id(function) in self._functions:
+                    del self._bytes[self._functions.pop(id(function))[0]]
+                return
             self._waiting.clear()
             self._tries.clear()
             self._functions.clear()
@@ -176,7 +198,7 @@ class Pool:
             folder.close()
 
     def busy(self) -> dict[int, tuple[str, float]]:
-        """See :class:`~hfta_func.run.executors.Executor`."""
+        """See :class:`~hfta_func.workers.executor.Executor`."""
         return dict(self._busy)
 
     def record(self) -> dict[str, tuple[float, int]]:
@@ -186,7 +208,7 @@ class Pool:
 
     @property
     def deaths(self) -> int:
-        """See :class:`~hfta_func.run.executors.Executor`."""
+        """See :class:`~hfta_func.workers.executor.Executor`."""
         return sum(deaths for _, deaths in self.record().values())
 
     def _note(self, worker: str, seconds: float, deaths: int) -> None:
@@ -210,14 +232,18 @@ class Pool:
             with self._changed:
                 self.count -= 1
                 if self.limits:
-                    self.limits.remove(limit)
+                    left = [*self.limits]
+                    left.remove(limit)
+                    self.limits = tuple(left)
                 if self._closed:
                     return
-                left = self.limits.count(limit) if limit else self.count
+                same = self.limits.count(limit) if limit else self.count
             _log.error("%s cannot go on: %s", worker.name, error)
             # Others may have the right version, but whoever asked for this one should know.
-            if isinstance(error, WorkerError) or left == 0:
-                failed = error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {line(error)}")
+            if isinstance(error, WorkerError) or same == 0:
+                failed = (
+                    error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {one_line_error(error)}")
+                )
                 self._answers.put((-1, failed))
                 with self._changed:
                     self._failed = failed
@@ -256,7 +282,7 @@ class Pool:
             found = loads(answer)
         except Exception as error:
             # Whatever it is, nobody knows what the worker does now, and who waits for the answer must not wait for ever.
-            how = str(error) if isinstance(error, Died) else line(error)
+            how = str(error) if isinstance(error, Died) else one_line_error(error)
         # Before another worker may repeat the call and have this entry.
         with self._changed:
             _, began = self._busy.pop(call.number)
@@ -276,20 +302,20 @@ class Pool:
             if call.number not in self._tries:
                 return
             self._tries[call.number] += 1
-            if self._tries[call.number] < TRIES:
+            if self._tries[call.number] < self._most_tries:
                 # Any worker may repeat it, and does so first.
                 self._waiting.appendleft(call)
                 self._changed.notify_all()
                 again = "repeated"
             else:
                 again = "given up"
-                self._answers.put((
-                    call.number,
-                    WorkerError(
-                        f"its workers died {TRIES} times in a row, last {worker.name} {how}; what it printed says why, or "
-                        f"the system's log if the system has ended it: use fewer workers, or smaller arrays"
-                    ),
-                ))  # fmt: skip
+                most = self._most_tries
+                died = f"its workers died {most} times in a row, last" if most > 1 else "its worker died,"
+                text = (
+                    f"{died} {worker.name} {how}; what it printed says why, or the system's log if the system has ended "
+                    f"it: use fewer workers, or smaller arrays"
+                )
+                self._answers.put((call.number, WorkerError(text)))
         _log.warning("%s died (%s); its call is %s", worker.name, how, again)
 
 

@@ -1,0 +1,298 @@
+"""Training by an executor: the members are divided into parts, which its workers train at the same time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._tree import concat, num_models, take, tree_map
+from hfta_func._types import WorkerError
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.history import Running
+from hfta_func.run.parts import PartWorker, StateBuffers, places, renumbered, shares
+from hfta_func.run.trainer import SegmentHooks, Step
+from hfta_func.step.batch import take_batch
+from hfta_func.step.state import TrainState
+from hfta_func.workers.executor import Executor, Inline
+from hfta_func.workers.pool import Pool
+from hfta_func.workers.process import cores
+from hfta_func.workers.wire import Folder, SharedTensorRef, dumps
+
+Parts = list[tuple[int, int, int]]
+"""The first member of each, the one after its last, and the limit of the workers that train it."""
+LOOK = 0.05
+"""Seconds between two looks at what the workers have done."""
+NEVER = 1 << 62
+"""Sentinel: no stop requested."""
+_PIECE = 0.2
+"""Seconds for which this process trains before it looks again whether the workers have started."""
+
+
+class ExecutorTrainer:
+    """The :class:`Trainer` of an array that an executor trains, a part of the members in each call.
+
+    Progress is seen, and Ctrl-C heeded, after every step by workers of this machine, and after every segment by others.
+
+    Args:
+        step: The training step.
+        batches: What is left of the first epoch.
+        loader: All later epochs.
+        executor: What trains the parts.
+        compile: Whether the workers compile the step while they train.
+        owned: Whether the executor is a pool for this run alone.
+    """
+
+    def __init__(
+        self, step: Step, batches: Any, loader: Any, executor: Executor | Pool, compile: bool, owned: bool = False
+    ):
+        self._owned = executor if owned and isinstance(executor, Pool) else None
+        self._step, self._loader, self._executor, self._compile = step, loader, executor, compile
+        self._dealt = isinstance(loader, ArrayLoader)
+        self._left = None if self._dealt else [*batches]
+        self._function: PartWorker | None = None
+        # What trains in this process while workers start, and how many steps at a time.
+        self._here: PartWorker | None = None
+        self._few = 1
+        self._folder = Folder() if executor.shares else None
+        self._states: StateBuffers | None = None
+        # By number of parts: how many steps each has made, and after which one all stop.
+        self._controls: dict[int, SharedTensorRef] = {}
+        self.kept: Tensor | None = None
+        """The members of the loader's batches that are trained; all if None."""
+
+    def close(self) -> None:
+        """See :class:`Trainer`."""
+        self._executor.forget()
+        for held in (self._owned, self._folder, self._states):
+            if held is not None:
+                held.close()
+
+    def is_ready(self) -> bool:
+        """Whether all workers of a pool for this run alone can train now.
+
+        Raises:
+            WorkerError: if one cannot be started.
+        """
+        return self._owned is None or self._owned.ready(0, everyone=True)
+
+    def follow(self, loader: Any) -> None:
+        """See :class:`Trainer`."""
+        old, self._function = self._function, None
+        self._loader, self._left = loader, None
+        if old is not None:
+            self._executor.forget(old)
+
+    def segment(
+        self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
+    ) -> tuple[TrainState, bool]:
+        """See :class:`Trainer`."""
+        hooks.begin()
+        if self._function is None:
+            data = self._loader if self._dealt else None
+            kind = state.keys.device.type
+            self._function = PartWorker(self._step, data, kind, self._compile)
+            if self._owned is not None:
+                # What cannot be sent is refused now, and not when workers have started.
+                self._owned.prepare(self._function)
+                self._here = PartWorker(self._step, data, kind, compile=False)
+        if not self._dealt and self._left is None:
+            self._left = [*self._loader]
+        before = running.batches
+        while not self.is_ready():
+            left = self._few if limit is None else min(self._few, limit - (running.batches - before))
+            state, ended = self._piece_here(state, running, left, hooks)
+            if ended or hooks.stopped() or running.batches - before == limit:
+                return state, ended
+        left = None if limit is None else limit - (running.batches - before)
+        return self._piece(state, running, left, hooks, self._executor, self._function)
+
+    def _piece_here(
+        self, state: TrainState, running: Running, limit: int, hooks: SegmentHooks
+    ) -> tuple[TrainState, bool]:
+        """Train some steps in this process while workers start: part by part and with their threads, to the same bits."""
+        assert self._here is not None and self._owned is not None
+        threads, start = torch.get_num_threads(), time.perf_counter()
+        torch.set_num_threads(max(1, len(cores()) // self._owned.count))
+        try:
+            return self._piece(state, running, limit, hooks, Inline(), self._here)
+        finally:
+            torch.set_num_threads(threads)
+            if time.perf_counter() - start < _PIECE:
+                self._few *= 2
+
+    def _piece(
+        self,
+        state: TrainState,
+        running: Running,
+        limit: int | None,
+        hooks: SegmentHooks,
+        executor: Executor,
+        function: PartWorker,
+    ) -> tuple[TrainState, bool]:
+        """Have an executor train the next batches."""
+        device, parts = state.keys.device, _parts(num_models(state), self._executor)
+        buffers = self._shared(state) if executor.shares else None
+        # Of this segment alone: batches may have other values in the next one.
+        folder = Folder() if executor.shares and not self._dealt else None
+        try:
+            orders = self._orders(state, parts, limit, buffers, folder)
+            call = functools.partial(self._train, executor, function, parts)
+            ticked, answers = call(orders, hooks)
+            found = self._level(call, parts, orders, answers, buffers, hooks)
+        finally:
+            if folder is not None:
+                folder.close()
+        done = found[0]["running"]["batches"]
+        running.join([
+            {**answer["running"], **{name: _on(answer["running"][name], device) for name in ("sums", "failed")}}
+            for answer in found
+        ])  # fmt: skip
+        if self._dealt:
+            self._loader.load_state_dict(found[0]["position"])
+        ended = all(answer["ended"] for answer in found)
+        if self._left is not None:
+            self._left = None if ended else self._left[done:]
+        for _ in range(ticked, done):
+            hooks.tick()
+        if buffers is not None:
+            return buffers.get(state), ended
+        after = concat([answer["state"] for answer in found]) if len(found) > 1 else found[0]["state"]
+        return tree_map(lambda leaf: leaf.to(device), after), ended
+
+    def _shared(self, state: TrainState) -> StateBuffers:
+        """A state in shared memory, where workers read it."""
+        if self._states is not None and self._states.fits(state):
+            self._states.put(state)
+            return self._states
+        if self._states is not None:
+            self._states.close()
+        self._states = StateBuffers(state)
+        return self._states
+
+    def _orders(
+        self,
+        state: TrainState,
+        parts: Parts,
+        limit: int | None,
+        buffers: StateBuffers | None,
+        folder: Folder | None,
+    ) -> dict[int, dict[str, Any]]:
+        """The arguments of each part's call, by number of the part."""
+        dims, orders = getattr(self._step, "batch_dims", 0), {}
+        position = self._loader.state_dict() if self._dealt else None
+        control = None if buffers is None else self._control(len(parts))
+        for number, (low, high, _) in enumerate(parts):
+            where = places(self.kept, low, high)
+            batches = None
+            if not self._dealt:
+                batches = dumps([take_batch(dims, batch, where) for batch in (self._left or [])[:limit]], folder)
+            orders[number] = {
+                "state": take(state, slice(low, high)) if buffers is None else buffers.part(low, high),
+                **{"places": where, "position": position, "batches": batches, "skip": 0, "limit": limit},
+                "control": None if control is None else (control, number),
+            }
+        return orders
+
+    def _control(self, count: int) -> SharedTensorRef:
+        """Where that many parts count their steps."""
+        assert self._folder is not None
+        if count not in self._controls:
+            self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
+        cells = self._controls[count].tensor()
+        cells[:] = 0
+        cells[-1] = NEVER
+        return self._controls[count]
+
+    def _train(
+        self,
+        executor: Executor,
+        function: PartWorker,
+        parts: Parts,
+        orders: dict[int, dict[str, Any]],
+        hooks: SegmentHooks,
+    ) -> tuple[int, dict[int, Any]]:
+        """Have some parts trained; returns how many steps have been shown, and the answers by number of the part."""
+        control = next(iter(orders.values()))["control"]
+        cells = None if control is None else control[0].tensor()
+        calls = {executor.submit(function, parts[part][2], **orders[part]): part for part in orders}
+        answers: dict[int, Any] = {}
+        ticked = 0
+        while len(answers) < len(orders):
+            try:
+                call, answer = executor.wait(None if cells is None else LOOK)
+            except queue.Empty:
+                assert cells is not None
+                made = int(cells[:-1].min())
+                for _ in range(ticked, made):
+                    hooks.tick()
+                ticked = max(ticked, made)
+                if hooks.stopped() and cells[-1] == NEVER:
+                    # All after the same step, which none has begun yet.
+                    cells[-1] = cells[:-1].max() + 2
+                continue
+            part = calls[call]
+            if isinstance(answer, Exception):
+                raise _of_members(answer, *parts[part][:2])
+            answers[part] = answer
+        return ticked, answers
+
+    def _level(
+        self,
+        call: Callable[..., tuple[int, dict[int, Any]]],
+        parts: Parts,
+        orders: dict[int, dict[str, Any]],
+        answers: dict[int, Any],
+        buffers: StateBuffers | None,
+        hooks: SegmentHooks,
+    ) -> list[Any]:
+        """Have those that stopped earlier catch up with the others."""
+        found = [answers[part] for part in range(len(parts))]
+        done = [answer["running"]["batches"] for answer in found]
+        over = any(answer["ended"] for answer in found)
+        behind: dict[int, dict[str, Any]] = {}
+        for part, answer in enumerate(found):
+            if done[part] < max(done) or answer["ended"] != over:
+                state = answer["state"] if buffers is None else buffers.further(*parts[part][:2])
+                more = {"state": state, "position": answer["position"], "skip": done[part], "control": None}
+                behind[part] = orders[part] | more | {"limit": None if over else max(done) - done[part]}
+        for part, more in call(behind, hooks)[1].items() if behind else ():
+            running = Running()
+            running.join([found[part]["running"]])
+            if more["running"]["batches"]:
+                running.join([more["running"]])
+            found[part] = more | {"running": running.state_dict()}
+            if buffers is not None:
+                buffers.level(*parts[part][:2])
+        return found
+
+
+def _of_members(error: Exception, low: int, high: int) -> BaseException:
+    """The error of the members ``low`` to ``high - 1``, as one of the whole array."""
+    if isinstance(error, WorkerError):
+        return WorkerError(f"models {low} to {high - 1}: {error}")
+    return renumbered(error, range(low, high))
+
+
+def _parts(size: int, executor: Executor) -> Parts:
+    """The parts of an array, in proportion to the limits of workers."""
+    limits = sorted(executor.limits, reverse=True)
+    if not limits:
+        return [(low, high, 0) for low, high in shares(size, min(executor.count, size))]
+    edges = [size * edge // sum(limits) for edge in (0, *itertools.accumulate(limits))]
+    found: Parts = []
+    for first, last, limit in zip(edges, edges[1:], limits, strict=False):
+        if last > first:
+            pieces = shares(last - first, -(-(last - first) // limit))
+            found += [(first + low, first + high, limit) for low, high in pieces]
+    return found
+
+
+def _on(values: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: value.to(device) for name, value in values.items()}

@@ -1,0 +1,206 @@
+"""Parts of an array: how members are divided among workers, and the worker's side of training one part."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import optree
+from torch import Tensor
+
+from hfta_func._tree import leaves, tree_map, write
+from hfta_func._types import HFTAError
+from hfta_func.run import background
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.history import Running
+from hfta_func.run.trainer import LocalTrainer, SegmentHooks, Step
+from hfta_func.step.allocator import keep_memory_once
+from hfta_func.step.state import TrainState
+from hfta_func.workers.wire import Folder, SharedTensorRef, loads
+
+
+def shares(size: int, count: int) -> list[tuple[int, int]]:
+    """The first member of each of ``count`` parts, and the one after its last."""
+    edges = [size * number // count for number in range(count + 1)]
+    return [*itertools.pairwise(edges)]
+
+
+def places(kept: Tensor | None, low: int, high: int) -> slice | Tensor:
+    """Where members of a part are in the loader's batches, if those at ``kept`` are trained, or all."""
+    return slice(low, high) if kept is None else kept[low:high].cpu()
+
+
+def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
+    """The error of a part, whose members have these numbers in the whole array, as one of the whole."""
+    if isinstance(error, HFTAError) and error.args:
+        text = re.sub(r"\bmodel (\d+)\b", lambda found: f"model {members[int(found[1])]}", str(error.args[0]))
+        error.args = (text, *error.args[1:])
+    return error
+
+
+class SharedPart(NamedTuple):
+    """Members of a state whose leaves lie in shared memory.
+
+    Args:
+        source: References to the leaves of the whole array, to go on from.
+        target: References to where its leaves after the segment are written.
+        low: The first member of the part.
+        high: The one after its last.
+        version: What ``source`` holds: a worker that has made this version of the part itself does not read it.
+        becomes: The version after the segment.
+    """
+
+    source: Any
+    target: Any
+    low: int
+    high: int
+    version: int
+    becomes: int
+
+
+class StateBuffers:
+    """Two copies of a state in shared memory: workers read one and write the other, so that a call can be repeated.
+
+    Args:
+        state: The first state.
+    """
+
+    def __init__(self, state: TrainState):
+        self._layout, self._latest = _layout(state), state
+        self._folder = Folder()
+        self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
+        self._numbers = itertools.count()
+        self._now, self._next = next(self._numbers), next(self._numbers)
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._folder.close()
+
+    def fits(self, state: TrainState) -> bool:
+        """Whether the buffers have room for just this state."""
+        return self._layout == _layout(state)
+
+    def put(self, state: TrainState) -> None:
+        """Have workers go on from a state, which is written unless it is the one that they have made."""
+        if state is not self._latest:
+            write(_opened(self._source), tree_map(lambda leaf: leaf.cpu(), state))
+            self._now, self._latest = next(self._numbers), state
+
+    def part(self, low: int, high: int) -> SharedPart:
+        """The members ``low`` to ``high - 1``, to be trained."""
+        return SharedPart(self._source, self._target, low, high, self._now, self._next)
+
+    def further(self, low: int, high: int) -> SharedPart:
+        """Members that have been trained, to be trained some more; :meth:`level` takes them over."""
+        return SharedPart(self._target, self._source, low, high, self._next, next(self._numbers))
+
+    def level(self, low: int, high: int) -> None:
+        """Take over what was trained further."""
+        tree_map(lambda a, b: a[low:high].copy_(b[low:high]), _opened(self._target), _opened(self._source))
+
+    def get(self, like: TrainState) -> TrainState:
+        """The state that workers have made, on the devices of another one."""
+        self._source, self._target = self._target, self._source
+        self._now, self._next = self._next, next(self._numbers)
+        self._latest = tree_map(lambda leaf, old: leaf.clone().to(old.device), _opened(self._source), like)
+        return self._latest
+
+
+def _opened(refs: Any) -> Any:
+    return tree_map(SharedTensorRef.tensor, refs)
+
+
+def _layout(state: TrainState) -> Any:
+    structure = optree.tree_structure(state)  # pyright: ignore[reportArgumentType]
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves(state)]
+
+
+class PartWorker:
+    """Trains a part of the members, a segment in each call: the function that is sent to workers.
+
+    Args:
+        step: The training step.
+        loader: The loader of all members if it is an :class:`ArrayLoader`; batches of other loaders are sent.
+        kind: Type of the device to train on.
+        compile: Whether the step is compiled while it trains.
+    """
+
+    label = "the step or the loader"
+
+    def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
+        self._step = background.compile(step) if compile else step
+        self._loader, self._kind = loader, kind
+        # The part that was trained last: its place, its version and its state.
+        self._held: tuple[tuple[int, int, int], TrainState] | None = None
+
+    def __call__(
+        self,
+        state: TrainState | SharedPart,
+        places: slice | Tensor,
+        position: Any,
+        batches: bytes | None,
+        skip: int,
+        limit: int | None,
+        control: tuple[SharedTensorRef, int] | None,
+    ) -> dict[str, Any]:
+        """Train one segment of an epoch.
+
+        Args:
+            state: The part's state, or where it lies.
+            places: Where the part's members are in the loader.
+            position: The loader's position, from which it goes on.
+            batches: The part's batches instead, if there is no loader.
+            skip: How many of these have been trained on.
+            limit: Number of batches; None for the rest of the epoch.
+            control: Where the part counts its steps and is told to stop, see :func:`_hooks`.
+
+        Returns:
+            The state unless it was shared, whether the epoch has ended, the sums of the metrics, and the loader's position.
+        """
+        loader: Any = None if batches is None else loads(batches)[skip:]
+        if self._loader is not None:
+            loader = self._loader.take(places)
+            loader.load_state_dict(position)
+        if self._kind == "cpu":
+            # The state comes ready made, and where it was made the allocator is set up.
+            keep_memory_once()
+        running, hooks = Running(), _hooks(control)
+        mine = self._read(state) if isinstance(state, SharedPart) else tree_map(lambda leaf: leaf.to(self._kind), state)
+        mine, ended = LocalTrainer(self._step, loader, ()).segment(mine, running, limit, hooks)
+        return {
+            "state": self._written(mine, state) if isinstance(state, SharedPart) else tree_map(cpu, mine),
+            "ended": ended,
+            "running": tree_map(cpu, running.state_dict()),
+            "position": None if self._loader is None else loader.state_dict(),
+        }
+
+    def _read(self, part: SharedPart) -> TrainState:
+        held, self._held = self._held, None
+        if held is not None and held[0] == (part.low, part.high, part.version):
+            return held[1]
+        return tree_map(lambda ref: ref.tensor()[part.low : part.high].clone().to(self._kind), part.source)
+
+    def _written(self, state: TrainState, part: SharedPart) -> None:
+        write(tree_map(lambda ref: ref.tensor()[part.low : part.high], part.target), tree_map(cpu, state))
+        self._held = (part.low, part.high, part.becomes), state
+
+
+def _hooks(control: tuple[SharedTensorRef, int] | None) -> SegmentHooks:
+    """Hooks that count a part's steps in its cell of shared memory, and stop after the step that the last cell names."""
+    if control is None:
+        return SegmentHooks()
+    cells, number = control[0].tensor(), control[1]
+    # A call that is repeated begins anew.
+    cells[number] = 0
+
+    def tick() -> None:
+        cells[number] += 1
+
+    return SegmentHooks(tick=tick, stopped=lambda: bool(cells[number] >= cells[-1]))
+
+
+def cpu(value: Any) -> Any:
+    """A tensor in the host's memory; anything else as it is."""
+    return value.cpu() if isinstance(value, Tensor) else value

@@ -1,0 +1,159 @@
+"""A run: everything that follows the members of an array from its first step to its last."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hfta_func._types import CheckpointError, StateError
+from hfta_func.files import checkpoint
+from hfta_func.files.atomic import PathLike
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.history import History, Metrics, Running
+from hfta_func.run.members import Best
+from hfta_func.step.state import TrainState
+
+
+class Run:
+    """The state, loader, history and best epochs of an array, which change together.
+
+    Args:
+        state: The first state.
+        loader: An iterable over the batches of one epoch.
+        best: Keeps the best epoch of each member; None to keep none.
+
+    Attributes:
+        running: Sums of the current epoch's metrics.
+        batches: What is left of the first epoch.
+    """
+
+    def __init__(self, state: TrainState, loader: Iterable[Any], best: Best | None = None):
+        check_state(state)
+        # What a loader has besides iteration is optional.
+        self.state, self.best = state, best
+        self.loader: Any = loader
+        self.batches: Iterable[Any] = loader
+        self.history, self.running = History(state.keys), Running()
+
+    def join(self, segment: tuple[TrainState, bool]) -> bool:
+        """Go on from a segment that a trainer has trained; returns whether it has ended the epoch."""
+        self.state, ended = segment
+        return ended
+
+    def end_epoch(self, evaluate: Callable[[TrainState], Metrics] | None) -> Metrics:
+        """Record the metrics of an epoch, and return them.
+
+        Raises:
+            ValueError: if the epoch had no batch, or ``evaluate`` returns no metrics or one that the step reports too.
+        """
+        if self.running.batches == 0:
+            raise ValueError(
+                "the loader has no batch; pass an iterable that yields its batches in every epoch, and no larger "
+                "batch_size than there are rows if it has drop_last"
+            )
+        metrics = self.running.close(self.history, evaluate(self.state) if evaluate is not None else {})
+        self.running = Running()
+        if self.best is not None:
+            self.best.note(self.state, self.history)
+        return metrics
+
+    def follow(self, members: TrainState | None) -> bool:
+        """Go on with a state that a callback returned, whose members may be others.
+
+        Args:
+            members: The state; None to change nothing.
+
+        Returns:
+            Whether the members, and so the loader, are others.
+        """
+        if members is None:
+            return False
+        check_state(members)
+        self.state, places = members, self.history.follow(members.keys)
+        if places is None:
+            return False
+        self.loader = self._loader_of(places)
+        if self.best is not None:
+            self.best.follow(places, members)
+        return True
+
+    def _loader_of(self, places: list[int]) -> Any:
+        """The loader of the members that the array has now, which were at ``places`` before."""
+        if not isinstance(self.loader, ArrayLoader):
+            return self.loader
+        since = self.history.since[self.history.members].tolist()
+        starts = [self.loader.epoch - len(self.history) + epoch for epoch in since]
+        return self.loader.follow(places, self.state.keys, starts)
+
+    @property
+    def result(self) -> TrainState:
+        """The state, with members as of their best epochs if these are kept."""
+        return self.state if self.best is None else self.best.restored(self.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a file holds of the run besides the state."""
+        position = self.loader.state_dict() if _has_position(self.loader) else None
+        held = {"history": self.history.state_dict(), "running": self.running.state_dict(), "loader": position}
+        return {"run": held if self.best is None else {**held, "best": self.best.state_dict()}}
+
+    def load(self, path: PathLike) -> None:
+        """Go on from a file; the state so far gives structure and device.
+
+        Raises:
+            CheckpointError: if the file is damaged or holds no run.
+            StateError: if it holds a run of another model, optimizer or seeds.
+        """
+        like = self.state
+        self.state, metadata = checkpoint.read(path, like)
+        if not isinstance(metadata, dict) or "run" not in metadata:
+            raise CheckpointError(
+                f"{path} holds a state but no run; start from it with fit(step, load(path, like=state), ...) and pass "
+                f"another path as resume"
+            )
+        try:
+            self._load(metadata["run"], like, path)
+        except (StateError, CheckpointError):
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} holds a run that cannot be read ({type(error).__name__}: {error}); load another copy of it"
+            ) from error
+
+    def _load(self, held: Any, like: TrainState, path: PathLike) -> None:
+        count = len(like.keys)
+        began = held["history"].get("seeds", self.state.keys)[:count].tolist()
+        if began != like.keys.tolist():
+            raise StateError(
+                f"{path} holds a run with seeds {began} but the state has {like.keys.tolist()}; use a file of its own for "
+                f"every run, or remove this one to start again"
+            )
+        self.history.load_state_dict(held["history"])
+        self.running.load_state_dict(held["running"], like.keys.device)
+        if operator.index(self.running.batches) < 0:
+            raise ValueError(f"{self.running.batches} batches")
+        if self.best is not None:
+            self.best.load_state_dict(held["best"], self.state)
+        if held["loader"] is None or not _has_position(self.loader):
+            self.batches = itertools.islice(self.loader, self.running.batches, None)
+            return
+        self.loader.load_state_dict(held["loader"])
+        places = [number if number < count else -1 for number in self.history.members.tolist()]
+        if places != [*range(count)]:
+            self.loader = self._loader_of(places)
+        self.batches = self.loader
+
+
+def check_state(state: Any) -> None:
+    """Raise a StateError unless a state has what a run needs."""
+    # Steps with more than one model, such as a GAN's, have states of their own.
+    if not all(hasattr(state, name) for name in ("keys", "step", "active")):
+        raise StateError(
+            f"expected a TrainState, or another state with keys, step and active, but got {type(state).__qualname__}; make "
+            f"one with step.init(...)"
+        )
+
+
+def _has_position(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

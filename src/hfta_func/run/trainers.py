@@ -1,0 +1,199 @@
+"""The choice of what trains an array: this process, worker processes, or an executor."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hfta_func._tree import num_models
+from hfta_func.run import background
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.executor_trainer import ExecutorTrainer
+from hfta_func.run.history import Running
+from hfta_func.run.run import Run
+from hfta_func.run.trainer import LocalTrainer, SegmentHooks, Step, Trainer
+from hfta_func.step.state import TrainState
+from hfta_func.workers.executor import Executor
+from hfta_func.workers.local import processes
+from hfta_func.workers.pool import Pool
+from hfta_func.workers.process import cores
+
+_LEAST = 60.0
+"""Seconds that a run must still take in this process for worker processes to be tried: they cost two to start."""
+_FIRST, _LATEST = 3, 20
+"""Steps after which is known how long one takes, and the number of the latest ones that tell."""
+_TRIAL = 0.5
+"""Seconds of steps in this process that worker processes are timed with."""
+
+
+class AutoTrainer:
+    """Trains in this process, tries worker processes where they may pay, and goes on with what is faster.
+
+    Workers start while this process trains. The trial is a part of the run: no step is made twice.
+
+    Args:
+        local: Training in this process.
+        loader: The loader of all epochs.
+        crew: Makes the trainer that uses worker processes.
+        steps: Number of steps of the whole run, if that is known.
+    """
+
+    def __init__(
+        self, local: LocalTrainer, loader: Any, crew: Callable[[Any], ExecutorTrainer], steps: int | None = None
+    ):
+        self._local, self._loader, self._make, self._steps = local, loader, crew, steps
+        # Only an ArrayLoader has a position inside an epoch, from which another trainer can go on.
+        self._dealt = isinstance(loader, ArrayLoader)
+        self._crew: ExecutorTrainer | None = None
+        self._current: LocalTrainer | ExecutorTrainer = local
+        self._is_decided, self._ended = False, True
+        # In this process: seconds of the latest steps, steps, seconds.
+        self._times: list[float] = []
+        self._made, self._spent = 0, 0.0
+        # In worker processes: steps and seconds, without the first piece, in which a new process does much once.
+        self._tried, self._took = -1, 0.0
+        self.kept: Tensor | None = None
+
+    def follow(self, loader: Any) -> None:
+        """See :class:`Trainer`."""
+        self._loader = loader
+        for one in (self._local, self._crew):
+            if one is not None:
+                one.follow(loader)
+
+    def close(self) -> None:
+        """See :class:`Trainer`."""
+        if self._crew is not None:
+            self._crew.close()
+
+    def segment(
+        self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
+    ) -> tuple[TrainState, bool]:
+        """See :class:`Trainer`."""
+        before = running.batches
+        while True:
+            if not self._is_decided and (self._ended or self._dealt):
+                self._turn()
+            left = None if limit is None else limit - (running.batches - before)
+            state, self._ended = self._piece(state, running, left, hooks)
+            if self._ended or hooks.stopped() or running.batches - before == limit:
+                return state, self._ended
+
+    def _turn(self) -> None:
+        """Choose who trains the next piece."""
+        if self._crew is None or not self._crew.is_ready():
+            return
+        self._current = self._crew
+        if self._tried >= (self._wanted() if self._dealt else 1):
+            self._is_decided = True
+            if self._took / self._tried >= statistics.median(self._times):
+                self._crew.close()
+                self._crew, self._current = None, self._local
+                # Goes on where the workers have stopped.
+                self._local.follow(self._loader)
+
+    def _wanted(self) -> int:
+        """Steps of a trial."""
+        return max(2, math.ceil(_TRIAL / statistics.median(self._times)))
+
+    def _piece(
+        self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
+    ) -> tuple[TrainState, bool]:
+        trainer = self._current
+        trainer.kept = self.kept
+        if self._is_decided or trainer is self._local:
+            return trainer.segment(state, running, limit, hooks if self._is_decided else self._timed(hooks))
+        if self._dealt:
+            size = self._wanted() - self._tried if self._tried >= 0 else 1
+            limit = size if limit is None else min(size, limit)
+        start, before = time.perf_counter(), running.batches
+        state, ended = trainer.segment(state, running, limit, hooks)
+        if self._tried >= 0:
+            self._took += time.perf_counter() - start
+            self._tried += running.batches - before
+        else:
+            self._tried = 0
+        return state, ended
+
+    def _timed(self, hooks: SegmentHooks) -> SegmentHooks:
+        """Hooks that time the steps, and stop when workers are ready to be tried."""
+        start = time.perf_counter()
+
+        def tick() -> None:
+            nonlocal start
+            now = time.perf_counter()
+            self._made += 1
+            self._spent += now - start
+            if self._crew is None:
+                self._times = [*self._times[1 - _LATEST :], now - start]
+                if len(self._times) >= _FIRST and self._may_pay():
+                    self._crew = self._make(self._loader)
+            start = now
+            hooks.tick()
+
+        def stopped() -> bool:
+            return (self._dealt and self._crew is not None and self._crew.is_ready()) or hooks.stopped()
+
+        return hooks._replace(tick=tick, stopped=stopped)
+
+    def _may_pay(self) -> bool:
+        left = self._spent if self._steps is None else (self._steps - self._made) * statistics.median(self._times)
+        return left >= _LEAST
+
+
+def make_trainer(
+    step: Step,
+    run: Run,
+    workers: int | Literal["auto"] | None,
+    compile: bool,
+    steps: int | None = None,
+    executor: Executor | None = None,
+) -> Trainer:
+    """What trains: this process, an executor, or a pool of processes for this run alone.
+
+    A run that goes on may have fewer members than it had: then some processes have nothing to do.
+
+    Args:
+        step: The training step.
+        run: What is trained.
+        workers: Number of processes, ``"auto"``, or None for this one.
+        compile: Whether the step is compiled while it trains.
+        steps: Number of steps of the whole run, if that is known.
+        executor: What trains instead.
+
+    Raises:
+        ValueError: if there are more workers than members or processors, or an executor besides.
+    """
+    batches, loader = run.batches, run.loader
+    if executor is not None:
+        if workers is not None:
+            raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
+        return ExecutorTrainer(step, batches, loader, executor, compile)
+    local = LocalTrainer(background.compile(step, steps=steps) if compile else step, batches, loader)
+    if workers is None or workers == 1:
+        return local
+    on_gpu = run.state.keys.device.type == "cuda"
+    most = {"members": num_models(run.state) if workers == "auto" else len(run.history.seeds)}
+    if run.state.keys.device.type == "cpu":
+        most["processors that this process may use"] = len(cores())
+    if on_gpu and workers == "auto":
+        most["GPUs"] = torch.cuda.device_count()
+    count = min(most.values()) if workers == "auto" else workers
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"workers is {workers!r}; it must be at least 1, 'auto', or None for this process")
+    for what, number in most.items():
+        if count > number:
+            raise ValueError(f"workers is {count}, more than the {number} {what}; pass at most {number}, or 'auto'")
+    if workers == "auto" and (count == 1 or not isinstance(loader, ArrayLoader | Sequence) or batches is not loader):
+        return local
+
+    def crew(loader: Any) -> ExecutorTrainer:
+        return ExecutorTrainer(step, batches, loader, Pool(processes(count, on_gpu), share=True), compile, owned=True)
+
+    return crew(loader) if workers != "auto" else AutoTrainer(local, loader, crew, steps)

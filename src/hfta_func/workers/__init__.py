@@ -1,0 +1,1 @@
+"""Worker processes, and the executors that call functions in them."""

@@ -1,0 +1,115 @@
+"""What runs calls of functions, here or in workers: the contract, and the executor that needs no worker."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+
+class Executor(Protocol):
+    """What trains arrays: it calls functions, several at a time, and hands back their results.
+
+    :func:`hfta_func.fit` and ``tune.run`` take any executor as ``executor=``. :class:`~hfta_func.WorkerPool` is one of worker
+    processes, ``hfta_func.cluster.ray(...)`` one of Ray's actors. To write one, subclass this class and define ``count``,
+    ``submit``, ``wait`` and ``forget``; the rest has defaults.
+
+    Every function is called many times. An executor sends it to a worker once and keeps the copy, so that what the function
+    holds, such as data, stays there. A call may be repeated with the same arguments, which is what happens if a worker dies.
+
+    Attributes:
+        count: Number of calls that run at the same time.
+        limits: The largest array of each worker; empty if they are alike.
+        shares: Whether the workers run on this machine and read files that this process maps into its memory.
+
+    Example:
+        >>> import functools
+        >>> class OneByOne(Executor):
+        ...     count = 1
+        ...     def __init__(self):
+        ...         self.calls = []
+        ...     def submit(self, function, limit=0, /, **arguments):
+        ...         self.calls.append(functools.partial(function, **arguments))
+        ...         return len(self.calls) - 1
+        ...     def wait(self, timeout=None):
+        ...         number = next(number for number, call in enumerate(self.calls) if call)
+        ...         call, self.calls[number] = self.calls[number], None
+        ...         return number, call()
+        ...     def forget(self, function=None):
+        ...         self.calls = self.calls if function else [None] * len(self.calls)
+        >>> executor = OneByOne()
+        >>> call = executor.submit(dict, seed=7)
+        >>> executor.wait() == (call, {"seed": 7})
+        True
+    """
+
+    count: int
+    limits: tuple[int, ...] = ()
+    shares: bool = False
+
+    @property
+    def deaths(self) -> int:
+        """Number of workers that have died."""
+        return 0
+
+    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
+        """Have a function called; returns the number of the call.
+
+        Args:
+            function: What is called. The same object is the same function in later calls.
+            limit: One of ``limits``: the kind of worker that makes the call; 0 for any.
+            arguments: The function's arguments.
+        """
+        ...
+
+    def wait(self, timeout: float | None = None) -> tuple[int, Any]:
+        """Wait for the end of any call.
+
+        Args:
+            timeout: Seconds to wait; None for as long as it takes.
+
+        Returns:
+            The number of the call, and what the function returned or the error that it raised.
+
+        Raises:
+            queue.Empty: if no call has ended in time.
+        """
+        ...
+
+    def forget(self, function: Callable[..., Any] | None = None) -> None:
+        """Drop a function that is not called any more, or all functions and calls."""
+        ...
+
+    def busy(self) -> Mapping[int, tuple[str, float]]:
+        """By number of each call that runs, the name of its worker and the time when it began."""
+        return {}
+
+
+class Inline(Executor):
+    """An :class:`Executor` that calls functions in this process, one after another."""
+
+    count = 1
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
+        self._numbers = itertools.count()
+
+    def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
+        """See :class:`Executor`."""
+        number = next(self._numbers)
+        self._calls[number] = function, arguments
+        return number
+
+    def wait(self, timeout: float | None = None) -> tuple[int, Any]:
+        """See :class:`Executor`."""
+        number = min(self._calls)
+        function, arguments = self._calls.pop(number)
+        try:
+            return number, function(**arguments)
+        except Exception as error:
+            return number, error
+
+    def forget(self, function: Callable[..., Any] | None = None) -> None:
+        """See :class:`Executor`."""
+        if function is None:
+            self._calls.clear()
