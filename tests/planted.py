@@ -445,17 +445,17 @@ PLANTED = [
     ),
     Planted(
         "half of a kernel is loaded",
-        *("_native.py", "hashlib.sha256(content[:-32]).digest() != content[-32:]", "False"),
+        *("_kernels/native.py", "hashlib.sha256(content[:-32]).digest() != content[-32:]", "False"),
         "test_native.py::test_a_kernel_that_is_damaged_or_somebody_else_s_is_made_again",
     ),
     Planted(
         "threads leave out the last elements",
-        *("_native.py", "thread + 1 == all ? total : total / all * (thread + 1)", "total / all * (thread + 1)"),
+        *("_kernels/native.py", "thread + 1 == all ? total : total / all * (thread + 1)", "total / all * (thread + 1)"),
         "test_native.py::test_threads_share_members_and_leaves",
     ),
     Planted(
         "a kernel counts words from 0",
-        *("_noise.py", "step * (uint64_t)(i + 1)", "step * (uint64_t)i"),
+        *("_kernels/noise.py", "step * (uint64_t)(i + 1)", "step * (uint64_t)i"),
         "test_native.py::test_noise_is_that_of_operators",
     ),
     Planted(

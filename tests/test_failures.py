@@ -12,7 +12,6 @@ from torch import Tensor
 
 import hfta_func as hfta
 from cases import WORKLOADS, batches, loss_fn, models
-from hfta_func import _native
 from hfta_func.step import failures
 
 M = 3
@@ -179,7 +178,7 @@ def test_every_value_of_every_gradient_is_looked_at(
 ) -> None:
     if not native:
         monkeypatch.setattr(failures, "_program", lambda dtype: None)
-    elif _native.compiler() is None:
+    elif native.compiler() is None:
         pytest.skip("needs a C compiler")
     sizes = 3, 5, 7
     gradients = [

@@ -15,7 +15,7 @@ SOURCE = pathlib.Path(hfta.__file__).parent
 
 # From bottom to top: a room, a file or a folder, imports only from rooms before its own.
 ROOMS = [
-    *("_types", "_native", "_torch", "_noise", "_tree", "random", "optim", "schedules", "calls", "rules", "models"),
+    *("_types", "_torch", "_kernels", "_tree", "random", "optim", "schedules", "calls", "rules", "models"),
     *("step", "files", "workers", "run", "callbacks", "testing", "plot", "__init__", "tune", "cluster"),
 ]
 APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
@@ -24,6 +24,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 # From bottom to top inside a folder. Files that are not named stand side by side above these and import none of each
 # other, so that families of operators and optimizers stay apart.
 FILES_IN = {
+    "_kernels": ["native", "noise"],
     "_torch": ["_release", "levels", "dispatcher", "compiler", "guards", "modules"],
     "optim": ["_base", "_kernel", "_leafwise"],
     "calls": [

@@ -15,28 +15,29 @@ from torch import nn
 
 import hfta_func as hfta
 from cases import OPTIMIZERS, SHAPES, OptimizerCase, ours
-from hfta_func import _native, _noise, random
+from hfta_func import random
+from hfta_func._kernels import native, noise
 from hfta_func.optim import _kernel
 
-SOURCE = _native.shared_out(
+SOURCE = native.shared_out(
     "", "double *x", "for (int64_t i = low; i < high; i++) x[model * sizes[0] + i] = 10 * model + i"
 )
 
-pytestmark = pytest.mark.skipif(_native.compiler() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C compiler")
 
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """An empty cache."""
     monkeypatch.setenv("HFTA_FUNC_CACHE", str(tmp_path / "cache"))
-    _native.load.cache_clear()
-    _native.program.cache_clear()
+    native.load.cache_clear()
+    native.program.cache_clear()
     return tmp_path / "cache"
 
 
 def _fill() -> list[list[float]]:
     x = torch.zeros(2, 3, dtype=torch.float64)
-    run = _native.program(SOURCE)
+    run = native.program(SOURCE)
     assert run is not None
     run([3], 2, [x])
     return x.tolist()
@@ -46,15 +47,15 @@ RIGHT = [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]
 
 
 def _again() -> list[list[float]]:
-    _native.load.cache_clear()
-    _native.program.cache_clear()
+    native.load.cache_clear()
+    native.program.cache_clear()
     return _fill()
 
 
 def test_a_kernel_is_compiled_once(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _fill() == RIGHT
     (kept,) = folder.iterdir()
-    monkeypatch.setattr(_native, "_build", lambda *args: pytest.fail("compiled again"))
+    monkeypatch.setattr(native, "_build", lambda *args: pytest.fail("compiled again"))
     assert _again() == RIGHT
     assert [*folder.iterdir()] == [kept]
 
@@ -91,12 +92,12 @@ def test_a_full_disk_costs_only_time(folder: pathlib.Path, monkeypatch: pytest.M
 def test_without_a_compiler_operators_do_the_work(compiler: str, tmp_path: pathlib.Path) -> None:
     program = """
 import torch, hfta_func as hfta
-from hfta_func import _native, _noise
+from hfta_func._kernels import native, noise
 models = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)) for _ in range(2)]
 step = hfta.make_train_step(models[0], lambda model, x: model(x).square().mean(), hfta.adam(lr=[0.1, 0.2]), batch_dims=None)
 state = step.init(*hfta.stack_params(models), seeds=[1, 2])
 state, metrics = step(state, torch.ones(3, 4))
-print(bool(metrics["finite"].all()), _native.program(_noise._WORDS))
+print(bool(metrics["finite"].all()), native.program(noise._WORDS))
 """
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\nexit 1\n")
@@ -109,10 +110,10 @@ print(bool(metrics["finite"].all()), _native.program(_noise._WORDS))
 
 
 def test_threads_share_members_and_leaves(folder: pathlib.Path) -> None:
-    source = _native.shared_out(
+    source = native.shared_out(
         "", "int64_t **out", "for (int64_t i = low; i < high; i++) out[leaf][model * sizes[leaf] + i] += 1"
     )
-    run = _native.program(source)
+    run = native.program(source)
     assert run is not None
     before = torch.get_num_threads()
     try:
@@ -240,7 +241,7 @@ def test_noise_is_that_of_operators(shape: tuple[int, ...], monkeypatch: pytest.
             *(random.bernoulli(keys, 1.0, shape), random.normal(keys, shape), random.fold_in(keys, 7), each, *streams),
         ]
 
-    assert _noise.is_fast(keys)
+    assert noise.is_fast(keys)
     fast = drawn()
-    monkeypatch.setattr(_noise, "is_fast", lambda key: False)
+    monkeypatch.setattr(noise, "is_fast", lambda key: False)
     assert all(torch.equal(one, two) for one, two in zip(fast, drawn(), strict=True))

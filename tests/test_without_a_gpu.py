@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import pathlib
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hfta_func as hfta
 from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
 from hfta_func.rules import _choice, _lowering
-from hfta_func.run import executors, spread
+from hfta_func.run import trainer, trainers
 from rule_cases import RULE_CASES, RuleCase
 from test_rules import check_against_loop
 
@@ -379,14 +380,17 @@ def test_auto_is_no_more_processes_than_gpus(count: int, monkeypatch: pytest.Mon
     given = batches(3, 2, dtype=torch.float32)
     crews = []
 
-    def crew(step: Any, state: Any, batches: Any, loader: Any, count: int, compile: bool) -> Any:
+    def start(count: int, on_gpu: bool) -> Any:
         crews.append(count)
         raise InterruptedError
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(spread, "Workers", crew)
+    monkeypatch.setattr(trainers, "processes", start)
+    monkeypatch.setattr(trainers, "AutoTrainer", lambda local, loader, crew, steps: crew(loader))
     with FakeTensorMode():
         state = state._replace(keys=torch.empty(3, dtype=torch.int64, device="cuda"))
+    history = types.SimpleNamespace(seeds=range(3))
+    run: Any = types.SimpleNamespace(state=state, batches=given, loader=given, history=history)
     with pytest.raises(InterruptedError) if count > 1 else contextlib.nullcontext():
-        assert isinstance(spread.choose(step, state, given, given, "auto", False, members=3), executors.Here)
+        assert isinstance(trainers.make_trainer(step, run, "auto", False), trainer.LocalTrainer)
     assert crews == [count] * (count > 1)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func import _noise
+from hfta_func._kernels import noise
 from hfta_func._torch import constant_to_compiler, num_dispatch_modes, outside_transforms
 from hfta_func._types import HyperparameterError
 
@@ -76,7 +76,7 @@ def _mix(z: Tensor) -> Tensor:
 
 def _hash(z: Tensor) -> Tensor:
     """The mixer for keys, stored because a chain of mixers written out would grow eightfold with every link."""
-    return _noise.mix(z) if _noise.is_fast(z) else _stored(_mix(z))
+    return noise.mix(z) if noise.is_fast(z) else _stored(_mix(z))
 
 
 def _stored(z: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ def stream(key: Tensor) -> Stream:
 
 def streams(key: Tensor, first: int, count: int) -> list[Stream]:
     """The streams of a key ``[...]`` folded with ``first``, ``first + 1`` and so on, made together."""
-    if _noise.is_fast(key):
-        starts, strides = _noise.streams(key, first, count)
+    if noise.is_fast(key):
+        starts, strides = noise.streams(key, first, count)
     else:
         starts, strides = stream(fold_in(key.unsqueeze(-1), torch.arange(first, first + count, device=key.device)))
     return [*map(Stream, starts.unbind(-1), strides.unbind(-1))]
@@ -139,8 +139,8 @@ def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
         torch.Size([2, 3])
     """
     start, stride = stream(key) if isinstance(key, Tensor) else key
-    if _noise.is_fast(start):
-        return _noise.words(start, stride, shape)
+    if noise.is_fast(start):
+        return noise.words(start, stride, shape)
     expand = (*start.shape, *(1,) * len(shape))
     index = torch.arange(1, math.prod(shape) + 1, device=start.device).reshape(shape)
     return _mix(start.reshape(expand) + stride.reshape(expand) * index)
@@ -180,8 +180,8 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
         return _signed_shift(bits(key, shape), 11) < (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52)
     limit = round(p * 2.0**53) - (1 << 52)
     start, stride = key = stream(key) if isinstance(key, Tensor) else key
-    if _noise.is_fast(start):
-        return _noise.words_below(start, stride, shape, limit)
+    if noise.is_fast(start):
+        return noise.words_below(start, stride, shape, limit)
     return _signed_shift(bits(key, shape), 11) < limit
 
 

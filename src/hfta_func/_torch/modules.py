@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,7 +14,10 @@ from hfta_func._torch._release import private
 T = TypeVar("T")
 
 # What all batch normalisations derive from.
-BatchNorm: Any = private("torch.nn.modules.batchnorm", "_BatchNorm")
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+else:
+    BatchNorm = private("torch.nn.modules.batchnorm", "_BatchNorm")
 # Calls a module with other parameters and buffers than its own.
 reparametrized: Any = private("torch.nn.utils.stateless", "_reparametrize_module")
 # What every module keeps for itself, and recurrent layers besides.

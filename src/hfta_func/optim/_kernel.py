@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from hfta_func import _native
+from hfta_func._kernels import native
 from hfta_func._torch import constant_to_compiler
 
 _FORMS: Mapping[Any, str] = {
@@ -160,7 +160,7 @@ class Kernel:
             same=" ".join(same),
         )
         arguments = "char **columns, const double *numbers, const char *keep"
-        return _native.shared_out(head, arguments, _ROW.format(width=len(columns)))
+        return native.shared_out(head, arguments, _ROW.format(width=len(columns)))
 
 
 def _in_c(name: str, terms: Sequence[str], options: Mapping[str, str]) -> str:
@@ -183,10 +183,10 @@ _KERNELS: weakref.WeakValueDictionary[int, Kernel] = weakref.WeakValueDictionary
 @constant_to_compiler
 def _source_of(number: int, names: tuple[str, ...], dtype: torch.dtype, adds: bool) -> str | None:
     """The program of a kernel, which is known by a number so that compilers can ask for it; None if it cannot be had."""
-    if _native.compiler() is None:
+    if native.compiler() is None:
         return None
     source = _KERNELS[number].source(names, dtype, adds)
-    return None if _native.program(source) is None else source
+    return None if native.program(source) is None else source
 
 
 @constant_to_compiler
@@ -254,7 +254,7 @@ def _run(
     models = numbers.shape[1]
     order = [grads, params, outs[0], *slots, *outs[1:]]
     places = [leaf for row in zip(*order, strict=True) for leaf in row]
-    run = _native.program(source)
+    run = native.program(source)
     assert run is not None
     run([grad.numel() // models for grad in grads], models, [places, numbers, keep])
     # Autograd notices operators only.

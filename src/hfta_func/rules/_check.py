@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func import _native
+from hfta_func._kernels import native
 from hfta_func._torch import cure
 from hfta_func._types import LoopWarning
 from hfta_func.rules import _choice
@@ -91,7 +91,7 @@ def _remember() -> None:
 
 
 def _file() -> Path:
-    return _native.folder() / f"rules-{fingerprint()[:32]}-torch-{torch.__version__}"
+    return native.folder() / f"rules-{fingerprint()[:32]}-torch-{torch.__version__}"
 
 
 def _apart(work: Callable[[], Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func import _native
+from hfta_func._kernels import native
 from hfta_func._torch import can_look, constant_to_compiler, inside_transform
 from hfta_func._types import NonFiniteError
 from hfta_func.optim._kernel import AT_ONCE
@@ -96,8 +96,8 @@ def _program(dtype: torch.dtype) -> Any:
     if dtype not in _EXPONENTS:
         return None
     kind, mask = _EXPONENTS[dtype]
-    return _native.program(
-        _native.shared_out(_HEAD.format(type=kind, mask=mask), "const char **places, int64_t *failed", _LEAF)
+    return native.program(
+        native.shared_out(_HEAD.format(type=kind, mask=mask), "const char **places, int64_t *failed", _LEAF)
     )
 
 

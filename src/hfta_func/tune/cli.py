@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import hfta_func as hfta
-from hfta_func import _native
+from hfta_func._kernels import native
 from hfta_func.tune import schedulers
 from hfta_func.tune.asking import Asking
 from hfta_func.tune.callbacks import tensorboard
@@ -286,7 +286,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _kernels() -> str:
-    compiler, folder = _native.compiler(), str(_native.folder())
+    compiler, folder = native.compiler(), str(native.folder())
     return f"{compiler}, kept in {folder} ({_writable(folder)})" if compiler else "none; they need cc, gcc or clang"
 
 

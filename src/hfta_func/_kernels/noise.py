@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func import _native
+from hfta_func._kernels import native
 from hfta_func._torch import (
     VmapInterpreter,
     add_batch_dim,
@@ -43,12 +43,12 @@ _DRAWN = """{{
                         into[i] = {value};
                 }}"""
 _WORD = "mix(first + step * (uint64_t)(i + 1))"
-_WORDS = _native.shared_out(
+_WORDS = native.shared_out(
     _HEAD,
     f"{_KEYS}, uint64_t *out",
     _DRAWN.format(own="uint64_t *restrict into = out + model * sizes[0];", value=_WORD),
 )
-_BELOW = _native.shared_out(
+_BELOW = native.shared_out(
     _HEAD,
     f"{_KEYS}, char *out, const int64_t *limit",
     _DRAWN.format(
@@ -56,10 +56,10 @@ _BELOW = _native.shared_out(
         value=f"(int64_t){_WORD} >> 11 < most",
     ),
 )
-_MIXED = _native.shared_out(
+_MIXED = native.shared_out(
     _HEAD, "const uint64_t *z, uint64_t *out", f"{_EACH} out[model * sizes[0] + i] = mix(z[model * sizes[0] + i])"
 )
-_STREAMS = _native.shared_out(
+_STREAMS = native.shared_out(
     _HEAD,
     "const uint64_t *key, uint64_t *starts, uint64_t *strides, const int64_t *first",
     _EACH
@@ -99,7 +99,7 @@ def streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _defined() -> bool:
     """Define the operators; False where the kernels cannot be had."""
-    programs: list[Any] = [_native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS)]
+    programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS)]
     if None in programs:
         return False
     mixed, words, below, streams = programs
