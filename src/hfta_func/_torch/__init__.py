@@ -1,7 +1,7 @@
 """Every private name of PyTorch that this package uses, and no other room touches any.
 
-Each name exists in PyTorch 2.9 to 2.13. To support a later release, check this folder against it and run the tests, then
-raise ``NEWEST`` in ``_release.py`` and the requirement in ``pyproject.toml``.
+Each name exists in PyTorch 2.9 to 2.15, and is looked up by ``private``, which refuses a release without it. Once the tests
+have run on a later release, raise ``NEWEST`` in ``_release.py``.
 """
 
 from hfta_func._torch._release import NEWEST as NEWEST
