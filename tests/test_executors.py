@@ -106,7 +106,9 @@ def what_is_dropped_is_not_answered(executor: hfta.Executor, folder: pathlib.Pat
     call = executor.submit(dict, seed=2)
     assert executor.wait() == (call, {"seed": 2})
     executor.forget()
-    assert executor.count >= 1 and executor.deaths >= 0 and not executor.busy()
+    assert executor.count >= 1 and executor.deaths >= 0
+    # What was dropped may still run.
+    assert call not in executor.busy()
 
 
 LAWS: list[Callable[[hfta.Executor, pathlib.Path], None]] = [

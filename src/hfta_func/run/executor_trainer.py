@@ -142,18 +142,15 @@ class ExecutorTrainer:
         # Of this segment alone: batches may have other values in the next one.
         folder = Folder() if executor.shares and not self._dealt else None
         try:
-            orders = self._orders(state, parts, limit, buffers, folder)
+            orders = self._orders(state, running, parts, limit, buffers, folder)
             call = functools.partial(self._train, executor, function, parts)
             ticked, answers = call(orders, hooks)
             found = self._level(call, parts, orders, answers, buffers, hooks)
         finally:
             if folder is not None:
                 folder.close()
-        done = found[0]["running"]["batches"]
-        running.join([
-            {**answer["running"], **{name: _on(answer["running"][name], device) for name in ("sums", "failed")}}
-            for answer in found
-        ])  # fmt: skip
+        done = found[0]["running"]["batches"] - running.batches
+        running.join([answer["running"] for answer in found], device)
         if self._dealt:
             self._loader.load_state_dict(found[0]["position"])
         ended = all(answer["ended"] for answer in found)
@@ -179,6 +176,7 @@ class ExecutorTrainer:
     def _orders(
         self,
         state: TrainState,
+        running: Running,
         parts: Parts,
         limit: int | None,
         buffers: StateBuffers | None,
@@ -195,7 +193,14 @@ class ExecutorTrainer:
                 batches = dumps([take_batch(dims, batch, where) for batch in (self._left or [])[:limit]], folder)
             orders[number] = {
                 "state": take(state, slice(low, high)) if buffers is None else buffers.part(low, high),
-                **{"places": where, "position": position, "batches": batches, "skip": 0, "limit": limit},
+                **{
+                    "sums": running.part(low, high),
+                    "places": where,
+                    "position": position,
+                    "batches": batches,
+                    "skip": 0,
+                    "limit": limit,
+                },
                 "control": None if control is None else (control, number),
             }
         return orders
@@ -254,20 +259,17 @@ class ExecutorTrainer:
     ) -> list[Any]:
         """Have those that stopped earlier catch up with the others."""
         found = [answers[part] for part in range(len(parts))]
-        done = [answer["running"]["batches"] for answer in found]
+        done = [answer["running"]["batches"] - orders[part]["sums"]["batches"] for part, answer in enumerate(found)]
         over = any(answer["ended"] for answer in found)
         behind: dict[int, dict[str, Any]] = {}
         for part, answer in enumerate(found):
             if done[part] < max(done) or answer["ended"] != over:
                 state = answer["state"] if buffers is None else buffers.further(*parts[part][:2])
-                more = {"state": state, "position": answer["position"], "skip": done[part], "control": None}
-                behind[part] = orders[part] | more | {"limit": None if over else max(done) - done[part]}
+                gone = {"state": state, "sums": answer["running"], "position": answer["position"], "skip": done[part]}
+                left = None if over else max(done) - done[part]
+                behind[part] = orders[part] | gone | {"control": None, "limit": left}
         for part, more in call(behind, hooks)[1].items() if behind else ():
-            running = Running()
-            running.join([found[part]["running"]])
-            if more["running"]["batches"]:
-                running.join([more["running"]])
-            found[part] = more | {"running": running.state_dict()}
+            found[part] = more
             if buffers is not None:
                 buffers.level(*parts[part][:2])
         return found
@@ -292,7 +294,3 @@ def _parts(size: int, executor: Executor) -> Parts:
             pieces = shares(last - first, -(-(last - first) // limit))
             found += [(first + low, first + high, limit) for low, high in pieces]
     return found
-
-
-def _on(values: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: value.to(device) for name, value in values.items()}

@@ -210,13 +210,20 @@ class Running:
             else:
                 self._sum(name, value if value.is_floating_point() else value.float())
 
-    def join(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Add what each process has summed up, as its ``state_dict``, over the same batches for its part of the members."""
-        self.batches += parts[0]["batches"]
-        for name in parts[0]["sums"]:
-            self._sum(name, torch.cat([part["sums"][name] for part in parts]))
-        if parts[0]["failed"]:
-            self._fail({key: torch.cat([part["failed"][key] for part in parts]) for key in ("cause", "step")})
+    def part(self, low: int, high: int) -> dict[str, Any]:
+        """The sums so far of the members ``low`` to ``high - 1``, as a ``state_dict`` in the host's memory."""
+        sums, failed = (
+            {name: value[low:high].cpu() for name, value in found.items()} for found in (self.sums, self.failed)
+        )
+        return {"batches": self.batches, "sums": sums, "failed": failed}
+
+    def join(self, parts: Sequence[dict[str, Any]], device: torch.device) -> None:
+        """Take over what became of the sums of each :meth:`part`, as its ``state_dict``, over the same batches."""
+        self.batches = parts[0]["batches"]
+        self.sums, self.failed = (
+            {name: torch.cat([part[kind][name] for part in parts]).to(device) for name in parts[0][kind]}
+            for kind in ("sums", "failed")
+        )
 
     def spread(self, own: Running, kept: Tensor, num_models: int) -> None:
         """Add the sums of the members ``kept``, out of ``num_models``; the others had no batch."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from hfta_func._tree import leaves, tree_map, write
@@ -138,6 +139,7 @@ class PartWorker:
     def __call__(
         self,
         state: TrainState | SharedPart,
+        sums: dict[str, Any],
         places: slice | Tensor,
         position: Any,
         batches: bytes | None,
@@ -149,6 +151,7 @@ class PartWorker:
 
         Args:
             state: The part's state, or where it lies.
+            sums: The sums of the epoch's metrics so far, see :meth:`Running.part`.
             places: Where the part's members are in the loader.
             position: The loader's position, from which it goes on.
             batches: The part's batches instead, if there is no loader.
@@ -157,7 +160,7 @@ class PartWorker:
             control: Where the part counts its steps and is told to stop, see :func:`_hooks`.
 
         Returns:
-            The state unless it was shared, whether the epoch has ended, the sums of the metrics, and the loader's position.
+            The state unless it was shared, whether the epoch has ended, the sums now, and the loader's position.
         """
         loader: Any = None if batches is None else loads(batches)[skip:]
         if self._loader is not None:
@@ -167,6 +170,7 @@ class PartWorker:
             # The state comes ready made, and where it was made the allocator is set up.
             keep_memory_once()
         running, hooks = Running(), _hooks(control)
+        running.load_state_dict(sums, torch.device(self._kind))
         mine = self._read(state) if isinstance(state, SharedPart) else tree_map(lambda leaf: leaf.to(self._kind), state)
         mine, ended = LocalTrainer(self._step, loader, ()).segment(mine, running, limit, hooks)
         return {
