@@ -13,7 +13,7 @@ import cocoex
 import optuna
 from optuna.distributions import FloatDistribution
 
-from hfta_func.tune.asking import Asking
+from hfta_func.tune.sampling import SamplerSession
 
 FUNCTIONS = (1, 2, 3, 8, 15, 20)
 
@@ -24,7 +24,7 @@ def best(function: int, dimension: int, trials: int, batch: int, seed: int) -> f
         function, dimension, seed + 1
     )
     sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=batch > 1)
-    asking = Asking({f"x{i}": FloatDistribution(-5, 5) for i in range(dimension)}, ["minimize"], sampler, seed)
+    asking = SamplerSession({f"x{i}": FloatDistribution(-5, 5) for i in range(dimension)}, ["minimize"], sampler, seed)
     found = float("inf")
     for start in range(0, trials, batch):
         numbers = range(start, min(start + batch, trials))

@@ -549,7 +549,7 @@ PLANTED = [
     ),
     Planted(
         "an ensemble in train mode writes the statistics of its base",
-        *("models/frozen.py", "return [module for module in tracking if", "return [module for module in () if"),
+        *("models/sharing.py", "return [module for module in tracking if", "return [module for module in () if"),
         "test_shared_ensemble.py::test_trained_by_torch_it_is_the_array_that_steps_train",
     ),
     Planted(
@@ -570,7 +570,7 @@ PLANTED = [
     Planted(
         "a member's rows depend on how many the others have",
         *(
-            "run/rows.py",
+            "run/row_sampling.py",
             "start // size, (start + count - 1) // size + 1",
             "start // count, start // count + count // size + 1",
         ),
@@ -578,13 +578,13 @@ PLANTED = [
     ),
     Planted(
         "folds follow the members' number, not the part",
-        *("run/rows.py", "[member % folds for member", "[min(member, folds - 1) for member"),
+        *("run/row_sampling.py", "[member % folds for member", "[min(member, folds - 1) for member"),
         "test_rows.py::test_folds_part_the_data",
     ),
     Planted(
         "a run gives back the best epoch of all members together",
         *(
-            "run/members.py",
+            "run/best_and_compact.py",
             "better = is_better(value, self._value, self._sign)",
             "better = is_better(value.mean(), self._value.mean(), self._sign).expand(len(value))",
         ),
@@ -611,7 +611,7 @@ PLANTED = [
     ),
     Planted(
         "errors of a smaller array name members by their place in it",
-        *("run/members.py", "renumbered(error, kept.tolist())", "renumbered(error, range(len(kept)))"),
+        *("run/best_and_compact.py", "renumbered(error, kept.tolist())", "renumbered(error, range(len(kept)))"),
         "test_following.py::test_errors_in_this_process_name_members_of_the_whole_array",
     ),
     Planted(
@@ -661,13 +661,13 @@ PLANTED = [
     ),
     Planted(
         "a result that was written since is made again as it was before",
-        *("calls/recall.py", "return recipe if written == _torch.writes(tensor) else None", "return recipe"),
+        *("calls/recompute.py", "return recipe if written == _torch.writes(tensor) else None", "return recipe"),
         "test_save.py::test_a_result_that_is_written_is_kept_as_it_is_then",
     ),
     Planted(
         "an argument that is made again has another shape than it was passed in",
         *(
-            "calls/recall.py",
+            "calls/recompute.py",
             "self.recipe.make().as_strided(self.size, self.stride, self.offset)",
             "self.recipe.make()",
         ),
@@ -685,7 +685,7 @@ PLANTED = [
     ),
     Planted(
         "a forward may write a shared base before anybody notices",
-        *("models/frozen.py", "with refusing_writes(read, _written):", "with contextlib.nullcontext():"),
+        *("models/sharing.py", "with refusing_writes(read, _written):", "with contextlib.nullcontext():"),
         "test_frozen.py::test_a_forward_that_writes_the_base_is_refused_before_it_does",
     ),
     Planted(
@@ -725,12 +725,12 @@ PLANTED = [
     ),
     Planted(
         "a base whose tensors were replaced goes on as it was",
-        *("models/frozen.py", "if path not in given and held.get(name) is not tensor:", "if False:"),
+        *("models/sharing.py", "if path not in given and held.get(name) is not tensor:", "if False:"),
         "test_frozen.py::test_a_base_whose_tensors_were_replaced_is_noticed",
     ),
     Planted(
         "quantised bases of models are compared as if they were plain",
-        *("models/frozen.py", "if len(parts(mine)) > 1 and", "if False and"),
+        *("models/sharing.py", "if len(parts(mine)) > 1 and", "if False and"),
         "test_quantised.py::test_equal_bases_are_one_and_others_are_named",
     ),
     Planted(
@@ -785,7 +785,7 @@ PLANTED = [
     Planted(
         "an object store without room ends the worker",
         *(
-            "cluster/actors.py",
+            "cluster/ray_actors.py",
             "(ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)",
             "ZeroDivisionError",
         ),
@@ -798,27 +798,27 @@ PLANTED = [
     ),
     Planted(
         "rates in single precision",
-        *("calls/numbers.py", "if met and func not in HANDLERS:", "if met:"),
+        *("calls/scalar_args.py", "if met and func not in HANDLERS:", "if met:"),
         "test_numbers.py::test_noise_is_that_of_a_solo_run_to_the_bit",
     ),
     Planted(
         "numbers keep their precision among tensors of less",
-        *("calls/numbers.py", "kind = _precision(met)", "kind = torch.float64"),
+        *("calls/scalar_args.py", "kind = _precision(met)", "kind = torch.float64"),
         "test_numbers.py::test_numbers_have_the_precision_of_what_they_meet",
     ),
     Planted(
         "numbers keep their precision among integers and masks",
-        *("calls/numbers.py", "return torch.get_default_dtype()", "return torch.float64"),
+        *("calls/scalar_args.py", "return torch.get_default_dtype()", "return torch.float64"),
         "test_number_kinds.py::test_results_are_those_of_python_numbers",
     ),
     Planted(
         "any scalar of double precision is taken for a number",
-        *("calls/numbers.py", "any(value is number for number in self._numbers)", "value.dtype == torch.float64"),
+        *("calls/scalar_args.py", "any(value is number for number in self._numbers)", "value.dtype == torch.float64"),
         "test_number_kinds.py::test_results_are_those_of_python_numbers",
     ),
     Planted(
         "an augmented assignment writes a number under its other names",
-        *("calls/numbers.py", "if func in _AUGMENTED and", "if False and"),
+        *("calls/scalar_args.py", "if func in _AUGMENTED and", "if False and"),
         "test_number_kinds.py::test_results_are_those_of_python_numbers",
     ),
     Planted(
@@ -833,7 +833,7 @@ PLANTED = [
     ),
     Planted(
         "rates without a key are checked by PyTorch outside of training",
-        *("calls/numbers.py", "(is_off or flag is False)", "is_off"),
+        *("calls/scalar_args.py", "(is_off or flag is False)", "is_off"),
         "test_number_kinds.py::test_rates_outside_of_training_need_no_key",
     ),
     Planted(
@@ -843,7 +843,7 @@ PLANTED = [
     ),
     Planted(
         "a dropout rate out of range drops everything",
-        *("calls/exact.py", "(rate >= 0) & (rate <= 1), rate, math.nan", "rate <= 1, rate, 1.0"),
+        *("calls/tensor_scalars.py", "(rate >= 0) & (rate <= 1), rate, math.nan", "rate <= 1, rate, 1.0"),
         "test_number_kinds.py::test_the_member_of_a_rate_that_goes_out_of_range_fails",
     ),
     Planted(
@@ -853,7 +853,7 @@ PLANTED = [
     ),
     Planted(
         "a state keeps the numbers among its buffers too",
-        *("models/numbers.py", "return buffers | places if places else buffers", "return buffers"),
+        *("models/scalar_attributes.py", "return buffers | places if places else buffers", "return buffers"),
         "test_numbers.py::test_the_state_carries_them_as_hparams",
     ),
     Planted(
@@ -882,7 +882,7 @@ PLANTED = [
     ),
     Planted(
         "a model that writes its number in place goes unnoticed",
-        *("models/numbers.py", "if writes(number) != before[path]:", "if False:"),
+        *("models/scalar_attributes.py", "if writes(number) != before[path]:", "if False:"),
         "test_numbers.py::test_a_model_that_changes_its_number_is_refused",
     ),
     Planted(

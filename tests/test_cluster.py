@@ -29,7 +29,7 @@ from test_workers import arrayed, assert_same, loader
 ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
 
 from hfta_func import cluster  # noqa: E402
-from hfta_func.cluster import actors  # noqa: E402
+from hfta_func.cluster import ray_actors  # noqa: E402
 
 pytestmark = [
     # Ray leaves sockets and files to the garbage collector, and says what it will do in later versions.
@@ -49,7 +49,7 @@ def crew() -> Iterator[cluster.RayPool]:
     # Actors find what the tests are made of, wherever the tests were started.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        with actors._on_this_machine():
+        with ray_actors._on_this_machine():
             # Metrics are exported every second.
             start(num_cpus=2, resources={"small": 1, "large": 1}, _system_config={"metrics_report_interval_ms": 1000})
         try:
@@ -201,7 +201,7 @@ def test_prometheus_gets_what_a_study_does(crew: cluster.RayPool) -> None:
 def test_workers_with_other_packages_are_refused(
     crew: cluster.RayPool, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Other(actors.Actor):
+    class Other(ray_actors.Actor):
         def __init__(self, *args: Any):
             if trouble == "no package":
                 raise ModuleNotFoundError("No module named 'hfta_func'")
@@ -211,7 +211,7 @@ def test_workers_with_other_packages_are_refused(
             found = super().about()
             return found | {"versions": found["versions"] | {"hfta_func": "0.0.1"}}
 
-    monkeypatch.setattr(actors, "Actor", Other)
+    monkeypatch.setattr(ray_actors, "Actor", Other)
     match = {
         "another version": "worker 0 on .* has hfta_func 0.0.1 and this process ",
         "no package": "worker 0 cannot import what it needs .*; install hfta_func on all nodes",
@@ -393,9 +393,9 @@ import ray, torch
 from torch import nn
 import hfta_func as hfta
 from hfta_func import cluster
-from hfta_func.cluster import actors
+from hfta_func.cluster import ray_actors
 
-with actors._on_this_machine():
+with ray_actors._on_this_machine():
     ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
              object_store_memory=80_000_000, _system_config={"local_fs_capacity_threshold": float(sys.argv[1])})
 

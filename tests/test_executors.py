@@ -141,11 +141,11 @@ def executor(request: pytest.FixtureRequest) -> Iterator[hfta.Executor]:
 def ray_pool() -> Iterator[hfta.Executor]:
     ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
     from hfta_func import cluster
-    from hfta_func.cluster import actors
+    from hfta_func.cluster import ray_actors
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        with actors._on_this_machine():
+        with ray_actors._on_this_machine():
             ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, num_cpus=2)
         try:
             with cluster.ray() as found:

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 M, LR = 3, [0.1, 0.03, 0.01]
-EXACT, SINGLE = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 1e-5, "atol": 1e-6}
+TENSOR_SCALAR_FUNCTIONS, SINGLE = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 1e-5, "atol": 1e-6}
 
 
 class Int8Linear(nn.Module):
@@ -60,7 +60,7 @@ def _torchao(model):
 
 def kind_of(how):
     # torchao knows no float64.
-    return (torch.float64, EXACT) if how == "plain" else (torch.float32, SINGLE)
+    return (torch.float64, TENSOR_SCALAR_FUNCTIONS) if how == "plain" else (torch.float32, SINGLE)
 
 
 def make_models(how):

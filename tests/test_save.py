@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.calls.recall import Recalls, cheap
+from hfta_func.calls.recompute import Recalls, cheap
 from hfta_func.run.memory import peak_bytes
 
 DIM = 8

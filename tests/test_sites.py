@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func import cluster
-from hfta_func.cluster import actors, sites
+from hfta_func.cluster import ray_actors, sites
 
 M = 3
 
@@ -200,7 +200,7 @@ def test_sites_of_a_cluster_are_where_their_resources_are(monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with actors._on_this_machine():
+        with ray_actors._on_this_machine():
             ray.init(
                 address="local", num_cpus=2, resources={"a": 1, "b": 1}, include_dashboard=False, logging_level="ERROR"
             )

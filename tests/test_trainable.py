@@ -12,7 +12,7 @@ import pytest
 
 import hfta_func as hfta
 from hfta_func import cluster
-from hfta_func.cluster import actors
+from hfta_func.cluster import ray_actors
 from test_tune import build
 
 ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
@@ -60,7 +60,7 @@ def test_a_tuner_runs_arrays(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with actors._on_this_machine():
+        with ray_actors._on_this_machine():
             ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
         try:
             tuner = tune.Tuner(

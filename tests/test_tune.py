@@ -25,7 +25,7 @@ optuna = pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_f
 from optuna.distributions import CategoricalDistribution, FloatDistribution  # noqa: E402
 
 from hfta_func import tune  # noqa: E402
-from hfta_func.tune import keeping  # noqa: E402
+from hfta_func.tune import folder  # noqa: E402
 
 X = torch.randn(48, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = X.sum(-1, keepdim=True).sin()
@@ -107,7 +107,7 @@ def by_hand(config: Mapping[str, Any], epochs: int) -> float:
     return float(history["error"][-1, 0])
 
 
-@pytest.mark.parametrize("where", ["Asking", "Study", "Status"])
+@pytest.mark.parametrize("where", ["SamplerSession", "Study", "Status"])
 def test_ctrl_c_while_a_study_is_set_up_ends_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, where: str
 ) -> None:
@@ -177,7 +177,7 @@ def test_a_study_that_is_killed_goes_on(
         monkeypatch.setattr(kind, name, call)
 
     for kind, name in (
-        (hfta, "save"), (hfta, "fit"), (keeping.atomic, "replacing"), (keeping.os, "remove"),
+        (hfta, "save"), (hfta, "fit"), (folder.atomic, "replacing"), (folder.os, "remove"),
         (optuna.study.Study, "add_trial"), (optuna.study.Study, "tell"), (optuna.trial.Trial, "report"),
     ):  # fmt: skip
         killing(kind, name)

@@ -35,7 +35,7 @@ try:
 
     import hfta_func as hfta
     from hfta_func import tune
-    from hfta_func.tune.asking import Asking
+    from hfta_func.tune.sampling import SamplerSession
     from hfta_func.tune.tables import write_tables
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is not installed; pip install 'hfta_func[examples,tune]'") from None
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = sum(member.seconds for member in study.population.members)
     else:
         cohorts = (scheduler or tune.Scheduler()).cohorts(trials, epochs)
-        asking = Asking(space, ["maximize"], None, args.seed)
+        asking = SamplerSession(space, ["maximize"], None, args.seed)
         configs = [{**asking.ask(), "seed": args.seed} for cohort in cohorts for _ in range(cohort.trials)]
         workers = 1 if args.mode == "serial" else len(os.sched_getaffinity(0))
         with tempfile.TemporaryDirectory() as folder, mapped(train_alone, workers) as run:

@@ -28,14 +28,14 @@ def is_shared(node: Any) -> bool:
     return isinstance(node, Shared)
 
 
-def own(tree: Tree) -> Any:
+def without_shared(tree: Tree) -> Any:
     """The tree without what its members share."""
     return optree.tree_map(lambda leaf: () if is_shared(leaf) else leaf, tree, is_leaf=is_shared)
 
 
 def shared_paths(tree: Tree, name: str) -> set[str]:
     """Those of :func:`paths` whose leaves have no model axis."""
-    return set(paths(tree, name)) - set(paths(own(tree), name))
+    return set(paths(tree, name)) - set(paths(without_shared(tree), name))
 
 
 def leaves(tree: Tree) -> list[Tensor]:
@@ -58,7 +58,7 @@ def num_models(tree: Tree) -> int:
         >>> num_models({"weight": torch.zeros(4, 10, 2), "bias": torch.zeros(4, 10)})
         4
     """
-    tree = own(tree)
+    tree = without_shared(tree)
     found = [*zip(paths(tree, "tree"), leaves(tree), strict=True)]
     for path, leaf in found:
         if not isinstance(leaf, Tensor):

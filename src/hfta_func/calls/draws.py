@@ -17,8 +17,8 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._torch import depth
 from hfta_func._types import RandomnessError
-from hfta_func.calls import fills
-from hfta_func.calls.exact import checked, inverse, is_zero, leaky_relu
+from hfta_func.calls import distributions
+from hfta_func.calls.tensor_scalars import checked, inverse, is_zero, leaky_relu
 
 
 class _Keys(Protocol):
@@ -198,7 +198,7 @@ def _randperm(keys: _Keys, func: Any, n: int, *, generator: Any = None, dtype: A
 
 def _bernoulli(keys: _Keys, func: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
     _no_generator(func, generator)
-    return fills.bernoulli(keys.next_key(), input, input if p is None else p)
+    return distributions.bernoulli(keys.next_key(), input, input if p is None else p)
 
 
 def _normal(
@@ -235,7 +235,7 @@ def _multinomial(
     weights, rows = input.detach(), input.shape[:-1]
     if replacement or num_samples == 1:
         return _placed(random.categorical(keys.next_key(), weights.unsqueeze(-2), (*rows, num_samples)), **rest)
-    return _placed(fills.without_replacement(keys.next_key(), weights, num_samples), **rest)
+    return _placed(distributions.without_replacement(keys.next_key(), weights, num_samples), **rest)
 
 
 def _empty(keys: _Keys, func: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -316,13 +316,13 @@ ROUTED: dict[str, Callable[..., Any]] = {
     "randperm": _randperm,
     "bernoulli": _bernoulli,
     "normal": _normal,
-    "uniform_": _fill(fills.uniform),
-    "normal_": _fill(fills.normal),
-    "bernoulli_": _fill(fills.bernoulli),
-    "exponential_": _fill(fills.exponential),
-    "cauchy_": _fill(fills.cauchy),
-    "geometric_": _fill(fills.geometric),
-    "log_normal_": _fill(fills.log_normal),
+    "uniform_": _fill(distributions.uniform),
+    "normal_": _fill(distributions.normal),
+    "bernoulli_": _fill(distributions.bernoulli),
+    "exponential_": _fill(distributions.exponential),
+    "cauchy_": _fill(distributions.cauchy),
+    "geometric_": _fill(distributions.geometric),
+    "log_normal_": _fill(distributions.log_normal),
     "multinomial": _multinomial,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }

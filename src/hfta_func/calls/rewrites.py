@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hfta_func._torch import BatchNorm, is_batched
 from hfta_func.calls.autodiff import AUTODIFF
-from hfta_func.calls.guards import GUARDED, in_float32
+from hfta_func.calls.nan_linalg import GUARDED, in_float32
 
 
 class lowered(TorchFunctionMode):

@@ -26,7 +26,7 @@ from hfta_func._torch import (
     traced_unwrap_for_grad,
 )
 from hfta_func._types import RandomnessError
-from hfta_func.calls.branches import truth
+from hfta_func.calls.control_flow import truth
 from hfta_func.calls.draws import EMPTY, REFUSED, ROUTED, spellings
 from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
 

@@ -4,12 +4,12 @@
 program of this name has started. ``evaluate`` takes models to where data is.
 """
 
-from hfta_func.cluster.actors import Kind as Kind
-from hfta_func.cluster.actors import RayPool as RayPool
-from hfta_func.cluster.actors import ray as ray
-from hfta_func.cluster.ranks import torchrun as torchrun
+from hfta_func.cluster.ray_actors import Kind as Kind
+from hfta_func.cluster.ray_actors import RayPool as RayPool
+from hfta_func.cluster.ray_actors import ray as ray
 from hfta_func.cluster.sites import Score as Score
 from hfta_func.cluster.sites import Scores as Scores
 from hfta_func.cluster.sites import Site as Site
 from hfta_func.cluster.sites import evaluate as evaluate
+from hfta_func.cluster.torchrun_ranks import torchrun as torchrun
 from hfta_func.cluster.trainable import trainable as trainable

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import EvalStep, Stacked, WorkerError, make_eval_step, num_models, stack_params
-from hfta_func.cluster import actors
+from hfta_func.cluster import ray_actors
 from hfta_func.workers.local import WorkerPool
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.wire import dumps, one_line_error
@@ -262,7 +262,7 @@ def _everyone(data: Any) -> Tensor:
 
 def _pool(site: Site) -> Pool:
     """A pool of the one worker that is a site."""
-    return WorkerPool(1) if site.resources is None else actors.lone(site.resources)
+    return WorkerPool(1) if site.resources is None else ray_actors.lone(site.resources)
 
 
 def _answer(pool: Pool, end: float, timeout: float) -> Any:

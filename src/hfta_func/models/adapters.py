@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hfta_func._tree import num_models, take
 from hfta_func._types import HyperparameterError, Params, StackError
-from hfta_func.models.frozen import base_of, check_same_base
+from hfta_func.models.sharing import base_of, check_same_base
 
 _NAME = "default"
 _FREE = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}

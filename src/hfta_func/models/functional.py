@@ -24,10 +24,10 @@ from hfta_func._torch import (
 from hfta_func._types import Params, StateError
 from hfta_func.calls.body import Body
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
-from hfta_func.models.frozen import Base, base_of, check_device, shared_of
-from hfta_func.models.noting import routing
-from hfta_func.models.numbers import changed, explained, hold
+from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
+from hfta_func.models.scalar_attributes import changed, explained, hold
+from hfta_func.models.sharing import Base, base_of, check_device, shared_of
 from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
 
 

@@ -13,8 +13,8 @@ from hfta_func import random
 from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import Params, StackError, StateError
-from hfta_func.models.frozen import base_of, check_same_base, shared_of
-from hfta_func.models.numbers import assign, is_place, numbers_of, rates_of
+from hfta_func.models.scalar_attributes import assign, is_place, numbers_of, rates_of
+from hfta_func.models.sharing import base_of, check_same_base, shared_of
 from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
 
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, own_tensors, weight_hooks
 from hfta_func._types import StackError
-from hfta_func.models.numbers import is_own
+from hfta_func.models.scalar_attributes import is_own
 
 T = TypeVar("T")
 

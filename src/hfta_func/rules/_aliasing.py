@@ -17,7 +17,7 @@ from hfta_func._torch import counter, is_alias, writes
 from hfta_func.rules._layout import front
 
 
-class Known:
+class AliasFacts:
     """What calls of a function have found out for later ones."""
 
     def __init__(self, reads: bool = False):
@@ -51,7 +51,7 @@ _thread = _Thread()
 class watched:
     """A context that keeps an eye on copies that stand for views."""
 
-    def __init__(self, known: Known):
+    def __init__(self, known: AliasFacts):
         self.known = known
         self._copies: list[_Copy] = []
 

@@ -225,7 +225,7 @@ def _set_up_until_compiled() -> None:
         guard.__exit__()
 
     _compiling = True
-    watch = _aliasing.watched(_aliasing.Known()).__enter__()
+    watch = _aliasing.watched(_aliasing.AliasFacts()).__enter__()
     # Recurrent layers belong in graphs, because their rules decompose them.
     allowed = _torch.allow_recurrent_layers(True)
     guard.__enter__()

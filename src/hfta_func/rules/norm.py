@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func.calls.recall import cheap
+from hfta_func.calls.recompute import cheap
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads, unit
 from hfta_func.rules._layout import align, each, expand, fold, front, split
 from hfta_func.rules._lowering import member_shape

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._types import TraceError
-from hfta_func.calls.recall import recalls
+from hfta_func.calls.recompute import recalls
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads
 from hfta_func.rules._layout import align, each, fold, front, split
 from hfta_func.rules._registry import Call, Result, register

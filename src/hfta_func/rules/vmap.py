@@ -15,10 +15,10 @@ from torch import Tensor
 from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
 from hfta_func._types import HFTAError, RandomnessError, TraceError
 from hfta_func.calls.body import place
-from hfta_func.calls.branches import Diverged
+from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.rewrites import lowered
 from hfta_func.rules import _choice
-from hfta_func.rules._aliasing import Known, watched
+from hfta_func.rules._aliasing import AliasFacts, watched
 from hfta_func.rules._install import install, install_for_compiler, no_fallback, settle_layout
 
 
@@ -57,14 +57,14 @@ def vmap(
 
     if not torch.compiler.is_compiling():
         functools.update_wrapper(member, func)
-    return _vmap(member, in_dims, out_dims, randomness, chunk_size, Known(), routed=False)
+    return _vmap(member, in_dims, out_dims, randomness, chunk_size, AliasFacts(), routed=False)
 
 
-_FRONT = Known()
+_FRONT = AliasFacts()
 _FRONT.front = True
 
 
-def vmap_routed(func: Callable[..., Any], in_dims: Any, known: Known) -> Callable[..., Any]:
+def vmap_routed(func: Callable[..., Any], in_dims: Any, known: AliasFacts) -> Callable[..., Any]:
     """``vmap`` of a function that enters :class:`hfta_func.routed` itself; a single member runs without ``vmap``.
 
     The function must not write its arguments, because it may run a second time, see :mod:`hfta_func.rules._aliasing`.
@@ -78,7 +78,7 @@ def _vmap(
     out_dims: Any,
     randomness: str,
     chunk_size: int | None,
-    known: Known,
+    known: AliasFacts,
     routed: bool,
 ) -> Callable[..., Any]:
     mapped = torch.func.vmap(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
@@ -129,7 +129,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _mapped_flat(
-    func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, chunk_size: int | None, known: Known | None
+    func: Callable[..., Any], args: Any, in_dims: Any, randomness: str, chunk_size: int | None, known: AliasFacts | None
 ) -> Any:
     """``torch.func.vmap`` on flat lists, because optree flattens trees much faster than torch's pytree in Python."""
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)

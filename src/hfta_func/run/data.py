@@ -15,7 +15,7 @@ from hfta_func._tree import indices, leaves, tree_map
 from hfta_func._types import BatchError, HyperparameterError, StateError, Tree
 from hfta_func.calls.routing import routed
 from hfta_func.rules.vmap import vmap
-from hfta_func.run.rows import Rows, bags, folded, given, weighed, weighted
+from hfta_func.run.row_sampling import Rows, bags, folded, given, weighed, weighted
 
 # Negative, to differ from the step numbers that a training step folds in.
 _ORDER, _TRANSFORM = -(2**61), -(2**61) - 1

@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
+from hfta_func.run.best_and_compact import Best, Compact, Mode
 from hfta_func.run.history import Callback, History, Metrics
-from hfta_func.run.members import Best, Compact, Mode
 from hfta_func.run.run import Run
 from hfta_func.run.trainer import SegmentHooks
 from hfta_func.run.trainers import make_trainer

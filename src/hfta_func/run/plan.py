@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hfta_func._tree import leaves, num_models, own, take
+from hfta_func._tree import leaves, num_models, take, without_shared
 from hfta_func._types import Shared, Tree
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, quick_collections, release
 from hfta_func.step.batch import check_batch, plain, take_batch
@@ -238,7 +238,7 @@ def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callabl
 
 def _bytes(state: TrainState) -> tuple[int, int]:
     """Bytes of one member's state, and of what all members share."""
-    mine, whole = (sum(leaf.nbytes for leaf in leaves(tree)) for tree in (own(state), state))
+    mine, whole = (sum(leaf.nbytes for leaf in leaves(tree)) for tree in (without_shared(state), state))
     return mine // num_models(state), whole - mine
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from hfta_func._types import CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
+from hfta_func.run.best_and_compact import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import History, Metrics, Running
-from hfta_func.run.members import Best
 from hfta_func.step.state import TrainState
 
 

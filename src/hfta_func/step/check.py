@@ -13,7 +13,7 @@ from hfta_func._torch import can_look, constant_to_compiler, inside_transform, s
 from hfta_func._tree import difference, tree_map
 from hfta_func._types import Params, StateError, Tree
 from hfta_func.calls.autodiff import rehearsing
-from hfta_func.models.numbers import filled
+from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.optim import GradientTransformation
 from hfta_func.step.batch import check_batch, is_plain, numbered, plain, take_batch

@@ -16,7 +16,7 @@ from hfta_func._torch import inside_transform
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import LoopWarning, Tree
 from hfta_func.calls.body import place
-from hfta_func.calls.branches import Diverged
+from hfta_func.calls.control_flow import Diverged
 from hfta_func.step.batch import take_batch
 
 _ROUNDS = 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hfta_func._tree import where, write
-from hfta_func.step.gradients import Found
+from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.judge import Verdict
 from hfta_func.step.options import Options
 from hfta_func.step.shared import Sharing
@@ -12,7 +12,7 @@ from hfta_func.step.update import Update
 
 
 def commit(
-    state: TrainState, found: Found, verdict: Verdict, update: Update, sharing: Sharing, options: Options
+    state: TrainState, found: StepOutputs, verdict: Verdict, update: Update, sharing: Sharing, options: Options
 ) -> TrainState:
     """The state after the step; members that are not kept stay as they are."""
     keep = verdict.keep

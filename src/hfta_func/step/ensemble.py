@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from hfta_func import random
 from hfta_func._tree import num_models, take
 from hfta_func._types import HyperparameterError, Params, StackError, StateError, Tree
-from hfta_func.models.frozen import Base, shared_of, statistics_of
 from hfta_func.models.functional import bind, outline, tables_with_max_norm
+from hfta_func.models.sharing import Base, shared_of, statistics_of
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
-from hfta_func.rules._aliasing import Known
+from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.step.gradients import NOISE
 from hfta_func.step.prediction import Prediction, call, forward, predict_with
 
@@ -249,7 +249,7 @@ class Ensemble(nn.Module):
         self._places = [[(path, self.array.place(path)) for path in paths] for paths in kinds]
         modes = tuple(module.training for module in self._model[0].modules())
         if modes not in runs:
-            runs[modes] = bind(self._model[0], forward, share_frozen=bool(self._base)), Known()
+            runs[modes] = bind(self._model[0], forward, share_frozen=bool(self._base)), AliasFacts()
         self._run, self._known = runs[modes]
         self._writes_tables = bool(tables_with_max_norm(self._model[0]))
 

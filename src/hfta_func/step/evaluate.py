@@ -13,11 +13,11 @@ from hfta_func import random
 from hfta_func._torch import Compiled, can_look
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, StateError, Tree
-from hfta_func.models.frozen import base_of, shared_of
 from hfta_func.models.functional import bind, outline
-from hfta_func.models.numbers import filled
+from hfta_func.models.scalar_attributes import filled
+from hfta_func.models.sharing import base_of, shared_of
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.rules._aliasing import Known
+from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import check_batch, copied, plain, restored, spread
 from hfta_func.step.check import Rehearsal, require, unwritten
@@ -84,7 +84,7 @@ class EvalStep(Compiled):
         self._takes_hparams = num_positional(metric_fn) >= 3
         self._metric_fn = metric_fn
         self._metrics = bind(model, self._measure, training=False, share_frozen=options.share_frozen)
-        self._known = Known(reads=options.chunk_size == 1)
+        self._known = AliasFacts(reads=options.chunk_size == 1)
         self._tried = False
         self._rehearse = Rehearsal(self._run, options.batch_dims)
 

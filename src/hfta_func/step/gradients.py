@@ -15,10 +15,10 @@ from hfta_func import random
 from hfta_func._torch import can_look, inside_transform
 from hfta_func._tree import tree_map
 from hfta_func._types import LossError, Params, Tree
-from hfta_func.calls.recall import Recalls
+from hfta_func.calls.recompute import Recalls
 from hfta_func.models.functional import bind, tables_with_max_norm
-from hfta_func.models.numbers import emptied, filled
-from hfta_func.rules._aliasing import Known
+from hfta_func.models.scalar_attributes import emptied, filled
+from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step import amp
 from hfta_func.step.batch import copied, plain, restored, spread
@@ -33,7 +33,7 @@ NOISE = -(2**62)
 _REPORTED = ("loss", "finite", "failure", "loss_scale")
 
 
-class Found(NamedTuple):
+class StepOutputs(NamedTuple):
     """What a step computes of every member before anything is changed."""
 
     params: Params  # the trained ones that the gradients belong to, where the update starts from
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 
 class Gradients:
-    """``gradients(state, batch) -> Found``; writes nothing that the caller holds."""
+    """``gradients(state, batch) -> StepOutputs``; writes nothing that the caller holds."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], trainable: frozenset[str], options: Options):
         self.takes_hparams = num_positional(loss_fn) >= 3
@@ -57,11 +57,11 @@ class Gradients:
         self._loss = bind(model, self._lose, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
         self._trainable = trainable
         self._options = options
-        self._known = Known(reads=options.chunk_size == 1)
+        self._known = AliasFacts(reads=options.chunk_size == 1)
         self._tried = False
         self._rehearse = Rehearsal(self._run, options.batch_dims)
 
-    def __call__(self, state: TrainState, batch: Tree) -> Found:
+    def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
         params = state.params
         if self.rewrites_params:
@@ -81,14 +81,14 @@ class Gradients:
             buffers = emptied(buffers, state.hparams, state.buffers)
             if bool(torch.stack([leaf.sum() for leaf in (losses, *grads.values(), *sums.values())]).isfinite().all()):
                 sums = {path: total[None] for path, total in sums.items()}
-                return Found(trained, grads, losses, metrics, buffers, sums, summed=True)
+                return StepOutputs(trained, grads, losses, metrics, buffers, sums, summed=True)
             # A sum does not tell whose part is not finite.
         grads, losses, metrics, buffers = self.chunks(functools.partial(self._run, batch), members, plain(batch))
         buffers = emptied(buffers, state.hparams, state.buffers)
         if self._options.scaling is not None:
             grads = amp.unscaled(grads, state.loss_scale.scale)
         grads, apart = _parted(grads, shared)
-        return Found(trained, grads, losses, metrics, buffers, apart)
+        return StepOutputs(trained, grads, losses, metrics, buffers, apart)
 
     def _run(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 from hfta_func._torch import can_look
 from hfta_func._types import Tree
 from hfta_func.step.failures import Failure, diagnose, refuse
-from hfta_func.step.gradients import Found
+from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -24,7 +24,7 @@ class Verdict(NamedTuple):
     report: dict[str, Tensor]  # the metrics that every step has
 
 
-def judge(state: TrainState, found: Found, options: Options) -> Verdict:
+def judge(state: TrainState, found: StepOutputs, options: Options) -> Verdict:
     """Decide from losses and gradients; raises a NonFiniteError with ``nonfinite="raise"`` if a member has failed."""
     # Codes are compared as plain numbers: compilers do not know an enum's members for such.
     shared = [] if found.summed else found.shared.values()

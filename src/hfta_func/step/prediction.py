@@ -14,7 +14,7 @@ from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import BatchError, Params, Shared, StateError, Tree
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.rules._aliasing import Known
+from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import check_batch, copied, plain, restored, spread
 from hfta_func.step.check import unwritten
@@ -164,13 +164,13 @@ def predict_with(
     batch_dims: Tree,
 ) -> Prediction:
     """What members predict by ``run``, see :func:`call`."""
-    known = Known()
+    known = AliasFacts()
     return gather(lambda *args, **kwargs: call(run, known, stacked, common, keys, args, kwargs, batch_dims)[0], batches)
 
 
 def call(
     run: Callable[..., Any],
-    known: Known,
+    known: AliasFacts,
     stacked: Stacked,
     common: tuple[Params, Params],
     keys: Tensor,

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from hfta_func._tree import difference, per_model
 from hfta_func._types import HyperparameterError, Params, Shared, StackError, StateError
-from hfta_func.models.frozen import shared_of
+from hfta_func.models.sharing import shared_of
 from hfta_func.optim._base import GradientTransformation, renew
-from hfta_func.step.gradients import Found
+from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.state import TrainState
 
 
@@ -64,7 +64,7 @@ class Sharing:
             if found is not None:
                 raise StateError(f"the state belongs to another optimizer: {found}; make a state with step.init(...)")
 
-    def update(self, state: TrainState, found: Found, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
+    def update(self, state: TrainState, found: StepOutputs, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
         """One update by the sum of the gradients of members where ``keep`` holds; none if it holds nowhere."""
         shared = state.shared
         if not isinstance(shared, Shared):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hfta_func._types import Params, Shared, StateError, Tree
-from hfta_func.models.numbers import filled
+from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Stacked
 
 

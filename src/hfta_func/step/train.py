@@ -13,9 +13,9 @@ from hfta_func import random
 from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import HyperparameterError, LossError, Params, PerModel, StateError, Tree
-from hfta_func.models.frozen import base_of
 from hfta_func.models.functional import outline
-from hfta_func.models.numbers import place_for
+from hfta_func.models.scalar_attributes import place_for
+from hfta_func.models.sharing import base_of
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import GradientTransformation, Range, check, check_transformation, per_member
 from hfta_func.step import amp
@@ -29,7 +29,7 @@ from hfta_func.step.many import ManySteps
 from hfta_func.step.options import Options
 from hfta_func.step.shared import Sharing
 from hfta_func.step.state import TrainState
-from hfta_func.step.update import choose
+from hfta_func.step.update import select_update_mode
 
 
 def make_train_step(
@@ -143,7 +143,7 @@ class TrainStep(Compiled):
         self.options = options
         self._check = Check(self._shapes, self.trainable, optimizer, options, self._sharing.check)
         self._gradients = Gradients(model, loss_fn, self.trainable, options)
-        self._update = choose(options, self._gradients.rewrites_params)
+        self._update = select_update_mode(options, self._gradients.rewrites_params)
 
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from

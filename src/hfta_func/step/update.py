@@ -14,17 +14,17 @@ from hfta_func._types import Params, Tree
 from hfta_func.optim import GradientTransformation, apply_updates
 from hfta_func.optim._base import renew
 from hfta_func.step import amp
-from hfta_func.step.gradients import Found
+from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
 Update = Callable[["Tensor | None"], tuple[Params, Tree]]
 """``update(keep) -> (params, opt_state)``, new for members where ``keep`` (``bool[M]``, None is all) is True."""
 
-Way = Callable[[GradientTransformation, TrainState, Found], Update]
+Way = Callable[[GradientTransformation, TrainState, StepOutputs], Update]
 
 
-def choose(options: Options, rewrites_params: bool) -> Way:
+def select_update_mode(options: Options, rewrites_params: bool) -> Way:
     """The way to update that the options ask for.
 
     Args:
@@ -36,7 +36,7 @@ def choose(options: Options, rewrites_params: bool) -> Way:
     return in_place if options.donate and not rewrites_params else plain
 
 
-def plain(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
+def plain(optimizer: GradientTransformation, state: TrainState, found: StepOutputs) -> Update:
     """Update into new tensors."""
 
     def update(keep: Tensor | None) -> tuple[Params, Tree]:
@@ -50,12 +50,12 @@ def plain(optimizer: GradientTransformation, state: TrainState, found: Found) ->
     return update
 
 
-def in_place(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
+def in_place(optimizer: GradientTransformation, state: TrainState, found: StepOutputs) -> Update:
     """Update into the state's own tensors, which saves memory and, for large models, time."""
     return lambda keep: renew(optimizer, found.grads, state.opt_state, found.params, keep, donate=True)
 
 
-def rounded(optimizer: GradientTransformation, state: TrainState, found: Found) -> Update:
+def rounded(optimizer: GradientTransformation, state: TrainState, found: StepOutputs) -> Update:
     """Update in float32 and round at random to the parameters' own bfloat16."""
 
     def update(keep: Tensor | None) -> tuple[Params, Tree]:

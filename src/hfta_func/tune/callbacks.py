@@ -107,7 +107,7 @@ def prometheus(name: str) -> Callable[..., None]:
         for status in ("running", "complete", "stopped", "failed"):
             meters["trials"].set(found[status], {"study": name, "status": status})
         count("epochs", sum(member.epoch for member in study.population.members))
-        executor = study.population.flights.executor
+        executor = study.population.jobs.executor
         if isinstance(executor, Pool):
             for worker, (seconds, deaths) in executor.record().items():
                 count("seconds", seconds, worker=worker)

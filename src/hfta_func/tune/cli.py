@@ -23,10 +23,10 @@ import torch
 import hfta_func as hfta
 from hfta_func._kernels import native
 from hfta_func.tune import schedulers
-from hfta_func.tune.asking import Asking
 from hfta_func.tune.callbacks import tensorboard
 from hfta_func.tune.population import Population
 from hfta_func.tune.run import run
+from hfta_func.tune.sampling import SamplerSession
 from hfta_func.tune.status import read, shown
 from hfta_func.tune.study import Study
 
@@ -244,7 +244,7 @@ def _array(args: argparse.Namespace, count: int) -> tuple[Any, Any, Any]:
     """Step, state and batch of an array of trials of a file, all with the non-fusible values of the first."""
     module = _module(args.file)
     nonfusible = tuple(module.get("nonfusible", ()))
-    asking = Asking(module["space"], ["maximize"], None, module.get("seed", 0))
+    asking = SamplerSession(module["space"], ["maximize"], None, module.get("seed", 0))
     rows = [asking.ask() for _ in range(count)]
     rows = [row | {name: rows[0][name] for name in nonfusible} for row in rows]
     population = Population(module["build"], nonfusible, count, module.get("seed", 0), rows)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hfta_func as hfta
-from hfta_func.tune.training import Array, Build, Trainer, moved
+from hfta_func.tune.array import Array, Build, Trainer, moved
 
 
 class Block(NamedTuple):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.tune.flights import Flights, Trained
+from hfta_func.tune.array import Build
+from hfta_func.tune.folder import Keeping
 from hfta_func.tune.groups import Group
-from hfta_func.tune.keeping import Keeping
+from hfta_func.tune.jobs import Jobs, Trained
 from hfta_func.tune.member import Member, check_alive, check_copies, counted
 from hfta_func.tune.tables import PathLike, frame_of, rows_of
-from hfta_func.tune.training import Build
 from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Population:
         self.last: tuple[int, ...] = ()
         self._errors: dict[int, Exception] = {}
         self.interrupted = False
-        self.flights = Flights(executor or Inline())
+        self.jobs = Jobs(executor or Inline())
         self.add(table)
 
     def add(self, table: Any) -> list[int]:
@@ -142,7 +142,7 @@ class Population:
                 pass
         except KeyboardInterrupt:
             # In this process, the first Ctrl-C ends the array and only the second one raises.
-            if isinstance(self.flights.executor, Inline):
+            if isinstance(self.jobs.executor, Inline):
                 raise
             self.interrupted = True
 
@@ -156,14 +156,14 @@ class Population:
             Who has trained, none if nobody needs to.
         """
         try:
-            while self.flights.free and self._start(targets):
+            while self.jobs.free and self._start(targets):
                 pass
-            if not self.flights.under_way:
+            if not self.jobs.under_way:
                 return []
             self.on_start()
-            found = self.flights.wait()
+            found = self.jobs.wait()
         except BaseException:
-            self.flights.stop()
+            self.jobs.stop()
             raise
         self._record(found)
         self.last = found.numbers
@@ -174,7 +174,7 @@ class Population:
 
     def _start(self, targets: Mapping[int, int]) -> bool:
         """Begin to train an array; whether anybody waited for that."""
-        training = self.flights.members
+        training = self.jobs.members
         waiting = [
             number
             for number, epoch in targets.items()
@@ -194,14 +194,14 @@ class Population:
             and (not group.is_shared or self.members[number].epoch == first)
         ]
         # Workers of unequal limits share those who wait in proportion; the largest is served first.
-        limit, *others = self.flights.free
+        limit, *others = self.jobs.free
         most = group.capacity(len(together), limit)
         if others:
             weights = [one or 1 for one in (limit, *others)]
             most = min(most, -(-len(waiting) * weights[0] // sum(weights)))
         chosen = tuple(sorted(together[:most]))
         epochs = min(targets[number] - self.members[number].epoch for number in chosen)
-        self.flights.start(group, chosen, {number: self.members[number].epoch for number in chosen}, epochs, limit)
+        self.jobs.start(group, chosen, {number: self.members[number].epoch for number in chosen}, epochs, limit)
         return True
 
     def _record(self, found: Trained) -> None:

@@ -11,14 +11,14 @@ from tqdm.auto import tqdm
 
 import hfta_func as hfta
 from hfta_func.run.fit import ctrl_c
-from hfta_func.tune.asking import Asking, Mirror
+from hfta_func.tune.array import Build
 from hfta_func.tune.cohorts import Scheduler
-from hfta_func.tune.keeping import Keeping
+from hfta_func.tune.folder import Keeping
 from hfta_func.tune.population import Population
+from hfta_func.tune.sampling import Mirror, SamplerSession
 from hfta_func.tune.search import Search
 from hfta_func.tune.status import Status
 from hfta_func.tune.study import Direction, Rank, Study, notify
-from hfta_func.tune.training import Build
 from hfta_func.workers.executor import Executor
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def run(
         if batch is not None and (not isinstance(batch, int) or batch < 1):
             raise ValueError(f"batch is {batch!r}; pass a number of trials, at least 1, or None")
         scheduler = scheduler or Scheduler()
-        asking = Asking(space, directions, sampler, seed)
+        asking = SamplerSession(space, directions, sampler, seed)
         if workers is not None and executor is not None:
             raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
         if rank == "paired" and seeds < 2:
@@ -199,7 +199,7 @@ def run(
         if workers is not None and workers != 1:
             executor = stack.enter_context(hfta.WorkerPool(workers))
         members = Population(build, nonfusible, max_models, seed, executor=executor)
-        stack.callback(members.flights.land)
+        stack.callback(members.jobs.fall_back)
         study = Study(members, asking, metrics, directions, rank)
         search = Search(study, scheduler, cohorts, range(seed, seed + seeds), batch, max_models)
         keeping = stack.enter_context(Keeping(resume, about)) if resume is not None else None

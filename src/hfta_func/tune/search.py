@@ -27,7 +27,7 @@ class Search:
         size = max_models if isinstance(max_models, int) else 16
         learns = study.asking.learns
         self._verdicts: dict[int, Verdict] = {}
-        executor = study.population.flights.executor
+        executor = study.population.jobs.executor
         room = sum(executor.limits) or executor.count * size
         self.batch = batch or (max(1, room // len(seeds)) if learns else sum(cohort.trials for cohort in cohorts))
         self.learns = learns

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from hfta_func.tune.flights import spans
+from hfta_func.tune.jobs import spans
 from hfta_func.tune.search import Search
 from hfta_func.tune.tables import PathLike
 
@@ -64,23 +64,23 @@ class Status:
         counts = dict.fromkeys(("running", "complete", "stopped", "failed"), 0)
         for trial in [*study.trials]:
             counts[trial.status] += 1
-        flights = study.population.flights
-        busy = flights.executor.busy()
+        jobs = study.population.jobs
+        busy = jobs.executor.busy()
         trials = {member: trial.number for trial in [*study.trials] for member in trial.members}
         training = []
-        for flight in [*flights.under_way]:
-            for call, numbers in dict(flight.calls).items():
+        for job in [*jobs.under_way]:
+            for call, numbers in dict(job.calls).items():
                 worker, since = busy.get(call, (None, None))
                 training.append({
-                    **{"worker": worker, "since": since, "fixed": flight.group.fixed, "members": len(numbers)},
-                    **{"trials": sorted({trials[number] for number in numbers}), "epochs": flight.epochs},
-                    "from": min(flight.starts[number] for number in numbers),
+                    **{"worker": worker, "since": since, "fixed": job.group.fixed, "members": len(numbers)},
+                    **{"trials": sorted({trials[number] for number in numbers}), "epochs": job.epochs},
+                    "from": min(job.starts[number] for number in numbers),
                 })  # fmt: skip
         return {
             **{"state": state, "pid": os.getpid(), "host": platform.node(), "began": self._began, "now": time.time()},
             **{"trials": counts, "of": sum(cohort.trials for cohort in search.cohorts)},
             **{"epochs": self._trained(), "before": self._before, "planned": search.planned},
-            **{"workers": flights.executor.count, "deaths": flights.executor.deaths, "training": training},
+            **{"workers": jobs.executor.count, "deaths": jobs.executor.deaths, "training": training},
             "failures": [[trial.number, trial.error] for trial in [*study.trials] if trial.status == "failed"][-3:],
         }
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func.tune.asking import Asking, named
 from hfta_func.tune.member import counted
 from hfta_func.tune.population import Population
+from hfta_func.tune.sampling import SamplerSession, named
 from hfta_func.tune.tables import PathLike, frame_of, write_tables
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Study:
     def __init__(
         self,
         population: Population,
-        asking: Asking,
+        asking: SamplerSession,
         metrics: tuple[str, ...],
         directions: tuple[Direction, ...],
         rank: Rank,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import hfta_func as hfta
+from hfta_func.tune.array import Segment
 from hfta_func.tune.groups import Group
-from hfta_func.tune.training import Segment
 from hfta_func.workers.executor import Executor, Inline
 
 _log = logging.getLogger("hfta_func.tune")
@@ -28,7 +28,7 @@ class Trained(NamedTuple):
     interrupted: bool
 
 
-class Flight(NamedTuple):
+class Job(NamedTuple):
     """An array that trains: whose, who, from which epochs, and for how many more."""
 
     group: Group
@@ -42,7 +42,7 @@ class Flight(NamedTuple):
     """The largest array of the workers that are to train it; 0 if they are alike."""
 
 
-class Flights:
+class Jobs:
     """All arrays that train.
 
     Args:
@@ -51,79 +51,79 @@ class Flights:
 
     def __init__(self, executor: Executor):
         self.executor = executor
-        self.under_way: list[Flight] = []
+        self.under_way: list[Job] = []
 
     @property
     def free(self) -> list[int]:
         """The largest arrays of the workers that are free, the largest first; 0 for each if they are alike."""
         free = collections.Counter(self.executor.limits or [0] * self.executor.count)
-        for flight in self.under_way:
-            free[flight.limit] -= len(flight.calls)
+        for job in self.under_way:
+            free[job.limit] -= len(job.calls)
         return sorted((+free).elements(), reverse=True)
 
     @property
     def members(self) -> set[int]:
         """Who trains."""
-        return {number for flight in self.under_way for number in flight.numbers}
+        return {number for job in self.under_way for number in job.numbers}
 
     def start(
         self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, limit: int = 0
     ) -> None:
         """Have an array trained, by workers with a limit if they have any."""
         trained = Trained(group, numbers, {}, {}, [], {}, False)
-        flight = Flight(group, numbers, starts, epochs, {}, trained, limit)
-        self._call(flight, numbers)
-        self.under_way.append(flight)
+        job = Job(group, numbers, starts, epochs, {}, trained, limit)
+        self._call(job, numbers)
+        self.under_way.append(job)
 
-    def _call(self, flight: Flight, numbers: Sequence[int]) -> None:
-        order = flight.group.order(numbers, flight.starts, flight.epochs, flight.limit)
-        call = self.executor.submit(flight.group.trainer, flight.limit, **order)
-        flight.calls[call] = tuple(numbers)
-        _log.info("members %s train for %d epochs, call %d", spans(numbers), flight.epochs, call)
+    def _call(self, job: Job, numbers: Sequence[int]) -> None:
+        order = job.group.order(numbers, job.starts, job.epochs, job.limit)
+        call = self.executor.submit(job.group.trainer, job.limit, **order)
+        job.calls[call] = tuple(numbers)
+        _log.info("members %s train for %d epochs, call %d", spans(numbers), job.epochs, call)
 
     def wait(self) -> Trained:
         """Wait until any array has trained."""
         while True:
             call, answer = self.executor.wait()
-            flight = next(one for one in self.under_way if call in one.calls)
-            numbers, trained = flight.calls.pop(call), flight.trained
+            job = next(one for one in self.under_way if call in one.calls)
+            numbers, trained = job.calls.pop(call), job.trained
             if isinstance(answer, Exception):
                 _log.info("members %s: %s: %s", spans(numbers), type(answer).__name__, answer)
                 if len(numbers) == 1:
                     trained.errors[numbers[0]] = answer
                 else:
-                    self._halve(flight, numbers, answer)
+                    self._halve(job, numbers, answer)
             else:
                 _note(trained, numbers, answer)
                 if answer.interrupted:
                     # Ctrl-C ends both halves of an array.
                     self.stop()
                     return trained._replace(metrics={}, seconds={}, states=[], errors={}, interrupted=True)
-            if not flight.calls:
-                self.under_way = [one for one in self.under_way if one is not flight]
+            if not job.calls:
+                self.under_way = [one for one in self.under_way if one is not job]
                 return trained
 
-    def _halve(self, flight: Flight, numbers: tuple[int, ...], error: Exception) -> None:
+    def _halve(self, job: Job, numbers: tuple[int, ...], error: Exception) -> None:
         half = -(-len(numbers) // 2)
         if hfta.is_out_of_memory(error):
             warnings.warn(
                 f"an array of {len(numbers)} members ran out of memory; arrays of {half} are trained instead",
                 stacklevel=2,
             )
-            if flight.limit:
-                flight.group.halved[flight.limit] = half
+            if job.limit:
+                job.group.halved[job.limit] = half
             else:
-                flight.group.limit = half
+                job.group.limit = half
         error.__traceback__ = None
         for part in (numbers[:half], numbers[half:]):
-            self._call(flight, part)
+            self._call(job, part)
 
     def stop(self) -> None:
         """Forget what trains."""
         self.under_way.clear()
         self.executor.forget()
 
-    def land(self) -> None:
+    def fall_back(self) -> None:
         """Forget what trains, and train in this process from now on."""
         self.stop()
         self.executor = Inline()

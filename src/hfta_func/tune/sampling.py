@@ -25,7 +25,7 @@ def _optuna() -> Any:
     return optuna
 
 
-class Asking:
+class SamplerSession:
     """Asks a sampler, and tells it what became of its trials; everything is noted, so that it can be done again.
 
     The sampler works on a study of its own in memory. A study that is broken off goes on by asking and telling all that was
@@ -130,7 +130,7 @@ class Mirror:
     """A study in one of Optuna's storages, which shows the trials to others; each is told once, however often it is shown."""
 
     def __init__(
-        self, asking: Asking, storage: Any, name: str | None, metrics: Sequence[str], about: Mapping[str, Any]
+        self, asking: SamplerSession, storage: Any, name: str | None, metrics: Sequence[str], about: Mapping[str, Any]
     ):
         self._module = _optuna()
         self._asking = asking

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func.calls.draws import spellings
-from hfta_func.calls.numbers import numbered
-from hfta_func.calls.recall import Recalls, recalls
+from hfta_func.calls.recompute import Recalls, recalls
 from hfta_func.calls.routing import routed
+from hfta_func.calls.scalar_args import numbered
 
 
 def routing(key: Tensor | None, numbers: Sequence[Tensor] = ()) -> routed:

@@ -1,6 +1,6 @@
 """Calls of functions with a number of the member's own, which is a tensor where a member alone has a Python number.
 
-PyTorch's functions take Python numbers only; those of :mod:`hfta_func.calls.exact` have the same mathematics.
+PyTorch's functions take Python numbers only; those of :mod:`hfta_func.calls.tensor_scalars` have the same mathematics.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func.calls.draws import spellings
-from hfta_func.calls.exact import EXACT
 from hfta_func.calls.routing import HANDLERS, routed
+from hfta_func.calls.tensor_scalars import TENSOR_SCALAR_FUNCTIONS
 
 _STAND_IN = 0.5
 
 
 class numbered(routed):
-    """:class:`routed` for calls in which modules hold tensors for numbers, see :mod:`hfta_func.models.numbers`."""
+    """:class:`routed` for calls in which modules hold tensors for numbers, see :mod:`hfta_func.models.scalar_attributes`."""
 
     def __init__(self, key: Tensor | None, site: int = 0, numbers: Sequence[Tensor] = ()):
         super().__init__(key, site)
@@ -167,7 +167,9 @@ def _numbers(replacement: Callable[..., Tensor]) -> tuple[tuple[str, int], ...]:
 
 
 _EXACT = {
-    func: (replacement, _numbers(replacement)) for name, replacement in EXACT.items() for func, _ in spellings(name)
+    func: (replacement, _numbers(replacement))
+    for name, replacement in TENSOR_SCALAR_FUNCTIONS.items()
+    for func, _ in spellings(name)
 }
 _EXACT |= {func: _EXACT[torch.clamp] for func in (torch.clip, Tensor.clip)} | {Tensor.clip_: _EXACT[Tensor.clamp_]}
 """Replacement by function, and its numbers."""

@@ -277,7 +277,7 @@ def _reduced(loss: Tensor, reduction: str, *older: Any) -> Tensor:
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-EXACT: dict[str, Callable[..., Tensor]] = {
+TENSOR_SCALAR_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     func.__name__.removeprefix("_"): func
     for func in (
         *(leaky_relu, _elu, _celu, _softplus, _threshold, _hardtanh, _hardshrink, _softshrink, _clamp, _clamp_),

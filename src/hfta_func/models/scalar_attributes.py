@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hfta_func._torch import MODULE_ATTRIBUTES, writes
 from hfta_func._types import HFTAError, Params, StateError, TraceError
 from hfta_func.calls.body import place
-from hfta_func.calls.branches import Diverged
-from hfta_func.calls.numbers import called_with
+from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.routing import routed
+from hfta_func.calls.scalar_args import called_with
 
 _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 
