@@ -84,6 +84,7 @@ EXHAUSTIVE = {
         "functional.*-float32",
         "functional.(multi_head|max_unpool|max_pool3d|linear_cross_entropy.chunked)",
     ],
+    "test_gpu_benchmarks": ["every_stage", "a_run_that_ends", "failures_come_first", "what_fits"],
     "test_lowering": [
         *("compiled_products", "compilers_leave", "overrides_of_submodules_reach_eager_and_compiled"),
         *("uninstalled_rules_are_gone", "two_copies"),

@@ -554,7 +554,7 @@ PLANTED = [
     ),
     Planted(
         "a trunk that members share is counted for each of them",
-        *("run/plan.py", "for tree in (own(state), state))", "for tree in (state, state))"),
+        *("run/plan.py", "for tree in (without_shared(state), state))", "for tree in (state, state))"),
         "test_plan.py::test_what_members_share_is_counted_once[True]",
     ),
     Planted(

@@ -85,7 +85,7 @@ def register(
 
     def add(rule: Rule) -> Rule:
         RULES[op] = Entry(rule, key, otherwise, chooses)
-        enter(op, family, (rule.__doc__ or "").partition("\n")[0])
+        enter(op, family, (rule.__doc__ or f"by {rule.__qualname__}").partition("\n")[0])
         return rule
 
     return add

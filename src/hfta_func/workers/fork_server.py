@@ -168,6 +168,13 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
             asked.sendall(_PID.pack(pid))
     # Processes may end after the socket that they would wake the server by.
     signal.set_wakeup_fd(-1)
+    # They end with the process that used them, and leave nothing behind for the system to collect.
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in running:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 def _tell(running: dict[int, int]) -> None:
