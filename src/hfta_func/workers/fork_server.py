@@ -13,10 +13,15 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import IO
 
+from hfta_func.workers.wire import sweep
+
+_FORK, _END = b"f", b"e"
+"""What the server is asked."""
 _PID, _STATUS = struct.Struct("<q"), struct.Struct("<i")
 _server: ForkServer | None = None
 _lock = threading.Lock()
@@ -96,8 +101,10 @@ class ForkServer:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, and the processes that it has forked."""
         if self._owner == os.getpid():
+            with contextlib.suppress(OSError):
+                self._socket.send(_END)
             self._socket.close()
             self._process.wait()
 
@@ -110,7 +117,7 @@ class ForkServer:
         (orders, mine), (other, answers), (status, told) = os.pipe(), os.pipe(), os.pipe()
         theirs = [orders, answers, os.open(os.devnull, os.O_WRONLY) if quiet else os.dup(2), told]
         try:
-            socket.send_fds(self._socket, [b"f"], theirs)
+            socket.send_fds(self._socket, [_FORK], theirs)
             said = self._socket.recv(_PID.size)
         except OSError:
             said = b""
@@ -144,6 +151,7 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
     # Objects that are there already are not copied by forked processes that collect garbage.
     gc.freeze()
     running: dict[int, int] = {}
+    message = b""
     while os.getppid() == parent:
         ready, _, _ = select.select([asked, woken], [], [], 1.0)
         if woken in ready:
@@ -151,7 +159,7 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
             _tell(running)
         if asked in ready:
             message, fds, _, _ = socket.recv_fds(asked, 1, 4)
-            if not message:
+            if message != _FORK:
                 break
             pid = os.fork()
             if pid == 0:
@@ -168,10 +176,16 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
             asked.sendall(_PID.pack(pid))
     # Processes may end after the socket that they would wake the server by.
     signal.set_wakeup_fd(-1)
-    # They end with the process that used them, and leave nothing behind for the system to collect.
-    for pid in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    if message == _END:
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    else:
+        # A process that is killed closes this socket before it lets go of the locks of its files.
+        end = time.monotonic() + 5.0
+        while os.getppid() == parent and time.monotonic() < end:
+            time.sleep(0.01)
+        sweep()
     for pid in running:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
