@@ -98,7 +98,7 @@ def gradient(func: Callable[..., Tensor], places: tuple[int, ...]) -> Callable[.
         with _gradient_level() as level, torch.enable_grad():
             inside = [_wrap_for_grad(x, level) for x in args]
             leaves = [_differentiable(inside[place], level) for place in places]
-            options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+            options: Any = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
             grads = torch.autograd.grad(func(*inside), leaves, **options)
             return tuple(traced_unwrap_for_grad(grad, level) for grad in grads)
 
