@@ -68,6 +68,7 @@ from hfta_func._torch.levels import constant_to_compiler as constant_to_compiler
 from hfta_func._torch.levels import current_interpreter as current_interpreter
 from hfta_func._torch.levels import depth as depth
 from hfta_func._torch.levels import get_unwrapped as get_unwrapped
+from hfta_func._torch.levels import gradient as gradient
 from hfta_func._torch.levels import inside_transform as inside_transform
 from hfta_func._torch.levels import interpreters as interpreters
 from hfta_func._torch.levels import is_batched as is_batched

@@ -44,6 +44,9 @@ current_interpreter = private(_PYFUNCTORCH, "retrieve_current_functorch_interpre
 VmapInterpreter = private(_FUNCTORCH, "CVmapInterpreterPtr")
 TransformType = private(_FUNCTORCH, "TransformType")
 RandomnessType = private(_FUNCTORCH, "RandomnessType")
+_gradient_level = private("torch._functorch.eager_transforms", "grad_increment_nesting")
+_wrap_for_grad = private(_FUNCTORCH, "_wrap_for_grad")
+_differentiable = private("torch._functorch.eager_transforms", "_create_differentiable")
 # Runs code outside of all transforms.
 outside_transforms = private(_PYFUNCTORCH, "temporarily_clear_interpreter_stack")
 
@@ -86,6 +89,20 @@ def levels_above(depth: int) -> tuple[tuple[int, int, str, tuple[int, ...]], ...
         vmap = VmapInterpreter(interpreter)
         found.append((interpreter.level(), vmap.batchSize(), vmap.randomness().name.lower(), tuple(inside)))
     return tuple(reversed(found))
+
+
+def gradient(func: Callable[..., Tensor], places: tuple[int, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """``torch.func.grad``, whose first call imports all of the compiler, which takes seconds."""
+
+    def run(*args: Tensor) -> tuple[Tensor, ...]:
+        with _gradient_level() as level, torch.enable_grad():
+            inside = [_wrap_for_grad(x, level) for x in args]
+            leaves = [_differentiable(inside[place], level) for place in places]
+            options: Any = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+            grads = torch.autograd.grad(func(*inside), leaves, **options)
+            return tuple(traced_unwrap_for_grad(grad, level) for grad in grads)
+
+    return run
 
 
 def can_look(flags: Tensor) -> bool:

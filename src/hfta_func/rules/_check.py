@@ -1,7 +1,7 @@
 """Rules against a loop over members, on releases of PyTorch that the tests have not run on.
 
 Every rule takes part in a small case of :mod:`hfta_func.rules._check_cases`: outputs and gradients, in double precision. That
-takes some seconds, once per release: a file beside the kernels in C remembers that all agreed.
+takes a second or two, once per release: a file beside the kernels in C remembers that all agreed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels import native
-from hfta_func._torch import cure
+from hfta_func._torch import cure, gradient
 from hfta_func._types import LoopWarning
 from hfta_func.rules import _choice
 from hfta_func.rules._check_cases import CASES, Case, Integers
@@ -137,15 +137,16 @@ def _is_loop(case: Case, mask: tuple[bool, ...]) -> bool:
     members = [[x[m] if per_member else x for x, per_member in zip(inputs, mask, strict=True)] for m in range(_M)]
     places = tuple(place for place, x in enumerate(inputs) if x.requires_grad)
     # A gradient inside vmap takes operators apart, and its parts have rules of their own.
-    inside = torch.func.grad(lambda *args: _objective(_tuple(case.func(*args))), places)
+    inside = gradient(lambda *args: _objective(_tuple(case.func(*args))), places)
     ways = [case.func, inside] if all(mask) and case.inside else [case.func]
-    expected: list[list[Tensor]] = []
     try:
-        for way in ways:
-            columns = zip(*(_tuple(way(*member)) for member in members), strict=True)
-            expected.append([torch.stack(column) for column in columns])
+        for member in members:
+            case.func(*member)
     except Exception as error:
         raise _UnknownError from error
+    expected = [
+        [torch.stack(column) for column in zip(*(_tuple(way(*m)) for m in members), strict=True)] for way in ways
+    ]
     in_dims = tuple(0 if per_member else None for per_member in mask)
     found = [list(_tuple(torch.func.vmap(way, in_dims)(*inputs))) for way in ways]
 
