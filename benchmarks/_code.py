@@ -46,7 +46,7 @@ def files(mode: str) -> list[Path]:
     roots = STEP if mode.startswith("array") else UPDATE if mode.startswith("stock") else ()
     apart = [PACKAGE / f"{name}.py" for name in COMPILED]
     found = imported(roots)
-    is_compiled = mode.startswith("array") and "compiled" in mode
+    is_compiled = mode.startswith("array") and mode.endswith(("compiled", "replayed"))
     return [*(path for path in found if path not in apart), *(apart if is_compiled else ())]
 
 
@@ -65,6 +65,12 @@ def imported(roots: tuple[str, ...]) -> list[Path]:
                     names = [folder.with_suffix(".py"), *near, *(folder / f"{alias.name}.py" for alias in node.names)]
                     left += [name for name in names if name.is_file()]
     return sorted(found)
+
+
+@functools.cache
+def code_of(*roots: str) -> str:
+    """The digest of these files of the package and of all that they import."""
+    return digest([path.read_text() for path in imported(roots)])
 
 
 @functools.cache

@@ -429,7 +429,7 @@ ray.shutdown()
         (1.0, "the same\n"),
         (
             1e-5,
-            "models 0 to 1: worker 0 on .*: there is no room in Ray's object store, nor on the disk that it spills to; free some there",
+            "models 0 to 1: worker 0 on .*: there is no room in Ray's object store, nor on the disk that it spills to; free",
         ),
     ],
 )

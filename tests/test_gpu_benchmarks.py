@@ -124,6 +124,13 @@ def test_a_run_that_ends_in_the_middle_of_a_stage_goes_on(bench, whole, monkeypa
     assert lasting(bench, tmp_path) == expected
 
 
+def test_rows_age_with_the_code_that_they_measure(bench):
+    code, singles = bench("_code"), bench("gpu.singles")
+    digests = {single.key: single.code for single in singles.updates("cpu", False)}
+    assert digests["mlp, adam"] == digests["mlp, adam, amsgrad"] != digests["mlp, muon"]
+    assert code.code("array replayed") == code.code("array compiled") != code.code("array")
+
+
 def test_a_clock_counts_down(bench):
     clock, now = bench("gpu.clock"), [0.0]
     one = clock.Clock(100, lambda: now[0])
@@ -163,6 +170,9 @@ def test_failures_come_first_and_run_first(bench, monkeypatch, tmp_path, capsys)
     (tmp_path / "mended").touch()
     suite.run(clock, ledger, "cpu", False)
     assert suite.is_over(ledger, "cpu") and suite.show(ledger, "cpu") == "tests: 4 passed, 0 failed, 1 skipped"
+    # A failure with other code than there is now is counted as older, and nothing that is known to fail.
+    ledger.add("tests", "a test that was renamed", "another", {"outcome": "failed", "error": "wrong"})
+    assert suite.is_over(ledger, "cpu") and suite.show(ledger, "cpu").endswith("of which 1 with older code")
     # What has passed was left out.
     assert "\n1 passed in" in (tmp_path / "tests.log").read_text()
 

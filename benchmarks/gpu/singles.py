@@ -40,14 +40,18 @@ class Single(NamedTuple):
 
 def updates(device: str, quick: bool) -> list[Single]:
     """Every optimizer against PyTorch's."""
-    titles = optim.titles()[: 2 if quick else None]
-    return [Single(title, _code.code("stock vmap"), _asked("update", title)) for title in titles]
+    found = []
+    for title in optim.titles()[: 2 if quick else None]:
+        make, *_ = optim.OPTIMIZERS[title.split(", ", 1)[1]]
+        code = _code.code_of(make.__module__.removeprefix("hfta_func.").replace(".", "/"))
+        found.append(Single(title, code, _asked("update", title)))
+    return found
 
 
 def every_lowering(device: str, quick: bool) -> list[Single]:
     """Every operator that has several ways to run."""
     names = [key for key in lowerings.rows() if not quick or "small pointnet 1d" in key][: 2 if quick else None]
-    return [Single(key, _code.code("array"), _asked("lowering", key)) for key in names]
+    return [Single(key, _code.code_of("rules/__init__"), _asked("lowering", key)) for key in names]
 
 
 def _asked(order: str, key: str) -> Callable[[Callable[[], Child], float], dict[str, Any]]:

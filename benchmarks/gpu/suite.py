@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks import _code
 from benchmarks._measure import ROOT
@@ -18,7 +19,8 @@ from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.ledger import Ledger
 from benchmarks.gpu.plugin import ORDER
 
-STAGE = "tests"
+STAGE, ALL = "tests", "all"
+"""The name of the stage, and the key of the row that is written when all tests have run."""
 FILES = {"cuda": "tests/test_gpu.py", "cpu": "tests/test_many.py"}
 """What is run on a device; on a CPU, where the command is only rehearsed, a file that is quick."""
 START = 25.0
@@ -31,14 +33,20 @@ def code(device: str) -> str:
     return _code.digest([path.read_text() for path in paths])
 
 
+def has_ended(ledger: Ledger, device: str) -> bool:
+    """Whether a run came to its end with this code."""
+    return ledger.state(STAGE, ALL, code(device)) in ("done", "failed")
+
+
 def is_over(ledger: Ledger, device: str) -> bool:
     """Whether a run came to its end with this code, and nothing failed."""
-    return ledger.state(STAGE, "all", code(device)) == "done" and not failures(ledger)
+    return has_ended(ledger, device) and not failures(ledger, device)
 
 
-def failures(ledger: Ledger) -> list[str]:
-    """The tests that failed when they last ran."""
-    return [row["key"] for row in ledger.of(STAGE) if row.get("outcome") == "failed"]
+def failures(ledger: Ledger, device: str) -> list[dict[str, Any]]:
+    """The rows of tests that failed with this code."""
+    own = code(device)
+    return [row for row in ledger.of(STAGE) if row["key"] != ALL and ledger.state(STAGE, row["key"], own) == "failed"]
 
 
 def run(clock: Clock, ledger: Ledger, device: str, quick: bool) -> None:
@@ -56,7 +64,8 @@ def run(clock: Clock, ledger: Ledger, device: str, quick: bool) -> None:
         more = {"folder": str(ledger.path.parent), "code": own, "about": ledger.about}
         order.write_text(json.dumps({**states, **more}))
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.plugin", "-p", "no:cacheprovider", "-q"]
-        command += ["-W", "default", "-n", str(max(1, (os.cpu_count() or 1) - 2)), FILES[device]]
+        processes = 0 if quick else max(1, (os.cpu_count() or 1) - 2)
+        command += ["-W", "default", "-n", str(processes), FILES[device]]
         command += ["-k", "unequal or as_many"] if quick else []
         log = ledger.path.parent / "tests.log"
         with log.open("w") as output:
@@ -69,7 +78,7 @@ def run(clock: Clock, ledger: Ledger, device: str, quick: bool) -> None:
             process.wait()
     ledger.load()
     if status in (0, 1, 5):
-        ledger.add(STAGE, "all", own, {"outcome": "passed" if status != 1 else "failed"})
+        ledger.add(STAGE, ALL, own, {"outcome": "passed" if status != 1 else "failed"})
     elif status is not None:
         print(f"tests: pytest ended with status {status}; see {log}", flush=True)
 
@@ -81,8 +90,8 @@ def path() -> list[str]:
 
 def show(ledger: Ledger, device: str) -> str:
     """What failed, by name and in its own words, before how many passed."""
-    rows = [row for row in ledger.of(STAGE) if row["key"] != "all"]
-    failed = [row for row in rows if row.get("outcome") == "failed"]
+    rows = [row for row in ledger.of(STAGE) if row["key"] != ALL]
+    failed = failures(ledger, device)
     lines = [f"FAILED {row['key']}" for row in failed]
     lines += [f"  {row['key'].split('::')[-1]}: {row['error'].splitlines()[0][:160]}" for row in failed if row["error"]]
     counts = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("passed", "failed", "skipped")}
