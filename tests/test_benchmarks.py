@@ -111,7 +111,7 @@ def test_a_checkout_of_hfta_is_found_by_the_processes(bench, monkeypatch, tmp_pa
     assert [("HFTA" in modes, path == found) for modes, path, _ in asked] == [(True, True)] * 2 + [(False, True)] * 2
     # What a workload has no use for is not measured.
     assert ["array auto" in modes for modes, _, _ in asked] == [False, True] * 2
-    assert all(least == (sweep.ROUNDS, sweep.SECONDS) for _, _, least in asked)
+    assert all(least == sweep.Least() for _, _, least in asked)
 
 
 def test_jax_draws_noise_of_its_own(bench):
@@ -273,7 +273,7 @@ def test_a_figure_rests_on_enough(bench, monkeypatch):
 @pytest.mark.parametrize(("models", "parts"), [(5, [(0, 2), (2, 3)]), (1, [(0, 1)]), (2, [(0, 1), (1, 1)])])
 def test_a_process_per_core_has_its_share_of_the_models(bench, monkeypatch, models, parts):
     processes, workloads, made = bench("_processes"), bench("workloads"), []
-    monkeypatch.setattr(processes, "Worker", lambda mode, spec, threads: made.append((spec, threads)))
+    monkeypatch.setattr(processes, "Worker", lambda mode, spec, threads, env, cache: made.append((spec, threads)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     processes.Measured("process per core", workloads.Spec("mlp", "small", models, 4))
     assert [(spec.first, spec.num_models) for spec, _ in made] == parts
@@ -312,7 +312,13 @@ def test_a_row_names_the_code_that_was_measured(bench, tmp_path, monkeypatch):
     assert all((code.PACKAGE / f"{name}.py").exists() for name in (*code.STEP, *code.COMPILED))
     # What the step does not import, such as an optimizer that no workload uses, makes no row older.
     found = {str(path.relative_to(code.PACKAGE)) for path in code.files("array")}
-    assert found >= {"_torch/dispatcher.py", "_noise.py", "optim/_leafwise.py", "rules/conv.py", "step/gradients.py"}
+    assert found >= {
+        "_torch/dispatcher.py",
+        "_kernels/noise.py",
+        "optim/_leafwise.py",
+        "rules/conv.py",
+        "step/gradients.py",
+    }
     assert not found & {"optim/_lion.py", "run/fit.py", "__init__.py", "_torch/guards.py"}
 
     def git(*order):
@@ -428,8 +434,8 @@ def test_a_mode_whose_losses_differ_gets_no_ratio(bench, capsys, monkeypatch, mo
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
     class Wrong(sweep.Measured):
-        def ask(self, asked, *args):
-            answers = super().ask(asked, *args)
+        def ask(self, asked, *args, limit=None):
+            answers = super().ask(asked, *args, limit=limit)
             if (asked, self.mode) == (order, mode):
                 losses = answers[-1] if order == "losses" else answers[-1][1]
                 losses[0][-1] *= factor

@@ -18,6 +18,8 @@ import hfta_func.rules as rules
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, OptimizerCase
 from hfta_func import tune
 from hfta_func.optim.extend import Knobs, leafwise
+from hfta_func.rules._extend import adopt, outside_rules
+from hfta_func.rules._registry import OUTSIDE
 from hfta_func.testing import assert_callback, assert_optimizer, assert_rule, assert_scheduler
 from strangers import callback, optimizer, rule, scheduler
 from strangers.optimizer import Slow, SlowState, slow
@@ -391,3 +393,22 @@ def test_a_study_names_a_scheduler_that_breaks_its_contract() -> None:
 def test_strangers_use_public_names_only(module: Any) -> None:
     assert "._" not in "\n".join(line for line in inspect.getsource(module).splitlines() if "import" in line)
     assert copy.deepcopy(slow(lr=[0.1, 0.2])).init is not None
+
+
+def test_rules_from_outside_are_those_of_worker_processes_too() -> None:
+    """Graphs are marked by them, so without them what a worker compiles is not found."""
+    # By value, so that the worker imports nothing for it.
+    marks = functools.partial(eval, "dict(__import__('hfta_func.rules._registry', fromlist=['x']).OUTSIDE)")
+    with hfta.WorkerPool(1) as pool:
+        call = pool.submit(marks)
+        assert pool.wait(120) == (call, OUTSIDE) and "strangers::shifted" in OUTSIDE
+
+
+def test_a_rule_of_an_operator_that_a_process_lacks_only_marks_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OUTSIDE, "strangers::elsewhere", "")
+    del OUTSIDE["strangers::elsewhere"]
+    sent = outside_rules()["strangers::shifted"]
+    adopt({"strangers::elsewhere": ("a digest", *sent[1:]), "strangers::shifted": sent})
+    assert OUTSIDE["strangers::elsewhere"] == "a digest"
+    with pytest.raises(ValueError, match="there is no operator 'strangers::elsewhere'"):
+        rules.register("strangers::elsewhere")

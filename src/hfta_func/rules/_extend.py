@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pathlib
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Mapping
+
+import cloudpickle
 
 from hfta_func._torch import operator
 from hfta_func.rules import _registry
 from hfta_func.rules._install import put
-from hfta_func.rules._lowering import TABLE
+from hfta_func.rules._lowering import FAMILIES, TABLE
 from hfta_func.rules._registry import OUTSIDE, RULES, Rule
 
 
@@ -41,10 +45,8 @@ def register(op: str, family: str | None = None) -> Callable[[Rule], Rule]:
                 [2., 2., 2.]])
     """
     name = op.removeprefix("aten::")
-    try:
-        operator(name)
-    except (ImportError, RuntimeError):
-        raise ValueError(f"there is no operator '{op}'; define it with torch.library before its rule") from None
+    if not _exists(name):
+        raise ValueError(f"there is no operator '{op}'; define it with torch.library before its rule")
     if name in RULES and name not in OUTSIDE:
         raise ValueError(f"{op} has a rule in this package; choose among its lowerings with hfta_func.rules.override")
 
@@ -57,6 +59,37 @@ def register(op: str, family: str | None = None) -> Callable[[Rule], Rule]:
         return rule
 
     return add
+
+
+def _exists(name: str) -> bool:
+    try:
+        return operator(name) is not None
+    except (ImportError, RuntimeError):
+        return False
+
+
+def outside_rules() -> dict[str, tuple[str, str, bytes]]:
+    """The rules that stand outside of this package, to be sent: by operator their digest, family, and code."""
+    return {op: (own, FAMILIES[op], cloudpickle.dumps(RULES[op].rule)) for op, own in OUTSIDE.items() if op in RULES}
+
+
+def adopt(rules: Mapping[str, tuple[str, str, bytes]]) -> None:
+    """Register the rules of another process, as :func:`outside_rules` sends them.
+
+    Where an operator does not exist in this process, nothing calls it, but graphs are marked as there.
+    """
+    for op, (own, family, code) in rules.items():
+        if OUTSIDE.get(op) == own:
+            continue
+        rule = None
+        # A module that defines the operator registers its rule itself when it is imported.
+        with contextlib.suppress(ImportError, AttributeError):
+            rule = pickle.loads(code)
+        if not _exists(op):
+            OUTSIDE[op] = own
+        elif rule is not None:
+            register(op, family)(rule)
+            OUTSIDE[op] = own
 
 
 def _digest(rule: Rule) -> str:

@@ -165,7 +165,7 @@ def install_for_compiler(overrides: str) -> bool:
         overrides: :data:`_choice.state`, passed so that the compiler guards on it and recompiles when it changes.
     """
     install()
-    _torch.mark_graphs(_RULES, fingerprint() + "".join(OUTSIDE.values()) + overrides)
+    _torch.mark_graphs(_RULES, fingerprint() + "".join(OUTSIDE[op] for op in sorted(OUTSIDE)) + overrides)
     _set_up_until_compiled()
     return True
 

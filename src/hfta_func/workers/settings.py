@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hfta_func.rules._extend import adopt, outside_rules
+
 
 def _precision() -> str:
     with warnings.catch_warnings():
@@ -21,6 +23,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_precision, torch.set_float32_matmul_precision),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (outside_rules, adopt),
 )
 """How to read and to set each."""
 
