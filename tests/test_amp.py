@@ -46,6 +46,8 @@ def _array(factory: Any = _model, optimizer: Any = None, **options: Any) -> tupl
 
 
 # PyTorch says so of itself where the member runs alone.
+@pytest.mark.exhaustive(ids="aot_eager")
+@pytest.mark.thirds
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -98,6 +100,7 @@ def _steep(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return _loss(model, batch[:2]) * batch[2]
 
 
+@pytest.mark.exhaustive(ids="^True")
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_member_has_a_gradient_scaler(compiled: bool, donate: bool) -> None:
@@ -238,6 +241,7 @@ def test_rounding_is_right_on_average() -> None:
     assert not torch.equal(draws[0, :, 1], draws[1, :, 1])
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_parameters_in_bfloat16_take_small_steps(compiled: bool) -> None:
     torch._dynamo.reset()

@@ -231,6 +231,7 @@ def test_compiled_it_is_refused_in_the_same_words(kind: type[Keeps]) -> None:
             step(state, batches(3)[0])
 
 
+@pytest.mark.exhaustive(ids="True", unless="Auxiliary-3")
 @pytest.mark.parametrize(
     ("count", "chunk_size", "compiled"),
     [(1, None, False), (3, None, False), (3, 1, False), (3, 2, False), (1, None, True), (3, None, True)],

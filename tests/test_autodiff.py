@@ -154,6 +154,7 @@ def test_compiled_it_is_refused_with_a_cure(loss: Any, count: int) -> None:
         torch.compile(step, fullgraph=True, backend="eager")(state, batch)
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_cure_works(compiled: bool) -> None:
     def penalty(model: nn.Module, batch: Batch) -> Tensor:

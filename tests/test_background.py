@@ -74,6 +74,8 @@ def until(quick: Any, wanted: Any, call: Any, seconds: float = 240.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="False")
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_step_goes_over_to_a_graph_and_on_with_the_same_results(donate: bool) -> None:
     step, state = arrayed(donate=donate)
@@ -128,6 +130,7 @@ def test_the_other_process_says_at_once_that_there_is_a_graph() -> None:
     assert second is not None and second["options"] == first["options"] and second["seconds"] < first["seconds"]
 
 
+@pytest.mark.exhaustive
 def test_functions_of_a_notebook_are_sent_too() -> None:
     scale = 2.0
     step, state = arrayed(lambda model, x: scale * model(x).square().mean())
@@ -198,6 +201,7 @@ def test_what_cannot_be_sent_goes_on_eagerly(recwarn: Any) -> None:
     assert not quick.is_compiled
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_compiled_goes_on_eagerly_and_says_why() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -210,6 +214,7 @@ def test_what_cannot_be_compiled_goes_on_eagerly_and_says_why() -> None:
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
 
 
+@pytest.mark.exhaustive
 def test_without_a_compiler_one_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho no compiler here >&2; exit 1\n")
@@ -238,6 +243,7 @@ def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch)
     quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
 
 
+@pytest.mark.exhaustive
 def test_a_graph_that_is_not_in_the_cache_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     quick = hfta.compile(step)
@@ -371,6 +377,7 @@ def test_bad_input() -> None:
         hfta.compile(step, steps=-1)
 
 
+@pytest.mark.exhaustive
 def test_it_is_the_step_to_whoever_asks() -> None:
     step, state = arrayed()
     quick = pickle.loads(pickle.dumps(hfta.compile(step, steps=3)))

@@ -120,6 +120,8 @@ def stepping(loss: Callable[[Tensor], Tensor], place: str, **options: Any) -> Ru
     return lambda weights: run(step.init({"weight": weights}, {}, seeds=range(len(weights))), None)
 
 
+@pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.thirds
 @pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:torch.cholesky is deprecated")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

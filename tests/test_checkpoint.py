@@ -183,6 +183,7 @@ def test_any_parts_may_be_chosen(checkpoint: Any) -> None:
     _assert_same_steps(plain, checkpointed, state, batches(M, 3))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 def test_compiled_it_runs_plainly(name: str) -> None:
     torch._dynamo.reset()

@@ -76,6 +76,7 @@ def test_a_study_of_a_file(study: pathlib.Path, capsys: pytest.CaptureFixture[st
     assert "holds a study whose trials is 9, not 8" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_storage_sampler_and_seeds(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     order = ["tune", "example_study.py", "--sampler", "tpe", "--batch", "2", "--seeds", "2", "--max-models", "auto"]
     assert cli.main([*order, "--storage", "sqlite:///study.db", "--folder", "kept", "--epochs", "1"]) == 0
@@ -96,6 +97,7 @@ def test_workers_import_the_file(study: pathlib.Path, capsys: pytest.CaptureFixt
     assert "workers is 999, more than the" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_saves_and_the_same_command_goes_on(study: pathlib.Path) -> None:
     study.write_text(
         STUDY.replace("trials, epochs = 6, 3", "trials, epochs = 6, 400").replace("max_models = 4", "max_models = 2")
@@ -122,6 +124,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(study: pathlib.Path) -> None:
     assert [(row["trial"], row["loss"]) for row in history[0]] == [(row["trial"], row["loss"]) for row in history[1]]
 
 
+@pytest.mark.exhaustive
 def test_the_status_of_a_study(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "nowhere"]) == 1
     assert "nowhere holds no study that has run; pass the folder" in capsys.readouterr().err

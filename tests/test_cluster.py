@@ -75,6 +75,8 @@ def test_a_fit_and_a_study_find_the_same(crew: cluster.RayPool, tmp_path: pathli
     assert told(study) == told(expected) and study.best.number == expected.best.number and once(study)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="64")
 @pytest.mark.parametrize(("trials", "kills"), [(11, 1), (64, 10)])
 def test_actors_that_are_killed_change_nothing(crew: cluster.RayPool, trials: int, kills: int) -> None:
     check_kills(crew, trials, kills, kill)
@@ -124,6 +126,7 @@ def test_a_cluster_whose_resources_are_taken_is_not_waited_for(crew: cluster.Ray
         cluster.ray([cluster.Kind(1, 0)])
 
 
+@pytest.mark.exhaustive
 def test_unequal_devices_get_arrays_of_their_own_sizes(crew: cluster.RayPool, tmp_path: pathlib.Path) -> None:
     def build_noted(fixed: Any, members: Any) -> tune.Array:
         found = build(fixed, members)
@@ -158,6 +161,7 @@ def scraped() -> dict[tuple[str, ...], float]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_prometheus_gets_what_a_study_does(crew: cluster.RayPool) -> None:
     pytest.importorskip("prometheus_client", reason="needs Ray's metrics; pip install 'ray[default]'")
 
@@ -197,6 +201,7 @@ def test_prometheus_gets_what_a_study_does(crew: cluster.RayPool) -> None:
     assert sum(died.values()) == crew.deaths
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("trouble", ["another version", "no package"])
 def test_workers_with_other_packages_are_refused(
     crew: cluster.RayPool, trouble: str, monkeypatch: pytest.MonkeyPatch
@@ -333,6 +338,7 @@ def program(code: str, *arguments: Any, **options: Any) -> Iterator[Any]:
             raise
 
 
+@pytest.mark.exhaustive
 def test_nodes_that_come_are_used_and_nodes_that_are_lost_change_nothing(tmp_path: pathlib.Path) -> None:
     with program(NODES, tmp_path, KILLS, stderr=subprocess.PIPE) as process:
         out, err = process.communicate(timeout=900)
@@ -355,6 +361,7 @@ RAY_DRIVER = "import warnings; warnings.simplefilter('ignore')\n" + DRIVER.repla
 ).replace('"trials": 64', f'"trials": {64 if KILLS > 2 else 24}')
 
 
+@pytest.mark.exhaustive
 def test_a_driver_that_is_killed_goes_on_and_its_actors_end(tmp_path: pathlib.Path) -> None:
     draws = random.Random(2)
     killed = 0
@@ -423,6 +430,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("threshold", "says"),
     [

@@ -165,6 +165,8 @@ def test_batches_of_none_and_one(case: RuleCase, axes: tuple[int | None, ...], s
     _close(_grads(got, inputs), _grads(expected, inputs))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
 @pytest.mark.parametrize(("case", "axes"), BATCHED)
 def test_dynamic_batches(case: RuleCase, axes: tuple[int | None, ...]) -> None:
     torch._dynamo.reset()
@@ -189,6 +191,9 @@ def test_dynamic_batches(case: RuleCase, axes: tuple[int | None, ...]) -> None:
         _close(got[1], _loop(case, values))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.soak(ids="recurrent|attention")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inductor(family: str) -> None:
     torch._dynamo.reset()

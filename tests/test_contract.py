@@ -66,6 +66,7 @@ def test_no_comparison_overlooks_nan(place: int) -> None:
         assert not _identical(one, other)
 
 
+@pytest.mark.exhaustive(ids="transformer", unless="^adamw-|^muon")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
@@ -111,6 +112,8 @@ def test_every_optimizer_follows_every_schedule(case: OptimizerCase, schedule: s
         torch.testing.assert_close(param, torch.stack([x.detach() for x in column]), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.exhaustive(ids="cnn|transformer", unless="^adamw-|^muon")
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name) for case in OPTIMIZERS if "amsgrad" not in case.options]
@@ -209,6 +212,7 @@ def test_a_step_writes_nothing_the_caller_holds(name: str) -> None:
     assert not any(leaf.requires_grad for leaf in optree.tree_leaves(step(state, batch)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_compiled_once_and_equal(name: str) -> None:
     torch._dynamo.reset()
@@ -251,6 +255,7 @@ def test_one_at_a_time_a_model_may_look_at_values() -> None:
     torch.testing.assert_close(after.params, state.params, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("given", [None, True])
 def test_masks_of_transformers_are_not_looked_at(given: bool | None) -> None:
     torch._dynamo.reset()
@@ -270,6 +275,7 @@ def test_masks_of_transformers_are_not_looked_at(given: bool | None) -> None:
             torch.testing.assert_close(run(state, batch)[1]["loss"][i], loss(member, batch[i]), rtol=1e-10, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
     members, step, state = _array("cnn", dropout=0.3)
@@ -283,6 +289,7 @@ def test_compiled_by_inductor() -> None:
     assert len(hfta.unstack_params(members[0], after.params, after.buffers)) == M
 
 
+@pytest.mark.exhaustive
 def test_chained_clipping_and_schedules_under_compile() -> None:
     torch._dynamo.reset()
     members = models("mlp", M, 0.3)

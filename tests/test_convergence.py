@@ -19,7 +19,7 @@ TINY = Case(
     *("perplexity", "lower", 1000.0),
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(

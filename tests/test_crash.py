@@ -201,14 +201,8 @@ def serve(training, folder, kills):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(
-    ("kind", "kills"),
-    [
-        ("Training", 8),
-        pytest.param("Training", 60, marks=pytest.mark.exhaustive),
-        pytest.param("Study", 30, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "kills"), [("Training", 8), ("Training", 60), ("Study", 30)])
 def test_what_is_killed_goes_on_to_the_same_bits(kind, kills):
     # In memory where that can be had: the system keeps what a killed process wrote, so a disk would only make it slow.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

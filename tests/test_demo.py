@@ -53,6 +53,7 @@ def alone(demo, seed, lr):
     return 100 * hfta.make_eval_step(demo.CNN(), demo.accuracy)(state, test)["accuracy"].item()
 
 
+@pytest.mark.exhaustive
 def test_table_holds_the_accuracy_of_every_member_trained_alone(demo, run):
     rows = [{name: float(text) for name, text in match.groupdict().items()} for match in ROW.finditer(run[0])]
     assert [row["lr"] for row in rows] == [0.001, 0.01]
@@ -67,6 +68,7 @@ def test_table_holds_the_accuracy_of_every_member_trained_alone(demo, run):
     assert rows[0]["mean"] < 92 < rows[1]["mean"]
 
 
+@pytest.mark.exhaustive
 def test_ratio_is_that_of_the_two_times_it_names(run):
     (line,) = [line for line in run[0].splitlines() if line.startswith("Ratio")]
     found = re.match(
@@ -78,6 +80,7 @@ def test_ratio_is_that_of_the_two_times_it_names(run):
     assert "2 members timed" in line and "eager" in line and "batches of 32, 1 threads" in line
 
 
+@pytest.mark.exhaustive
 def test_picture_is_drawn_and_progress_shown(run):
     _, progress, picture = run
     pixels = pyplot.imread(picture)

@@ -97,6 +97,8 @@ def validating() -> Any:
     D.Distribution.set_default_validate_args(True)
 
 
+@pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.thirds
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_with_a_distribution(name: str, place: str) -> None:
@@ -235,6 +237,7 @@ def test_classes_of_bad_weights_are_classes() -> None:
         assert ((drawn >= 0) & (drawn < 2)).all()
 
 
+@pytest.mark.exhaustive(ids="compiled")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("num_models", [1, M])
 @pytest.mark.parametrize("options", [{}, {"weight": torch.tensor([0.5, 1.0, 2.0, 1.5])}, {"reduction": "sum"}])

@@ -620,6 +620,7 @@ members = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 examples = settings(derandomize=True, deadline=None, max_examples=25, database=None)
 
 
+@pytest.mark.exhaustive
 @examples
 @given(data=st.data(), steps=st.integers(0, 2))
 def test_saving_commutes_with_choosing_members(tmp_path_factory, data, steps):
@@ -645,6 +646,7 @@ class Killed(Exception):
     """The process is gone."""
 
 
+@pytest.mark.exhaustive
 @examples
 @given(data=st.data())
 def test_a_run_that_is_broken_off_anywhere_ends_as_one_that_is_not(tmp_path_factory, data):

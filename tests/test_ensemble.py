@@ -91,6 +91,7 @@ def loop(members: list[nn.Module], inputs: Any) -> Any:
 X = torch.randn(M, 5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
+@pytest.mark.exhaustive(ids="gru|tied")
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_are_the_members_own(name):
     whole = ensemble(name).eval()
@@ -115,6 +116,7 @@ def test_arguments_may_be_shared_one_by_one():
     assert_same(recurrent(X[0], scale=2.0)["output"], 2 * recurrent(X[0])["output"])
 
 
+@pytest.mark.exhaustive(ids="gru")
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_flow_through_it_twice(name):
     whole, members = ensemble(name).eval(), [model.eval() for model in models(name)]
@@ -215,6 +217,7 @@ def test_what_it_is_made_of_is_never_written():
     assert all(map(torch.equal, before, [leaf for tree in stacked for leaf in tree.values()]))
 
 
+@pytest.mark.exhaustive
 def test_compiled_it_is_one_graph_for_each_mode():
     torch._dynamo.reset()
     whole, twin = ensemble(), ensemble()

@@ -22,6 +22,7 @@ def batches(count, size=16):
         yield Batch(obs, action.tanh(), torch.randn(size).double(), next_obs, (torch.rand(size) < 0.3).double())
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("compile", [False, True])
 def test_critics_as_an_array_are_those_of_a_loop(compile):
     torch._dynamo.reset()

@@ -109,6 +109,8 @@ def test_published_sizes(make, count):
         assert sum(parameter.numel() for parameter in make().parameters()) == count
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", RUNS)
 def test_array_then_a_member_of_it_then_plain_pytorch(name, call, tmp_path):
     status, lines, err, rows = call(name, "--hfta", "--eval", *SEEDS)
@@ -139,6 +141,8 @@ def test_array_then_a_member_of_it_then_plain_pytorch(name, call, tmp_path):
     assert float(rows[1][loss]) == pytest.approx(float(row[loss]), rel=0.3)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "dcgan"])
 def test_member_i_is_the_solo_run_i(name):
     main = importlib.import_module(f"examples.{name.split()[0]}.main")
@@ -233,6 +237,7 @@ def test_both_ways_have_the_same_optimizer(name):
         torch.testing.assert_close(model.weight.data[0], moved["w"][member], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_flags_that_cannot_be_fused_make_arrays(call):
     argv = ["--version", "v2", "v3s", "v2", "--lr", "0.01", "0.02", "0.03", "--hfta"]
     status, lines, _, rows = call("mobilenet", *argv)
@@ -258,6 +263,8 @@ def test_arrays_of_several_flags():
     assert arrays[1].flags.member(1).seeds == (4,)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="way1|resnet")
 @pytest.mark.parametrize("name", ["resnet", "dcgan"])
 @pytest.mark.parametrize("way", [["--hfta"], []])
 def test_a_run_that_is_resumed_ends_the_same(name, way, call, tmp_path):
@@ -283,6 +290,7 @@ def test_a_run_that_is_resumed_ends_the_same(name, way, call, tmp_path):
     assert all(torch.load(tmp_path / "kept" / model, weights_only=True) for model in models)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", ["transformer", "dcgan"])
 def test_compiled(name, call, monkeypatch):
@@ -295,6 +303,7 @@ def test_compiled(name, call, monkeypatch):
     assert call(name, *only(0, RUNS[name]), "--compile")[0] == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["resnet", "transformer", "dcgan"])
 @pytest.mark.parametrize("way", [["--hfta"], []])
 def test_mixed_precision(name, way, call):
@@ -307,6 +316,7 @@ def test_mixed_precision(name, way, call):
         assert float(row[loss]) == pytest.approx(float(expected[loss]), rel=0.1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", [["--hfta"], []])
 def test_mixed_precision_is_of_the_forward_pass_alone(way, call, monkeypatch):
     seen = []
@@ -364,6 +374,7 @@ def test_plain_dcgan_computes_no_gradients_in_vain():
     assert len(added) == 2 * len([*pair.discriminator.parameters()])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["bert masked", "dcgan"])
 @pytest.mark.parametrize("way", [["--hfta"], []])
 def test_testing_after_every_epoch_does_not_change_training(name, way, call):
@@ -374,6 +385,7 @@ def test_testing_after_every_epoch_does_not_change_training(name, way, call):
     assert final[-1] == tested[-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["fused", "solo"])
 def test_the_last_test_is_not_run_twice(way, call, monkeypatch):
     module, count = importlib.import_module(f"examples.common.{way}"), itertools.count()
@@ -384,6 +396,7 @@ def test_the_last_test_is_not_run_twice(way, call, monkeypatch):
     assert call("resnet", *argv, "--eval")[0] == 0 and next(count) == 2 + 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("way", [["--hfta"], []])
 def test_every_array_is_compiled(way, call, monkeypatch):
@@ -411,6 +424,8 @@ def test_every_array_is_compiled(way, call, monkeypatch):
     assert len(sizes) == 4 * each
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", ["transformer", "dcgan"])
 @pytest.mark.parametrize("way", [["--hfta"], []])
 @pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
@@ -491,10 +506,12 @@ def elsewhere(folder, *argv):
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_every_example_runs_by_its_path(tmp_path):
     assert elsewhere(tmp_path, "-c", RUN_EACH, *SCRIPTS).count("usage: ") == len(SCRIPTS) > 12
 
 
+@pytest.mark.exhaustive
 def test_an_example_run_by_its_path_is_the_one_run_as_a_module(tmp_path, call):
     argv = ["--version", "v2", *SMALL, "--lr", "0.01", "0.003", "--hfta", "--out", tmp_path]
     lines = elsewhere(tmp_path, EXAMPLES / "mobilenet" / "main.py", *argv).splitlines()
@@ -531,6 +548,9 @@ LOSS, TEST = "examples.resnet.main.cross_entropy", "examples.resnet.main.accurac
 TWO_ARRAYS = ["--batch-size", "8", "8", "6", *SEEDS]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.soak(ids="second|serial")
 @pytest.mark.parametrize(
     ("where", "numbers", "argv", "array", "solo"),
     [
@@ -645,6 +665,7 @@ def test_files_that_are_of_something_else(way, call, tmp_path, monkeypatch):
         refuses(call, f"{kept} does not hold this run: EOFError; remove it to begin anew", "resnet", *argv, "--resume")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", [["--hfta"], []])
 def test_a_run_goes_on_with_the_flags_that_it_was_begun_with(way, call, tmp_path):
     keep = [*way, "--save", str(tmp_path / "kept"), "--resume", "--lr", "0.1", "0.3"]
@@ -715,6 +736,8 @@ def test_what_the_digits_need_is_missed_before_training(call, monkeypatch):
     ]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
 @pytest.mark.parametrize("way", [["--hfta"], [], ["--hfta", "--compile"], ["--compile"]])
 @pytest.mark.parametrize(
     ("argv", "asked"),

@@ -45,6 +45,7 @@ def _poisoned(data: list[Any], number: int, member: int, value: float) -> list[A
     return spoilt
 
 
+@pytest.mark.exhaustive(ids="-True$")
 @pytest.mark.parametrize(
     ("name", "nonfinite", "donate", "compiled"),
     [
@@ -77,6 +78,7 @@ def test_failures_stay_where_they_happen(name: str, nonfinite: str, donate: bool
     assert sick.step.tolist() == [5, 5 if nonfinite == "skip" else 3, 5]
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_cause(compiled: bool) -> None:
     torch._dynamo.reset()
@@ -111,6 +113,7 @@ def test_an_exported_check_has_no_operator_of_ours() -> None:
     assert not [node for node in program.graph.nodes if "hfta" in str(node.target)]
 
 
+@pytest.mark.exhaustive(ids="inductor")
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_raising(backend: str | None) -> None:
     torch._dynamo.reset()
@@ -128,6 +131,9 @@ def test_raising(backend: str | None) -> None:
     run(state._replace(active=torch.tensor([True, False, True])), spoilt)
 
 
+@pytest.mark.exhaustive(ids="inductor|aot_eager")
+@pytest.mark.thirds
+@pytest.mark.soak(ids="transformer-(inductor|aot_eager)")
 @pytest.mark.parametrize(("name", "backend"), [*itertools.product(WORKLOADS, (None, "aot_eager")), ("mlp", "inductor")])
 def test_donated_states_are_written(name: str, backend: str | None) -> None:
     torch._dynamo.reset()

@@ -12,6 +12,7 @@ from examples.federated.model import load, shards
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.exhaustive
 def test_clients_of_an_array_reach_what_a_loop_reaches(capsys):
     assert main("fedavg --clients 12 --seeds 3 --rounds 12 --alpha 0.5".split()) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if " ± " in line]

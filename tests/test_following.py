@@ -57,6 +57,7 @@ def test_members_come_and_go(way: str) -> None:
     assert_same_run(Run().fit(6, change, restore_best="mse", **elsewhere(way)), expected)
 
 
+@pytest.mark.exhaustive(ids="workers")
 @pytest.mark.parametrize("way", ["workers", "executor"])
 def test_a_run_goes_on_inside_an_epoch_with_the_members_it_had(way: str, tmp_path: Path) -> None:
     expected = Run().fit(6, change)
@@ -78,6 +79,8 @@ def test_a_run_goes_on_inside_an_epoch_with_the_members_it_had(way: str, tmp_pat
     assert_same_run(found, expected)
 
 
+@pytest.mark.exhaustive(ids="workers")
+@pytest.mark.soak(ids="workers-(shared|batches)")
 @pytest.mark.parametrize("loader", ["own", "batches", "shared"])
 @pytest.mark.parametrize("way", ["workers", "executor"])
 def test_inactive_members_are_left_out(way: str, loader: str, tmp_path: Path) -> None:
@@ -111,6 +114,7 @@ def test_inactive_members_are_left_out(way: str, loader: str, tmp_path: Path) ->
     assert_same_run(found, expected)
 
 
+@pytest.mark.exhaustive(ids="workers")
 @pytest.mark.parametrize("way", ["workers", "executor"])
 def test_failures_and_errors_name_members_of_the_whole_array(way: str) -> None:
     def spoil(state: Any, history: Any) -> Any:
@@ -134,6 +138,7 @@ def test_errors_in_this_process_name_members_of_the_whole_array() -> None:
         Run(nonfinite="raise").fit(3, spoil, compact=True)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_dies_is_started_again_with_its_members_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     def drop(state: Any, history: Any) -> Any:
         if len(history) == 3 and crews:

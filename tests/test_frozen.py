@@ -104,6 +104,7 @@ def test_only_what_is_trained_is_stacked():
     assert params.keys() == OWN and buffers.keys() == {"fc.up.gain"} and len({*buffers["fc.up.gain"].tolist()}) == M
 
 
+@pytest.mark.exhaustive(ids="auto|accumulate")
 @pytest.mark.parametrize(
     "options",
     [
@@ -162,6 +163,7 @@ def test_a_compiled_step_reads_the_base_where_it_is():
     torch.testing.assert_close(second, step(state, x)[1]["loss"], rtol=1e-12, atol=0)
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_base_in_half_precision_under_adapters_in_single(compile):
     torch.manual_seed(0)

@@ -70,6 +70,7 @@ def whole(tmp_path_factory):
     return folder, done.stdout
 
 
+@pytest.mark.exhaustive
 def test_every_stage_runs(bench, whole):
     folder, said = whole
     found = lasting(bench, folder)
@@ -86,6 +87,7 @@ def test_every_stage_runs(bench, whole):
     assert rehearse(bench, folder) == 0 and (folder / "gpu.jsonl").read_text() == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", ["tests", "cells", "updates", "lowerings", "busy", "largest"])
 def test_a_run_that_ends_in_the_middle_of_a_stage_goes_on(bench, whole, monkeypatch, tmp_path, stage):
     stages, ended = bench("gpu.stages"), []
@@ -145,6 +147,7 @@ def test_a_clock_counts_down(bench):
         part.check()
 
 
+@pytest.mark.exhaustive
 def test_failures_come_first_and_run_first(bench, monkeypatch, tmp_path, capsys):
     suite, stages = bench("gpu.suite"), bench("gpu.stages")
     file = tmp_path / "test_some.py"
@@ -324,6 +327,7 @@ def test_a_missing_package_and_an_old_driver_are_named(bench, monkeypatch, capsy
     assert gpu.why_no_cuda() == "The NVIDIA driver on your system is too old (found version 11040)."
 
 
+@pytest.mark.exhaustive
 def test_what_fits_into_a_budget_is_estimated(bench, capsys, tmp_path):
     assert bench("gpu").main(["--plan", "--budget", "540", "--out", str(tmp_path)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()

@@ -206,6 +206,7 @@ def test_explain_names_modules_and_reasons() -> None:
     assert all(choice.num_models == 3 and choice.reason for choice in explanation)
 
 
+@pytest.mark.exhaustive
 def test_overrides_of_submodules_reach_eager_and_compiled_steps() -> None:
     step, state, x = _array()
     counter = CompileCounterWithBackend("aot_eager")
@@ -358,16 +359,19 @@ torch.testing.assert_close(run(log_probs, targets), expected)
 """
 
 
+@pytest.mark.exhaustive
 def test_uninstalled_rules_are_gone_from_compilers() -> None:
     done = subprocess.run([sys.executable, "-c", _UNINSTALLED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_two_copies_of_the_package() -> None:
     done = subprocess.run([sys.executable, "-c", _TWO_COPIES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_compiled_products_with_one_column_stay_within_their_results():
     # Inductor's sums for them overwrote the next block of memory.
     def factory():
@@ -517,6 +521,7 @@ def test_the_table_of_a_gpu(x: Any, weight: Any, options: Any, forward: str, inp
         assert next(row for row in _lowering.TABLE[op] if row.when(case)).lowering == expected, op
 
 
+@pytest.mark.exhaustive
 def test_compilers_leave_the_layout_of_convolutions_alone() -> None:
     """Inductor would convert to channels-last and back around convolutions that it knows."""
     with hfta.rules.override(conv="grouped"):

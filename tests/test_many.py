@@ -53,6 +53,7 @@ def test_results_are_those_of_as_many_calls(dims, donate):
     assert all(map(torch.equal, *map(optree.tree_leaves, (found, expected))))
 
 
+@pytest.mark.exhaustive
 def test_in_one_graph():
     step, state = start()
     given = batches()

@@ -84,6 +84,7 @@ def test_the_best_epochs_go_on_where_they_were_left(tmp_path):
         Run().fit(6, restore_best="mse", resume=tmp_path / "other.safetensors")
 
 
+@pytest.mark.exhaustive(ids="donate|batches|every")
 @pytest.mark.parametrize("way", ["eager", "donate", "batches", "every step"])
 def test_without_the_inactive_members_the_others_train_the_same(way, tmp_path):
     plain = Run()
@@ -116,6 +117,7 @@ def test_without_the_inactive_members_the_others_train_the_same(way, tmp_path):
     assert_same(loss[trained], other[trained])
 
 
+@pytest.mark.exhaustive
 def test_a_member_that_is_active_again_trains_again():
     def back(state, history):
         active = torch.tensor([True, True, True, True] if len(history) in (1, 4) else [False, True, False, False])
@@ -170,6 +172,7 @@ def test_a_run_follows_members_that_are_added():
         assert_same(column[5 - epochs :], reported["mse"][:, 0])
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_members_changed_goes_on_from_its_file(tmp_path):
     def change(state, history):
         if len(history) == 2:

@@ -83,6 +83,7 @@ def test_second_derivatives() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.exhaustive
 def test_compiled_around_the_gradient() -> None:
     run = after_three_steps(OPTIMIZERS["sgd, everything"])
     expected = torch.func.grad(run, argnums=(0, 1))(*VALUES)

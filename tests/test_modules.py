@@ -112,6 +112,9 @@ def check_every_sample(info: ModuleInfo, training: bool, dtype: torch.dtype, dev
     for_every(samples, lambda sample: _check(info, training, dtype, device, *sample))
 
 
+@pytest.mark.exhaustive(ids="-float32|^LinearCrossEntropyLoss|^Transformer(|Encoder|Decoder)-")
+@pytest.mark.thirds
+@pytest.mark.soak(ids="^LinearCrossEntropyLoss-train-float32")
 @pytest.mark.parametrize(("info", "training", "dtype"), ROWS)
 def test_module(info: ModuleInfo, training: bool, dtype: torch.dtype) -> None:
     check_every_sample(info, training, dtype, "cpu")

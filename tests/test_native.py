@@ -88,6 +88,7 @@ def test_a_full_disk_costs_only_time(folder: pathlib.Path, monkeypatch: pytest.M
     assert not [path for path in folder.iterdir() if path.suffix == ".so"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compiler", ["none", "broken"])
 def test_without_a_compiler_operators_do_the_work(compiler: str, tmp_path: pathlib.Path) -> None:
     program = """
@@ -192,6 +193,7 @@ class Deep(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("chained", [False, True])
 def test_an_update_of_many_leaves_is_one_operator_of_a_graph(donate: bool, chained: bool) -> None:

@@ -137,6 +137,8 @@ def _close(got: Any, expected: Any, tolerance: float = 1e-11) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
 @WAYS
 @EVERY
 def test_a_compiled_array_takes_batches_of_any_size(norm: Norm, way: Callable[..., Any]) -> None:
@@ -167,6 +169,8 @@ def test_autocast(norm: Norm, way: Callable[..., Any], dtype: torch.dtype) -> No
         _close(way(modules[0])(params, x, buffers), expected, 0.05 if dtype == torch.bfloat16 else 0.01)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @EVERY
 def test_autocast_under_compile(norm: Norm) -> None:
@@ -263,6 +267,7 @@ def test_forward_mode(norm: Norm, inside: bool) -> None:
     _close(got, _stack([push(apply, *member) for member in members]))
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     "make",
@@ -290,6 +295,7 @@ def test_cumulative_average_over_many_batches(make: Any, compiled: bool) -> None
     _close(unchanged, buffers, 0)
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_cumulative_average_in_a_step(compiled: bool) -> None:
     modules = [nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, momentum=None)).double() for _ in range(M)]
@@ -314,6 +320,7 @@ def test_cumulative_average_in_a_step(compiled: bool) -> None:
     _close((state.params, state.buffers), (dict(params), dict(buffers)))
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("shared", [False, True])
 def test_cumulative_average_in_a_vmap_of_ones_own(shared: bool) -> None:
     modules = [nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, momentum=None)).double() for _ in range(M)]

@@ -93,6 +93,7 @@ def test_check_names_notebook_cell_and_error(tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.exhaustive
 def test_run_saves_outputs_and_check_accepts_them(tmp_path):
     source = "import sys\nprint('\\x1b[31mred\\x1b[0m')\nprint('bar', file=sys.stderr)\nsys.executable == {!r}"
     path = make(tmp_path / "good.ipynb", source.format(sys.executable), "", "from IPython import display\n2 + 2")

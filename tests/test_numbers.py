@@ -225,6 +225,8 @@ def test_members_are_the_runs_of_their_own_models(name):
     assert_members_are_solo_runs(models(*CASES[name]), batches())
 
 
+@pytest.mark.exhaustive(unless="^dropout$")
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", [name for name in CASES if name not in BRANCHING])
 def test_compiled_they_are_so_too(name):
     assert_members_are_solo_runs(models(*CASES[name]), batches(2), compiled=True)
@@ -252,6 +254,7 @@ def assert_same(one, other, **tolerance):
         torch.testing.assert_close(other[path], leaf, **(tolerance or {"rtol": 0, "atol": 0}), msg=path)
 
 
+@pytest.mark.exhaustive(ids="compiled")
 @pytest.mark.parametrize(
     "options",
     [

@@ -44,6 +44,7 @@ def fresh_draws() -> Iterator[None]:
         yield
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator(name: str) -> None:
     op = OPERATORS[name]
@@ -53,6 +54,7 @@ def test_operator(name: str) -> None:
         assert "wrong" not in found and ("refused" in TABLE[name] or "refused" not in found), found
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", [*LOOPED, *FUSED[::12]])
 def test_composed(name: str, how: str) -> None:
@@ -161,6 +163,7 @@ def test_a_looped_write_into_what_members_share_is_refused() -> None:
     assert not shared.any()
 
 
+@pytest.mark.exhaustive
 def test_operators_of_other_libraries() -> None:
     hfta.rules.install()
 

@@ -210,6 +210,8 @@ def test_muon_is_for_matrices() -> None:
         hfta.muon().init({"weight": torch.zeros(M, 5, 4), "bias": torch.zeros(M, 5)})
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_once_whatever_the_numbers(case: OptimizerCase) -> None:
     torch._dynamo.reset()
@@ -250,6 +252,8 @@ def test_in_place(make: Any, shapes: Any) -> None:
     assert [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))] == addresses
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
 @pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS[:6])
 def test_in_place_compiled(make: Any, shapes: Any) -> None:
     torch._dynamo.reset()

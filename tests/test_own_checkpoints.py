@@ -140,6 +140,8 @@ def run(kind: type[Model], wrap: Wrap, count: int, compiled: bool = False, **opt
     return state
 
 
+@pytest.mark.exhaustive(ids="True-{}")
+@pytest.mark.thirds
 @pytest.mark.parametrize(
     ("count", "compiled", "options"),
     [

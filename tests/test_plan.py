@@ -32,6 +32,7 @@ def _array(name: str = "mlp", count: int = 2, **options: Any) -> tuple[Any, hfta
     return step, step.init(*hfta.stack_params(members), seeds=range(count)), batch
 
 
+@pytest.mark.exhaustive(ids="transformer|cnn")
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_memory_is_predicted(name: str) -> None:
     step, state, batch = _array(name)
@@ -46,6 +47,7 @@ def test_memory_is_predicted(name: str) -> None:
         assert found.memory(count) == pytest.approx(held + peak, rel=0.15)
 
 
+@pytest.mark.exhaustive
 def test_what_fits_fits_and_one_more_does_not() -> None:
     step, state, batch = _array()
     whole = hfta.plan(step, state, batch, sizes=[2, 4], limit=30)
@@ -87,6 +89,7 @@ def test_sizes_take_turns_and_fewer_of_them_where_steps_are_long(
     assert order == [1, 3] * turns
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("power", "chunk_size"), [(2, 1), (0, None)])
 def test_chunks_where_more_members_cost_more(power: int, chunk_size: int | None) -> None:
     _, state, batch = _array()
@@ -106,6 +109,7 @@ def test_measurements_are_kept_and_lines_drawn_between_and_beyond() -> None:
     assert [_line((2,), (6.0,), at) for at in (1, 2, 5)] == [3.0, 6.0, 15.0]
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("donate", [False, True])
 def test_the_state_is_not_written(donate: bool) -> None:
     step, state, batch = _array(donate=donate)
@@ -326,6 +330,7 @@ def test_a_budget_is_kept() -> None:
     assert hfta.max_models(step, state, batch, free=free) == pytest.approx(20, abs=3)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_runs_out_of_memory_goes_on() -> None:
     code = """
         import resource, torch, hfta_func as hfta
@@ -387,6 +392,7 @@ def test_a_limit_below_one_model(limit: int) -> None:
         hfta.plan(*_array(), limit=limit)
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step_shares_its_batch_as_the_step_does() -> None:
     step = hfta.make_train_step(
         torch.nn.Linear(4, 1), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), batch_dims=None
@@ -419,6 +425,7 @@ def _over_a_trunk(trained: bool, count: int = 2) -> tuple[Any, hfta.TrainState, 
     return step, step.init(*hfta.stack_params(members, **options), seeds=range(count)), torch.randn(count, 8, 256)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.usefixtures("one_thread")
 def test_what_members_share_is_counted_once(trained: bool) -> None:

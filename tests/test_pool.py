@@ -49,6 +49,7 @@ def kill(crew: Any, place: int) -> None:
     os.kill(pids(crew)[place], signal.SIGKILL)
 
 
+@pytest.mark.exhaustive
 def test_several_fits_use_the_same_processes(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
     step, state = arrayed()
     before: list[int] = []
@@ -113,6 +114,7 @@ def sizes(folder: pathlib.Path, crew: Any) -> list[set[int]]:
     return [{int(path.name.split("-")[1]) for path in folder.glob(f"{pid}-*")} for pid in pids(crew)]
 
 
+@pytest.mark.exhaustive
 def test_unequal_workers_get_arrays_of_their_own_sizes(uneven: Any, tmp_path: pathlib.Path) -> None:
     def build_noted(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         found = build(fixed, members)
@@ -139,6 +141,7 @@ def test_unequal_workers_get_arrays_of_their_own_sizes(uneven: Any, tmp_path: pa
     assert max(small) == 2 and max(large) == 3
 
 
+@pytest.mark.exhaustive
 def test_a_fit_is_cut_in_proportion_to_what_workers_hold(uneven: Any) -> None:
     step, state = arrayed()
     found = hfta.fit(step, state, loader(), epochs=2, progress=False, executor=uneven)
@@ -299,6 +302,7 @@ def test_errors_and_failures_name_the_member(crew: hfta.WorkerPool) -> None:
         hfta.fit(step, state, loader(), epochs=3, progress=False, executor=crew)
 
 
+@pytest.mark.exhaustive(ids="population|median|none")
 @pytest.mark.parametrize("scheduler", ["hyperband", "population", "median", "none"])
 def test_a_study_in_workers_finds_the_same(crew: hfta.WorkerPool, scheduler: str) -> None:
     options = STUDY | {"scheduler": SCHEDULERS[scheduler], "max_models": 4}
@@ -357,6 +361,7 @@ def test_both_workers_train_and_none_waits_for_the_slowest(
     assert {f"worker {place} begins call" in caplog.text for place in (0, 1)} == {True}
 
 
+@pytest.mark.exhaustive
 def test_a_member_that_raises_or_kills_its_worker_fails_alone(crew: hfta.WorkerPool) -> None:
     here = os.getpid()
 
@@ -451,6 +456,8 @@ def check_kills(crew: Any, trials: int, kills: int, *kill: Any) -> None:
     assert once(found) and once(expected)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="64")
 @pytest.mark.parametrize(("trials", "kills"), [(11, 1), (64, 10)])
 def test_workers_that_are_killed_change_nothing(crew: hfta.WorkerPool, trials: int, kills: int) -> None:
     check_kills(crew, trials, kills)
@@ -475,6 +482,7 @@ def test_ctrl_c_ends_a_study_which_goes_on(crew: hfta.WorkerPool, tmp_path: path
     assert told(study) == told(tune.run(build, SPACE, **options)) and once(study)
 
 
+@pytest.mark.exhaustive
 def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
     class Answer:
         def __init__(self, base: int):
@@ -589,6 +597,7 @@ def abandoned() -> list[str]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(len(local.cores()) < 2, reason="needs two processors")
 def test_a_driver_that_is_killed_goes_on_and_its_workers_end(tmp_path: pathlib.Path) -> None:
     order = [sys.executable, "-c", DRIVER, str(tmp_path / "study")]

@@ -363,6 +363,8 @@ MANY = [
 SOME = [("alone", 12, 100), ("noise", 3, 100), *((how, 4, 100) for how in HOW)]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="alone-270-[123]|noise-80-[12]|compiled")
 @pytest.mark.parametrize(("judge", "count", "start"), MANY)
 def test_many_programs(judge: str, count: int, start: int) -> None:
     func, without = JUDGES[judge]

@@ -160,6 +160,8 @@ CASES = [
 ]
 
 
+@pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.thirds
 @pytest.mark.parametrize(("promise", "num_models", "place", "shared"), CASES)
 def test_promise(promise: Promise, num_models: int, place: str, shared: bool) -> None:
     torch.manual_seed(0)
@@ -207,6 +209,7 @@ def test_promise(promise: Promise, num_models: int, place: str, shared: bool) ->
         torch.testing.assert_close(metrics["squares"][member], expected)
 
 
+@pytest.mark.exhaustive
 def test_a_batch_may_be_empty() -> None:
     for batch in (None, ()):
         for chunk_size in (None, 1):
@@ -544,6 +547,7 @@ def test_optimizers_and_schedules_are_pickled() -> None:
         assert torch.equal(first["w"], second["w"]), name
 
 
+@pytest.mark.exhaustive
 def test_compiled_steps_are_programs_of_their_own() -> None:
     """Of fixed shapes, however many there are."""
     dynamic: list[bool] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import optree
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor, nn
@@ -148,6 +149,7 @@ def test_dropping_members_frees_their_memory() -> None:
         assert small.untyped_storage().data_ptr() != large.untyped_storage().data_ptr()
 
 
+@pytest.mark.exhaustive
 def test_widening_to_a_size_seen_before_compiles_nothing() -> None:
     torch._dynamo.reset()
     step, state = _start(4, "adam")

@@ -93,6 +93,7 @@ def check_solo(state, models, batches, run, close, loss=loss_fn):
     return state
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("how", ["plain", "torchao"])
 def test_adapters_over_8_bits_are_the_solo_runs(how, compile):

@@ -69,6 +69,7 @@ def launched(folder: pathlib.Path, how: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.exhaustive
 def test_ranks_find_the_same_and_a_rank_that_dies_loses_nothing(tmp_path: pathlib.Path) -> None:
     done = launched(tmp_path, "kill")
     assert done.returncode != 0 and "equal" not in done.stdout

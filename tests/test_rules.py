@@ -115,6 +115,8 @@ def test_array_of_arrays(case: RuleCase) -> None:
         _close(tuple(output[i] for output in _tuple(nested)), _loop(case, mask, inputs))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.thirds
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_under_compile(case: RuleCase) -> None:
     mask = (True,) * len(case.make())
@@ -192,6 +194,7 @@ print(f(torch.ones(2, 1, 1), torch.ones(2, 1, 1)).flatten().tolist())
 """
 
 
+@pytest.mark.exhaustive
 def test_processes_with_different_rules_do_not_share_compiled_graphs(tmp_path) -> None:  # type: ignore[no-untyped-def]
     def run(factor: str) -> str:
         done = subprocess.run(

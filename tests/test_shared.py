@@ -91,6 +91,7 @@ def check(state, loop, members=range(M)):
                 torch.testing.assert_close(tensors[path][place], tensor, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.exhaustive(ids="^True.*donate")
 @pytest.mark.parametrize(
     ("compile", "options"),
     [
@@ -130,6 +131,7 @@ def bad(kind):
     return loss
 
 
+@pytest.mark.exhaustive(ids="trunk-True")
 @pytest.mark.parametrize(("kind", "compile"), [("loss", False), ("head", False), ("trunk", False), ("trunk", True)])
 def test_a_member_that_fails_contributes_nothing(kind, compile):
     models = make_models()

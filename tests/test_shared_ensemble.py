@@ -175,6 +175,7 @@ def test_it_is_saved_copied_moved_and_pickled() -> None:
     assert_same(twins[0](X[0]), expected)
 
 
+@pytest.mark.exhaustive
 def test_compiled_and_exported() -> None:
     torch._dynamo.reset()
     whole, twin = ensemble(), ensemble()

@@ -82,6 +82,7 @@ def sites_by_kind() -> list[cluster.Site]:
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("impatient")
 def test_every_model_is_scored_at_every_site_and_who_is_silent_is_missing():
     found = cluster.evaluate(models(), sites_by_kind(), metric_fn, metrics=METRICS, timeout=594)
@@ -192,6 +193,7 @@ def test_bad_input():
         cluster.evaluate(models(), [site], lambda model, batch: lock, metrics=METRICS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("impatient")

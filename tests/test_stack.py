@@ -422,6 +422,7 @@ class Twice(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_module_at_two_paths(compiled):
     torch._dynamo.reset()

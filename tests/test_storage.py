@@ -354,6 +354,7 @@ def places(tree):
         yield from ([key, *keys] for keys in places(value))
 
 
+@pytest.mark.exhaustive
 @fuzzed
 @given(data=st.data())
 def test_values_of_headers_at_random(tmp_path_factory, data):

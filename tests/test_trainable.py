@@ -55,6 +55,7 @@ def test_configs_without_members_are_refused() -> None:
             cluster.trainable(build)(config)
 
 
+@pytest.mark.exhaustive
 def test_a_tuner_runs_arrays(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")

@@ -175,6 +175,8 @@ def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], member
         torch.testing.assert_close(found[1][path][member], parameter, rtol=tolerance, atol=tolerance / 100, msg=path)
 
 
+@pytest.mark.exhaustive(unless="^(bert|llama)$")
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", MODELS)
 def test_member_i_is_what_pytorch_trains(name: str) -> None:
     members, batches = make(name), make_batches(name)
@@ -184,6 +186,8 @@ def test_member_i_is_what_pytorch_trains(name: str) -> None:
             assert_close(found, train_alone(member, batches, i, LR[i]), i)
 
 
+@pytest.mark.exhaustive(unless="^(bert|llama)$")
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", MODELS)
 def test_member_i_with_dropout_is_an_array_of_one(name: str) -> None:
     members, batches = make(name, dropout=0.1), make_batches(name)
@@ -196,6 +200,8 @@ def test_member_i_with_dropout_is_an_array_of_one(name: str) -> None:
     assert not torch.isclose(found[0][:, 0], other[:, 0], rtol=1e-6, atol=0).any()
 
 
+@pytest.mark.exhaustive(unless="^(bert|llama)$")
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_CHECKPOINTING])
 def test_gradient_checkpointing_changes_nothing(name: str) -> None:
     members, batches = make(name, dropout=0.1), make_batches(name)
@@ -207,6 +213,7 @@ def test_gradient_checkpointing_changes_nothing(name: str) -> None:
         assert_close(found, (expected[0][i], {path: one[i] for path, one in expected[1].items()}), i, 1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_compiled(name: str) -> None:
     torch._dynamo.reset()
@@ -218,6 +225,7 @@ def test_compiled(name: str) -> None:
     torch.testing.assert_close(found[1]["loss"], expected[1]["loss"], rtol=1e-6, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:aten..histc has no batching rule:hfta_func.LoopWarning")
 def test_grouped_experts() -> None:
     members = make("mixtral", dtype=torch.float32, experts_implementation="grouped_mm")
@@ -228,6 +236,7 @@ def test_grouped_experts() -> None:
         torch.testing.assert_close(found[0][i], losses, rtol=1e-4, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_experts_that_pick_their_tokens_are_refused() -> None:
     members = make("mixtral", experts_implementation="eager")
     with pytest.raises(hfta.TraceError, match=r"mlp.experts' \(MixtralExperts\), .* shape depends on values"):

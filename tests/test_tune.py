@@ -81,6 +81,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.exhaustive(ids="median|population")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_results_are_the_same_however_trials_are_packed(scheduler: str) -> None:
     alone = tune.run(build, SPACE, scheduler=SCHEDULERS[scheduler], batch=11, max_models=1, **STUDY)
@@ -107,6 +108,7 @@ def by_hand(config: Mapping[str, Any], epochs: int) -> float:
     return float(history["error"][-1, 0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["SamplerSession", "Study", "Status"])
 def test_ctrl_c_while_a_study_is_set_up_ends_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, where: str
@@ -151,6 +153,7 @@ class Killed(BaseException):
     """Ends a study without any of its handlers."""
 
 
+@pytest.mark.exhaustive(ids="halving|population|median|none")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_study_that_is_killed_goes_on(
     scheduler: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -385,6 +388,7 @@ def test_every_group_of_two_or_more_copies() -> None:
     assert pairs(dict(enumerate(range(8)))) == [(0, 7), (1, 6)]
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_while_a_storage_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written then is not written again."""
     for place, (kind, name) in enumerate(
@@ -431,6 +435,7 @@ def test_infinities_of_both_signs_lose() -> None:
         assert all(math.isfinite(value) for trial in study.trials[1:] for (value,) in trial.values[1:])
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_both_halves_of_an_array() -> None:
     calls: list[int] = []
 
@@ -705,6 +710,7 @@ def test_a_storage_that_is_locked(tmp_path: pathlib.Path) -> None:
     assert all(trial.state.is_finished() for trial in optuna.load_study(storage=url, study_name="study").trials)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scheduler", ["halving", "population"])
 def test_nothing_is_compiled_anew(scheduler: str) -> None:
     """Arrays of one size are one program, whoever is in them, whatever their hyperparameters have become."""
@@ -743,6 +749,7 @@ def test_arrays_are_of_like_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [5, 4]
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_a_fit_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     population = tune.population(build, {"lr": [0.1] * 4, "momentum": [0.0] * 4, "seed": range(4)}, max_models=2)
     fit, calls = hfta.fit, []

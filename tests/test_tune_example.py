@@ -23,6 +23,7 @@ def rows(folder: pathlib.Path, name: str = "history") -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("study", STUDIES)
 def test_every_mode_searches_the_same(study: str, tmp_path: pathlib.Path) -> None:
     modes = ("array", "serial") if study == "mobilenet" else ("array", "serial", "processes")

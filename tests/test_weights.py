@@ -85,6 +85,7 @@ def run(models: list[nn.Module], chunk_size: int | None = None, compiled: bool =
     return state
 
 
+@pytest.mark.exhaustive(ids="-True$", unless="^spectral norm-")
 @pytest.mark.parametrize(
     ("count", "chunk_size", "compiled"),
     [(1, None, False), (3, None, False), (3, 1, False), (3, 2, False), (3, None, True)],

@@ -81,6 +81,7 @@ def assert_same(one: hfta.Result, other: hfta.Result) -> None:
     assert one.history.failures == other.history.failures
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("donate", [False, True])
 def test_two_processes_are_one_array(donate: bool) -> None:
     evaluated = hfta.make_eval_step(
@@ -103,6 +104,7 @@ def test_two_processes_are_one_array(donate: bool) -> None:
     assert_same(found, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dims", [0, None, (0, None)])
 def test_batches_of_any_kind(dims: Any) -> None:
     inputs, targets = data()
@@ -123,6 +125,7 @@ def test_batches_of_any_kind(dims: Any) -> None:
     assert_same(found, hfta.fit(step, state, batches(), epochs=3, progress=False))
 
 
+@pytest.mark.exhaustive
 def test_shared_batches_of_a_loader() -> None:
     step, state = arrayed(batch_dims=None)
     found, expected = (
@@ -132,6 +135,7 @@ def test_shared_batches_of_a_loader() -> None:
     assert_same(found, expected)
 
 
+@pytest.mark.exhaustive
 def test_a_member_that_fails_is_named_by_its_place_in_the_array() -> None:
     lr = [0.01, 0.01, 0.01, 0.01, 1e300]
     step, state = arrayed(lr)
@@ -177,6 +181,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_killed_process_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     expected = hfta.fit(step, state, loader(), epochs=4, progress=False)
@@ -189,6 +194,7 @@ def test_a_killed_process_is_started_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert_same(hfta.fit(step, state, loader(), epochs=4, progress=False, callbacks=[kill], workers=2), expected)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_always_dies_is_given_up() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         os._exit(3)
@@ -205,6 +211,8 @@ def slow(model: nn.Module, batch: Any) -> Any:
     return loss_fn(model, batch)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="None")
 @pytest.mark.parametrize("save_every", [None, 2])
 def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, save_every: int | None) -> None:
     step, state = arrayed(loss=slow)
@@ -272,6 +280,7 @@ def test_steps_while_workers_start_are_those_of_workers(
         assert found.history.failures == expected.history.failures
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("faster", [True, False])
 @pytest.mark.parametrize("kind", ["dealt", "batches"])
 def test_auto_tries_workers_and_takes_what_is_faster(
@@ -302,6 +311,7 @@ def test_auto_tries_workers_and_takes_what_is_faster(
     assert_same(found, hfta.fit(step, state, source(), epochs=6, progress=False))
 
 
+@pytest.mark.exhaustive
 def test_auto_does_not_try_workers_for_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
     crews = pools(monkeypatch)
     step, state = arrayed()
@@ -345,6 +355,7 @@ def test_bad_input() -> None:
         hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
 
 
+@pytest.mark.exhaustive
 def test_batches_that_are_written_between_epochs_are_read_again() -> None:
     def run(count: int | None) -> hfta.Result:
         whole = tuple(torch.stack([leaf] * M).repeat(1, 40, 1) for leaf in data())
