@@ -33,7 +33,7 @@ def test_every_optimizer_has_a_row() -> None:
     optimizers = {name: make for name, make in exported.items() if "lr" in inspect.signature(make).parameters}
     rows = {case.ours for case in OPTIMIZERS + MATRIX_OPTIMIZERS}
     missing = [name for name, make in optimizers.items() if make not in rows]
-    assert len(optimizers) >= 12 and not missing, f"add a row to tests/cases.py for {missing}"
+    assert len(optimizers) >= 12 and not missing, f"add a row to tests/helpers/cases.py for {missing}"
     for name, make in optimizers.items():
         # Every number of every optimizer is tested with one value per member, all of which differ.
         tables = [case.knobs for case in OPTIMIZERS + MATRIX_OPTIMIZERS if case.ours is make]

@@ -473,7 +473,7 @@ def test_frechet_distance():
 # Run by path
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted([*EXAMPLES.glob("*/main.py"), EXAMPLES / "digits.py", EXAMPLES / "convergence.py"])
 
 RUN_EACH = """

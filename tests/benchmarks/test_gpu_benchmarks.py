@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPU = {
     "cpu": "some CPU",

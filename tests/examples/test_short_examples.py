@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-SHORT = pathlib.Path(__file__).parents[1] / "examples" / "short"
+SHORT = pathlib.Path(__file__).parents[2] / "examples" / "short"
 LINES = {"deep_ensemble": 20, "halving": 35, "federated": 35}
 
 pytestmark = pytest.mark.usefixtures("one_thread")

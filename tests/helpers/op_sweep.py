@@ -1,6 +1,6 @@
 """What becomes of every entry of PyTorch's own table of operators: fused, looped, or refused; a wrong result is an error.
 
-``python tests/op_sweep.py`` writes ``tests/op_db.csv``, which ``tests/test_op_db.py`` compares with what it finds.
+``python tests/helpers/op_sweep.py`` writes ``op_db.csv``, which ``tests/rules/test_op_db.py`` compares with what it finds.
 """
 
 from __future__ import annotations

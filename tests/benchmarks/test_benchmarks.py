@@ -16,7 +16,7 @@ import torch
 
 import hfta_func as hfta
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.exhaustive]
 

@@ -4,7 +4,7 @@
 SAMPLE=all`` runs every one. A worker imports torch once and forks for each mutant: the child imports the package with one
 module's source replaced and runs the quick tests of that module, so that a mutant costs a second or two.
 
-Survivors that no test can kill, because they compute the same, stand with their reason in ``tests/mutants.md``.
+Survivors that no test can kill, because they compute the same, stand with their reason in ``mutants.md`` beside this file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "hfta_func"
 FOLDERS = ("step", "optim", "random.py", "files")
 
@@ -196,7 +196,7 @@ class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def quick_tests(file: str) -> list[str]:
     """The files of tests to run, most specific entry of the table first."""
     names = TESTS.get(file) or TESTS[file.partition("/")[0]]
-    return [str(ROOT / "tests" / name) for name in names if (ROOT / "tests" / name).exists()]
+    return [str(file) for name in names for file in (ROOT / "tests").rglob(name)]
 
 
 def _run(file: str, source: str | None, tests: list[str], options: list[str], log: str) -> int:
@@ -294,7 +294,9 @@ def plant(jobs: int, names: list[str]) -> int:
         source = (SOURCE / bug.file).read_text()
         if source.count(bug.old) != 1:
             raise SystemExit(f"{bug.what}: {bug.old!r} stands {source.count(bug.old)} times in {bug.file}, not once")
-        test = str(ROOT / "tests" / bug.test)
+        file, _, name = bug.test.partition("::")
+        (path,) = (ROOT / "tests").rglob(file)
+        test = f"{path}::{name}"
         work.append(((bug.what, bug.test), bug.file, source.replace(bug.old, bug.new), [test], [], 300.0))
     missed = 0
     for (what, test), status, seconds, log in _all(jobs, work):
@@ -383,7 +385,7 @@ def run_tests(sample: list[Mutant], words: str, jobs: int) -> list[Mutant]:
 
 def explained() -> set[str]:
     """Names of mutants that compute the same as the source, from the table in ``mutants.md``."""
-    rows = [line.split(" | ") for line in (ROOT / "tests" / "mutants.md").read_text().splitlines()]
+    rows = [line.split(" | ") for line in pathlib.Path(__file__).with_name("mutants.md").read_text().splitlines()]
     return {" | ".join(cell.strip("|` ") for cell in row[:3]) for row in rows if row[0].startswith("| `")}
 
 

@@ -1,6 +1,6 @@
 """Bugs that tests once did not notice, as changes of the source, each with the test that fails for it.
 
-``python tests/mutants.py --planted`` plants each in turn; ``old`` must stand exactly once in the file.
+``python tests/helpers/mutants.py --planted`` plants each in turn; ``old`` must stand exactly once in the file.
 """
 
 # ruff: noqa: E501

@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 RUN = NOTEBOOKS / "run.py"
 PATHS = re.compile(
     r"(?<![\w/.])/(?:home|Users|root|tmp|work|usr|opt|mnt|var|private)/|[A-Z]:\\|site-packages|0x[0-9a-f]{6,}"

@@ -5,10 +5,11 @@ import csv
 import numpy
 import pandas
 import pytest
-from examples import convergence
 from examples.convergence import CASES, Case, final, judge
 from matplotlib import pyplot
 from scipy import stats
+
+from examples import convergence
 
 HIGHER = Case("up", "A model, some data", "resnet", "accuracy", "higher", 0.9)
 LOWER = Case("down", "A model, some data", "dcgan", "frechet", "lower", 5.0)

@@ -11,7 +11,7 @@ from matplotlib import pyplot
 
 import hfta_func as hfta
 
-DEMO = pathlib.Path(__file__).parents[1] / "examples" / "digits.py"
+DEMO = pathlib.Path(__file__).parents[2] / "examples" / "digits.py"
 ROW = re.compile(
     r"^ *(?P<lr>[\d.e-]+) +(?P<mean>[\d.]+) +(?P<low>[\d.]+) - (?P<high>[\d.]+) +(?P<worst>[\d.]+) +(?P<best>[\d.]+) "
     r"+(?P<seed>\d+)$",
