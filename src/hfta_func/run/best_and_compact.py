@@ -61,12 +61,14 @@ class Best:
         self._state = where(better.to(state.active.device), state, self._state)
         self._value = torch.where(better, value, self._value)
 
-    def follow(self, places: list[int], state: TrainState) -> None:
-        """Go on with the members of ``state``, which were at ``places`` before; -1 for new ones."""
+    def follow(self, positions: list[int], state: TrainState) -> None:
+        """Go on with the members of ``state``, which were at ``positions`` before; -1 for new ones."""
         if self._state is not None:
-            own = [len(self._value) + number if place < 0 else place for number, place in enumerate(places)]
-            self._state = take(concat([self._state, state]), own)
-            self._value = torch.cat([self._value, self._value.new_full((len(places),), torch.nan)])[own]
+            members = [
+                len(self._value) + number if position < 0 else position for number, position in enumerate(positions)
+            ]
+            self._state = take(concat([self._state, state]), members)
+            self._value = torch.cat([self._value, self._value.new_full((len(positions),), torch.nan)])[members]
 
     def restored(self, state: TrainState) -> TrainState:
         """The members as of their best epochs; who is active stays as it is."""
@@ -85,7 +87,7 @@ class Best:
             raise CheckpointError(
                 "the best epochs in the file are not those of this state; start again with another file"
             )
-        moved = [leaf.to(own.device, own.dtype) for leaf, own in zip(held["leaves"], expected, strict=True)]
+        moved = [leaf.to(to.device, to.dtype) for leaf, to in zip(held["leaves"], expected, strict=True)]
         structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
         self._state, self._value = optree.tree_unflatten(structure, moved), held["value"]
 
@@ -113,13 +115,13 @@ class Compact:
         if kept is None:
             state, ended = self._trainer.segment(state, running, limit, hooks)
         else:
-            own = Running()
+            part = Running()
             try:
-                few, ended = self._trainer.segment(take(state, kept), own, limit, hooks)
+                few, ended = self._trainer.segment(take(state, kept), part, limit, hooks)
             except HFTAError as error:
                 renumbered(error, kept.tolist())
                 raise
-            running.spread(own, kept, num_models(state))
+            running.spread(part, kept, num_models(state))
             state = put(state, kept, few)
         self._within = not ended
         return state, ended

@@ -71,15 +71,17 @@ class LossScale:
 
     def update(self, state: LossScaleState, overflow: Tensor, active: Tensor) -> LossScaleState:
         """The next scales; ``overflow`` and ``active`` are ``bool[M]``, and inactive members keep theirs."""
-        knobs, streak = state.hyperparams, torch.where(overflow, 0, state.growth_tracker + 1)
-        grow = streak >= knobs["growth_interval"]
-        factor = torch.where(overflow, knobs["backoff_factor"], torch.where(grow, knobs["growth_factor"], 1.0))
+        hyperparams, streak = state.hyperparams, torch.where(overflow, 0, state.growth_tracker + 1)
+        grow = streak >= hyperparams["growth_interval"]
+        factor = torch.where(
+            overflow, hyperparams["backoff_factor"], torch.where(grow, hyperparams["growth_factor"], 1.0)
+        )
         scale = (state.scale * factor).float()
         # A scale that would grow beyond the largest float32 stays.
         scale = torch.where(scale.isfinite(), scale, state.scale)
         streak = torch.where(grow, 0, streak)
         return LossScaleState(
-            torch.where(active, scale, state.scale), torch.where(active, streak, state.growth_tracker), knobs
+            torch.where(active, scale, state.scale), torch.where(active, streak, state.growth_tracker), hyperparams
         )
 
 
