@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import where
-from hfta_func._types import CheckpointError, HyperparameterError, StateError
+from hfta_func._types import SIGNS, CheckpointError, HyperparameterError, StateError, direction_of, require
 from hfta_func.files.atomic import PathLike
 from hfta_func.files.checkpoint import load, plain, read_metadata, save
-from hfta_func.run.best_and_compact import Mode, is_better, sign_of
+from hfta_func.run.best_and_compact import Mode, is_better
 from hfta_func.run.history import Callback, History, present
 from hfta_func.step import mixing
 from hfta_func.step.average import average
@@ -43,7 +43,7 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
         >>> early_stopping("loss", patience=1)(state, history).active
         tensor([ True, False])
     """
-    sign = sign_of(mode)
+    sign = SIGNS[direction_of(mode)]
     if patience < 1:
         raise ValueError(f"patience is {patience}; it must be at least 1 epoch")
 
@@ -113,7 +113,7 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
         >>> import os, tempfile
         >>> callback = keep_best(os.path.join(tempfile.mkdtemp(), "best.safetensors"), "accuracy", mode="max")
     """
-    sign = sign_of(mode)
+    sign = SIGNS[direction_of(mode)]
 
     def keep(state: TrainState, history: History) -> None:
         refuse_shared(state, "keep_best")
@@ -211,13 +211,7 @@ def tensorboard(writer: Any) -> Callback:
         >>> callback = tensorboard(tempfile.mkdtemp())
     """
     if isinstance(writer, (str, os.PathLike)):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard is not installed; pip install 'hfta_func[tensorboard]', or pass a SummaryWriter"
-            ) from error
-        writer = SummaryWriter(os.fspath(writer))
+        writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter(os.fspath(writer))
 
     def record(state: TrainState, history: History) -> None:
         for name, values in history.epochs[-1].items():

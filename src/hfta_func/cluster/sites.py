@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import queue
 import statistics
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import EvalStep, Stacked, WorkerError, make_eval_step, num_models, stack_params
+from hfta_func._types import require
 from hfta_func.cluster import ray_actors
 from hfta_func.workers.local import WorkerPool
 from hfta_func.workers.pool import Pool
@@ -77,11 +77,7 @@ class Scores(list[Score]):
         Raises:
             ImportError: if pandas is not installed.
         """
-        try:
-            found = importlib.import_module("pandas")
-        except ImportError as error:
-            raise ImportError("frames need pandas, which is not installed; pip install 'hfta_func[plot]'") from error
-        return found.DataFrame([*self], columns=[*Score._fields])
+        return require("pandas", "plot").DataFrame([*self], columns=[*Score._fields])
 
 
 def evaluate(

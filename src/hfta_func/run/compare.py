@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from hfta_func._types import require, text_table
 from hfta_func.run.history import History
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Difference(NamedTuple):
             >>> found.differences[0].seeds_for(0.02), found.differences[0].seeds_for(0.005)
             (5, 31)
         """
-        return _seeds(_package("scipy.stats"), difference, self.deviation)
+        return _seeds(require("scipy.stats", "plot"), difference, self.deviation)
 
 
 class Comparison:
@@ -82,21 +82,15 @@ class Comparison:
         Raises:
             ImportError: if pandas is not installed.
         """
-        return _package("pandas").DataFrame(self.differences)
+        return require("pandas", "plot").DataFrame(self.differences)
 
     def __str__(self) -> str:
-        names = [f"{found.name} - {found.baseline}" for found in self.differences]
-        width = max(16, *map(len, names))
-        rows = [
-            f"{'':>{width}}{'pairs':>7}{'difference':>12}{f'{self.level:.0%} interval':>26}{'wins':>7}{'p':>9}{'seeds':>7}"
-        ]
-        for name, found in zip(names, self.differences, strict=True):
-            interval = f"[{found.low:+.4g}, {found.high:+.4g}]"
-            rows.append(
-                f"{name:>{width}}{found.pairs:7d}{found.mean:+12.4g}{interval:>26}{found.wins:7.0%}"
-                f"{found.permutation:9.2g}{found.seeds:7.0f}"
-            )
-        return "\n".join(rows)
+        rows = [("", "pairs", "difference", f"{self.level:.0%} interval", "wins", "p", "seeds")]
+        for one in self.differences:
+            interval = f"[{one.low:+.4g}, {one.high:+.4g}]"
+            numbers = f"{one.mean:+.4g}", interval, f"{one.wins:.0%}", f"{one.permutation:.2g}", f"{one.seeds:.0f}"
+            rows.append((f"{one.name} - {one.baseline}", str(one.pairs), *numbers))
+        return text_table(rows, ">" * 7)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw every difference with its interval.
@@ -110,7 +104,7 @@ class Comparison:
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        axes: Any = _package("matplotlib.pyplot").subplots()[1] if ax is None else ax
+        axes: Any = require("matplotlib.pyplot", "plot").subplots()[1] if ax is None else ax
         for place, found in enumerate(self.differences):
             error = [[found.mean - found.low], [found.high - found.mean]]
             axes.errorbar(found.mean, place, xerr=error, fmt="o", ms=4, capsize=3, color="#0072B2")
@@ -219,7 +213,7 @@ def _difference(
     resamples: int,
     seed: int,
 ) -> Difference:
-    numpy, stats = _package("numpy"), _package("scipy.stats")
+    numpy, stats = require("numpy", "plot"), require("scipy.stats", "plot")
     shared = [key for key in own if key in other and math.isfinite(own[key]) and math.isfinite(other[key])]
     if len(shared) < 2:
         raise ValueError(f"{name!r} and {baseline!r} have {len(shared)} seeds in common; a comparison needs two")
@@ -285,12 +279,3 @@ def _seeds(stats: Any, mean: float, deviation: float) -> float:
         middle = (low + high) // 2
         low, high = (low, middle) if power(middle) >= 0.8 else (middle, high)
     return high
-
-
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"comparisons need {error.name or name}, which is not installed; pip install 'hfta_func[plot]'"
-        ) from error

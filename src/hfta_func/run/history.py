@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._types import StateError
+from hfta_func._types import StateError, require
 from hfta_func.step.failures import Failure
 from hfta_func.step.state import TrainState
 
@@ -121,12 +121,7 @@ class History:
             ImportError: if pandas is not installed.
             ValueError: if a column does not have one value per member.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                f"frames need {error.name or 'pandas'}, which is not installed; pip install 'hfta_func[plot]'"
-            ) from error
+        pandas = require("pandas", "plot")
         count = len(self.seeds)
         given = {name: v.tolist() if isinstance(v, Tensor) else list(v) for name, v in columns.items()}
         for name, values in given.items():

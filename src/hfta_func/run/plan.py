@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from hfta_func._tree import leaves, num_models, take, without_shared
-from hfta_func._types import Shared, Tree
+from hfta_func._types import Shared, Tree, text_table
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, quick_collections, release
 from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
@@ -62,15 +62,13 @@ class Plan(NamedTuple):
         return self.shared + num_models * self.held + _line(self.sizes, self.peaks, num_models)
 
     def __str__(self) -> str:
-        shown = sorted({*self.sizes, self.num_models} - {0})
-        head = f"{'models':>8}{'ms':>12}{'ms per model':>14}{'MiB':>12}"
-        rows = [
-            f"{size:8d}{1e3 * self.time(size):12.3f}{1e3 * self.time(size) / size:14.3f}{self.memory(size) / 2**20:12.1f}"
-            + ("" if size in self.sizes else "  predicted")
-            for size in shown
-        ]
+        rows = [("models", "ms", "ms per model", "MiB", "")]
+        for size in sorted({*self.sizes, self.num_models} - {0}):
+            numbers = 1e3 * self.time(size), 1e3 * self.time(size) / size
+            how = "" if size in self.sizes else "predicted"
+            rows.append((str(size), *(f"{ms:.3f}" for ms in numbers), f"{self.memory(size) / 2**20:.1f}", how))
         chunk = "" if self.chunk_size is None else f" in chunks of {self.chunk_size}"
-        return "\n".join([head, *rows, f"{self.num_models} of {self.limit} models fit{chunk}"])
+        return f"{text_table(rows, '>>>><')}\n{self.num_models} of {self.limit} models fit{chunk}"
 
 
 @quick_collections()

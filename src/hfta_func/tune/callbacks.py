@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from hfta_func import History, WorkerError
+from hfta_func._types import require
 from hfta_func.tune.study import Study, Trial
 from hfta_func.tune.tables import PathLike
 from hfta_func.workers.pool import Pool
@@ -31,11 +31,8 @@ def tensorboard(folder: PathLike) -> Callable[..., None]:
         >>> import tempfile
         >>> callback = tensorboard(tempfile.mkdtemp())
     """
-    try:
-        importlib.import_module("torch.utils.tensorboard")
-    except ImportError as error:
-        raise ImportError("TensorBoard is not installed; pip install 'hfta_func[tensorboard]'") from error
-    records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
+    require("torch.utils.tensorboard", "tensorboard")
+    records = require("tensorboard.summary.writer.record_writer", "tensorboard")
     shown: dict[int, tuple[int, str]] = {}
 
     def record(study: Study, history: History | None = None) -> None:
@@ -77,10 +74,7 @@ def prometheus(name: str) -> Callable[..., None]:
             with cluster.ray(address="10.0.0.1:6379") as executor:
                 study = tune.run(build, space, ..., executor=executor, callbacks=[tune.prometheus("digits")])
     """
-    try:
-        ray, metrics = importlib.import_module("ray"), importlib.import_module("ray.util.metrics")
-    except ImportError as error:
-        raise ImportError("this needs Ray, which is not installed; pip install 'hfta_func[cluster]'") from error
+    ray, metrics = require("ray", "cluster"), require("ray.util.metrics", "cluster")
     meters: dict[str, Any] = {}
     shown: dict[tuple[str, str], float] = {}
 
@@ -118,8 +112,8 @@ def prometheus(name: str) -> Callable[..., None]:
 
 def _events(study: Study, trial: Trial, epochs: range) -> Iterator[Any]:
     """What a trial's file has of some epochs."""
-    board: Any = importlib.import_module("torch.utils.tensorboard.summary")
-    make: Any = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+    board = require("torch.utils.tensorboard.summary", "tensorboard")
+    make = require("tensorboard.compat.proto.event_pb2", "tensorboard").Event
     plain = {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)
         for name, value in trial.params.items()

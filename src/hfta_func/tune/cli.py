@@ -22,6 +22,7 @@ import torch
 
 import hfta_func as hfta
 from hfta_func._kernels import native
+from hfta_func._types import text_table
 from hfta_func.tune import schedulers
 from hfta_func.tune.callbacks import tensorboard
 from hfta_func.tune.population import Population
@@ -280,8 +281,7 @@ def _doctor(args: argparse.Namespace) -> int:
         ("rules", _rules()),
         ("allocator", _allocator()),
     ]
-    width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    print(text_table(rows, "<<"))
     return 0
 
 

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hfta_func._types import require
+
 if TYPE_CHECKING:
     import optuna
 
@@ -18,11 +20,7 @@ Event = list[Any]
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError("studies need optuna, which is not installed; pip install 'hfta_func[tune]'") from error
-    return optuna
+    return require("optuna", "tune")
 
 
 class SamplerSession:

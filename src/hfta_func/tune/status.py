@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+from hfta_func.files import atomic
 from hfta_func.tune.jobs import spans
 from hfta_func.tune.search import Search
 from hfta_func.tune.tables import PathLike
@@ -54,12 +55,9 @@ class Status:
     def _write(self, state: str) -> None:
         # The study goes on meanwhile; what a moment spoils, the next one mends.
         with contextlib.suppress(RuntimeError, OSError):
-            text = json.dumps(self._found(state))
-            with open(f"{self._path}.tmp", "w") as file:
-                file.write(text)
-            os.replace(f"{self._path}.tmp", self._path)
+            atomic.write(self._path, json.dumps(self._report(state)).encode())
 
-    def _found(self, state: str) -> dict[str, Any]:
+    def _report(self, state: str) -> dict[str, Any]:
         search, study = self._search, self._search.study
         counts = dict.fromkeys(("running", "complete", "stopped", "failed"), 0)
         for trial in [*study.trials]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hfta_func._types import require
 from hfta_func.files import atomic
 
 if TYPE_CHECKING:
@@ -36,11 +37,7 @@ def frame_of(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     Raises:
         ImportError: if pandas is not installed.
     """
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError("frames need pandas, which is not installed; pip install 'hfta_func[plot]'") from error
-    return pandas.DataFrame(rows)
+    return require("pandas", "plot").DataFrame(rows)
 
 
 def write_tables(
@@ -61,6 +58,5 @@ def write_tables(
     ):
         text = io.StringIO(newline="")
         csv.writer(text).writerows([head, *body])
-        # Whole at every moment, because others read it while the study runs.
-        with atomic.replacing(os.path.join(folder, f"{name}.csv")) as file:
-            file.write(text.getvalue().encode())
+        # Replaced as a whole, because others read it while the study runs.
+        atomic.write(os.path.join(folder, f"{name}.csv"), text.getvalue().encode())
