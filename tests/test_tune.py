@@ -669,7 +669,7 @@ def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None
     study = tune.run(build, SPACE, storage=url, name="study", **options)
     shown = optuna.load_study(storage=url, study_name="study")
     assert shown.metric_names == ["error", "loss"] and shown.directions == study.optuna.directions
-    assert [trial.number for trial in shown.best_trials] == [trial.number for trial in study.asking.study.best_trials]
+    assert [trial.number for trial in shown.best_trials] == [trial.number for trial in study.session.study.best_trials]
     assert all(not trial.intermediate_values for trial in shown.trials)
     for place in range(2):
         found, expected = (
@@ -678,7 +678,7 @@ def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None
                 target=lambda trial: trial.values[place],  # noqa: B023
                 evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
             )
-            for one in (shown, study.asking.study)
+            for one in (shown, study.session.study)
         )
         assert set(found) == set(SPACE) and found == pytest.approx(expected)
 

@@ -102,13 +102,13 @@ class Compact:
         if kept is None:
             state, ended = self._trainer.segment(state, running, limit, hooks)
         else:
-            own = Running()
+            few_running = Running()
             try:
-                few, ended = self._trainer.segment(take(state, kept), own, limit, hooks)
+                few, ended = self._trainer.segment(take(state, kept), few_running, limit, hooks)
             except HFTAError as error:
                 renumbered(error, kept.tolist())
                 raise
-            running.spread(own, kept, num_models(state))
+            running.add_members(few_running, kept, num_models(state))
             state = put(state, kept, few)
         self._within = not ended
         return state, ended
