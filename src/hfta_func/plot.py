@@ -25,7 +25,7 @@ def bands(
 ) -> Axes:
     """Draw a metric over epochs: a line for the mean over members, a band for the central ``level`` of them.
 
-    Values that are not finite are left out; the legend counts the members that have one.
+    Values that are not finite are left out; the legend has the number of members with such values.
 
     Args:
         frame: One row per member and epoch, as :meth:`History.frame` makes it.

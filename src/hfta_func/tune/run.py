@@ -45,7 +45,7 @@ def population(
         nonfusible: Names whose values decide shapes or code, so that members of one array must have equal ones.
         max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
         seed: The seed of members whose configuration names none.
-        executor: What trains the arrays, several at a time, such as a :class:`~hfta_func.WorkerPool`; this process by default.
+        executor: What trains the arrays, several at a time, such as a :class:`~hfta_func.WorkerPool`; or this process.
 
     Raises:
         ValueError: if the configurations do not have the same names, a non-fusible name is none of them, or ``max_models`` is
