@@ -547,6 +547,10 @@ BAD = {
     "unknown name": ({"nonfusible": ("depth",)}, "nonfusible names 'depth', but the space has lr, momentum, width"),
     "a string": ({"nonfusible": "width"}, r"pass a list of names, \['width'\]"),
     "direction": ({"direction": "up"}, "direction is .*; pass 'minimize' or 'maximize'"),
+    "two directions": (
+        {"metric": ("error", "error"), "direction": ("minimize", "maximize")},
+        "the directions of metric 'error' contradict each other: minimize and maximize; pass one",
+    ),
     "trials": ({"trials": -1}, "trials is -1; pass an integer, at least 0"),
     "no trials": ({"trials": 0}, "this scheduler has none; pass how many to try"),
     "batch": ({"batch": -1}, "batch is -1; pass a number of trials, at least 1"),

@@ -1,4 +1,4 @@
-"""Callbacks for :func:`fit`; they hold no state of their own, so that a resumed run continues them."""
+"""Callbacks for :func:`fit`; they hold no state, so that a resumed run continues them."""
 
 from __future__ import annotations
 

@@ -211,10 +211,7 @@ class Running:
 
     def part(self, low: int, high: int) -> dict[str, Any]:
         """The sums so far of the members ``low`` to ``high - 1``, as a ``state_dict`` in the host's memory."""
-        sums, failed = (
-            {name: value[low:high].cpu() for name, value in metrics.items()} for metrics in (self.sums, self.failed)
-        )
-        return {"batches": self.batches, "sums": sums, "failed": failed}
+        return self._mapped(lambda value: value[low:high].cpu())
 
     def join(self, parts: Sequence[dict[str, Any]], device: torch.device) -> None:
         """Take over the sums of all parts: the ``state_dict`` of each, after training over the same batches."""
@@ -265,7 +262,13 @@ class Running:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far."""
-        return {"batches": self.batches, "sums": self.sums, "failed": self.failed}
+        return self._mapped(lambda value: value)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        sums, failed = (
+            {name: function(value) for name, value in metrics.items()} for metrics in (self.sums, self.failed)
+        )
+        return {"batches": self.batches, "sums": sums, "failed": failed}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore the sums of :meth:`state_dict`."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from hfta_func import History, WorkerError
 from hfta_func._types import require
+from hfta_func.files.atomic import PathLike
 from hfta_func.tune.study import Study, Trial
-from hfta_func.tune.tables import PathLike
 from hfta_func.workers.pool import Pool
 
 

@@ -10,12 +10,13 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func._types import SIGNS, Direction
+from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.groups import Group, group_key
 from hfta_func.tune.jobs import Jobs, Trained
 from hfta_func.tune.member import Member, check_alive, check_copies, counted
-from hfta_func.tune.tables import PathLike, frame_of, rows_of
+from hfta_func.tune.tables import frame_of, rows_of
 from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:

@@ -95,16 +95,16 @@ class SamplerSession:
             ValueError: if the sampler now gives other parameters.
         """
         replays: dict[str, Callable[..., None]] = {"report": self.report, "change": self.change, "tell": self.tell}
-        for kind, *rest in events:
+        for kind, *arguments in events:
             if kind == "ask":
                 params = self.ask()
-                if params != rest[0]:
+                if params != arguments[0]:
                     raise ValueError(
-                        f"the sampler gives trial {len(self._trials) - 1} {params}, but it was {rest[0]}; go on with the "
-                        f"same sampler and seed"
+                        f"the sampler gives trial {len(self._trials) - 1} {params}, but it was {arguments[0]}; go on with "
+                        f"the same sampler and seed"
                     )
             else:
-                replays[kind](*rest)
+                replays[kind](*arguments)
 
 
 def named(study: optuna.Study, metrics: Sequence[str]) -> None:

@@ -162,7 +162,7 @@ class Search:
             self.study.population.keep([member for member in self.study.population.alive if member not in dropped])
 
     def _judge(self) -> None:
-        """Record values at rungs, and decide who goes on."""
+        """Record values at rungs, and decide which trials go on."""
         study = self.study
         self._fail()
         for trial in study.trials:

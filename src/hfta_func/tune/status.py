@@ -11,9 +11,9 @@ import time
 from typing import Any
 
 from hfta_func.files import atomic
+from hfta_func.files.atomic import PathLike
 from hfta_func.tune.jobs import spans
 from hfta_func.tune.search import Search
-from hfta_func.tune.tables import PathLike
 
 _NAME = "status.json"
 _EVERY = 1.0

@@ -14,10 +14,11 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func._types import SIGNS, Direction
+from hfta_func.files.atomic import PathLike
 from hfta_func.tune.member import counted
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, named
-from hfta_func.tune.tables import PathLike, frame_of, write_tables
+from hfta_func.tune.tables import frame_of, write_tables
 
 if TYPE_CHECKING:
     import optuna

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from hfta_func._types import require
 from hfta_func.files import atomic
+from hfta_func.files.atomic import PathLike
 
 if TYPE_CHECKING:
     import pandas
-
-PathLike = str | os.PathLike[str]
 
 
 def rows_of(table: Any) -> list[Mapping[str, Any]]:
