@@ -636,12 +636,16 @@ PLANTED = [
     ),
     Planted(
         "a metric that was not declared leaves its site",
-        *("cluster/sites.py", "if set(found) != set(self._metrics):", "if set(found) < set(self._metrics):"),
+        *("cluster/sites.py", "if set(measured) != set(self.metrics):", "if set(measured) < set(self.metrics):"),
         "test_sites.py::test_what_was_not_declared_stays_at_the_site",
     ),
     Planted(
         "two groups tell about the row in which they differ",
-        *("cluster/sites.py", "0 < more + less < self._min_count", "False"),
+        *(
+            "cluster/sites.py",
+            "any(0 < int((selected ^ other).sum()) < self.min_count for other in masks.values())",
+            "False",
+        ),
         "test_sites.py::test_small_groups_are_refused",
     ),
     Planted(
@@ -742,8 +746,8 @@ PLANTED = [
         "a call whose worker fails in another way than by dying is lost",
         *(
             "workers/pool.py",
-            "        except Exception as error:\n            # Whatever",
-            "        except Died as error:\n            # Whatever",
+            "        except Exception as error:\n            # The worker's state is unknown",
+            "        except Died as error:\n            # The worker's state is unknown",
         ),
         "test_pool.py::test_whatever_happens_to_a_worker_its_call_is_answered",
     ),
@@ -899,7 +903,7 @@ PLANTED = [
         "a process at work counts as one that has ended",
         *(
             "run/compiler.py",
-            'if is_first and "error" not in self._found:',
+            'if is_first and "error" not in self._answer:',
             "if False:",
         ),
         "test_background.py::test_the_other_process_says_at_once_that_there_is_a_graph",

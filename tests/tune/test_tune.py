@@ -552,6 +552,10 @@ BAD = {
     "unknown name": ({"nonfusible": ("depth",)}, "nonfusible names 'depth', but the space has lr, momentum, width"),
     "a string": ({"nonfusible": "width"}, r"pass a list of names, \['width'\]"),
     "direction": ({"direction": "up"}, "direction is .*; pass 'minimize' or 'maximize'"),
+    "two directions": (
+        {"metric": ("error", "error"), "direction": ("minimize", "maximize")},
+        "the directions of metric 'error' contradict each other: minimize and maximize; pass one",
+    ),
     "trials": ({"trials": -1}, "trials is -1; pass an integer, at least 0"),
     "no trials": ({"trials": 0}, "this scheduler has none; pass how many to try"),
     "batch": ({"batch": -1}, "batch is -1; pass a number of trials, at least 1"),
@@ -674,7 +678,7 @@ def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None
     study = tune.run(build, SPACE, storage=url, name="study", **options)
     shown = optuna.load_study(storage=url, study_name="study")
     assert shown.metric_names == ["error", "loss"] and shown.directions == study.optuna.directions
-    assert [trial.number for trial in shown.best_trials] == [trial.number for trial in study.asking.study.best_trials]
+    assert [trial.number for trial in shown.best_trials] == [trial.number for trial in study.session.study.best_trials]
     assert all(not trial.intermediate_values for trial in shown.trials)
     for place in range(2):
         found, expected = (
@@ -683,7 +687,7 @@ def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None
                 target=lambda trial: trial.values[place],  # noqa: B023
                 evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
             )
-            for one in (shown, study.asking.study)
+            for one in (shown, study.session.study)
         )
         assert set(found) == set(SPACE) and found == pytest.approx(expected)
 

@@ -426,7 +426,7 @@ def epochs_of(study: tune.Study) -> list[int]:
 
 def once(study: tune.Study) -> bool:
     """Whether each trial was asked for and told once."""
-    events = study.asking.events
+    events = study.session.events
     asked, ended = (sum(event[0] == kind for event in events) for kind in ("ask", "tell"))
     told = [event[1] for event in events if event[0] == "tell"]
     reports = [(event[1], event[2]) for event in events if event[0] == "report"]

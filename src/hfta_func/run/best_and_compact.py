@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import concat, leaves, num_models, put, take, tree_map, where
-from hfta_func._types import CheckpointError, HFTAError
+from hfta_func._types import SIGNS, CheckpointError, HFTAError, direction_of
 from hfta_func.run.history import History, Running, present
 from hfta_func.run.parts import renumbered
 from hfta_func.run.trainer import SegmentHooks, Trainer
@@ -19,17 +19,6 @@ Mode = Literal["min", "max"]
 
 _FEW = 0.75
 """The share of members at or below which those left are packed: every new number of members is compiled anew."""
-
-
-def sign_of(mode: str) -> int:
-    """1 where lower values are better, -1 where higher ones are.
-
-    Raises:
-        ValueError: if ``mode`` is neither ``"min"`` nor ``"max"``.
-    """
-    if mode not in ("min", "max"):
-        raise ValueError(f"mode is {mode!r}; it must be 'min' or 'max'")
-    return 1 if mode == "min" else -1
 
 
 def is_better(value: Tensor, best: Tensor, sign: int) -> Tensor:
@@ -46,7 +35,7 @@ class Best:
 
     def __init__(self, metric: str | tuple[str, Mode]):
         self._metric, mode = (metric, "min") if isinstance(metric, str) else metric
-        self._sign = sign_of(mode)
+        self._sign = SIGNS[direction_of(mode)]
         self._state: Any = None
         self._value = torch.empty(0)
 
@@ -115,13 +104,13 @@ class Compact:
         if kept is None:
             state, ended = self._trainer.segment(state, running, limit, hooks)
         else:
-            part = Running()
+            few_running = Running()
             try:
-                few, ended = self._trainer.segment(take(state, kept), part, limit, hooks)
+                few, ended = self._trainer.segment(take(state, kept), few_running, limit, hooks)
             except HFTAError as error:
                 renumbered(error, kept.tolist())
                 raise
-            running.spread(part, kept, num_models(state))
+            running.add_members(few_running, kept, num_models(state))
             state = put(state, kept, few)
         self._within = not ended
         return state, ended
