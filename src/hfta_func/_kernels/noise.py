@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels import native
+from hfta_func._kernels.operators import define_operator
 from hfta_func._torch import (
     VmapInterpreter,
     add_batch_dim,
@@ -133,36 +134,24 @@ def _defined() -> bool:
 
 
 def _define(schema: str, kernel: Callable[..., Any]) -> None:
-    name = schema.partition("(")[0]
-    if hasattr(torch.ops.hfta_func, name):
-        return
-    library = torch.library.Library("hfta_func", "FRAGMENT")
-    library.define(schema)
-    operator = getattr(torch.ops.hfta_func, name).default
-
     def batched(*args: Any) -> Any:
-        """Members come first, whatever the keys' axes."""
+        """The batching rule: the model axis of every tensor moves to the front."""
         interpreter = peek_interpreter()
-        level, size = interpreter.level(), VmapInterpreter(interpreter).batchSize()
+        level, num_models = interpreter.level(), VmapInterpreter(interpreter).batchSize()
         with below_batching():
-            found = [unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in args]
-            if all(dim is None for _, dim in found):
-                # What does not belong to this level goes on when it ends.
-                return operator(*(x for x, _ in found))
-            outputs = operator(*(_expanded(x, dim, size) for x, dim in found))
+            pairs = [unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in args]
+            if all(dim is None for _, dim in pairs):
+                # Nothing is mapped at this level; an outer level may map.
+                return operator(*(x for x, _ in pairs))
+            outputs = operator(*(_expanded(x, dim, num_models) for x, dim in pairs))
         if isinstance(outputs, Tensor):
             return add_batch_dim(outputs, 0, level)
-        return tuple(add_batch_dim(one, 0, level) for one in outputs)
+        return tuple(add_batch_dim(output, 0, level) for output in outputs)
 
-    library.impl(name, kernel, "CPU")
-    library.impl(name, batched, "FuncTorchBatched")
-    _LIBRARIES.append(library)
+    operator = define_operator(schema, {"CPU": kernel, "FuncTorchBatched": batched})
 
 
-def _expanded(value: Any, dim: int | None, size: int) -> Any:
+def _expanded(value: Any, dim: int | None, num_models: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
-
-
-_LIBRARIES: list[torch.library.Library] = []
+    return value.expand(num_models, *value.shape) if dim is None else value.movedim(dim, 0)

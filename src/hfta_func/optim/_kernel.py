@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from hfta_func._kernels import native
+from hfta_func._kernels.operators import define_operator
 from hfta_func._torch import constant_to_compiler
 
 _FORMS: Mapping[Any, str] = {
@@ -208,12 +209,6 @@ def _is_plain(leaf: Tensor) -> bool:
 @constant_to_compiler
 def _define() -> bool:
     """Make the kernel an operator that graphs call."""
-    if _LIBRARIES:
-        return True
-    library = torch.library.Library("hfta_func", "FRAGMENT")
-    arguments = "Tensor[] grads, Tensor{}[] leaves, Tensor numbers, Tensor? keep, str source"
-    library.define(f"update({arguments.format('')}) -> Tensor[]")
-    library.define(f"update_({arguments.format('(a!)')}) -> ()")
 
     def run(outs: list[Tensor], grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
         width, source = len(grads), _as_written(rest[-1])
@@ -227,11 +222,15 @@ def _define() -> bool:
     def fake(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
         return [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
 
-    library.impl("update", lambda grads, leaves, *rest: run(fake(grads, leaves), grads, leaves, *rest), "CPU")
-    library.impl("update_", lambda grads, leaves, *rest: (run(leaves, grads, leaves, *rest), None)[1], "CPU")
-    torch.library.register_fake("hfta_func::update", fake, lib=library)
-    torch.library.register_fake("hfta_func::update_", lambda *args: None, lib=library)
-    _LIBRARIES.append(library)
+    def update(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
+        return run(fake(grads, leaves), grads, leaves, *rest)
+
+    def update_(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> None:
+        run(leaves, grads, leaves, *rest)
+
+    arguments = "Tensor[] grads, Tensor{}[] leaves, Tensor numbers, Tensor? keep, str source"
+    define_operator(f"update({arguments.format('')}) -> Tensor[]", {"CPU": update}, fake=fake)
+    define_operator(f"update_({arguments.format('(a!)')}) -> ()", {"CPU": update_}, fake=lambda *args: None)
     return True
 
 
@@ -242,9 +241,6 @@ def _rows(leaves: list[Tensor], width: int) -> Iterator[list[Tensor]]:
 def _stacked(numbers: Mapping[str, Tensor]) -> Tensor:
     # A state whose leaves somebody has converted all at once holds narrower ones.
     return torch.stack([value.to(torch.float64) for value in numbers.values()])
-
-
-_LIBRARIES: list[torch.library.Library] = []
 
 
 def _run(

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfta_func._kernels.operators import define_operator
 from hfta_func._torch import (
     SingleLevelFunction,
     below_autograd,
     has_tangents,
     single_level_functions,
-    taken_apart,
     without_views,
 )
 from hfta_func.rules._registry import fingerprint
@@ -68,15 +68,7 @@ class Operator:
 
     @functools.cached_property
     def _op(self) -> Any:
-        # Defined on first use, since nothing happens at import. The fingerprint tells versions of this package in one process
-        # apart; two copies of the same version share the operator.
         title, _, signature = self.schema.partition("(")
-        name = f"{title}_{fingerprint()[:8]}"
-        if hasattr(torch.ops.hfta_func, name):
-            return getattr(torch.ops.hfta_func, name).default
-        library = torch.library.Library("hfta_func", "FRAGMENT")
-        library.define(f"{name}({signature}")
-        op = getattr(torch.ops.hfta_func, name).default
         forward = self.forward
 
         def below(*args: Any) -> Any:
@@ -85,7 +77,7 @@ class Operator:
                 return op(*args)
 
         methods = {"forward": below, "setup_context": self.setup_context, "backward": self.backward}
-        function: Any = type(title, (SingleLevelFunction,), {key: staticmethod(own) for key, own in methods.items()})
+        function: Any = type(title, (SingleLevelFunction,), {key: staticmethod(one) for key, one in methods.items()})
 
         def autograd(*args: Any) -> Any:
             if has_tangents():
@@ -98,15 +90,19 @@ class Operator:
             with single_level_functions():
                 return function.apply(*args)
 
-        library.impl(name, forward, "CompositeExplicitAutograd")
-        library.impl(name, autograd, "Autograd")
-        library.impl(name, self.batched or forward, "FuncTorchBatched")
+        kernels = {
+            "CompositeExplicitAutograd": forward,
+            "Autograd": autograd,
+            "FuncTorchBatched": self.batched or forward,
+        }
         if self.fake is None:
             # XLA tracks views above its kernels, so it must see the operations inside.
-            library.impl(name, forward, "Functionalize")
-            # Graph capture replaces the operator with its operations, below autograd.
-            taken_apart(op, forward)
-        else:
-            torch.library.register_fake(f"hfta_func::{name}", self.fake, lib=library)
-        self._library = library
+            kernels["Functionalize"] = forward
+        op = define_operator(
+            # The fingerprint tells versions of this package in one process apart; two copies of one version share the operator.
+            f"{title}_{fingerprint()[:8]}({signature}",
+            kernels,
+            fake=self.fake,
+            decomposition=forward if self.fake is None else None,
+        )
         return op

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels import native
+from hfta_func._kernels.operators import define_operator
 from hfta_func._torch import can_look, constant_to_compiler, inside_transform
 from hfta_func._types import NonFiniteError
 from hfta_func.optim._kernel import AT_ONCE
@@ -148,17 +149,15 @@ def _refuse(failure: Tensor, step: Tensor) -> Tensor:
 
 @constant_to_compiler
 def _define() -> bool:
-    """The same as operators, which graphs call as they are; defined at first use, since nothing happens at import."""
-    if not hasattr(torch.ops.hfta_func, "refuse"):
-        operator = torch.library.custom_op("hfta_func::refuse", _refuse, mutates_args=())
-        operator.register_fake(lambda failure, step: torch.empty_like(failure))
-        library = torch.library.Library("hfta_func", "FRAGMENT")
-        library.define("diagnose(Tensor losses, Tensor[] grads) -> Tensor")
-        library.impl("diagnose", diagnose, "CPU")
-        fake = lambda losses, grads: torch.empty(losses.shape[0], dtype=torch.int64)  # noqa: E731
-        torch.library.register_fake("hfta_func::diagnose", fake, lib=library)
-        _LIBRARIES.append(library)
+    """Define the same functions as operators, which graphs hold as a whole."""
+    define_operator(
+        "refuse(Tensor failure, Tensor step) -> Tensor",
+        {"CompositeExplicitAutograd": _refuse},
+        fake=lambda failure, step: torch.empty_like(failure),
+    )
+    define_operator(
+        "diagnose(Tensor losses, Tensor[] grads) -> Tensor",
+        {"CPU": diagnose},
+        fake=lambda losses, grads: torch.empty(losses.shape[0], dtype=torch.int64),
+    )
     return True
-
-
-_LIBRARIES: list[torch.library.Library] = []
