@@ -98,11 +98,8 @@ class Operator:
         if self.fake is None:
             # XLA tracks views above its kernels, so it must see the operations inside.
             kernels["Functionalize"] = forward
-        op = define_operator(
-            # The fingerprint tells versions of this package in one process apart; two copies of one version share the operator.
-            f"{title}_{fingerprint()[:8]}({signature}",
-            kernels,
-            fake=self.fake,
-            decomposition=forward if self.fake is None else None,
-        )
+        # The fingerprint tells versions of this package in one process apart; copies of one version share the operator.
+        schema = f"{title}_{fingerprint()[:8]}({signature}"
+        decomposition = forward if self.fake is None else None
+        op = define_operator(schema, kernels, fake=self.fake, decomposition=decomposition)
         return op
