@@ -1,6 +1,6 @@
-"""Words of noise, each kind by one kernel in C where PyTorch's operators would take a dozen passes over memory.
+"""Words of noise by one kernel each; PyTorch's operators would take a dozen passes over memory.
 
-The arithmetic is that of :mod:`hfta_func.random`, so the bits are the same. Kernels are operators, which transforms know.
+The arithmetic is that of :mod:`hfta_func.random`, so the bits are the same. Each kernel is an operator with a batching rule.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from hfta_func._torch import (
 
 _HEAD = """
 #define GOLDEN 0x9E3779B97F4A7C15u
-#define SPREAD 0x94D049BB133111EBu
+#define MIX2 0x94D049BB133111EBu
 static inline uint64_t mix(uint64_t z)
 {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * SPREAD;
+    z = (z ^ (z >> 27)) * MIX2;
     return z ^ (z >> 31);
 }
 """
 _EACH = "for (int64_t i = low; i < high; i++)"
 _KEYS = "const uint64_t *start, const uint64_t *stride"
-# A store to a char may change anything, as far as a compiler knows, so what a loop reads is its own.
+# To a C compiler a store to a char may change any variable, so the loop reads local ones.
 _DRAWN = """{{
                     const uint64_t first = start[model], step = stride[model];
-                    {own}
+                    {declarations}
                     for (int64_t i = low; i < high; i++)
                         into[i] = {value};
                 }}"""
@@ -47,13 +47,13 @@ _WORD = "mix(first + step * (uint64_t)(i + 1))"
 _WORDS = native.shared_out(
     _HEAD,
     f"{_KEYS}, uint64_t *out",
-    _DRAWN.format(own="uint64_t *restrict into = out + model * sizes[0];", value=_WORD),
+    _DRAWN.format(declarations="uint64_t *restrict into = out + model * sizes[0];", value=_WORD),
 )
 _BELOW = native.shared_out(
     _HEAD,
     f"{_KEYS}, char *out, const int64_t *limit",
     _DRAWN.format(
-        own="char *restrict into = out + model * sizes[0]; const int64_t most = *limit;",
+        declarations="char *restrict into = out + model * sizes[0]; const int64_t most = *limit;",
         value=f"(int64_t){_WORD} >> 11 < most",
     ),
 )
@@ -66,14 +66,14 @@ _STREAMS = native.shared_out(
     _EACH
     + """ {
                         const int64_t at = model * sizes[0] + i;
-                        starts[at] = mix(mix(mix(key[model] + GOLDEN) ^ (uint64_t)(*first + i) * SPREAD) + GOLDEN);
+                        starts[at] = mix(mix(mix(key[model] + GOLDEN) ^ (uint64_t)(*first + i) * MIX2) + GOLDEN);
                         strides[at] = mix(starts[at] + GOLDEN) | 1;
                     }""",
 )
 
 
 def is_fast(key: Tensor) -> bool:
-    """Whether the kernels are to be called: eagerly, on a CPU. Compilers make one of the arithmetic themselves."""
+    """Whether to call the kernels: eagerly, on a CPU. A compiler makes one kernel of the arithmetic by itself."""
     return not torch.compiler.is_compiling() and key.device.type == "cpu" and not num_dispatch_modes() and _defined()
 
 
@@ -99,7 +99,7 @@ def streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _defined() -> bool:
-    """Define the operators; False where the kernels cannot be had."""
+    """Define the operators; False if the kernels cannot be compiled."""
     programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS)]
     if None in programs:
         return False

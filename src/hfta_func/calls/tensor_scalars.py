@@ -1,4 +1,4 @@
-"""The mathematics of functions that PyTorch has for Python numbers only, for a number that is a tensor without axes.
+"""Functions whose numbers PyTorch takes as Python numbers only, written for numbers that are tensors without axes.
 
 Each function has the arguments of PyTorch's function of the same name.
 """
@@ -39,12 +39,12 @@ def _takes_tensor_as(*names: str) -> Callable[[Callable[..., Tensor]], Callable[
 
 
 def is_zero(rate: Any) -> bool:
-    """Whether nothing is dropped; of rates in a tensor some may be 0."""
+    """Whether nothing is dropped in any member; the rates in a tensor may be 0 for some."""
     return not isinstance(rate, Tensor) and rate == 0
 
 
 def checked(rate: Any) -> Any:
-    """The rate; of rates in a tensor NaN for those that PyTorch refuses."""
+    """The rate; a rate in a tensor becomes NaN if PyTorch would refuse it."""
     return torch.where((rate >= 0) & (rate <= 1), rate, math.nan) if isinstance(rate, Tensor) else rate
 
 
@@ -58,18 +58,18 @@ def inverse(keep: Any) -> Any:
 @_takes_tensor_as("negative_slope")
 def leaky_relu(input: Tensor, negative_slope: Any = 0.01, inplace: bool = False) -> Tensor:
     """``F.leaky_relu``."""
-    return _placed(input, lambda x: torch.where(x > 0, x, x * negative_slope), inplace)
+    return _applied(input, lambda x: torch.where(x > 0, x, x * negative_slope), inplace)
 
 
 @_takes_tensor_as("alpha")
 def _elu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
-    # Of what is not positive only: elsewhere the exponential may be infinite, and its gradient NaN.
-    return _placed(input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x))), inplace)
+    # The exponential of positive values may be infinite and its gradient NaN, so they are replaced by 0.
+    return _applied(input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x))), inplace)
 
 
 @_takes_tensor_as("alpha")
 def _celu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
-    return _placed(
+    return _applied(
         input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x) / alpha)), inplace
     )
 
@@ -83,12 +83,12 @@ def _softplus(input: Tensor, beta: Any = 1.0, threshold: Any = 20.0) -> Tensor:
 
 @_takes_tensor_as("threshold", "value")
 def _threshold(input: Tensor, threshold: Any, value: Any, inplace: bool = False) -> Tensor:
-    return _placed(input, lambda x: torch.where(x <= threshold, _like(value, x), x), inplace)
+    return _applied(input, lambda x: torch.where(x <= threshold, _like(value, x), x), inplace)
 
 
 @_takes_tensor_as("min_val", "max_val")
 def _hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Tensor:
-    return _placed(
+    return _applied(
         input,
         lambda x: torch.where(x <= min_val, _like(min_val, x), torch.where(x >= max_val, _like(max_val, x), x)),
         inplace,
@@ -309,12 +309,12 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _like(value: Any, x: Tensor) -> Tensor:
-    """A number as a tensor that functions of two tensors take besides ``x``."""
+    """A number as a tensor with the dtype and device of ``x``."""
     return value.to(x.dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
 
 
-def _placed(input: Tensor, compute: Callable[[Tensor], Tensor], inplace: bool) -> Tensor:
-    # Of a copy, because the gradient needs what is overwritten.
+def _applied(input: Tensor, compute: Callable[[Tensor], Tensor], inplace: bool) -> Tensor:
+    # On a copy, because the gradient needs the values that are overwritten.
     return input.copy_(compute(input.clone())) if inplace else compute(input)
 
 

@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 def always(case: Case) -> bool:
-    """What holds for every call."""
+    """True for every call."""
     return True
 
 
@@ -189,7 +189,7 @@ _WINDOWS = Row(
 )
 _SMALL = (_POINTWISE, _WINDOWS, _FEW, _FEW_IN, _GROUPED)
 
-# cuDNN has good kernels for few of the convolutions in groups; where it has not, they take up to 30 times as long.
+# cuDNN has fast kernels for a few convolutions in groups only; the others take up to 30 times as long.
 _CUDA_ONE_PIXEL = Row(_on("cuda", _is_one_pixel, _holds(2**13)), "matmul", "one pixel per image: a linear layer")
 _CUDA_SHRINKS = Row(_on("cuda", _shrinks_to_few_pixels), "matmul", "few pixels: one batched product")
 _CUDA_POINTWISE = Row(_on("cuda", _is_pointwise, _has_many_pixels), "sample_matmul", "1x1 filters: one batched product")
@@ -222,7 +222,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(lambda case: case.shared[0], "wide", "one shared input: all members' filters in one convolution"),
         _CUDA_ONE_PIXEL,
         _CUDA_POINTWISE._replace(when=_on("cuda", _is_pointwise, _are_sequences)),
-        # The kernel of what is transposed is that of the other one's gradient.
+        # A transposed convolution runs by the kernel that computes the gradient of an ordinary one.
         Row(_on("cuda", _is_transposed, _holds(2**20)), *_CUDA_LARGE),
         Row(_on("cuda", _is_transposed, _is_uneven(2**16)), *_CUDA_UNEVEN),
         *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, *_SMALL),
@@ -291,11 +291,11 @@ def enter(op: str, family: str, reason: str, lowering: str = "folded") -> None:
 
 def known_lowerings(name: str) -> set[str]:
     """The lowerings of an operator, a family or ``"all"`` operators; none for an unknown name."""
-    found = set()
+    lowerings = set()
     for op, rows in TABLE.items():
         if name in titles(op):
-            found |= set(LOWERINGS.get(op, ())) | {row.lowering for row in rows}
-    return found | {"loop"} if found and name not in UNLOOPED else found
+            lowerings |= set(LOWERINGS.get(op, ())) | {row.lowering for row in rows}
+    return lowerings | {"loop"} if lowerings and name not in UNLOOPED else lowerings
 
 
 def titles(op: str) -> tuple[str, ...]:

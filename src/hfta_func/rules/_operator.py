@@ -39,26 +39,26 @@ def lower_precision(*values: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(eq=False)
 class Operator:
-    """An operator ``hfta_func::<name>`` with a backward pass of its own.
+    """An operator ``hfta_func::<name>`` with a backward pass that is written for it.
 
-    Both passes are written in tensor operations that have derivatives of their own.
+    Both passes consist of tensor operations that have derivatives, too.
     """
 
     schema: str  # its signature in PyTorch's notation, positional arguments only
     forward: Callable[..., Any]
     setup_context: Callable[..., None]  # (ctx, inputs, output): saves what the backward pass needs
     backward: Callable[..., Any]  # (ctx, *grads): one gradient or None per argument
-    # Computes outputs of the right shapes and strides. With it compilers keep the operator whole; without it they see the
+    # Computes outputs of the right shapes and strides. With it graphs hold the operator as a whole; without it they hold the
     # operations of its forward pass.
     fake: Callable[..., Any] | None = None
-    # What an outer vmap sees, where the gradient of the forward pass alone is another.
+    # What an outer vmap runs, if the gradient of the forward pass alone would be wrong.
     batched: Callable[..., Any] | None = None
     lowers: bool = True  # whether autocast runs it in lower precision
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; under autocast in the lower precision if it ``lowers``, backward pass included."""
         kind = args[0].device.type
-        # An exported program runs where this package is not known.
+        # An exported program runs without this package.
         op = self.forward if torch.compiler.is_exporting() else self._op
         if not (self.lowers and torch.is_autocast_enabled(kind)):
             return op(*args)

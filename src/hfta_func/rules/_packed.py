@@ -9,7 +9,7 @@ from hfta_func._types import TraceError
 
 
 def padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For each place ``[TN]`` its packed row, for each row ``[R]`` its place, and the mask of places in use.
+    """For each padded position ``[TN]`` its packed row, for each row ``[R]`` its position, and the mask of positions in use.
 
     No value is read, so that a graph is valid for all packings of the same shapes.
     """
@@ -19,13 +19,13 @@ def padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) ->
     sources = (starts.unsqueeze(1) + sample).clamp(max=rows - 1).flatten()
     row = torch.arange(rows)
     step = torch.searchsorted(ends, row, right=True)
-    places = row + (steps * batch - starts).index_select(0, step)
+    positions = row + (steps * batch - starts).index_select(0, step)
     mask = (sample < batch_sizes.unsqueeze(1))[None, :, :, None]
-    return sources.to(device), places.to(device), mask.to(device)
+    return sources.to(device), positions.to(device), mask.to(device)
 
 
-def refuse_own(dim: int | None, what: str) -> None:
-    """Raise a TraceError if each member has its own ``what``."""
+def require_shared(dim: int | None, what: str) -> None:
+    """Raise a TraceError unless all members share ``what``."""
     if dim is not None:
         raise TraceError(
             f"each member has its own {what} of packed sequences, which decide its shape, but the members run as "

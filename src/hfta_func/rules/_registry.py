@@ -64,7 +64,7 @@ RULES: dict[str, Entry] = {}
 """Rules by operator name, ``"convolution"`` or ``"name.overload"``."""
 
 OUTSIDE: dict[str, str] = {}
-"""A digest of the code of each rule that stands outside of this package, by operator."""
+"""A digest of the code of each rule from outside this package, by operator."""
 
 DECOMPOSED: list[str] = []
 """Operators that are decomposed into others."""
@@ -85,21 +85,21 @@ def register(
 
     def add(rule: Rule) -> Rule:
         RULES[op] = Entry(rule, key, otherwise, chooses)
-        enter(op, family, (rule.__doc__ or f"by {rule.__qualname__}").partition("\n")[0])
+        enter(op, family, "the only lowering of its rule")
         return rule
 
     return add
 
 
 def register_looped(family: str, *ops: str) -> None:
-    """Have rare operators run for one member after another: those that only gradients inside ``vmap`` call."""
+    """Run rare operators for one member after another: those that only gradients inside ``vmap`` call."""
     for op in ops:
         RULES[op] = Entry(None, BATCHED, None, False)
         enter(op, family, "rare: one member after another", "loop")
 
 
 def register_decomposed(*ops: str) -> None:
-    """Have operators decomposed under ``vmap`` as PyTorch decomposes them outside of it."""
+    """Decompose operators under ``vmap`` as PyTorch decomposes them outside of it."""
     DECOMPOSED.extend(ops)
 
 
