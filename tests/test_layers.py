@@ -46,7 +46,6 @@ FILES_IN = {
             "_layout",
             "_aliasing",
             "_affine",
-            "_packed",
             "_products",
             "_windows",
             "_lowering",

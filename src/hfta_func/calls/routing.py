@@ -65,7 +65,7 @@ class routed(TorchFunctionMode):
         self._blocks: dict[int, list[random.Stream]] = {}
 
     def next_key(self, rate: Any = None) -> random.Stream:
-        """The stream of the next call site. Members with a tensor ``rate`` of 0 do not count the site, as they do not alone."""
+        """The stream of the next call site, which a member with a ``rate`` of 0, in a tensor, does not count."""
         assert self.key is not None
         self.site += 1
         if self.skipped is None:

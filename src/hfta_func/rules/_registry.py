@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hfta_func._types import TraceError
 from hfta_func.rules._lowering import enter
 
 Dims = tuple[Any, ...]
@@ -44,6 +45,14 @@ class Call(NamedTuple):
     def first_dims(self, count: int) -> Dims:
         """The first ``count`` of ``dims``; PyTorch leaves out trailing arguments that have their default value."""
         return (*self.dims, *(None,) * count)[:count]
+
+    def require_shared(self, position: int, what: str) -> None:
+        """Raise a TraceError unless members share an argument, ``what`` of packed sequences."""
+        if self.dims[position] is not None:
+            raise TraceError(
+                f"each member has its own {what} of packed sequences, which decide its shape, but the members run as "
+                f"one and need equal shapes; pack with lengths that all members share, or pad and mask"
+            )
 
 
 Rule = Callable[..., Result]

@@ -24,7 +24,6 @@ from hfta_func._torch import num_dispatch_modes
 from hfta_func._types import RandomnessError
 from hfta_func.rules import _recurrence
 from hfta_func.rules._layout import each, expand, models_first
-from hfta_func.rules._packed import padding, require_shared
 from hfta_func.rules._registry import FRONT, Call, Result, Rule, register
 
 
@@ -54,7 +53,7 @@ def _register(kind: str) -> None:
 
     def packed(call: Call, x: Tensor, batch_sizes: Tensor, hx: Any, params: list[Tensor], *options: Any) -> Result:
         """The same on padded sequences; the state of a sequence stays the same after its end."""
-        require_shared(call.dims[1], "batch_sizes")
+        call.require_shared(1, "batch_sizes")
         call = call._replace(dims=(call.dims[0], *call.dims[2:]))
         return _sequences(kind, call, x, batch_sizes, hx, params, *options, False)
 
@@ -132,7 +131,7 @@ def _layers(
     mask = positions = None
     if batch_sizes is not None:
         # [M,R,I] -> [M,TN,I] -> [M,T,N,I]
-        sources, positions, mask = padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
+        sources, positions, mask = _padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
         selected = inputs.tensor.index_select(-2, sources)
         inputs = inputs._replace(tensor=selected.unflatten(-2, mask.shape[1:3]))
     is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None
@@ -167,6 +166,22 @@ def _layers(
     # [LD,M,N,H]
     joined = tuple(torch.cat(column) for column in zip(*finals, strict=True))
     return (output, *joined), (0, *(1,) * len(joined))
+
+
+def _padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For each padded position ``[TN]`` its packed row, for each row ``[R]`` its position, and the mask of positions in use.
+
+    No value is read, so that a graph is valid for all packings of the same shapes.
+    """
+    steps = torch.arange(batch_sizes.shape[0])
+    ends = batch_sizes.cumsum(0)
+    starts, sample = ends - batch_sizes, torch.arange(batch)
+    sources = (starts.unsqueeze(1) + sample).clamp(max=rows - 1).flatten()
+    row = torch.arange(rows)
+    step = torch.searchsorted(ends, row, right=True)
+    positions = row + (steps * batch - starts).index_select(0, step)
+    mask = (sample < batch_sizes.unsqueeze(1))[None, :, :, None]
+    return sources.to(device), positions.to(device), mask.to(device)
 
 
 def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | None, ...]) -> Result:
