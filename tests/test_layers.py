@@ -24,7 +24,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 # From bottom to top inside a folder. Files that are not named stand side by side above these and import none of each
 # other, so that families of operators and optimizers stay apart.
 FILES_IN = {
-    "_kernels": ["native", "noise"],
+    "_kernels": ["native", "operators", "noise", "nonfinite", "rows"],
     "_torch": ["_release", "levels", "dispatcher", "compiler", "guards", "modules"],
     "optim": ["_base", "_kernel", "_leafwise"],
     "calls": [
@@ -46,7 +46,6 @@ FILES_IN = {
             "_layout",
             "_aliasing",
             "_affine",
-            "_packed",
             "_products",
             "_windows",
             "_lowering",

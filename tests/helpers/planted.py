@@ -71,7 +71,7 @@ PLANTED = [
     ),
     Planted(
         "what is written through a view is lost",
-        *("rules/vmap.py", "if known.front or not watch.is_torn():", "if True:"),
+        *("rules/vmap.py", "if known.models_first or not copies.is_written():", "if True:"),
         "test_promises.py::test_promise",
     ),
     Planted(
@@ -460,7 +460,7 @@ PLANTED = [
     ),
     Planted(
         "a kernel updates members that stand still",
-        *("optim/_kernel.py", "!keep || keep[model]", "1"),
+        *("_kernels/rows.py", "!keep || keep[model]", "1"),
         "test_updates.py::test_updates_in_place_are_the_same",
     ),
     Planted(
@@ -495,7 +495,7 @@ PLANTED = [
     ),
     Planted(
         "the last gradients of a leaf are not looked at",
-        *("step/failures.py", "int64_t i = 4 * part;", "int64_t i = 4 * part + 1;"),
+        *("_kernels/nonfinite.py", "int64_t i = 4 * part;", "int64_t i = 4 * part + 1;"),
         "test_failures.py::test_every_value_of_every_gradient_is_looked_at",
     ),
     Planted(
@@ -684,7 +684,7 @@ PLANTED = [
     ),
     Planted(
         "tensors beside views that are copies stay in memory while the model runs",
-        *("_torch/dispatcher.py", "own.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)", "pass"),
+        *("_torch/dispatcher.py", "alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)", "pass"),
         "test_save.py::test_copies_that_stand_for_views_are_not_held_beside_what_they_copy",
     ),
     Planted(

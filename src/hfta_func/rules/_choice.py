@@ -1,4 +1,4 @@
-"""The choice of a lowering for each call, by the table or by an override, and its explanation."""
+"""Chooses a lowering for each call, by the table or by an override, and explains the choice."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def choose(case: Case) -> Choice:
             chosen = forced, "overridden"
             break
     if chosen is None:
-        # A choice is a matter of speed, so a graph of symbolic sizes must not depend on what is compared here.
+        # A choice affects speed only, so these comparisons must not add guards to a graph of symbolic sizes.
         shapes = tuple(shape and tuple(map(expected, shape)) for shape in case.shapes)
         seen = case._replace(shapes=shapes, num_models=expected(case.num_models))
         chosen = next((row.lowering, row.reason) for row in TABLE[case.op] if row.when(seen))
