@@ -17,7 +17,7 @@ import hfta_func as hfta
 import hfta_func.rules as rules
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, OptimizerCase
 from hfta_func import tune
-from hfta_func.optim.extend import Knobs, leafwise
+from hfta_func.optim.extend import Hyperparams, leafwise
 from hfta_func.rules._extend import adopt, outside_rules
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.testing import assert_callback, assert_optimizer, assert_rule, assert_scheduler
@@ -67,7 +67,7 @@ def _closes_over(**hyperparams: Any) -> hfta.GradientTransformation:
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], average: Tensor) -> Tensor:
         return grad * k["fixed"]
 
-    return leafwise(SlowState, Knobs(SlowState, **hyperparams), rule, prepare)
+    return leafwise(SlowState, Hyperparams(SlowState, **hyperparams), rule, prepare)
 
 
 def _keeps_nothing(**hyperparams: Any) -> hfta.GradientTransformation:
