@@ -65,7 +65,8 @@ def plateau(
 ) -> Callable[[S, Any], S]:
     """Reduce a hyperparameter where the metric stops improving, as ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does.
 
-    A callback for ``fit(callbacks=[...])``. It keeps no state: the epochs so far determine which members are reduced. In a hand-written loop, call it once per epoch with a dict of metrics ``[epochs, M]``.
+    A callback for ``fit(callbacks=[...])``. It keeps no state: the epochs so far determine which members are reduced.
+    In a hand-written loop, call it once per epoch with a dict of metrics ``[epochs, M]``.
 
     Args:
         metric: Name in the history, one number per member.

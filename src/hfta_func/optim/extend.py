@@ -1,9 +1,8 @@
 """The building blocks of optimizers, for optimizers outside of this package.
 
 An optimizer is a state (a NamedTuple that begins with :data:`FIELDS`), the ranges of its hyperparameters
-(:func:`restrict`), its hyperparameters (:class:`Hyperparams`), and a rule for one parameter, which :func:`leafwise` applies to
-all parameters.
-:func:`hfta_func.testing.assert_optimizer` tests the result.
+(:func:`restrict`), the hyperparameters themselves (:class:`Hyperparams`), and a rule for one parameter, which
+:func:`leafwise` applies to all parameters. :func:`hfta_func.testing.assert_optimizer` tests the result.
 """
 
 from hfta_func._types import recorded as recorded
