@@ -72,6 +72,7 @@ FILES_IN = {
             "options",
             "chunks",
             "check",
+            "members",
             "gradients",
             "shared",
             "judge",

@@ -14,11 +14,11 @@ from hfta_func._types import HyperparameterError, Params, StackError, StateError
 from hfta_func.models.functional import bind, outline, tables_with_max_norm
 from hfta_func.models.sharing import Base, shared_of, statistics_of
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
-from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.step.gradients import NOISE
+from hfta_func.step.members import Members
 from hfta_func.step.prediction import Prediction, call, forward, predict_with
 
-_MADE = ("_run", "_runs", "_known", "_places")
+_MADE = ("_run", "_runs", "_members", "_places")
 """Attributes of an ensemble that are made anew in a copy."""
 
 
@@ -158,7 +158,7 @@ class Ensemble(nn.Module):
             )
         # That of a training step, so that both draw the same.
         key = random.fold_in(self.keys, self.calls + NOISE if training else ~self.calls)
-        output, buffers = call(self._run, self._known, stacked, common, key, args, kwargs, batch_dims)
+        output, buffers = call(self._run, self._members, stacked, common, key, args, kwargs, batch_dims)
         if training:
             with torch.no_grad():
                 self.calls += 1
@@ -249,8 +249,8 @@ class Ensemble(nn.Module):
         self._places = [[(path, self.array.place(path)) for path in paths] for paths in kinds]
         modes = tuple(module.training for module in self._model[0].modules())
         if modes not in runs:
-            runs[modes] = bind(self._model[0], forward, share_frozen=bool(self._base)), AliasFacts()
-        self._run, self._known = runs[modes]
+            runs[modes] = bind(self._model[0], forward, share_frozen=bool(self._base)), Members()
+        self._run, self._members = runs[modes]
         self._writes_tables = bool(tables_with_max_norm(self._model[0]))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import can_look
 from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import BatchError, Params, Shared, StateError, Tree
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.rules._aliasing import AliasFacts
-from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import check_batch, copied, plain, restored, spread
-from hfta_func.step.check import unwritten
+from hfta_func.step.members import Members
 from hfta_func.step.state import TrainState, stacked
 
 
@@ -164,13 +161,15 @@ def predict_with(
     batch_dims: Tree,
 ) -> Prediction:
     """What members predict by ``run``, see :func:`call`."""
-    known = AliasFacts()
-    return gather(lambda *args, **kwargs: call(run, known, stacked, common, keys, args, kwargs, batch_dims)[0], batches)
+    members = Members()
+    return gather(
+        lambda *args, **kwargs: call(run, members, stacked, common, keys, args, kwargs, batch_dims)[0], batches
+    )
 
 
 def call(
     run: Callable[..., Any],
-    known: AliasFacts,
+    members: Members,
     stacked: Stacked,
     common: tuple[Params, Params],
     keys: Tensor,
@@ -189,18 +188,16 @@ def call(
     check_batch(
         dims, tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, tree), keys.shape[0], "the input"
     )
-    # The first call finds out whether a model writes its parameters.
-    if can_look(keys) and not known.tried:
-        params, shared = copied((params, shared))
 
     def member(key: Tensor, params: Params, buffers: Params, tree: Tree) -> tuple[Any, Params]:
-        own = restored(copied(tree), given)
-        return run(params, buffers, *own["args"], key=key, **own["kwargs"])
+        inputs = restored(copied(tree), given)
+        return run(params, buffers, *inputs["args"], key=key, **inputs["kwargs"])
 
     axes = dict.fromkeys(params, 0) | dict.fromkeys((*shared, *base), None)
-    in_dims = (0, axes, 0, spread(dims, tree))
-    with unwritten(params | shared):
-        return vmap_routed(member, in_dims, known)(keys, params | shared | base, stacked.buffers, tree)
+    mapped = members.vmap(member, (0, axes, 0, spread(dims, tree)))
+    return members.guard(
+        keys, lambda params, shared: mapped(keys, params | shared | base, stacked.buffers, tree), params, shared
+    )
 
 
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
