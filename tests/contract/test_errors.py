@@ -505,7 +505,7 @@ WRONG_LENGTH = {
     "clip_grad_norm": (lambda: hfta.optim.clip_grad_norm([1.0]), "max_norm has 1 values"),
     "chain": (lambda: hfta.chain(hfta.optim.clip_grad_norm(1.0), hfta.adam(lr=[1.0] * 4)), "lr has 4 values"),
     "schedule": (lambda: hfta.sgd(lr=schedules.cosine([0.1, 0.2], 5)), "lr has 2 values"),
-    "knob of a schedule": (lambda: hfta.sgd(lr=schedules.step_lr(0.1, [5, 6])), "step_size has 2 values"),
+    "hyperparameter of a schedule": (lambda: hfta.sgd(lr=schedules.step_lr(0.1, [5, 6])), "step_size has 2 values"),
     "schedule in a schedule": (
         lambda: hfta.sgd(lr=schedules.warmup(schedules.cosine(0.1, [5, 6]), 5)),
         "T_max has 2 values",
@@ -554,7 +554,7 @@ def test_replacing_hyperparameters(new, fragments):
         ([0.1, 0.2], ["lr has 2 values but the array has 3 models"]),
         ({"value": [0.1, 0.1, -0.1]}, ["model 2: lr is -0.1; it must be at least 0"]),
         ({"gamma": NAN}, ["gamma is nan; it must be a finite number"]),
-        ({"T_max": 5}, ["unknown knob 'T_max' of the schedule of lr", "value, step_size, gamma"]),
+        ({"T_max": 5}, ["unknown hyperparameter 'T_max' of the schedule of lr", "value, step_size, gamma"]),
     ],
 )
 def test_replacing_hyperparameters_of_a_schedule(new, fragments):

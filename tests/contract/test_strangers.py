@@ -9,6 +9,7 @@ import inspect
 import warnings
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -17,11 +18,11 @@ import hfta_func as hfta
 import hfta_func.rules as rules
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, OptimizerCase
 from hfta_func import tune
-from hfta_func.optim.extend import Knobs, leafwise
+from hfta_func.optim.extend import Hyperparams, leafwise
 from hfta_func.rules._extend import adopt, outside_rules
 from hfta_func.rules._registry import OUTSIDE
-from hfta_func.testing import assert_callback, assert_optimizer, assert_rule, assert_scheduler
-from strangers import callback, optimizer, rule, scheduler
+from hfta_func.testing import assert_callback, assert_executor, assert_optimizer, assert_rule, assert_scheduler
+from strangers import callback, executor, optimizer, rule, scheduler
 from strangers.optimizer import Slow, SlowState, slow
 
 HYPERPARAMS = {"lr": [0.1, 0.2, 0.3], "alpha": [0.9, 0.5, 0.0], "mix": [1.0, 0.5, 2.0]}
@@ -67,7 +68,7 @@ def _closes_over(**hyperparams: Any) -> hfta.GradientTransformation:
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], average: Tensor) -> Tensor:
         return grad * k["fixed"]
 
-    return leafwise(SlowState, Knobs(SlowState, **hyperparams), rule, prepare)
+    return leafwise(SlowState, Hyperparams(SlowState, **hyperparams), rule, prepare)
 
 
 def _keeps_nothing(**hyperparams: Any) -> hfta.GradientTransformation:
@@ -322,6 +323,78 @@ def test_a_callback_that_breaks_a_law(make: Any, message: str) -> None:
         assert_callback(make)
 
 
+def test_an_executor_from_outside_keeps_the_laws() -> None:
+    assert_executor(executor.LastFirst())
+
+
+class Swaps(executor.LastFirst):
+    def wait(self, timeout: float | None = None) -> tuple[int, Any]:
+        call, answer = super().wait(timeout)
+        return call ^ 1, answer
+
+
+class Repeats(executor.LastFirst):
+    def submit(self, function: Any, limit: int = 0, /, **arguments: Any) -> int:
+        super().submit(function, limit, **arguments)
+        return 0
+
+
+class Keeps(executor.LastFirst):
+    def wait(self, timeout: float | None = None) -> tuple[int, Any]:
+        # The first call first, so that dropped ones come before others.
+        self._calls = dict(reversed(self._calls.items()))
+        return super().wait(timeout)
+
+    def forget(self, function: Any = None) -> None:
+        pass
+
+
+class Stringifies(executor.LastFirst):
+    def wait(self, timeout: float | None = None) -> tuple[int, Any]:
+        call, answer = super().wait(timeout)
+        return call, str(answer) if isinstance(answer, Exception) else answer
+
+
+class Rounds(executor.LastFirst):
+    def wait(self, timeout: float | None = None) -> tuple[int, Any]:
+        call, answer = super().wait(timeout)
+        return call, optree.tree_map(_rounded, answer) if isinstance(answer, dict) else answer
+
+
+def _rounded(leaf: Any) -> Any:
+    is_double = isinstance(leaf, Tensor) and leaf.dtype == torch.float64
+    return leaf.float().double() if is_double else leaf
+
+
+class ClosesOnce(executor.LastFirst):
+    def close(self) -> None:
+        del self._numbers
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (type("Idle", (executor.LastFirst,), {"count": 0}), "law 'attributes': count is 0; it is the number of calls"),
+        (
+            type("Uneven", (executor.LastFirst,), {"limits": (3,)}),
+            r"law 'attributes': limits are \(3,\); give one for each worker, or none",
+        ),
+        (Repeats, r"law 'calls are answered by number': three calls have the numbers \[0, 0, 0\]"),
+        (Swaps, r"law 'calls are answered by number': calls \[0, 1, 2\] were answered as \[3, 0, 1\]"),
+        (
+            Stringifies,
+            "law 'calls are answered by number': 6 / 0 is answered with 'division by zero', at first; answer",
+        ),
+        (Keeps, "law 'dropped calls are not answered': call .* with seed=2 is answered as call .* with {'seed': 1}"),
+        (Rounds, r"law 'a run is the same': model \d: state\."),
+        (ClosesOnce, "law 'closing twice is closing once': AttributeError"),
+    ],
+)
+def test_an_executor_that_breaks_a_law(kind: type[executor.LastFirst], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_executor(kind())
+
+
 def build(fixed: Any, members: Any) -> tune.Array:
     def factory() -> torch.nn.Module:
         return torch.nn.Linear(4, 1)
@@ -389,7 +462,7 @@ def test_a_study_names_a_scheduler_that_breaks_its_contract() -> None:
         study(broken_scheduler(lambda cohort: everyone(cohort, "wait"))())
 
 
-@pytest.mark.parametrize("module", [optimizer, rule, scheduler, callback])
+@pytest.mark.parametrize("module", [optimizer, rule, scheduler, callback, executor])
 def test_strangers_use_public_names_only(module: Any) -> None:
     assert "._" not in "\n".join(line for line in inspect.getsource(module).splitlines() if "import" in line)
     assert copy.deepcopy(slow(lr=[0.1, 0.2])).init is not None

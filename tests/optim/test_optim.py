@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, SHAPES, OptimizerCase, ours, theirs
 from hfta_func.optim import _leafwise
-from hfta_func.optim.extend import FIELDS, Knobs, Range, leafwise, restrict
+from hfta_func.optim.extend import FIELDS, Hyperparams, Range, leafwise, restrict
 
 M, STEPS = 3, 100
 CASES = [pytest.param(case, id=case.name) for case in OPTIMIZERS + MATRIX_OPTIMIZERS]
@@ -56,11 +56,11 @@ def test_ranges_belong_to_the_optimizer() -> None:
     restrict(first, alpha=Range.POSITIVE, lr=Range.DECAY)
     states = []
     for owner in (first, second):
-        knobs = Knobs(owner, lr=0.5, alpha=1.0)
+        knobs = Hyperparams(owner, lr=0.5, alpha=1.0)
         states.append(leafwise(owner, knobs, lambda grad, param, k, average: grad).init({"w": torch.ones(M, 2)}))
     message = "alpha is -1.0; it must be positive"
     with pytest.raises(hfta.HyperparameterError, match=message):
-        Knobs(first, alpha=-1.0)
+        Hyperparams(first, alpha=-1.0)
     with pytest.raises(hfta.HyperparameterError, match=message):
         hfta.with_hyperparams(states[0], alpha=-1.0)
     with pytest.raises(hfta.HyperparameterError, match=r"lr is 2\.0; it must be at least 0 and below 1"):
@@ -83,10 +83,10 @@ def test_ranges_belong_to_the_optimizer() -> None:
 def test_a_rule_without_a_form_in_c_is_named(rule: Any, found: str) -> None:
     owner = namedtuple("Owner", [*FIELDS, "average"])
     params = {"w": torch.ones(M, 2)}
-    own = leafwise(owner, Knobs(owner, lr=0.5), rule)
+    own = leafwise(owner, Hyperparams(owner, lr=0.5), rule)
     with pytest.raises(TypeError, match=f"calls {found}, which has no form in C.*lerp.*or pass elementwise=False"):
         own.update(params, own.init(params), params)
-    whole = leafwise(owner, Knobs(owner, lr=0.5), rule, elementwise=False)
+    whole = leafwise(owner, Hyperparams(owner, lr=0.5), rule, elementwise=False)
     assert whole.update(params, whole.init(params), params)[0]["w"].shape == (M, 2)
 
 
@@ -128,8 +128,8 @@ def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Without a kernel, large leaves are updated member by member, and larger ones in pieces; here all are, or none."""
     if request.param != "kernel":
         monkeypatch.setenv("HFTA_FUNC_NATIVE", "0")
-    monkeypatch.setattr(_leafwise, "_ROWS", 1 << 60 if request.param == "together" else 1)
-    monkeypatch.setattr(_leafwise, "_PIECE", 2 if request.param == "in pieces" else 1 << 60)
+    monkeypatch.setattr(_leafwise, "_MEMBER_SIZE", 1 << 60 if request.param == "together" else 1)
+    monkeypatch.setattr(_leafwise, "_PIECE_SIZE", 2 if request.param == "in pieces" else 1 << 60)
 
 
 @pytest.mark.usefixtures("one_by_one")

@@ -93,8 +93,8 @@ def _torch_updates(case: OptimizerCase, params: dict[str, Tensor], all_grads: li
 @pytest.mark.parametrize("case", CASES)
 def test_large_leaves_are_updated_in_parts(case: OptimizerCase, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFTA_FUNC_NATIVE", "0")
-    monkeypatch.setattr(_leafwise, "_ROWS", 1)
-    monkeypatch.setattr(_leafwise, "_PIECE", piece)
+    monkeypatch.setattr(_leafwise, "_MEMBER_SIZE", 1)
+    monkeypatch.setattr(_leafwise, "_PIECE_SIZE", piece)
     optimizer = ours(case)
     params = {"matrix": torch.randn(M, 5, 3), "vector": torch.randn(M, 7), "cube": torch.randn(M, 2, 3, 2)}
     all_grads = _grads(params)[:3]
@@ -130,8 +130,8 @@ def _muon_by_hand(param: Tensor, grads: list[Tensor], lr: float, decay: float, m
 @pytest.mark.parametrize("rows", [1, 1 << 60])
 @pytest.mark.parametrize("shape", [(6, 4), (3, 5)])
 def test_orthogonal_updates(shape: tuple[int, int], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_leafwise, "_ROWS", rows)
-    monkeypatch.setattr(_leafwise, "_PIECE", 1)
+    monkeypatch.setattr(_leafwise, "_MEMBER_SIZE", rows)
+    monkeypatch.setattr(_leafwise, "_PIECE_SIZE", 1)
     lr, decay, momentum = [0.1, 0.2, 0.3], [0.0, 0.1, 0.5], [0.9, 0.5, 0.0]
     # Of the last member, the norm is below the least to divide by.
     size, eps = torch.tensor([1.0, 1e3, 1e-4]).reshape(-1, 1, 1), 1e-2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hfta_func as hfta
-from hfta_func.optim.extend import FIELDS, Knobs, Range, decay_mean, leafwise, recorded, restrict
+from hfta_func.optim.extend import FIELDS, Hyperparams, Range, decay_mean, leafwise, recorded, restrict
 
 SlowState = namedtuple("SlowState", [*FIELDS, "average"])
 restrict(SlowState, alpha=Range.DECAY, mix=Range.NONNEGATIVE)
@@ -23,7 +23,7 @@ def slow(lr: hfta.PerModel = 0.1, alpha: hfta.PerModel = 0.9, mix: hfta.PerModel
         decay_mean(average, grad, k["1-alpha"])
         return grad + k["mix"] * average
 
-    return leafwise(SlowState, Knobs(SlowState, lr=lr, alpha=alpha, mix=mix), rule)
+    return leafwise(SlowState, Hyperparams(SlowState, lr=lr, alpha=alpha, mix=mix), rule)
 
 
 class Slow(torch.optim.Optimizer):
