@@ -17,9 +17,9 @@ PROGRAM = """
 import os, pathlib, signal, sys, time
 import hfta_func as hfta
 from hfta_func import cluster, tune
-from test_executors import LAWS
-from test_pool import once
-from test_tune import SPACE, STUDY, build, told
+from executor_laws import LAWS
+from kills import once
+from studies import SPACE, STUDY, build, told
 
 folder, kills = pathlib.Path(sys.argv[1]), sys.argv[2] == "kill"
 options = STUDY | {"scheduler": tune.hyperband(), "max_models": 4, "resume": folder / "study"}
