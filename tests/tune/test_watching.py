@@ -13,7 +13,7 @@ import hfta_func as hfta
 pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]'")
 
 from hfta_func import tune
-from test_tune import SPACE, STUDY, build
+from studies import SPACE, STUDY, build
 
 
 class BrokenOff(Exception):
