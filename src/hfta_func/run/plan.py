@@ -62,7 +62,7 @@ class Plan(NamedTuple):
         return self.shared + num_models * self.held + _line(self.sizes, self.peaks, num_models)
 
     def __str__(self) -> str:
-        rows = [("models", "ms", "ms per model", "MiB", "")]
+        rows: list[tuple[str, ...]] = [("models", "ms", "ms per model", "MiB", "")]
         for size in sorted({*self.sizes, self.num_models} - {0}):
             numbers = 1e3 * self.time(size), 1e3 * self.time(size) / size
             how = "" if size in self.sizes else "predicted"

@@ -198,8 +198,9 @@ def run(
         stack.callback(members.jobs.fall_back)
         study = Study(members, session, metrics, directions, rank)
         search = Search(study, scheduler, cohorts, range(seed, seed + seeds), batch, max_models)
-        folder = stack.enter_context(StudyFolder(resume, about)) if resume is not None else None
-        if folder is not None:
+        folder = None
+        if resume is not None:
+            folder = stack.enter_context(StudyFolder(resume, about))
             index = folder.restore(study.population)
             if index is not None:
                 session.replay(index["events"])
