@@ -217,7 +217,7 @@ def _best(study: Study) -> list[str]:
         epoch = max(study.population.members[member].epoch for member in trial.members)
         values = (f"{name} {value:.5g}" for name, value in zip(study.metrics, trial.values[-1], strict=True))
         rows.append(("", str(trial.number), trial.status, f"epoch {epoch}", *values, _shown(trial.params)))
-    return text_table(rows, "<>>>" + "<" * (len(study.metrics) + 1)).splitlines() if rows else []
+    return text_table(rows, "<>>>" + "<" * (len(study.metrics) + 1)).splitlines()
 
 
 def _shown(params: Mapping[str, Any]) -> str:

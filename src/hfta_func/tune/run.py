@@ -66,11 +66,11 @@ def population(
         ...     state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
         ...     return tune.Array(step, state, hfta.ArrayLoader(x, 16, seeds=seeds))
         >>> table = {"lr": [1e-3, 1e-2, 1e-1, 1e-2], "width": [8, 8, 8, 16]}
-        >>> found = tune.population(build, table, nonfusible=["width"], max_models=8)
-        >>> found.fit(epochs=2)
-        >>> best = found.keep(top=0.5, by="loss", direction="minimize")
-        >>> found.fit(epochs=2)
-        >>> [found.members[number].epoch for number in best]
+        >>> members = tune.population(build, table, nonfusible=["width"], max_models=8)
+        >>> members.fit(epochs=2)
+        >>> best = members.keep(top=0.5, by="loss", direction="minimize")
+        >>> members.fit(epochs=2)
+        >>> [members.members[number].epoch for number in best]
         [4, 4]
     """
     return Population(build, nonfusible, max_models, seed, table, executor)
