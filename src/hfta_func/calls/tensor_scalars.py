@@ -23,7 +23,7 @@ class Replacement(NamedTuple):
 
 
 TENSOR_SCALAR_FUNCTIONS: dict[str, Replacement] = {}
-"""What replaces a function of PyTorch, by its name."""
+"""Replacements, by the name of PyTorch's function."""
 
 
 def _takes_tensor_as(*names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
