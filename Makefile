@@ -56,7 +56,9 @@ test-xla: export PJRT_DEVICE := CPU
 test-xla: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 test-xla: $(XLA_STAMP)
 	$(XLA_PYTHON) -m pytest -n auto tests/test_xla.py
-	$(XLA_PYTHON) -m pytest -n auto -m "not exhaustive" $(foreach name,checkpoint contract data fit layers random rules stack,tests/test_$(name).py)
+	$(XLA_PYTHON) -m pytest -n auto -m "not exhaustive" \
+		$(foreach name,contract/test_contract models/test_checkpoint models/test_stack rules/test_rules run/test_data run/test_fit \
+		test_layers test_random,tests/$(name).py)
 
 # `make wheel TORCH=2.9.0` tests the wheel with the oldest PyTorch supported, whose packages are some GB.
 wheel: $(STAMP)
@@ -65,7 +67,7 @@ wheel: $(STAMP)
 SAMPLE ?= 200
 
 mutants: $(STAMP)
-	$(PYTHON) tests/mutants.py --sample $(SAMPLE)
+	$(PYTHON) tests/helpers/mutants.py --sample $(SAMPLE)
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check

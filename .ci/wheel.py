@@ -21,10 +21,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ["pytest", "pytest-timeout", "pytest-xdist"]
-TESTS = ["callbacks", "data", "fit", "schedules", "stack"]
+TESTS = [
+    "models/test_stack.py",
+    "optim/test_schedules.py",
+    *(f"run/test_{name}.py" for name in ("callbacks", "data", "fit")),
+]
 """Files of tests that reach most of the public names in a minute; doctests reach the rest."""
 EXTRAS = "adapters,plot,tensorboard,tune"
-HELPERS = ["cases.py", "conftest.py", "oracle.py", "schedule_cases.py", "typed_user.py"]
+HELPERS = ["conftest.py", "typed_user.py", *(f"helpers/{name}.py" for name in ("cases", "oracle", "schedule_cases"))]
 
 
 def build(folder: Path) -> Path:
@@ -70,8 +74,9 @@ def test(wheel: Path, python: str, torch: str | None) -> None:
         (folder / "tests").mkdir()
         for file in ("pyproject.toml", "conftest.py"):
             shutil.copy(ROOT / file, folder)
-        for file in [*HELPERS, *(f"test_{name}.py" for name in TESTS)]:
-            shutil.copy(ROOT / "tests" / file, folder / "tests")
+        for file in [*HELPERS, *TESTS]:
+            (folder / "tests" / file).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / "tests" / file, folder / "tests" / file)
         shutil.copy(ROOT / ".ci" / "test_installed.py", folder / "tests")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         pytest = [own, "-m", "pytest", "-p", "no:cacheprovider"]

@@ -34,10 +34,10 @@ NAMES = {
     "JAX": "JAX",
     "HFTA": "HFTA",
 }
-"""The opponents of an array, as tables name them."""
+"""The alternatives to an array, as tables name them."""
 BASES = {
-    "fused": "the loop updates by fused kernels, Adadelta by `foreach`",
-    None: "the loop updates one parameter after another, as PyTorch does on a CPU if nothing is said",
+    "fused": "the loop uses fused optimizer kernels, and `foreach` for Adadelta",
+    None: "the loop updates one parameter after another, the default of PyTorch on a CPU",
 }
 STYLES = {
     SERIAL: ("0.3", "-"),
@@ -118,12 +118,12 @@ def is_older(part: dict[str, Any]) -> bool:
 
 
 def mark(part: dict[str, Any], parts: Sequence[dict[str, Any]]) -> str:
-    """What stands behind the name of a workload whose rows are older than the code, where others are not."""
+    """The mark of a workload whose rows are older than the code, if other workloads' rows are not."""
     return f" {DAGGER}" if is_older(part) and not all(map(is_older, parts)) else ""
 
 
 def about(parts: Sequence[dict[str, Any]], machine: str = "") -> str:
-    """What figures rest on: rounds and seconds, the day, the commit, the loop, and whether the code has changed."""
+    """How figures were measured: rounds and seconds, day, commit and loop, and whether the code has changed since."""
     rows = [row for own in measured(parts).values() for row in own]
     enough = [row["measured"] for row in rows if "measured" in row]
     seconds = f" and {min(enough):.1f} s or more" if len(enough) == len(rows) else ""
@@ -136,9 +136,9 @@ def about(parts: Sequence[dict[str, Any]], machine: str = "") -> str:
     text = f"{machine}{each if machine else each.capitalize()}, measured on {days} at {', '.join(commits)}; {loops}."
     older = [is_older(part) for part in parts]
     if all(older):
-        text += " The code that was timed is not known to be the same still."
+        text += " The code may have changed since."
     elif any(older):
-        text += f" Rows with {DAGGER} were measured with code that is not known to be the same still."
+        text += f" Rows with {DAGGER} were measured with code that may have changed since."
     return textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 

@@ -1,4 +1,4 @@
-"""The table in README: arrays against the best of their opponents at the same M."""
+"""The table in README: arrays against the fastest alternative at the same M."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def gpus(results: dict[str, dict[str, Any]]) -> str:
 
 
 def speed(results: dict[str, dict[str, Any]], columns: dict[str, str] = SIZES, every: bool = False) -> str:
-    """The table, and what its figures rest on.
+    """The table, and how its figures were measured.
 
     Args:
         results: The sweeps by name.
         columns: The name of the results of each size.
-        every: Whether a workload has a row for each M at which other opponents were measured than at its largest, too.
+        every: Whether a workload also has rows for smaller M, if more or other alternatives were measured there.
     """
     found = {size: results[key] for size, key in columns.items() if key in results}
     rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -57,7 +57,7 @@ def speed(results: dict[str, dict[str, Any]], columns: dict[str, str] = SIZES, e
 
 
 def _cells(rows: dict[str, Any]) -> list[str]:
-    """Of an array, eager and compiled, and of the best of its opponents, the loop itself among them."""
+    """The cells of the eager and the compiled array, and of the fastest alternative, including the loop itself."""
     others = [mode for mode in NAMES if counts(mode, rows.get(mode, {}))]
     best = max(others, key=lambda mode: rows[mode]["ratio"], default=None)
     ours = [times(ratio(rows, mode)) for mode in (EAGER, COMPILED)]

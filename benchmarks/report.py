@@ -96,7 +96,7 @@ def _section(key: str, found: dict[str, Any]) -> str:
         _table(found, largest),
     ]
     if others:
-        parts += ["Smaller arrays, against as many alternatives or more:", _table(found, others)]
+        parts += ["Smaller arrays that were compared with at least as many alternatives:", _table(found, others)]
     parts += ["Eager / compiled, over the number of models:", _growth(found)]
     return "\n\n".join([*parts, f"[![Speed-up over the number of models, {key}](speed-{key}.png)](speed-{key}.png)"])
 

@@ -160,6 +160,7 @@ def test_draws_do_not_depend_on_threads_or_the_global_generator():
 
 
 # The compiler's own code meets this one.
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_draws_are_the_eager_ones():
     def everything(keys, data):
@@ -350,6 +351,7 @@ def test_normal_draws_copy_their_table_to_a_device_once(compiled, tables):
     assert len(graphs) == compiled
 
 
+@pytest.mark.exhaustive
 def test_compiled_draws_do_not_compile_again_when_another_device_draws(tables):
     torch._dynamo.reset()
     run = torch.compile(hfta.vmap(lambda key: random.normal(key, (7,))), fullgraph=True, backend="eager")
@@ -494,6 +496,8 @@ def test_noise_comes_from_the_member_s_key(name, shared):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.exhaustive(unless="nn.Dropout$")
+@pytest.mark.thirds
 @pytest.mark.parametrize("name", [*CALLS, *FURTHER_CALLS])
 def test_compiled_noise_comes_from_the_member_s_key(name):
     call = {**CALLS, **FURTHER_CALLS}[name]
@@ -855,6 +859,7 @@ def test_every_operator_that_draws_is_routed_or_refused():
     assert not set(ROUTED) & set(REFUSED)
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_call_sites_go_on_after_a_gradient_inside_the_loss(compiled, monkeypatch):
     def factory():
@@ -875,6 +880,7 @@ def test_call_sites_go_on_after_a_gradient_inside_the_loss(compiled, monkeypatch
     assert torch.equal(losses(16), losses(1))
 
 
+@pytest.mark.exhaustive(ids="-aot_eager")
 @pytest.mark.parametrize("backend", ["", "aot_eager"])
 @pytest.mark.parametrize("num_models", [1, 3])
 def test_an_inner_vmap_has_its_own_randomness(num_models, backend):

@@ -26,7 +26,7 @@ from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
 from hfta_func.rules import _choice, _lowering
 from hfta_func.run import trainer, trainers
 from rule_cases import RULE_CASES, RuleCase
-from test_rules import check_against_loop
+from rule_checks import check_against_loop
 
 SEEDS = [11, 7, 1002]
 ALL = [pytest.param(case, id=case.name) for case in RULE_CASES]
@@ -164,6 +164,7 @@ def _shapes_of_the_loop(case: RuleCase, inputs: list[Tensor]) -> list[tuple[int,
     return [(len(inputs[0]), *output.shape) for output in _tuple(case.func(*(x[0] for x in inputs)))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a symbol of libc10.so")
 @pytest.mark.usefixtures("fake_cuda")
 @pytest.mark.parametrize("case", UNPACKED)
@@ -308,6 +309,7 @@ def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, refusing(getattr(torch, name)))
 
 
+@pytest.mark.exhaustive(ids="^(cnn|transformer)", unless="-plain-True")
 @pytest.mark.usefixtures("meta", "no_numbers")
 @pytest.mark.parametrize(("name", "option", "donate"), CASES)
 def test_a_step_waits_for_nothing(name: str, option: str, donate: bool) -> None:
@@ -334,6 +336,7 @@ MIXED = {
 }
 
 
+@pytest.mark.exhaustive(ids="^(cnn|transformer)", unless="bfloat16")
 @pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize("option", MIXED)
 @pytest.mark.parametrize("name", WORKLOADS)

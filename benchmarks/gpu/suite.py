@@ -21,7 +21,7 @@ from benchmarks.gpu.plugin import ORDER
 
 STAGE, ALL = "tests", "all"
 """The name of the stage, and the key of the row that is written when all tests have run."""
-FILES = {"cuda": "tests/test_gpu.py", "cpu": "tests/test_many.py"}
+FILES = {"cuda": "tests/test_gpu.py", "cpu": "tests/step/test_many.py"}
 """What is run on a device; on a CPU, where the command is only rehearsed, a file that is quick."""
 START = 25.0
 """Seconds until the first test runs."""

@@ -1,8 +1,8 @@
 """Hyperparameters that depend on the number of updates: ``optimizer(lr=schedule)``.
 
-Every argument is one number or one number per member, kept in the state. Each member counts its own updates, from 0: the
-``last_epoch`` of ``torch.optim.lr_scheduler`` if ``scheduler.step()`` follows every ``optimizer.step()``. :func:`plateau`
-depends on a metric instead and is a callback.
+Every argument is one number or one number per member, kept in the state. The count is the number of updates that a member
+has made, from 0: the ``last_epoch`` of ``torch.optim.lr_scheduler`` if ``scheduler.step()`` follows every
+``optimizer.step()``. :func:`plateau` depends on a metric instead and is a callback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import PerModel, Schedule, recorded
-from hfta_func.optim._base import Knobs, Range, check_choice, restrict
+from hfta_func.optim._base import Hyperparams, Range, check_choice, restrict
 from hfta_func.optim._hyperparams import plateau as plateau
 
 restrict(Schedule, step_size=Range.POSITIVE, T_max=Range.POSITIVE, T_0=Range.POSITIVE, T_mult=Range.AT_LEAST_ONE)
@@ -34,8 +34,8 @@ def values(schedule: Schedule, counts: Sequence[int]) -> Tensor:
         >>> values(linear([1.0, 2.0], total_iters=4, start_factor=0.5), [0, 2])
         tensor([0.5000, 1.5000], dtype=torch.float64)
     """
-    knobs = Knobs(Schedule, value=schedule)
-    return knobs.at(knobs.init({"": torch.empty(len(counts), 0)}), torch.tensor(counts))["value"]
+    hyperparams = Hyperparams(Schedule, value=schedule)
+    return hyperparams.at(hyperparams.init({"": torch.empty(len(counts), 0)}), torch.tensor(counts))["value"]
 
 
 @recorded
@@ -65,8 +65,10 @@ def step_lr(value: PerModel, step_size: PerModel, gamma: PerModel = 0.1) -> Sche
         >>> values(step_lr(1.0, step_size=10, gamma=0.5), [9, 10, 20])
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
-    knobs = {"value": value, "step_size": step_size, "gamma": gamma}
-    return Schedule(knobs, lambda count, value, step_size, gamma: value * gamma ** torch.floor(count / step_size))
+    return Schedule(
+        {"value": value, "step_size": step_size, "gamma": gamma},
+        lambda count, value, step_size, gamma: value * gamma ** torch.floor(count / step_size),
+    )
 
 
 @recorded
@@ -82,10 +84,10 @@ def multistep(value: PerModel, milestones: Sequence[PerModel], gamma: PerModel =
         >>> values(multistep(1.0, milestones=[10, 15], gamma=0.5), [9, 10, 15])
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
-    places = {f"milestone{i}": place for i, place in enumerate(milestones, 1)}
+    named = {f"milestone{i}": milestone for i, milestone in enumerate(milestones, 1)}
     return Schedule(
-        {"value": value, "gamma": gamma, **places},
-        lambda count, value, gamma, **places: value * gamma ** sum((count >= at).double() for at in places.values()),
+        {"value": value, "gamma": gamma, **named},
+        lambda count, value, gamma, **named: value * gamma ** sum((count >= at).double() for at in named.values()),
     )
 
 
@@ -123,7 +125,7 @@ def linear(
     return Schedule(
         {"value": value, "total_iters": total_iters, "start_factor": start_factor, "end_factor": end_factor},
         lambda count, value, total_iters, start_factor, end_factor: (
-            value * _line(start_factor, end_factor, _share(count, total_iters))
+            value * _line(start_factor, end_factor, _progress(count, total_iters))
         ),
     )
 
@@ -141,8 +143,10 @@ def polynomial(value: PerModel, total_iters: PerModel, power: PerModel = 1.0) ->
         >>> values(polynomial(1.0, total_iters=10, power=2.0), [0, 5, 20])
         tensor([1.0000, 0.2500, 0.0000], dtype=torch.float64)
     """
-    knobs = {"value": value, "total_iters": total_iters, "power": power}
-    return Schedule(knobs, lambda count, value, total_iters, power: value * (1 - _share(count, total_iters)) ** power)
+    return Schedule(
+        {"value": value, "total_iters": total_iters, "power": power},
+        lambda count, value, total_iters, power: value * (1 - _progress(count, total_iters)) ** power,
+    )
 
 
 @recorded
@@ -158,18 +162,20 @@ def cosine(value: PerModel, T_max: PerModel, eta_min: PerModel = 0.0) -> Schedul
         >>> values(cosine(1.0, T_max=100), [0, 50, 100])
         tensor([1.0000, 0.5000, 0.0000], dtype=torch.float64)
     """
-    knobs = {"value": value, "T_max": T_max, "eta_min": eta_min}
-    return Schedule(knobs, lambda count, value, T_max, eta_min: _half_cosine(value, eta_min, count / T_max))
+    return Schedule(
+        {"value": value, "T_max": T_max, "eta_min": eta_min},
+        lambda count, value, T_max, eta_min: _half_cosine(value, eta_min, count / T_max),
+    )
 
 
 @recorded
 def cosine_restarts(value: PerModel, T_0: PerModel, T_mult: PerModel = 1, eta_min: PerModel = 0.0) -> Schedule:
-    """Half a cosine, restarted again and again, as in ``torch.optim.lr_scheduler.CosineAnnealingWarmRestarts``.
+    """Half a cosine, restarted periodically, as in ``torch.optim.lr_scheduler.CosineAnnealingWarmRestarts``.
 
     Args:
         value: Value at count 0 and after every restart.
         T_0: Updates until the first restart.
-        T_mult: Length of each cosine relative to the one before, at least 1.
+        T_mult: Length of each cosine relative to the previous one, at least 1.
         eta_min: Lowest value.
 
     Example:
@@ -204,7 +210,7 @@ def one_cycle(
     final_div_factor: PerModel = 1e4,
     three_phase: bool = False,
 ) -> Schedule:
-    """Rise to ``max_lr`` and decay to far below the initial value, as ``torch.optim.lr_scheduler.OneCycleLR`` does.
+    """Rise to ``max_lr``, then decay to far below the initial value, as ``torch.optim.lr_scheduler.OneCycleLR`` does.
 
     Args:
         max_lr: Highest value.
@@ -213,7 +219,7 @@ def one_cycle(
         anneal_strategy: Shape of the curve between two values.
         div_factor: Highest value over initial value.
         final_div_factor: Initial value over last value.
-        three_phase: Return to the initial value as fast as it rose, before decaying to the last one.
+        three_phase: After the rise, return to the initial value at the same speed, then decay to the last value.
 
     Raises:
         HyperparameterError: if ``anneal_strategy`` is unknown.
@@ -227,22 +233,21 @@ def one_cycle(
         Smith and Topin, "Super-convergence: very fast training of neural networks using large learning rates", 2019.
     """
     check_choice("anneal_strategy", anneal_strategy, ("cos", "linear"))
-
-    knobs = {"max_lr": max_lr, "total_steps": total_steps, "pct_start": pct_start}
-    knobs |= {"div_factor": div_factor, "final_div_factor": final_div_factor}
+    hyperparams = {"max_lr": max_lr, "total_steps": total_steps, "pct_start": pct_start}
+    hyperparams |= {"div_factor": div_factor, "final_div_factor": final_div_factor}
     curve = _half_cosine if anneal_strategy == "cos" else _line
 
     def at(count: Tensor, **k: Tensor) -> Tensor:
         first = k["max_lr"] / k["div_factor"]
         last, top, end = first / k["final_div_factor"], k["pct_start"] * k["total_steps"] - 1, k["total_steps"] - 1
         back = 2 * top if three_phase else end
-        rise = curve(first, k["max_lr"], _share(count, top))
-        fall = curve(k["max_lr"], first if three_phase else last, _share(count - top, back - top))
+        rise = curve(first, k["max_lr"], _progress(count, top))
+        fall = curve(k["max_lr"], first if three_phase else last, _progress(count - top, back - top))
         if three_phase:
-            fall = torch.where(count <= back, fall, curve(first, last, _share(count - back, end - back)))
+            fall = torch.where(count <= back, fall, curve(first, last, _progress(count - back, end - back)))
         return torch.where(count <= top, rise, fall)
 
-    return Schedule(knobs, at)
+    return Schedule(hyperparams, at)
 
 
 @recorded
@@ -263,7 +268,7 @@ def warmup(after: PerModel, steps: PerModel, start_factor: PerModel = 1 / 3) -> 
     after = after if isinstance(after, Schedule) else constant(after)
 
     def at(count: Tensor, after: Callable[[Tensor], Tensor], steps: Tensor, start_factor: Tensor) -> Tensor:
-        return _line(start_factor, 1, _share(count, steps)) * after((count - steps).clamp(min=0))
+        return _line(start_factor, 1, _progress(count, steps)) * after((count - steps).clamp(min=0))
 
     return Schedule({"after": after, "steps": steps, "start_factor": start_factor}, at)
 
@@ -287,13 +292,14 @@ def chain(first: Schedule, *others: Schedule) -> Schedule:
     return Schedule({"first": first, **{f"factor{i}": other for i, other in enumerate(others, 1)}}, at)
 
 
-def _share(count: Tensor, total: Tensor) -> Tensor:
+def _progress(count: Tensor, total: Tensor) -> Tensor:
+    """The fraction of ``total`` updates that are made."""
     return (count / total).clamp(0.0, 1.0)
 
 
-def _line(start: Tensor, end: Tensor | float, share: Tensor) -> Tensor:
-    return start + (end - start) * share
+def _line(start: Tensor, end: Tensor | float, progress: Tensor) -> Tensor:
+    return start + (end - start) * progress
 
 
-def _half_cosine(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
-    return end + (start - end) * (1 + torch.cos(math.pi * share)) / 2
+def _half_cosine(start: Tensor, end: Tensor, progress: Tensor) -> Tensor:
+    return end + (start - end) * (1 + torch.cos(math.pi * progress)) / 2

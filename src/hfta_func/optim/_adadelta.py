@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_square, leafwise
 
 AdadeltaState = namedtuple("AdadeltaState", [*FIELDS, "square_avg", "acc_delta"])
@@ -45,7 +45,7 @@ def adadelta(
     References:
         Zeiler, "Adadelta: an adaptive learning rate method", arXiv:1212.5701, 2012.
     """
-    knobs = Knobs(AdadeltaState, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
+    hyperparams = Hyperparams(AdadeltaState, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay)
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, deltas: Tensor) -> Tensor:
         decay_square(square, k["rho"], grad, k["1-rho"])
@@ -53,4 +53,4 @@ def adadelta(
         decay_square(deltas, k["rho"], delta, k["1-rho"])
         return delta
 
-    return leafwise(AdadeltaState, knobs.without_zeros("weight_decay"), rule, maximize=maximize)
+    return leafwise(AdadeltaState, hyperparams.without_zeros("weight_decay"), rule, maximize=maximize)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._tree import per_model
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs, Range, check, per_member, restrict
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, check, per_member, restrict
 from hfta_func.optim._leafwise import FIELDS, leafwise
 
 AdagradState = namedtuple("AdagradState", [*FIELDS, "sum"])
@@ -48,7 +48,7 @@ def adagrad(
     References:
         Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and stochastic optimization", JMLR 2011.
     """
-    knobs = Knobs(AdagradState, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
+    hyperparams = Hyperparams(AdagradState, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
     check("initial_accumulator_value", initial_accumulator_value, Range.NONNEGATIVE)
 
     def start(path: str, param: Tensor) -> Tensor:
@@ -64,4 +64,6 @@ def adagrad(
         total.add_(grad * grad)
         return grad / total.sqrt().add_(k["eps"])
 
-    return leafwise(AdagradState, knobs.without_zeros("weight_decay"), rule, prepare, start=start, maximize=maximize)
+    return leafwise(
+        AdagradState, hyperparams.without_zeros("weight_decay"), rule, prepare, start=start, maximize=maximize
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._base import GradientTransformation, Hyperparams
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
 AdamState = namedtuple("AdamState", [*FIELDS, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
@@ -49,7 +49,7 @@ def adam(
         Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015.
         Reddi et al., "On the convergence of Adam and beyond", ICLR 2018 (``amsgrad``).
     """
-    knobs = Knobs(AdamState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    hyperparams = Hyperparams(AdamState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         # The bias correction of the root moves into numbers per member, outside the leaves.
@@ -62,9 +62,9 @@ def adam(
         largest = most[0].clamp_min_(square) if most else square
         return mean / largest.sqrt().add_(k["eps"])
 
-    knobs, unused = knobs.without_zeros("weight_decay"), () if amsgrad else ("max_exp_avg_sq",)
+    hyperparams, unused = hyperparams.without_zeros("weight_decay"), () if amsgrad else ("max_exp_avg_sq",)
     decoupled = decoupled_weight_decay
-    return leafwise(AdamState, knobs, rule, prepare, unused=unused, decoupled=decoupled, maximize=maximize)
+    return leafwise(AdamState, hyperparams, rule, prepare, unused=unused, decoupled=decoupled, maximize=maximize)
 
 
 @recorded

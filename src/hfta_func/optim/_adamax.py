@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._base import GradientTransformation, Hyperparams
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 
 AdamaxState = namedtuple("AdamaxState", [*FIELDS, "exp_avg", "exp_inf"])
@@ -44,7 +44,7 @@ def adamax(
     References:
         Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015, section 7.1.
     """
-    knobs = Knobs(AdamaxState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    hyperparams = Hyperparams(AdamaxState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["step"] = -at["lr"] / (1 - at["beta1"] ** count)
@@ -54,4 +54,4 @@ def adamax(
         largest.mul_(k["beta2"]).clamp_min_(grad.abs().add_(k["eps"]))
         return mean / largest
 
-    return leafwise(AdamaxState, knobs.without_zeros("weight_decay"), rule, prepare, maximize=maximize)
+    return leafwise(AdamaxState, hyperparams.without_zeros("weight_decay"), rule, prepare, maximize=maximize)

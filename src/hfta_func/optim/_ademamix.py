@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
 AdEMAMixState = namedtuple("AdEMAMixState", [*FIELDS, "exp_avg", "exp_avg_slow", "exp_avg_sq"])
@@ -53,7 +53,9 @@ def ademamix(
         Pagliardini, Ablin and Grangier, "The AdEMAMix optimizer: better, faster, older", ICLR 2025, algorithm 1.
     """
     rates = dict(zip(("beta1", "beta2", "beta3"), betas, strict=True))
-    knobs = Knobs(AdEMAMixState, lr=lr, **rates, eps=eps, weight_decay=weight_decay, alpha=alpha, warmup=warmup)
+    hyperparams = Hyperparams(
+        AdEMAMixState, lr=lr, **rates, eps=eps, weight_decay=weight_decay, alpha=alpha, warmup=warmup
+    )
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         part = torch.where(count < at["warmup"], count / at["warmup"], 1.0)
@@ -72,5 +74,5 @@ def ademamix(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return (fast + slow * k["mix"]).div_(square.sqrt().add_(k["eps"]))
 
-    knobs = knobs.without_zeros("weight_decay")
-    return leafwise(AdEMAMixState, knobs, rule, prepare, decoupled=True, maximize=maximize)
+    hyperparams = hyperparams.without_zeros("weight_decay")
+    return leafwise(AdEMAMixState, hyperparams, rule, prepare, decoupled=True, maximize=maximize)

@@ -8,6 +8,7 @@ data. Scalars are float64, because bias corrections such as ``1 - beta ** t`` lo
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -23,10 +24,10 @@ Update = Callable[[Params, Tree, Params], tuple[Params, Tree]]
 """``update(grads, opt_state, params) -> (updates, opt_state)``."""
 
 Renew = Callable[[Params, Tree, Params, "Tensor | None", bool, bool], tuple[Params, Tree]]
-"""``renew(grads, opt_state, params, keep, donate, apply) -> (params, opt_state)``, all of an update in one go.
+"""``renew(grads, opt_state, params, keep, donate, apply) -> (params, opt_state)``: a whole update in one call.
 
-Members where ``keep`` (``bool[M]``, None is all) is False retain parameters and state. With ``donate`` the results may be
-written into the arguments. Without ``apply`` the first result is the updates.
+Members where ``keep`` (``bool[M]``; None updates all) is False retain their parameters and state. With ``donate`` the results
+may be written into the arguments. Without ``apply`` the first result is the updates, and parameters do not change.
 """
 
 
@@ -36,7 +37,7 @@ class GradientTransformation(NamedTuple):
     Args:
         init: ``init(params) -> opt_state``.
         update: ``update(grads, opt_state, params) -> (updates, opt_state)``.
-        renew: :data:`Renew`, where that is faster than what is made of ``update``.
+        renew: A :data:`Renew`, if it is faster than calling ``update`` and applying the result.
     """
 
     init: Callable[[Params], Tree]
@@ -98,21 +99,23 @@ def renew(
     donate: bool = False,
     apply: bool = True,
 ) -> tuple[Params, Tree]:
-    """Call a transformation's :data:`Renew`, or do the same by its ``update``.
+    """Call a transformation's :data:`Renew`, or do the same with its ``update``.
 
-    Inside transforms nothing is written, whatever ``donate``: the caller does that at the end.
+    Inside transforms ``donate`` has no effect: the caller writes the results at the end.
     """
     donate = donate and not inside_transform()
     if transformation.renew is not None:
         return transformation.renew(grads, opt_state, params, keep, donate, apply)
     updates, new = transformation.update(grads, opt_state, params)
-    found, old = ((apply_updates(params, updates), new), (params, opt_state)) if apply else ((new,), (opt_state,))
+    before, after = (params, opt_state), (apply_updates(params, updates), new)
+    if not apply:
+        before, after = before[1:], after[1:]
     if keep is not None:
-        found = where(keep, found, old)
+        after = where(keep, after, before)
     if donate:
-        write(old, found)
-        found = old
-    return (found[0] if apply else updates), found[-1]
+        write(before, after)
+        after = before
+    return (after[0] if apply else updates), after[-1]
 
 
 class Range(enum.Enum):
@@ -131,25 +134,25 @@ _COMMON: dict[str, Range] = {
     **dict.fromkeys(("lr", "eps", "weight_decay", "momentum"), Range.NONNEGATIVE),
     **dict.fromkeys(("beta1", "beta2"), Range.DECAY),
 }
-"""Ranges of the names that most optimizers have, where an optimizer declares no other."""
+"""Ranges of names that many optimizers use, unless an optimizer declares another range."""
 
 _RANGES: dict[type, dict[str, Range]] = {}
 
 
 def restrict(owner: type, **ranges: Range) -> None:
-    """Declare the ranges of an optimizer's own hyperparameters; those that are not declared may be any finite number.
+    """Declare the ranges of an optimizer's hyperparameters; one without a range may be any finite number.
 
     Args:
-        owner: The class of the optimizer's state, by which :func:`with_hyperparams` finds the ranges again; for the knobs of
-            schedules, :class:`~hfta_func.Schedule`.
-        ranges: By name.
+        owner: The class of the optimizer's state, by which :func:`with_hyperparams` looks the ranges up; for the
+            hyperparameters of schedules, :class:`~hfta_func.Schedule`.
+        ranges: The range of each hyperparameter, by name.
 
     Example:
         >>> from collections import namedtuple
-        >>> from hfta_func.optim.extend import FIELDS, Knobs, Range, restrict
+        >>> from hfta_func.optim.extend import FIELDS, Hyperparams, Range, restrict
         >>> SlowState = namedtuple("SlowState", [*FIELDS, "average"])
         >>> restrict(SlowState, alpha=Range.DECAY)
-        >>> Knobs(SlowState, lr=0.1, alpha=2.0)
+        >>> Hyperparams(SlowState, lr=0.1, alpha=2.0)
         Traceback (most recent call last):
         hfta_func._types.HyperparameterError: alpha is 2.0; it must be at least 0 and below 1
     """
@@ -157,16 +160,16 @@ def restrict(owner: type, **ranges: Range) -> None:
 
 
 def range_of(owner: type, name: str) -> Range:
-    """The range of a hyperparameter of an optimizer whose state is of the class ``owner``."""
+    """The range of a hyperparameter of an optimizer whose state is of class ``owner``."""
     return _RANGES.get(owner, {}).get(name) or _COMMON.get(name, Range.FINITE)
 
 
-class Knobs:
-    """The hyperparameters of one transformation: given once, kept in its state, read at each update.
+class Hyperparams:
+    """The hyperparameters of one transformation: given when it is made, kept in its state, read at each update.
 
     Args:
         owner: The class of the state, for which :func:`restrict` has declared ranges.
-        specs: For each a number, one number per member, or a schedule.
+        specs: By name, a number, one number per member, or a schedule.
 
     Raises:
         HyperparameterError: if a number is NaN or out of its range.
@@ -181,32 +184,32 @@ class Knobs:
     def __contains__(self, name: str) -> bool:
         return name in self.specs
 
-    def without(self, *names: str) -> Knobs:
-        """The same without ``names``."""
-        return Knobs(self.owner, **{name: spec for name, spec in self.specs.items() if name not in names})
+    def without(self, *names: str) -> Hyperparams:
+        """The same hyperparameters without ``names``."""
+        return Hyperparams(self.owner, **{name: spec for name, spec in self.specs.items() if name not in names})
 
-    def without_zeros(self, *names: str) -> Knobs:
-        """The same without those of ``names`` that are the plain number 0, so that their terms are not computed."""
+    def without_zeros(self, *names: str) -> Hyperparams:
+        """The same without each of ``names`` that is the plain number 0, so that its term is not computed."""
         return self.without(
             *(name for name in names if isinstance(self.specs[name], int | float) and self.specs[name] == 0)
         )
 
     def init(self, params: Params) -> dict[str, Any]:
-        """Vectors ``float64[M]`` to keep in the state; raises if one has another length than M."""
+        """Vectors ``float64[M]`` to keep in the state; raises if a length is not M."""
         count, device = num_models(params), next(iter(params.values())).device
         return {name: vector(name, spec, count, device) for name, spec in self.specs.items()}
 
-    def at(self, held: Mapping[str, Any], count: Tensor) -> dict[str, Tensor]:
-        """The values ``float64[M]`` after ``count`` (``int64[M]``) updates."""
-        values = {name: _read(spec, held[name], count) for name, spec in self.specs.items()}
-        for name, value in values.items():
+    def at(self, values: Mapping[str, Any], count: Tensor) -> dict[str, Tensor]:
+        """The numbers ``float64[M]`` after ``count`` (``int64[M]``) updates, from the values in the state."""
+        numbers = {name: _read(spec, values[name], count) for name, spec in self.specs.items()}
+        for name, value in numbers.items():
             if not isinstance(value, Tensor) or value.shape != count.shape:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__qualname__
                 raise HyperparameterError(
                     f"the schedule of {name} returned {got}, not one number per model {list(count.shape)}; compute it "
                     f"from the count, which has shape {list(count.shape)}"
                 )
-        return values
+        return numbers
 
     def decays(self) -> list[str]:
         """The names of the decay rates."""
@@ -219,7 +222,7 @@ def zero_count(params: Params) -> Tensor:
 
 
 def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: Range) -> Tensor:
-    """A plain hyperparameter as ``float64[M]``; raises if it is a schedule, out of range or has another length than M."""
+    """A plain hyperparameter as ``float64[M]``; raises if it is a schedule, out of range, or its length is not M."""
     if isinstance(spec, Schedule):
         raise HyperparameterError(
             f"{name} is a schedule, which goes into an optimizer when it is made; here give one number, or one per model"
@@ -228,18 +231,22 @@ def per_member(name: str, spec: Any, count: int, device: torch.device, allowed: 
     return vector(name, spec, count, device)
 
 
-def labels(name: str, knobs: Iterable[str], allowed: Range) -> dict[str, tuple[str, Range]]:
-    """The name and range that each knob of a schedule is checked by; the first knob is the hyperparameter's initial value."""
+def labels(name: str, inner_names: Iterable[str], allowed: Range) -> dict[str, tuple[str, Range]]:
+    """The label and range that each hyperparameter of the schedule of ``name`` is checked by.
+
+    The first one is the initial value of ``name`` itself.
+    """
     return {
-        knob: (knob, range_of(Schedule, knob)) if position else (name, allowed) for position, knob in enumerate(knobs)
+        inner: (inner, range_of(Schedule, inner)) if position else (name, allowed)
+        for position, inner in enumerate(inner_names)
     }
 
 
 def check(name: str, spec: Any, allowed: Range) -> None:
-    """Raise unless every number is in the range. The length is checked where M is known."""
+    """Raise unless every number is in the range. :func:`vector` checks the length, once M is known."""
     if isinstance(spec, Schedule):
-        for knob, (label, its_range) in labels(name, spec.knobs, allowed).items():
-            check(label, spec.knobs[knob], its_range)
+        for inner, (label, inner_range) in labels(name, spec.knobs, allowed).items():
+            check(label, spec.knobs[inner], inner_range)
         return
     try:
         values = torch.as_tensor(spec, dtype=torch.float64)
@@ -257,7 +264,7 @@ def check(name: str, spec: Any, allowed: Range) -> None:
 
 
 def _numbers(values: Tensor) -> list[float]:
-    """The values, read outside of transforms, since PyTorch 2.9 cannot read them inside a gradient."""
+    """The values as floats, read outside of transforms because PyTorch 2.9 cannot read them inside a gradient."""
     while is_wrapped(values):
         values = get_unwrapped(values)
     with outside_transforms():
@@ -265,18 +272,18 @@ def _numbers(values: Tensor) -> list[float]:
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raise unless an option has one of its values."""
+    """Raise unless an option is one of its choices."""
     if value not in choices:
         raise HyperparameterError(f"{name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
 
 
 def vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
-    """One number per member, ``float64[count]``; of a schedule, its knobs by name."""
+    """One number per member, ``float64[count]``; for a schedule, its hyperparameters by name."""
     if isinstance(spec, Schedule):
         named = labels(name, spec.knobs, Range.FINITE)
-        return {knob: vector(label, spec.knobs[knob], count, device) for knob, (label, _) in named.items()}
+        return {inner: vector(label, spec.knobs[inner], count, device) for inner, (label, _) in named.items()}
     if device.type == "meta":
-        # Only the structure of the state is wanted, whatever M is.
+        # Only the structure of the state is needed, so the length may differ from M.
         return torch.empty(count, dtype=torch.float64, device=device)
     values = torch.as_tensor(spec, dtype=torch.float64).to(device)
     if values.dim() and values.shape[0] != count:
@@ -286,14 +293,12 @@ def vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
     return values.expand(count).clone()
 
 
-def _read(spec: Any, held: Any, count: Tensor) -> Tensor:
+def _read(spec: Any, values: Any, count: Tensor) -> Tensor:
     if not isinstance(spec, Schedule):
-        return held
-    knobs: dict[str, Any] = {}
-    for knob, inner in spec.knobs.items():
+        return values
+    arguments: dict[str, Any] = {name: values[name] for name in spec.knobs}
+    for name, inner in spec.knobs.items():
         if isinstance(inner, Schedule):
             # The outer schedule chooses the count at which it reads the inner one.
-            knobs[knob] = lambda at, inner=inner, knob=knob: _read(inner, held[knob], at)
-        else:
-            knobs[knob] = held[knob]
-    return spec.value(count, **knobs)
+            arguments[name] = functools.partial(_read, inner, values[name])
+    return spec.value(count, **arguments)

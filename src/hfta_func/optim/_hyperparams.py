@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from hfta_func._types import HPARAMS, HYPERPARAMS, HyperparameterError, Shared
+from hfta_func._types import HPARAMS, HYPERPARAMS, SIGNS, HyperparameterError, Shared, direction_of
 from hfta_func.optim._base import Range, check, check_choice, labels, per_member, range_of, vector
 from hfta_func.optim._transforms import PartitionState
 
@@ -18,14 +18,14 @@ Numbers = float | Sequence[float] | Tensor
 
 
 def with_hyperparams(state: S, **new: Any) -> S:
-    """The same state with other hyperparameters. A compiled step is not compiled again.
+    """A copy of the state with other hyperparameters. A compiled step is not recompiled.
 
     Args:
         state: A training or optimizer state.
         new: By name, a number, one number per member, or a function of the current values, ``float64[M] -> float64[M]``.
-            For a schedule, these replace its initial value, and a dict replaces its knobs by name. Where the optimizer and
-            the loss function both have an ``lr``, it is the optimizer's, and ``"hparams.lr"`` is the loss function's;
-            ``"shared.lr"`` is that of parameters which members share.
+            For a schedule, these replace its initial value, and a dict replaces its hyperparameters by name. If the
+            optimizer and the loss function both have an ``lr``, then ``"lr"`` is the optimizer's and ``"hparams.lr"`` the
+            loss function's. ``"shared.lr"`` is the ``lr`` of the optimizer of shared parameters.
 
     Raises:
         HyperparameterError: if no part of the state has a hyperparameter of that name, or a value is NaN, out of range
@@ -65,8 +65,8 @@ def plateau(
 ) -> Callable[[S, Any], S]:
     """Reduce a hyperparameter where the metric stops improving, as ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does.
 
-    A callback for ``fit(callbacks=[...])`` that keeps no state of its own: all epochs so far determine which members are
-    due now. In a hand-written loop, call it once per epoch with a dict of metrics ``[epochs, M]``.
+    A callback for ``fit(callbacks=[...])``. It keeps no state: the epochs so far determine which members are reduced.
+    In a hand-written loop, call it once per epoch with a dict of metrics ``[epochs, M]``.
 
     Args:
         metric: Name in the history, one number per member.
@@ -78,7 +78,7 @@ def plateau(
         threshold_mode: Whether the threshold is relative to the best value.
         cooldown: Epochs after a reduction in which the lack of improvement does not count.
         min_lr: Lower bound of the hyperparameter.
-        eps: Reductions up to this are not made.
+        eps: Smaller reductions are not made.
 
     Returns:
         ``callback(state, history) -> state``, for training and optimizer states.
@@ -95,45 +95,44 @@ def plateau(
         >>> state.hyperparams["lr"]
         tensor([0.0100, 0.2000], dtype=torch.float64)
     """
-    check_choice("mode", mode, ("min", "max"))
+    sign = SIGNS[direction_of(mode)]
     check_choice("threshold_mode", threshold_mode, ("rel", "abs"))
     numbers = {"factor": factor, "patience": patience, "threshold": threshold, "cooldown": cooldown}
     numbers |= {"min_lr": min_lr, "eps": eps}
     for name, number in numbers.items():
         check(name, number, Range.DECAY if name == "factor" else Range.FINITE)
-    sign = 1 if mode == "min" else -1
 
     def is_due(metrics: Tensor, k: dict[str, Tensor], since: Tensor) -> Tensor:
         best, bad = torch.full_like(k["eps"], math.inf), torch.zeros_like(k["eps"])
-        resting, due = bad, bad > 0
+        cooling, due = bad, bad > 0
         for epoch, value in enumerate(sign * metrics):
             limit = best * (1 - sign * k["threshold"]) if threshold_mode == "rel" else best - k["threshold"]
             better = value < limit
             best = torch.where(better, value, best)
-            # Members that came later have missed the epochs before.
-            bad = torch.where(better | (resting > 0) | (since > epoch), 0.0, bad + 1)
+            # A member that joined the array later has not seen the earlier epochs.
+            bad = torch.where(better | (cooling > 0) | (since > epoch), 0.0, bad + 1)
             due = bad > k["patience"]
-            bad, resting = bad * ~due, torch.where(due, k["cooldown"], (resting - 1).clamp(min=0))
+            cooling = torch.where(due, k["cooldown"], (cooling - 1).clamp(min=0))
+            bad = bad * ~due
         return due
 
     def callback(state: S, history: Any) -> S:
         metrics = history[metric].detach().double()
         since = torch.zeros(metrics.shape[1:2])
-        # Values of a loop of one's own, in a dict, are those of the members there are.
+        # A hand-written loop passes a dict whose metrics already have one column per present member.
         if hasattr(history, "members") and metrics.shape[1:] == history.seeds.shape:
             metrics, since = metrics[:, history.members], history.since[history.members]
 
-        def reduced(held: Tensor) -> Tensor:
-            if metrics.shape[1:] != held.shape:
+        def reduced(value: Tensor) -> Tensor:
+            if metrics.shape[1:] != value.shape:
                 raise HyperparameterError(
                     f"metric '{metric}' has shape {list(metrics.shape[1:])} per epoch but {hyperparameter} has "
-                    f"{list(held.shape)}; plateau needs one number per model"
+                    f"{list(value.shape)}; plateau needs one number per model"
                 )
-            k = {name: vector(name, number, len(held), held.device) for name, number in numbers.items()}
-            lower = torch.maximum(held * k["factor"], k["min_lr"])
-            return torch.where(
-                is_due(metrics.to(held.device), k, since.to(held.device)) & (held - lower > k["eps"]), lower, held
-            )
+            k = {name: vector(name, number, len(value), value.device) for name, number in numbers.items()}
+            lower = torch.maximum(value * k["factor"], k["min_lr"])
+            due = is_due(metrics.to(value.device), k, since.to(value.device))
+            return torch.where(due & (value - lower > k["eps"]), lower, value)
 
         return with_hyperparams(state, **{hyperparameter: reduced})
 
@@ -144,10 +143,9 @@ def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
     if isinstance(node, PartitionState):
         return PartitionState({name: _replace_group(name, child, new, known) for name, child in node.groups.items()})
     if isinstance(node, Shared):
-        own = {name.removeprefix("shared."): value for name, value in new.items() if name.startswith("shared.")}
-        found: set[str] = set()
-        changed = node._replace(opt_state=_replace(node.opt_state, own, found))
-        known |= {f"shared.{name}" for name in found}
+        shared_known: set[str] = set()
+        changed = node._replace(opt_state=_replace(node.opt_state, _under("shared", new), shared_known))
+        known |= {f"shared.{name}" for name in shared_known}
         return changed
     if not isinstance(node, tuple):
         return node
@@ -155,14 +153,12 @@ def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
     if names is None:
         return tuple(_replace(child, new, known) for child in node)
     fields: dict[str, Any] = {}
-    # The loss function's come last: a plain name that the optimizer has is the optimizer's.
+    # The loss function's come last, because a plain name that the optimizer has is the optimizer's.
     for field, value in sorted(zip(names, node, strict=True), key=lambda pair: pair[0] == HPARAMS):
         if field == HPARAMS:
-            own = {name: new[name] for name in value if name in new and name not in known}
-            own |= {name: new[f"{field}.{name}"] for name in value if f"{field}.{name}" in new}
-            fields[field] = value | {
-                name: _renew(name, value[name], given, Range.FINITE) for name, given in own.items()
-            }
+            changes = {name: new[name] for name in value if name in new and name not in known}
+            changes |= {name: new[f"{field}.{name}"] for name in value if f"{field}.{name}" in new}
+            fields[field] = value | {name: _renew(name, value[name], x, Range.FINITE) for name, x in changes.items()}
             known.update(value, (f"{field}.{name}" for name in value))
         elif field in HYPERPARAMS:
             known.update(value)
@@ -176,22 +172,28 @@ def _replace(node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
 
 def _replace_group(group: str, node: Any, new: Mapping[str, Any], known: set[str]) -> Any:
     """A value for ``"group.name"`` takes precedence over one for ``"name"``."""
-    own = {name.removeprefix(f"{group}."): value for name, value in new.items() if name.startswith(f"{group}.")}
-    found: set[str] = set()
-    changed = _replace(node, {**new, **own}, found)
-    known |= found | {f"{group}.{name}" for name in found}
+    group_known: set[str] = set()
+    changed = _replace(node, {**new, **_under(group, new)}, group_known)
+    known |= group_known | {f"{group}.{name}" for name in group_known}
     return changed
 
 
-def _renew(name: str, held: Any, value: Any, allowed: Range) -> Any:
-    if isinstance(held, Tensor):
-        value = value(held) if callable(value) else value
-        return per_member(name, value, held.shape[0], held.device, allowed).to(held.dtype)
-    changes = value if isinstance(value, Mapping) else {next(iter(held)): value}
-    unknown = [knob for knob in changes if knob not in held]
+def _under(prefix: str, new: Mapping[str, Any]) -> dict[str, Any]:
+    """The values for ``"prefix.name"``, by ``"name"``."""
+    return {name.removeprefix(f"{prefix}."): value for name, value in new.items() if name.startswith(f"{prefix}.")}
+
+
+def _renew(name: str, old: Any, value: Any, allowed: Range) -> Any:
+    if isinstance(old, Tensor):
+        value = value(old) if callable(value) else value
+        return per_member(name, value, old.shape[0], old.device, allowed).to(old.dtype)
+    changes = value if isinstance(value, Mapping) else {next(iter(old)): value}
+    unknown = [inner for inner in changes if inner not in old]
     if unknown:
-        raise HyperparameterError(f"unknown knob '{unknown[0]}' of the schedule of {name}; it has {', '.join(held)}")
+        raise HyperparameterError(
+            f"unknown hyperparameter '{unknown[0]}' of the schedule of {name}; it has {', '.join(old)}"
+        )
     return {
-        knob: _renew(label, held[knob], changes[knob], its_range) if knob in changes else held[knob]
-        for knob, (label, its_range) in labels(name, held, allowed).items()
+        inner: _renew(label, old[inner], changes[inner], inner_range) if inner in changes else old[inner]
+        for inner, (label, inner_range) in labels(name, old, allowed).items()
     }

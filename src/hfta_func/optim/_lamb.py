@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._tree import per_model
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._base import GradientTransformation, Hyperparams
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
 LambState = namedtuple("LambState", [*FIELDS, "exp_avg", "exp_avg_sq"])
@@ -46,7 +46,7 @@ def lamb(
     References:
         You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020, algorithm 2.
     """
-    knobs = Knobs(LambState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    hyperparams = Hyperparams(LambState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["left1"], at["left2"] = 1 - at["beta1"] ** count, 1 - at["beta2"] ** count
@@ -63,4 +63,4 @@ def lamb(
         ratio = torch.where((length > 0) & (step > 0), length / step, 1.0)
         return direction.mul_(per_model(ratio, param))
 
-    return leafwise(LambState, knobs, rule, prepare, maximize=maximize, elementwise=False)
+    return leafwise(LambState, hyperparams, rule, prepare, maximize=maximize, elementwise=False)

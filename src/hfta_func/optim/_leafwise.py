@@ -1,4 +1,4 @@
-"""What optimizers share that apply one rule to every parameter, so that each file holds only its rule."""
+"""Makes an optimizer from a rule for one parameter, so that each optimizer's file holds only its rule."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from hfta_func._torch import can_look, inside_transform, num_dispatch_modes
 from hfta_func._tree import per_model, where, write_leaf
 from hfta_func._types import Params
-from hfta_func.optim._base import GradientTransformation, Knobs, zero_count
+from hfta_func.optim._base import GradientTransformation, Hyperparams, zero_count
 from hfta_func.optim._kernel import Kernel
 
 FIELDS = "step", "hyperparams"
-"""The fields that every state begins with: updates made by each member ``int64[M]``, and hyperparameters by name."""
+"""The first fields of every state: the number of updates of each member, ``int64[M]``, and hyperparameters by name."""
 
-_ROWS = 1 << 15
-"""From this many elements per member on, a CPU is faster member by member, with hyperparameters as scalars."""
+_MEMBER_SIZE = 1 << 15
+"""From this many elements per member, a CPU is faster member by member, with hyperparameters as Python floats."""
 
-_PIECE = 1 << 20
-"""A member is updated in pieces of about this many elements, which keeps a rule's temporary tensors small."""
+_PIECE_SIZE = 1 << 20
+"""A large member is updated in pieces of about this many elements, to keep the rule's temporary tensors small."""
 
 
 def decay_mean(mean: Tensor, grad: Tensor, share: Any) -> Tensor:
     """``mean = (1 - share) * mean + share * grad`` in place."""
-    # PyTorch has no batching rules for lerp_ and addcmul_, and a rule whose numbers are tensors may run under vmap.
+    # PyTorch has no batching rules for lerp_ and addcmul_, and a rule with tensors as numbers may run under vmap.
     return mean.lerp_(grad, share) if isinstance(share, float) else mean.add_((grad - mean).mul_(share))
 
 
@@ -40,7 +40,7 @@ def decay_square(square: Tensor, decay: Any, grad: Tensor, share: Any) -> None:
 
 def leafwise(
     state: Callable[..., Any],
-    knobs: Knobs,
+    knobs: Hyperparams,
     rule: Callable[..., Tensor],
     prepare: Callable[..., tuple[Tensor, ...] | None] = lambda at, count: None,
     *,
@@ -54,19 +54,19 @@ def leafwise(
     """A transformation from the update rule of one parameter.
 
     Args:
-        state: NamedTuple of ``FIELDS``, the carried numbers, and the slots: tensors beside each parameter.
-        knobs: The hyperparameters. ``weight_decay``, if among them, is applied here.
+        state: NamedTuple of ``FIELDS``, the carried numbers, and the slots, which hold one tensor per parameter.
+        knobs: The hyperparameters. ``leafwise`` itself applies ``weight_decay``, if there is one.
         rule: ``rule(grad, param, k, *slots) -> direction`` over ``[M, ...]``, which updates its slots in place; the
             parameter's update is ``k["step"] * direction``. ``k`` holds numbers by name: tensors that broadcast, or
             floats for one member. Besides the hyperparameters these are ``"1-beta1"`` and the like for every decay rate.
         prepare: ``prepare(at, count, *carried) -> carried`` adds the other numbers that the rule needs to ``at``, vectors
             ``float64[M]`` by name; ``count`` numbers the update, from 1. ``step`` is ``-lr`` unless it is set here.
-        unused: Slots that stay empty and that the rule does not get.
+        unused: Slots that stay empty and are not passed to the rule.
         carried: Vectors ``float64[M]`` that are carried from update to update. They start at one.
         start: ``start(path, param)`` is the initial value of a slot, zero by default.
         decoupled: Subtract ``lr * weight_decay`` times the parameter instead of adding weight decay to the gradient.
         maximize: Maximize instead of minimize.
-        elementwise: Whether the rule treats every entry independently, so that it may get a part of a parameter.
+        elementwise: Whether the rule treats every element independently, so that it may be given a part of a parameter.
     """
     slots = [name for name in state._fields if name not in (*FIELDS, *carried)]  # pyright: ignore
     used = [name for name in slots if name not in unused]
@@ -227,12 +227,12 @@ class _Numbers:
     def pieces(self, leaf: Tensor, elementwise: bool) -> list[tuple[tuple[slice, ...], dict[str, float]]]:
         """Index and floats of each member or part of one; empty where all members at once are faster."""
         size = leaf[0].numel()
-        if size < _ROWS or not can_look(self.at["step"]):
+        if size < _MEMBER_SIZE or not can_look(self.at["step"]):
             return []
         members = [*enumerate(self._by_member())]
-        if not elementwise or leaf.dim() == 1 or size <= _PIECE:
+        if not elementwise or leaf.dim() == 1 or size <= _PIECE_SIZE:
             return [((slice(member, member + 1),), k) for member, k in members]
-        length = max(1, leaf.shape[1] * _PIECE // size)
+        length = max(1, leaf.shape[1] * _PIECE_SIZE // size)
         starts = range(0, leaf.shape[1], length)
         return [((slice(member, member + 1), slice(at, at + length)), k) for member, k in members for at in starts]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._base import GradientTransformation, Hyperparams
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 
 LionState = namedtuple("LionState", [*FIELDS, "exp_avg"])
@@ -43,11 +43,11 @@ def lion(
     References:
         Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2.
     """
-    knobs = Knobs(LionState, lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
+    hyperparams = Hyperparams(LionState, lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], mean: Tensor) -> Tensor:
         direction = torch.lerp(mean, grad, k["1-beta1"]).sign_()
         decay_mean(mean, grad, k["1-beta2"])
         return direction
 
-    return leafwise(LionState, knobs.without_zeros("weight_decay"), rule, decoupled=True, maximize=maximize)
+    return leafwise(LionState, hyperparams.without_zeros("weight_decay"), rule, decoupled=True, maximize=maximize)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import HyperparameterError, PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs, check_choice
+from hfta_func.optim._base import GradientTransformation, Hyperparams, check_choice
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 
 MuonState = namedtuple("MuonState", [*FIELDS, "momentum"])
@@ -64,7 +64,9 @@ def muon(
         Liu et al., "Muon is scalable for LLM training", arXiv:2502.16982, 2025 (``match_rms_adamw``).
     """
     check_choice("adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
-    knobs = Knobs(MuonState, lr=lr, weight_decay=weight_decay, momentum=momentum).without_zeros("weight_decay")
+    hyperparams = Hyperparams(MuonState, lr=lr, weight_decay=weight_decay, momentum=momentum).without_zeros(
+        "weight_decay"
+    )
 
     def start(path: str, param: Tensor) -> Tensor:
         if param.dim() != 3 or param.is_complex():
@@ -86,7 +88,9 @@ def muon(
         direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps)
         return scale * direction.to(param.dtype)
 
-    return leafwise(MuonState, knobs, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False)
+    return leafwise(
+        MuonState, hyperparams, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False
+    )
 
 
 def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
 NAdamState = namedtuple("NAdamState", [*FIELDS, "mu_product", "exp_avg", "exp_avg_sq"])
@@ -50,7 +50,7 @@ def nadam(
     References:
         Dozat, "Incorporating Nesterov momentum into Adam", ICLR workshop 2016.
     """
-    knobs = Knobs(
+    hyperparams = Hyperparams(
         NAdamState,
         lr=lr,
         beta1=betas[0],
@@ -74,5 +74,7 @@ def nadam(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return (grad * k["of grad"]).add_(mean * k["of mean"]).div_(square.sqrt().add_(k["eps"]))
 
-    knobs, decoupled = knobs.without_zeros("weight_decay"), decoupled_weight_decay
-    return leafwise(NAdamState, knobs, rule, prepare, carried=("mu_product",), decoupled=decoupled, maximize=maximize)
+    hyperparams, decoupled = hyperparams.without_zeros("weight_decay"), decoupled_weight_decay
+    return leafwise(
+        NAdamState, hyperparams, rule, prepare, carried=("mu_product",), decoupled=decoupled, maximize=maximize
+    )

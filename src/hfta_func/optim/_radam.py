@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._base import GradientTransformation, Hyperparams
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
 RAdamState = namedtuple("RAdamState", [*FIELDS, "exp_avg", "exp_avg_sq"])
@@ -48,7 +48,7 @@ def radam(
     References:
         Liu et al., "On the variance of the adaptive learning rate and beyond", ICLR 2020.
     """
-    knobs = Knobs(RAdamState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    hyperparams = Hyperparams(RAdamState, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         left = 1 - at["beta2"] ** count
@@ -66,5 +66,5 @@ def radam(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return mean / square.sqrt().add_(k["eps"]).mul_(k["rectified"]).add_(k["plain"])
 
-    knobs, decoupled = knobs.without_zeros("weight_decay"), decoupled_weight_decay
-    return leafwise(RAdamState, knobs, rule, prepare, decoupled=decoupled, maximize=maximize)
+    hyperparams, decoupled = hyperparams.without_zeros("weight_decay"), decoupled_weight_decay
+    return leafwise(RAdamState, hyperparams, rule, prepare, decoupled=decoupled, maximize=maximize)

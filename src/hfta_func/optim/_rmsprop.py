@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs, Range, restrict
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict
 from hfta_func.optim._leafwise import FIELDS, decay_mean, decay_square, leafwise
 
 RMSpropState = namedtuple("RMSpropState", [*FIELDS, "square_avg", "grad_avg", "momentum"])
@@ -51,9 +51,9 @@ def rmsprop(
         Tieleman and Hinton, "Lecture 6.5: RMSProp", Coursera, 2012.
         Graves, "Generating sequences with recurrent neural networks", arXiv:1308.0850, 2013 (``centered``).
     """
-    knobs = Knobs(RMSpropState, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
-    knobs = knobs.without_zeros("weight_decay", "momentum")
-    unused = (() if centered else ("grad_avg",)) + (() if "momentum" in knobs else ("momentum",))
+    hyperparams = Hyperparams(RMSpropState, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+    hyperparams = hyperparams.without_zeros("weight_decay", "momentum")
+    unused = (() if centered else ("grad_avg",)) + (() if "momentum" in hyperparams else ("momentum",))
 
     def rule(grad: Tensor, param: Tensor, k: dict[str, Any], square: Tensor, *others: Tensor) -> Tensor:
         decay_square(square, k["alpha"], grad, k["1-alpha"])
@@ -64,4 +64,4 @@ def rmsprop(
         scaled = grad / variance.sqrt().add_(k["eps"])
         return others[-1].mul_(k["momentum"]).add_(scaled) if "momentum" in k else scaled
 
-    return leafwise(RMSpropState, knobs, rule, unused=unused, maximize=maximize)
+    return leafwise(RMSpropState, hyperparams, rule, unused=unused, maximize=maximize)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Knobs
+from hfta_func.optim._base import GradientTransformation, Hyperparams
 from hfta_func.optim._leafwise import FIELDS, leafwise
 
 SGDState = namedtuple("SGDState", [*FIELDS, "momentum"])
@@ -48,10 +48,10 @@ def sgd(
     References:
         Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013.
     """
-    knobs = Knobs(SGDState, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
-    knobs = knobs.without_zeros("momentum", "dampening", "weight_decay")
-    if "momentum" not in knobs:
-        knobs = knobs.without("dampening")
+    hyperparams = Hyperparams(SGDState, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+    hyperparams = hyperparams.without_zeros("momentum", "dampening", "weight_decay")
+    if "momentum" not in hyperparams:
+        hyperparams = hyperparams.without("dampening")
 
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         if "dampening" in at:
@@ -63,5 +63,5 @@ def sgd(
         buffer = buffers[0].mul_(k["momentum"]).add_(grad * k["fresh"] if "fresh" in k else grad)
         return grad + k["momentum"] * buffer if nesterov else buffer
 
-    unused = () if "momentum" in knobs else ("momentum",)
-    return leafwise(SGDState, knobs, rule, prepare, unused=unused, maximize=maximize)
+    unused = () if "momentum" in hyperparams else ("momentum",)
+    return leafwise(SGDState, hyperparams, rule, prepare, unused=unused, maximize=maximize)

@@ -14,7 +14,7 @@ from hfta_func._tree import per_model, where
 from hfta_func._types import HyperparameterError, Params, PerModel, recorded
 from hfta_func.optim._base import (
     GradientTransformation,
-    Knobs,
+    Hyperparams,
     Range,
     apply_updates,
     check_transformation,
@@ -65,9 +65,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update, run if transformations else None)
 
 
-KnobState = namedtuple("KnobState", ["step", "hyperparams"])
+HyperparamState = namedtuple("HyperparamState", ["step", "hyperparams"])
 """Numbers of updates, and hyperparameters."""
-restrict(KnobState, max_norm=Range.POSITIVE, clip_value=Range.POSITIVE)
+restrict(HyperparamState, max_norm=Range.POSITIVE, clip_value=Range.POSITIVE)
 
 
 @recorded
@@ -96,7 +96,7 @@ def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         return {path: grad * per_model(factor, grad) for path, grad in grads.items()}
 
-    return _with_knob(rule, max_norm=max_norm)
+    return _with_hyperparam(rule, max_norm=max_norm)
 
 
 @recorded
@@ -119,7 +119,7 @@ def clip_grad_value(clip_value: PerModel) -> GradientTransformation:
         limits = {path: per_model(limit, grad) for path, grad in grads.items()}
         return {path: grad.maximum(-limits[path]).minimum(limits[path]) for path, grad in grads.items()}
 
-    return _with_knob(rule, clip_value=clip_value)
+    return _with_hyperparam(rule, clip_value=clip_value)
 
 
 @recorded
@@ -139,18 +139,18 @@ def add_decayed_weights(weight_decay: PerModel) -> GradientTransformation:
     def rule(grads: Params, params: Params, decay: Tensor) -> Params:
         return {path: grad + per_model(decay, grad) * params[path] for path, grad in grads.items()}
 
-    return _with_knob(rule, weight_decay=weight_decay)
+    return _with_hyperparam(rule, weight_decay=weight_decay)
 
 
-def _with_knob(rule: Callable[[Params, Params, Tensor], Params], **spec: PerModel) -> GradientTransformation:
+def _with_hyperparam(rule: Callable[[Params, Params, Tensor], Params], **spec: PerModel) -> GradientTransformation:
     """A transformation from ``rule(grads, params, value)`` with one hyperparameter ``float64[M]``."""
-    knobs = Knobs(KnobState, **spec)
+    hyperparams = Hyperparams(HyperparamState, **spec)
 
-    def init(params: Params) -> KnobState:
-        return KnobState(zero_count(params), knobs.init(params))
+    def init(params: Params) -> HyperparamState:
+        return HyperparamState(zero_count(params), hyperparams.init(params))
 
-    def update(grads: Params, state: KnobState, params: Params) -> tuple[Params, KnobState]:
-        (value,) = knobs.at(state.hyperparams, state.step).values()
+    def update(grads: Params, state: HyperparamState, params: Params) -> tuple[Params, HyperparamState]:
+        (value,) = hyperparams.at(state.hyperparams, state.step).values()
         return rule(grads, params, value), state._replace(step=state.step + 1)
 
     return GradientTransformation(init, update)
@@ -183,15 +183,15 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
         tensor([-3., -2.])
     """
     check_transformation("accumulate's optimizer", optimizer)
-    knobs = Knobs(AccumulateState, every=every)
+    hyperparams = Hyperparams(AccumulateState, every=every)
 
     def init(params: Params) -> AccumulateState:
-        return AccumulateState(zero_count(params), knobs.init(params), _zeros(params), optimizer.init(params))
+        return AccumulateState(zero_count(params), hyperparams.init(params), _zeros(params), optimizer.init(params))
 
     def update(grads: Params, state: AccumulateState, params: Params) -> tuple[Params, AccumulateState]:
         seen = state.seen + 1
         mean = _lerp(state.grads, grads, 1 / seen.double())
-        due = seen >= knobs.at(state.hyperparams, state.seen)["every"]
+        due = seen >= hyperparams.at(state.hyperparams, state.seen)["every"]
         nothing = _zeros(grads)
         if can_look(due) and not bool(due.any()):
             return nothing, AccumulateState(seen, state.hyperparams, mean, state.inner)
@@ -232,13 +232,15 @@ def ema(decay: PerModel = 0.999) -> GradientTransformation:
     References:
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", SIAM J. Control Optim. 30(4), 1992.
     """
-    knobs = Knobs(EmaState, decay=decay)
+    hyperparams = Hyperparams(EmaState, decay=decay)
 
     def init(params: Params) -> EmaState:
-        return EmaState(zero_count(params), knobs.init(params), {path: param.clone() for path, param in params.items()})
+        return EmaState(
+            zero_count(params), hyperparams.init(params), {path: param.clone() for path, param in params.items()}
+        )
 
     def update(updates: Params, state: EmaState, params: Params) -> tuple[Params, EmaState]:
-        decay = knobs.at(state.hyperparams, state.step)["decay"]
+        decay = hyperparams.at(state.hyperparams, state.step)["decay"]
         share = torch.where(state.step == 0, 1.0, 1 - decay)
         average = _lerp(state.average, apply_updates(params, updates), share)
         return updates, EmaState(state.step + 1, state.hyperparams, average)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel
-from hfta_func.optim._base import Knobs, Range, restrict
+from hfta_func.optim._base import Hyperparams, Range, restrict
 
 # Keeps the noise of rounding apart from that of the model.
 _ROUNDING = -(2**61) - 2
@@ -51,8 +51,8 @@ class LossScale:
         backoff_factor: PerModel = 0.5,
         growth_interval: PerModel = 2000,
     ):
-        self._start = Knobs(LossScaleState, init_scale=init_scale)
-        self._knobs = Knobs(
+        self._start = Hyperparams(LossScaleState, init_scale=init_scale)
+        self._hyperparams = Hyperparams(
             LossScaleState, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval
         )
 
@@ -62,7 +62,7 @@ class LossScale:
         return LossScaleState(
             scale=self._start.init(like)["init_scale"].float(),
             growth_tracker=torch.zeros(count, dtype=torch.int64, device=device),
-            hyperparams=self._knobs.init(like),
+            hyperparams=self._hyperparams.init(like),
         )
 
     def overflowed(self, state: LossScaleState, gradient_failed: Tensor) -> Tensor:
@@ -71,15 +71,17 @@ class LossScale:
 
     def update(self, state: LossScaleState, overflow: Tensor, active: Tensor) -> LossScaleState:
         """The next scales; ``overflow`` and ``active`` are ``bool[M]``, and inactive members keep theirs."""
-        knobs, streak = state.hyperparams, torch.where(overflow, 0, state.growth_tracker + 1)
-        grow = streak >= knobs["growth_interval"]
-        factor = torch.where(overflow, knobs["backoff_factor"], torch.where(grow, knobs["growth_factor"], 1.0))
+        hyperparams, streak = state.hyperparams, torch.where(overflow, 0, state.growth_tracker + 1)
+        grow = streak >= hyperparams["growth_interval"]
+        factor = torch.where(
+            overflow, hyperparams["backoff_factor"], torch.where(grow, hyperparams["growth_factor"], 1.0)
+        )
         scale = (state.scale * factor).float()
         # A scale that would grow beyond the largest float32 stays.
         scale = torch.where(scale.isfinite(), scale, state.scale)
         streak = torch.where(grow, 0, streak)
         return LossScaleState(
-            torch.where(active, scale, state.scale), torch.where(active, streak, state.growth_tracker), knobs
+            torch.where(active, scale, state.scale), torch.where(active, streak, state.growth_tracker), hyperparams
         )
 
 

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import Compiled, can_look
+from hfta_func._torch import Compiled
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, StateError, Tree
 from hfta_func.models.functional import bind, outline
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.sharing import base_of, shared_of
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.rules._aliasing import AliasFacts
-from hfta_func.rules.vmap import vmap_routed
-from hfta_func.step.batch import check_batch, copied, plain, restored, spread
-from hfta_func.step.check import Rehearsal, require, unwritten
+from hfta_func.step.batch import check_batch, plain, spread
+from hfta_func.step.check import Rehearsal, require
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.gradients import autocasting, check_metrics, num_positional
+from hfta_func.step.members import Members, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, spread_shared
 
@@ -82,10 +81,9 @@ class EvalStep(Compiled):
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
         self._shared = frozenset(shared_of(model, options.shared_params))
         self._takes_hparams = num_positional(metric_fn) >= 3
-        self._metric_fn = metric_fn
-        self._metrics = bind(model, self._measure, training=False, share_frozen=options.share_frozen)
-        self._known = AliasFacts(reads=options.chunk_size == 1)
-        self._tried = False
+        metrics = with_batch(metric_fn, self._takes_hparams)
+        self._metrics = bind(model, metrics, training=False, share_frozen=options.share_frozen)
+        self._members = Members(reads=options.chunk_size == 1)
         self._rehearse = Rehearsal(self._run, options.batch_dims)
 
     def __reduce__(self) -> Any:
@@ -129,37 +127,27 @@ class EvalStep(Compiled):
             raise StateError(
                 f"'{path}' is shared by members of {'the state' if path in shared else 'this step'} alone; {cure}"
             )
-        # The first call finds out whether a model writes its parameters, and the compiler must not see that flag.
-        params = state.params
-        tries = can_look(keys) and not self._tried
-        if tries:
-            params = copied(params)
-        members = keys, params, shared, buffers, hparams
+        members = keys, state.params, shared, buffers, hparams
         self._rehearse(members, batch)
-        with unwritten(params):
-            metrics = self.chunks(functools.partial(self._run, batch), members, plain(batch))
-        if tries:
-            self._tried = True
-        return metrics
+        return self.chunks(functools.partial(self._run, batch), members, plain(batch))
 
     def _run(
         self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree
     ) -> dict[str, Tensor]:
         keys, params, shared, buffers, hparams = members
         dims = dict.fromkeys(params, 0) | dict.fromkeys(shared, None)
-        params = params | {path: param[0] for path, param in shared.items()}
-        in_dims = (0, dims, 0, 0, spread(self.options.batch_dims, tree))
-        with autocasting(members[0].device, self.options.autocast):
-            run = vmap_routed(functools.partial(self._member, batch), in_dims, self._known)
-            return run(keys, params, buffers, hparams, tree)
+        run = self._members.vmap(
+            functools.partial(self._member, batch), (0, dims, 0, 0, spread(self.options.batch_dims, tree))
+        )
+
+        def measure(params: Params, shared: Params) -> dict[str, Tensor]:
+            return run(keys, params | {path: param[0] for path, param in shared.items()}, buffers, hparams, tree)
+
+        with autocasting(keys.device, self.options.autocast):
+            return self._members.guard(keys, measure, params, shared)
 
     def _member(
         self, like: Tree, key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree
     ) -> dict[str, Tensor]:
         metrics, _ = self._metrics(params, buffers, tree, hparams, lambda: like, key=key)
         return check_metrics(metrics if isinstance(metrics, dict) else {self._name: metrics})
-
-    def _measure(self, model: nn.Module, tree: Tree, hparams: Params, like: Callable[[], Tree]) -> Any:
-        # A metric may write its batch and its numbers.
-        batch = restored(copied(tree), like())
-        return self._metric_fn(model, batch, copied(hparams)) if self._takes_hparams else self._metric_fn(model, batch)

@@ -18,12 +18,11 @@ from hfta_func._types import LossError, Params, Tree
 from hfta_func.calls.recompute import Recalls
 from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
-from hfta_func.rules._aliasing import AliasFacts
-from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step import amp
-from hfta_func.step.batch import copied, plain, restored, spread
-from hfta_func.step.check import Rehearsal, unwritten
+from hfta_func.step.batch import copied, plain, spread
+from hfta_func.step.check import Rehearsal
 from hfta_func.step.chunks import Chunks
+from hfta_func.step.members import Members, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, spread_shared
 
@@ -53,12 +52,11 @@ class Gradients:
         # A look-up table with max_norm shortens rows in place before it reads them: in a copy, where the update starts from.
         self.rewrites_params = bool(tables_with_max_norm(model))
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
-        self._loss_fn = loss_fn
-        self._loss = bind(model, self._lose, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
+        loss = with_batch(loss_fn, self.takes_hparams)
+        self._loss = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
         self._trainable = trainable
         self._options = options
-        self._known = AliasFacts(reads=options.chunk_size == 1)
-        self._tried = False
+        self._members = Members(reads=options.chunk_size == 1)
         self._rehearse = Rehearsal(self._run, options.batch_dims)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
@@ -100,30 +98,28 @@ class Gradients:
         keys, trained, shared, frozen, buffers, hparams, scale = members
         member = functools.partial(self._member, batch)
         dims = dict.fromkeys(trained, 0) | dict.fromkeys(shared, None if together else 0)
-        run = vmap_routed(member, (dims, 0, 0, 0, 0, spread(self._options.batch_dims, tree)), self._known)
+        run = self._members.vmap(member, (dims, 0, 0, 0, 0, spread(self._options.batch_dims, tree)))
         # One copy, whose gradient is the sum over members, or each member's own.
         trained = trained | ({path: param[0] for path, param in shared.items()} if together else shared)
 
-        def total(trained: Params) -> tuple[Tensor, Any]:
+        def total(frozen: Params, trained: Params) -> tuple[Tensor, Any]:
             with autocasting(keys.device, self._options.autocast):
                 losses, metrics, new_buffers = run(trained, frozen, buffers, keys, hparams, tree)
             # Members are independent, so the gradient of the sum holds each member's own gradient.
             scaled = losses if self._options.scaling is None else losses * scale
             return scaled.sum(), (losses, metrics, new_buffers)
 
-        # Once, so that a model that writes parameters is found out before it has changed the caller's. The compiler must not
-        # see the flag, or it would compile again when an eager call has set it.
-        tries = can_look(keys) and not self._tried
-        if tries:
-            trained, frozen = (trained if self.rewrites_params else copied(trained)), copied(frozen)
-        with unwritten(frozen if self.rewrites_params else trained | frozen):
-            # The first step finds out whether what is kept is written, which PyTorch does not notice under hooks.
-            grads, aux = grad_and_aux(trained, total, less=self._options.save == "less" and not tries)
-        if tries:
-            self._tried = True
+        # The first step finds out whether what is kept is written, which PyTorch does not notice under hooks.
+        less = self._options.save == "less" and not self._members.is_first(keys)
+
+        def differentiate(frozen: Params, trained: Params = trained) -> tuple[Params, Any]:
+            return grad_and_aux(trained, functools.partial(total, frozen), less)
+
+        guarded = (frozen,) if self.rewrites_params else (frozen, trained)
+        grads, aux = self._members.guard(keys, differentiate, *guarded)
         if together:
-            own, sums = _parted(grads, shared)
-            return sums, own, *aux
+            apart, sums = _parted(grads, shared)
+            return sums, apart, *aux
         return grads, *aux
 
     def _member(
@@ -132,16 +128,11 @@ class Gradients:
         result, buffers = self._loss({**trained, **frozen}, buffers, tree, hparams, lambda: like, key=key)
         return *check_result(result), buffers
 
-    def _lose(self, model: nn.Module, tree: Tree, hparams: Params, like: Callable[[], Tree]) -> Any:
-        # A loss may write its batch and its numbers.
-        batch = restored(copied(tree), like())
-        return self._loss_fn(model, batch, copied(hparams)) if self.takes_hparams else self._loss_fn(model, batch)
-
 
 def _parted(grads: Params, shared: Params) -> tuple[Params, Params]:
     """The gradients of the members' own parameters, and of those that they share."""
-    own = {path: grad for path, grad in grads.items() if path not in shared}
-    return own, {path: grads[path] for path in shared}
+    apart = {path: grad for path, grad in grads.items() if path not in shared}
+    return apart, {path: grads[path] for path in shared}
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

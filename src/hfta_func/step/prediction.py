@@ -9,15 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import can_look
 from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import BatchError, Params, Shared, StateError, Tree
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.rules._aliasing import AliasFacts
-from hfta_func.rules.vmap import vmap_routed
 from hfta_func.step.batch import check_batch, copied, plain, restored, spread
-from hfta_func.step.check import unwritten
+from hfta_func.step.members import Members
 from hfta_func.step.state import TrainState, stacked
 
 
@@ -28,8 +25,8 @@ class Prediction:
         outputs: ``[M, N, ...]``; for classifiers, scores (logits) ``[M, N, C]``.
 
     Example:
-        >>> found = Prediction(torch.tensor([[[0.0, 9.0], [9.0, 0.0]], [[0.0, 9.0], [0.0, 9.0]]]))
-        >>> found.probabilities.argmax(-1), found.disagreement
+        >>> prediction = Prediction(torch.tensor([[[0.0, 9.0], [9.0, 0.0]], [[0.0, 9.0], [0.0, 9.0]]]))
+        >>> prediction.probabilities.argmax(-1), prediction.disagreement
         (tensor([1, 0]), tensor([0., 1.]))
     """
 
@@ -62,10 +59,10 @@ class Prediction:
         if not bool(((at >= 0) & (at <= 1)).all()):
             raise ValueError(f"levels is {levels!r}; quantiles are at levels from 0 to 1")
         # Not torch.quantile, which refuses large tensors.
-        order, place = self.outputs.sort(0).values, at.reshape(-1) * (len(self.outputs) - 1)
-        low, part = place.floor().long(), place.frac().reshape(-1, *[1] * (order.dim() - 1))
-        found = torch.lerp(order[low], order[(low + 1).clamp(max=len(order) - 1)], part)
-        return found.reshape(*at.shape, *order.shape[1:])
+        order, position = self.outputs.sort(0).values, at.reshape(-1) * (len(self.outputs) - 1)
+        low, part = position.floor().long(), position.frac().reshape(-1, *[1] * (order.dim() - 1))
+        values = torch.lerp(order[low], order[(low + 1).clamp(max=len(order) - 1)], part)
+        return values.reshape(*at.shape, *order.shape[1:])
 
     @property
     def probabilities(self) -> Tensor:
@@ -143,16 +140,16 @@ def predict(
         raise StateError(
             f"expected a TrainState or a Stacked but got {type(state).__qualname__}; pass a training state"
         )
-    held = getattr(state, "shared", ())
-    shared = held.params if isinstance(held, Shared) else {}
-    own = Stacked(state.params, stacked(state).buffers)
-    check_state(own, shapes(model, share_frozen, [*shared]))
-    count, device = num_models(own), leaves(own)[0].device
+    shared_state = getattr(state, "shared", ())
+    shared = shared_state.params if isinstance(shared_state, Shared) else {}
+    members = Stacked(state.params, stacked(state).buffers)
+    check_state(members, shapes(model, share_frozen, [*shared]))
+    count, device = num_models(members), leaves(members)[0].device
     given = isinstance(state, TrainState)
     keys = random.fold_in(state.keys, ~state.step) if given else torch.zeros(count, dtype=torch.int64, device=device)
     run = bind(model, forward, training=False, share_frozen=share_frozen)
     with torch.no_grad():
-        return predict_with(run, own, (shared, {}), keys, batches, batch_dims)
+        return predict_with(run, members, (shared, {}), keys, batches, batch_dims)
 
 
 def predict_with(
@@ -164,13 +161,15 @@ def predict_with(
     batch_dims: Tree,
 ) -> Prediction:
     """What members predict by ``run``, see :func:`call`."""
-    known = AliasFacts()
-    return gather(lambda *args, **kwargs: call(run, known, stacked, common, keys, args, kwargs, batch_dims)[0], batches)
+    members = Members()
+    return gather(
+        lambda *args, **kwargs: call(run, members, stacked, common, keys, args, kwargs, batch_dims)[0], batches
+    )
 
 
 def call(
     run: Callable[..., Any],
-    known: AliasFacts,
+    members: Members,
     stacked: Stacked,
     common: tuple[Params, Params],
     keys: Tensor,
@@ -189,18 +188,16 @@ def call(
     check_batch(
         dims, tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, tree), keys.shape[0], "the input"
     )
-    # The first call finds out whether a model writes its parameters.
-    if can_look(keys) and not known.tried:
-        params, shared = copied((params, shared))
 
     def member(key: Tensor, params: Params, buffers: Params, tree: Tree) -> tuple[Any, Params]:
-        own = restored(copied(tree), given)
-        return run(params, buffers, *own["args"], key=key, **own["kwargs"])
+        inputs = restored(copied(tree), given)
+        return run(params, buffers, *inputs["args"], key=key, **inputs["kwargs"])
 
     axes = dict.fromkeys(params, 0) | dict.fromkeys((*shared, *base), None)
-    in_dims = (0, axes, 0, spread(dims, tree))
-    with unwritten(params | shared):
-        return vmap_routed(member, in_dims, known)(keys, params | shared | base, stacked.buffers, tree)
+    mapped = members.vmap(member, (0, axes, 0, spread(dims, tree)))
+    return members.guard(
+        keys, lambda params, shared: mapped(keys, params | shared | base, stacked.buffers, tree), params, shared
+    )
 
 
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

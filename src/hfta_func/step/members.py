@@ -1,0 +1,65 @@
+"""How training, evaluation and prediction call one model's function for all members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from hfta_func._torch import can_look
+from hfta_func._types import Params, Tree
+from hfta_func.rules._aliasing import AliasFacts
+from hfta_func.rules.vmap import vmap_routed
+from hfta_func.step.batch import copied, restored
+from hfta_func.step.check import unwritten
+
+T = TypeVar("T")
+
+
+class Members:
+    """Maps a function of one member over all of them; its first call finds out whether the model writes its parameters.
+
+    Args:
+        reads: Whether the function may read values of tensors, because the members run one by one.
+    """
+
+    def __init__(self, reads: bool = False):
+        self._facts = AliasFacts(reads=reads)
+        self._has_run = False
+
+    def vmap(self, member: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
+        """``member`` for all members."""
+        return vmap_routed(member, in_dims, self._facts)
+
+    def is_first(self, keys: Tensor) -> bool:
+        """Whether no call has been guarded yet; False to a compiler, which would compile again once the answer changes."""
+        return can_look(keys) and not self._has_run
+
+    def guard(self, keys: Tensor, call: Callable[..., T], *params: Params) -> T:
+        """``call(*params)``, which raises a StateError if it writes one of them in place.
+
+        The first call gets copies, so that the caller's parameters are as they were when it is refused.
+        """
+        first = self.is_first(keys)
+        if first:
+            params = copied(params)
+        with unwritten({path: leaf for tree in params for path, leaf in tree.items()}):
+            result = call(*params)
+        if first:
+            self._has_run = True
+        return result
+
+
+def with_batch(func: Callable[..., Any], takes_hparams: bool) -> Callable[..., Any]:
+    """``func(model, batch)``, or ``func(model, batch, hparams)``, for :func:`bind`: a function of a plain tree.
+
+    Its argument ``like`` returns the batch whose containers the tree is put back into. A loss or a metric may write its
+    batch and its numbers, so it gets copies.
+    """
+
+    def call(model: nn.Module, tree: Tree, hparams: Params, like: Callable[[], Tree]) -> Any:
+        batch = restored(copied(tree), like())
+        return func(model, batch, copied(hparams)) if takes_hparams else func(model, batch)
+
+    return call

@@ -1,0 +1,745 @@
+import copy
+import importlib
+import inspect
+import itertools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+import hfta_func as hfta
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.exhaustive]
+
+
+def bench_workloads():
+    """Names, without importing anything for them."""
+    source = (ROOT / "benchmarks" / "workloads.py").read_text()
+    return re.findall(r'^    "([\w-]+)": Workload\(', source, re.M)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """A part of the benchmarks, which are no installed package."""
+    monkeypatch.syspath_prepend(ROOT)
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+def test_memory_counts_what_is_alive_at_one_time(bench):
+    def work():
+        kept = torch.ones(1000)
+        for _ in range(3):
+            torch.ones(5000)
+        return kept
+
+    assert bench("_measure").peak_bytes(work) == pytest.approx(24000, abs=256)
+
+
+@pytest.fixture
+def slow_path():
+    """PyTorch's own rules have gaps, which it closes slowly."""
+    functorch = torch._C._functorch
+    functorch._set_vmap_fallback_enabled(True)
+    yield
+    functorch._set_vmap_fallback_enabled(False)
+
+
+@pytest.mark.soak(ids="mobilenet|pointnet|bert")
+@pytest.mark.soak(ids="mobilenet|pointnet|bert")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.usefixtures("slow_path")
+@pytest.mark.parametrize("name", bench_workloads())
+def test_every_way_to_train_gives_the_losses_of_the_loop(bench, name):
+    worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
+    spec = workloads.Spec(name, "small", 2, 4)
+    expected = worker.Desk("serial", spec).losses()
+    assert len(expected) == 3 and len(expected[0]) == 2 and expected[0][0] != expected[0][1]
+    missing = [mode for mode, names in bench("modes").NOT_FOR.items() if name in names]
+    for mode in ("serial foreach", "serial, default optimizer", "array", "array auto", "stock vmap"):
+        if mode not in missing:
+            assert sweep.difference(worker.Desk(mode, spec).losses(), expected) < sweep.TOLERANCE
+            assert hfta.rules.is_installed() == (mode != "stock vmap")
+    alone = worker.Desk("processes", spec._replace(num_models=1, first=1)).losses()
+    assert sweep.difference(alone, [losses[1:] for losses in expected]) < sweep.TOLERANCE
+
+
+@pytest.mark.soak(ids="mobilenet|resnet|pointnet-seg|bert-next")
+@pytest.mark.soak(ids="mobilenet|resnet|pointnet-seg|bert-next")
+@pytest.mark.parametrize("name", bench_workloads())
+def test_jax_gives_the_losses_of_the_loop(bench, name):
+    pytest.importorskip("jax", reason="needs JAX")
+    worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
+    # In smaller batches MobileNet V3 makes much of PyTorch's constant of hard sigmoid, which has single precision.
+    spec = workloads.Spec(name, "small", 2, workloads.batch_size(name, "small", "cpu"))
+    expected = worker.Desk("serial", spec).losses()
+    assert sweep.difference(worker.Desk("JAX", spec).losses(), expected) < sweep.TOLERANCE
+
+
+# HFTA's own, where it is compiled at import.
+@pytest.mark.filterwarnings("ignore:.*invalid escape sequence")
+@pytest.mark.parametrize("num_models", [1, 2])
+@pytest.mark.parametrize("name", bench_workloads())
+def test_hfta_gives_the_losses_of_the_loop(bench, name, num_models):
+    pytest.importorskip("hfta.ops", reason="needs a checkout of HFTA in PYTHONPATH")
+    worker, sweep, workloads = bench("worker"), bench("sweep"), bench("workloads")
+    spec = workloads.Spec(name, "small", num_models, 4)
+    expected = worker.Desk("serial", spec).losses()
+    assert sweep.difference(worker.Desk("HFTA", spec).losses(), expected) < sweep.TOLERANCE
+
+
+def test_a_checkout_of_hfta_is_found_by_the_processes(bench, monkeypatch, tmp_path):
+    sweep, asked = bench("sweep"), []
+    (tmp_path / "hfta" / "ops").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", "before")
+
+    def compare(spec, modes, least, verbose, at_once):
+        asked.append((modes, os.environ["PYTHONPATH"], least))
+        row = {"seconds": [1, 2, 3], "ratio": 1.0, "bytes": None, "busy": 1.0}
+        return {**sweep.settings(spec), "rows": {mode: dict(row) for mode in modes}}
+
+    monkeypatch.setattr(sweep, "compare", compare)
+    order = ["--workloads", "dcgan", "mlp", "--models", "2"]
+    rows = sweep.measure(sweep.parse([*order, "--hfta-source", str(tmp_path)]))["dcgan"]["2"]["rows"]
+    assert rows["HFTA"]["source"] == {}
+    sweep.measure(sweep.parse(order))
+    found = f"{tmp_path}{os.pathsep}before"
+    assert [("HFTA" in modes, path == found) for modes, path, _ in asked] == [(True, True)] * 2 + [(False, True)] * 2
+    # What a workload has no use for is not measured.
+    assert ["array auto" in modes for modes, _, _ in asked] == [False, True] * 2
+    assert all(least == sweep.Least() for _, _, least in asked)
+
+
+def test_jax_draws_noise_of_its_own(bench):
+    """With dropout and latent vectors, losses are like those of the loop and differ from member to member."""
+    pytest.importorskip("jax", reason="needs JAX")
+    worker, workloads = bench("worker"), bench("workloads")
+    for name in ("dcgan", "transformer"):
+        spec = workloads.Spec(name, "small", 2, 4)
+        (_, (first, second)), (_, (expected, _)) = (worker.Desk(mode, spec).start() for mode in ("JAX", "serial"))
+        assert first != expected and first == pytest.approx(expected, rel=0.3)
+        assert len({*first, *second}) == 4
+
+
+def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
+    sweep, file = bench("sweep"), tmp_path / "results" / "cpu-small.json"
+    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--json", str(file), "--modes"]
+    assert sweep.main([*order, "serial", "array", "processes"]) == 0
+    assert sweep.main([*order, "dense"]) == 0
+    rows = json.loads(file.read_text())["mlp"]["2"]["rows"]
+    assert all(row["rounds"] == sweep.QUICK and row["measured"] > 0 and "first step" in row for row in rows.values())
+    assert rows["array"]["code"] == bench("_code").code("array") and rows["serial"]["code"] is None
+    assert set(rows) == {"serial", "array", "processes", "dense"}
+    assert rows["serial"]["ratio"] == 1 and rows["array"]["difference"] < sweep.TOLERANCE
+    for row in rows.values():
+        low, median, high = row["seconds"]
+        assert 0 < low <= median <= high and row["ratio"] > 0 and row["bytes"] > 0 and 0 <= row["busy"] <= 1.2
+    # Each of the processes has one of the two models.
+    assert rows["processes"]["bytes"] == pytest.approx(rows["serial"]["bytes"], rel=0.3)
+    printed = [
+        float(match[1]) for line in capsys.readouterr().out.splitlines() if (match := re.search(r"([\d.]+)x", line))
+    ]
+    assert len(printed) == 4
+
+
+def test_rows_of_other_settings_are_not_mixed(bench, tmp_path):
+    sweep, file = bench("sweep"), tmp_path / "cpu-small.json"
+    one = {"batch_size": 8, "device": "cpu", "amp": False, "loop": "fused"}
+    sweep.save(file, "mlp", "2", {**one, "rows": {"serial": {"ratio": 1}, "array": {"ratio": 2}}, "largest": 100})
+    sweep.save(file, "mlp", "2", {**one, "rows": {"array": {"ratio": 3}}})
+    kept = {**one, "rows": {"serial": {"ratio": 1}, "array": {"ratio": 3}}, "largest": 100}
+    assert json.loads(file.read_text()) == {"mlp": {"2": kept}}
+    sweep.save(file, "mlp", "2", {**one, "batch_size": 9, "rows": {"array": {"ratio": 4}}})
+    assert json.loads(file.read_text()) == {"mlp": {"2": {**one, "batch_size": 9, "rows": {"array": {"ratio": 4}}}}}
+    # Ratios to another loop, or to one that is not known, are no ratios to this one.
+    file.write_text(json.dumps({"mlp": {"2": {"batch_size": 9, "device": "cpu", "amp": False, "rows": {"array": {}}}}}))
+    sweep.save(file, "mlp", "2", {**one, "batch_size": 9, "rows": {"dense": {"ratio": 5}}})
+    assert json.loads(file.read_text()) == {"mlp": {"2": {**one, "batch_size": 9, "rows": {"dense": {"ratio": 5}}}}}
+
+
+def test_several_steps_a_call_have_losses_of_their_own(bench, monkeypatch):
+    modes, workloads = bench("modes"), bench("workloads")
+    monkeypatch.setattr(modes, "_compiled", lambda step, state: step)
+    spec = workloads.Spec("mlp", "small", 2, 4)
+    losses = []
+    for make in (modes.array, modes.many):
+        job = workloads.make(spec)
+        run, batches = make(job), itertools.cycle(job.batches)
+        losses.append(torch.stack([run.step(next(batches)) for _ in range(2 * modes.STEPS + 1)]))
+    assert modes.STEPS % len(job.batches) == 0
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_compiled_modes(bench, capsys):
+    """Each has a ratio where its losses are those of what it is held to."""
+    sweep = bench("sweep")
+    modes = ["stock vmap compiled", "array compiled"]
+    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--largest", "--modes", *modes]
+    found = sweep.measure(sweep.parse(order))["mlp"]["2"]
+    assert found["largest"] > 100
+    for mode in modes:
+        row = found["rows"][mode]
+        assert row["ratio"] > 0 and row["alike"] < 1e-4 and row["first step"] > 0.1
+        assert "difference" in row or mode != "array compiled"
+
+
+def test_lower_precision(bench):
+    sweep = bench("sweep")
+    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--amp", "--modes", "array"]
+    row = sweep.measure(sweep.parse(order))["mlp"]["2"]["rows"]["array"]
+    # Where the processor has no such numbers, kernels round alike, and nothing differs.
+    assert 0 <= row["alike"] < 0.05 and row["ratio"] > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["mlp", "resnet", "dcgan", "transformer"])
+def test_a_compiled_array_on_a_gpu_gives_the_losses_of_the_eager_one(bench, name):
+    sweep = bench("sweep")
+    order = ["--workloads", name, "--size", "small", "--models", "2", "--quick", "--device", "cuda", "--modes"]
+    row = sweep.measure(sweep.parse([*order, "array compiled"]))[name]["2"]["rows"]["array compiled"]
+    assert "error" not in row and row["ratio"] > 0 and row["bytes"] > 0
+
+
+def test_without_a_loop_there_are_no_ratios(bench, monkeypatch, capsys):
+    """Memory may run out where models are made."""
+    sweep = bench("sweep")
+
+    class Full(sweep.Measured):
+        def start(self):
+            raise RuntimeError("OutOfMemoryError: CUDA out of memory")
+
+    monkeypatch.setattr(sweep, "Measured", Full)
+    assert sweep.main(["--workloads", "mlp", "--size", "small", "--models", "2", "4", "--modes", "array"]) == 1
+    assert capsys.readouterr().out.count("out of memory") == 2
+
+
+@pytest.mark.soak(ids="^-1")
+@pytest.mark.soak(ids="^-1")
+@pytest.mark.parametrize("free", [-1, 2**40])
+def test_modes_that_memory_holds_together_take_turns(bench, monkeypatch, free):
+    """One that fails on the way leaves the others their numbers."""
+    sweep, asked = bench("sweep"), []
+
+    class Watched(sweep.Measured):
+        def time(self, calls):
+            asked.append(self.mode)
+            if self.mode == "dense" and asked.count("dense") == 3:
+                raise RuntimeError("CUDA out of memory")
+            return super().time(calls)
+
+    monkeypatch.setattr(sweep, "Measured", Watched)
+    monkeypatch.setattr(sweep, "room", lambda device: free)
+    order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--modes"]
+    rows = sweep.measure(sweep.parse([*order, "serial", "dense", "array"]))["mlp"]["2"]["rows"]
+    assert "ratio" not in rows["dense"] and "out of memory" in rows["dense"]["error"]
+    assert rows["serial"]["ratio"] == 1 and rows["array"]["ratio"] > 0
+    turns, together = sweep.WARMUP + 2, ["serial", "array", "dense"]
+    last = [mode for i in range(turns) for mode in (together if i < 3 else together[:2])]
+    alone = [mode for i in range(turns) for mode in (["serial", "dense"] if i < 3 else ["serial"])]
+    assert asked == (last if free > 0 else ["serial", "array"] * turns + alone)
+
+
+def test_a_figure_rests_on_enough(bench, monkeypatch):
+    """Of rounds and of seconds of every mode, whose turns take as many steps as fill them."""
+    sweep, processes = bench("sweep"), bench("_processes")
+
+    class Clock(processes.Measured):
+        def __init__(self, mode, step):
+            self.mode, self.device, self.row, self.calls, self.step, self.turns = mode, "cpu", {}, 1, step, 0
+
+        def ask(self, order, *args):
+            return [100]
+
+        def time(self, calls):
+            self.turns += 1
+            # Slow while it warms up, so that its turns are too short afterwards.
+            return self.step * (10 if self.turns <= sweep.WARMUP else 1), 0.0
+
+        def close(self):
+            pass
+
+    loop, fast = Clock("serial", 0.5), Clock("array", 0.001)
+    sweep.take_turns(loop, [fast], sweep.Least())
+    assert loop.calls == 1 and fast.calls == 30
+    assert fast.row["measured"] >= sweep.SECONDS > fast.row["measured"] - 0.03
+    assert fast.row["rounds"] == loop.row["rounds"] == 67 and fast.row["ratio"] == pytest.approx(500)
+    sweep.take_turns(loop, [slow := Clock("array", 1.0)], sweep.Least())
+    assert slow.row["rounds"] == sweep.ROUNDS and slow.row["measured"] == pytest.approx(9.0)
+    assert slow.row["seconds"] == [1.0] * 3 and slow.row["calls"] == 1
+
+
+@pytest.mark.parametrize(("models", "parts"), [(5, [(0, 2), (2, 3)]), (1, [(0, 1)]), (2, [(0, 1), (1, 1)])])
+def test_a_process_per_core_has_its_share_of_the_models(bench, monkeypatch, models, parts):
+    processes, workloads, made = bench("_processes"), bench("workloads"), []
+    monkeypatch.setattr(processes, "Worker", lambda mode, spec, threads, env, cache: made.append((spec, threads)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    processes.Measured("process per core", workloads.Spec("mlp", "small", models, 4))
+    assert [(spec.first, spec.num_models) for spec, _ in made] == parts
+    assert all(threads == (1 if models > 1 else 2) for _, threads in made)
+    made.clear()
+    processes.Measured("serial, one thread", workloads.Spec("mlp", "small", models, 4))
+    assert [(spec.num_models, threads) for spec, threads in made] == [(models, 1)]
+
+
+def test_the_loop_updates_by_the_best_kernels_there_are(bench):
+    """Fused where PyTorch has them; where it has not, the loop is that of ``foreach``, and no mode of its own."""
+    workloads, modes = bench("workloads"), bench("modes")
+    for name in workloads.WORKLOADS:
+        job = workloads.make(workloads.Spec(name, "small", 1, 4))
+        kind = job.task.optimizer if hasattr(job, "task") else "adam"
+        assert (name in modes.NOT_FOR["serial foreach"]) == (kind == "adadelta")
+    for kind, own in {"adam": torch.optim.Adam, "adadelta": torch.optim.Adadelta}.items():
+        (best,) = workloads.KERNELS["fused"][kind]
+        assert best == ("fused" if "fused" in inspect.signature(own).parameters else "foreach")
+
+
+def test_a_row_names_the_code_that_was_measured(bench, tmp_path, monkeypatch):
+    code = bench("_code")
+    source = 'def f(x):\n    """It adds."""\n    return f"{x + 1!r:>3}"\n'
+    same = '# About it.\ndef f(x):\n    """Adds."""\n\n    return f"{(x + 1)!r:>3}"\n'
+    assert code.digest([source]) == code.digest([same]) != code.digest([source.replace("1", "2")])
+    assert code.digest(["x = ''"]) != code.digest(["x = None"]) != code.digest(["x = 0"])
+    # The same under every version of Python.
+    assert code.digest([source]) == "43f40c7642c4e7ac"
+    assert code.code("serial") is None and not code.is_older("serial", {})
+    assert len({code.code(mode) for mode in ("array", "stock vmap", "JAX", "HFTA")}) == 4
+    assert code.is_older("array", {}) and not code.is_older("array auto", {"code": code.code("array")})
+    # How its graph is made is part of a compiled one.
+    assert code.is_older("array compiled", {"code": code.code("array")})
+    assert not code.is_older("array workers compiled", {"code": code.code("array compiled")})
+    assert all((code.PACKAGE / f"{name}.py").exists() for name in (*code.STEP, *code.COMPILED))
+    # What the step does not import, such as an optimizer that no workload uses, makes no row older.
+    found = {str(path.relative_to(code.PACKAGE)) for path in code.files("array")}
+    assert found >= {
+        "_torch/dispatcher.py",
+        "_kernels/noise.py",
+        "optim/_leafwise.py",
+        "rules/conv.py",
+        "step/gradients.py",
+    }
+    assert not found & {"optim/_lion.py", "run/fit.py", "__init__.py", "_torch/guards.py"}
+
+    def git(*order):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *order], check=True)
+
+    assert code.commit(tmp_path) == {}
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text("a = 1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    found = code.commit(tmp_path, ["src"])
+    assert re.fullmatch("[0-9a-f]{40}", found["commit"]) and not found["dirty"]
+    (tmp_path / "other.py").write_text("")
+    assert code.commit(tmp_path, ["src"]) == found
+    (tmp_path / "src" / "a.py").write_text("a = 2")
+    assert code.commit(tmp_path, ["src"]) == {**found, "dirty": True}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert code.commit(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "order", "says"),
+    [
+        ("sweep", ["--device", "cuda"], "no CUDA device"),
+        ("predict", ["--device", "cuda"], "no CUDA device"),
+        ("sweep", ["--models", "0"], "at least 1 model"),
+        ("sweep", ["--rounds", "8"], "9 rounds"),
+        ("sweep", ["--quick", "--json", str(ROOT / "benchmarks" / "results" / "cpu-small.json")], "too little"),
+        ("sweep", ["--hfta-source", "."], "no folder hfta/ops"),
+        ("sweep", ["--workloads", "vgg"], "invalid choice"),
+        ("report", ["fast"], "unrecognized arguments"),
+        ("ops", ["--device", "cuda"], "no CUDA device"),
+        ("training", [], "invalid choice"),
+    ],
+)
+def test_bad_command_lines(bench, capsys, monkeypatch, command, order, says):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as raised:
+        bench("__main__").main([command, *order])
+    assert raised.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("counters", [True, False])
+def test_how_busy_a_gpu_is(bench, monkeypatch, counters):
+    shares, samples = itertools.cycle([30, 50]), iter(["first", "second"])
+    freed, query = [], types.SimpleNamespace(metrics=[types.SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0)])
+
+    class NVMLError(Exception):
+        pass
+
+    def support(handle):
+        if not counters:
+            raise NVMLError
+        return types.SimpleNamespace(isSupportedDevice=1)
+
+    def read(query):
+        assert (query.version, query.numMetrics, query.metrics[0].metricId) == (1, 1, 2)
+        assert [query.sample1["at"], query.sample2["at"]] == ["first", "second"]
+        query.metrics[0].value = 25.0
+
+    nvml = types.ModuleType("pynvml")
+    vars(nvml).update(
+        NVMLError=NVMLError,
+        NVML_GPM_METRICS_GET_VERSION=1,
+        NVML_GPM_METRIC_SM_UTIL=2,
+        NVML_SUCCESS=0,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: freed.append("library"),
+        nvmlDeviceGetHandleByUUID={"GPU-1234": "handle"}.__getitem__,
+        nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=next(shares)),
+        nvmlGpmQueryDeviceSupport=support,
+        nvmlGpmSampleAlloc=dict,
+        nvmlGpmSampleGet=lambda handle, sample: sample.update(at=next(samples)),
+        nvmlGpmSampleFree=lambda sample: freed.append(sample["at"]),
+        c_nvmlGpmMetricsGet_t=lambda: query,
+        nvmlGpmMetricsGet=read,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid="1234"))
+    with bench("_gpu").watched("cuda", 0.001) as found:
+        time.sleep(0.1)
+    assert 0.3 <= found["kernels"] <= 0.5
+    assert found.get("sm") == (0.25 if counters else None)
+    assert freed == (["second", "first", "library"] if counters else ["library"])
+    with bench("_gpu").watched("cpu") as found:
+        pass
+    assert found == {}
+
+    def refused(*args):
+        raise NVMLError
+
+    for name in ("nvmlDeviceGetUtilizationRates", "nvmlGpmMetricsGet", "nvmlDeviceGetHandleByUUID", "nvmlInit"):
+        samples = iter(["first", "second"])
+        monkeypatch.setattr(nvml, name, refused)
+        with bench("_gpu").watched("cuda", 0.001) as found:
+            pass
+        assert "kernels" not in found and ("sm" in found) == (counters and name == "nvmlDeviceGetUtilizationRates")
+
+
+@pytest.mark.soak(ids="processes|nan")
+@pytest.mark.soak(ids="processes|nan")
+@pytest.mark.parametrize(
+    ("mode", "order", "factor"),
+    [
+        ("array", "losses", float("nan")),
+        ("processes", "losses", 1.01),
+        ("array compiled", "start", 1.01),
+    ],
+)
+def test_a_mode_whose_losses_differ_gets_no_ratio(bench, capsys, monkeypatch, mode, order, factor):
+    sweep = bench("sweep")
+    # What is compared does not depend on compilation, which takes long.
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+    class Wrong(sweep.Measured):
+        def ask(self, asked, *args, limit=None):
+            answers = super().ask(asked, *args, limit=limit)
+            if (asked, self.mode) == (order, mode):
+                losses = answers[-1] if order == "losses" else answers[-1][1]
+                losses[0][-1] *= factor
+            return answers
+
+    monkeypatch.setattr(sweep, "Measured", Wrong)
+    results = sweep.measure(
+        sweep.parse(["--workloads", "mlp", "--size", "small", "--models", "2", "--modes", mode, "--quick"])
+    )
+    assert "ratio" not in results["mlp"]["2"]["rows"][mode]
+    out = capsys.readouterr().out
+    assert re.search("losses differ from the (loop|eager array)'s", out) and not re.search(r"\d+x\b", out)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.usefixtures("slow_path")
+@pytest.mark.parametrize(
+    ("what", "only"),
+    [("ops", "small"), ("ops", "pool"), ("optim", "mlp"), ("lowerings", "dcgan 512"), ("lowerings", "32→32 3x3")],
+)
+def test_what_is_measured_by_itself(bench, capsys, tmp_path, what, only):
+    file = tmp_path / "found.json"
+    order = [what, "--quick", "--no-compile", "--filter", only, "--json", str(file)]
+    assert bench("__main__").main(order) == 0
+    found = json.loads(file.read_text())[what]
+    assert found and all(result.get("agrees", True) for result in found.values())
+
+
+def test_steps_from_the_first_call_on(bench, capsys):
+    assert bench("background").main(["--workloads", "mlp", "--models", "2", "--steps", "3"]) == 0
+    *_, row = capsys.readouterr().out.strip().splitlines()
+    # Three steps are over before a compiler has begun.
+    assert re.fullmatch(r"MLP .* 2 +3( +\d+\.\d\d s){3} +\d+\.\d\dx +0", row)
+
+
+def test_adapters_over_one_base(bench, capsys, tmp_path):
+    pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
+    file = tmp_path / "adapters.json"
+    file.write_text(json.dumps({"adapters": {"tiny 1": {}}}))
+    order = ["--base", "tiny", "--adapters", "3", "--batch", "1", "--length", "8", "--rounds", "1", "--bases"]
+    assert bench("adapters").main([*order, "--json", str(file)]) == 0
+    before, found = json.loads(file.read_text())["adapters"].values()
+    assert before == {}
+    ways = found["ways"]
+    assert ways.keys() == {"loop", "array", "array in chunks", "array of bases"}
+    assert abs(ways["array"]["held"] - ways["loop"]["held"]) < 1000
+    assert ways["array of bases"]["held"] > ways["array"]["held"] + 1.9 * found["base"]
+
+
+def test_steps_that_keep_less(bench, capsys, tmp_path):
+    file = tmp_path / "memory.json"
+    file.write_text(json.dumps({"memory": {"mlp small 1 32": {}}}))
+    order = ["--workloads", "transformer", "--models", "2", "--rounds", "1", "--json", str(file)]
+    assert bench("memory").main(order) == 0
+    before, found = json.loads(file.read_text())["memory"].values()
+    assert before == {} and found["array"]["memory"] == found["array"]["time"] == 1
+    assert found["both"]["memory"] <= found['save="less"']["memory"] < 1
+    assert "Transformer (small), M = 2, both" in capsys.readouterr().out
+
+
+def test_what_executors_cost(tmp_path):
+    pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
+    file = tmp_path / "executors.json"
+    order = [
+        "--workers",
+        "1",
+        "--seconds",
+        "0.1",
+        "--megabytes",
+        "0.1",
+        "--rounds",
+        "1",
+        "--compute",
+        "--trials",
+        "5",
+        "--json",
+        str(file),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "executors", *order], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["start"].keys() == found["rate"]["0.001"].keys() == {"processes", "ray"}
+    assert found["trials"].keys() == {"1", "16"} and all(rate > 0 for rate in found["trials"]["16"].values())
+    assert [*found["overhead"]] == ["0.1"] and "a segment of 0.1 s, 0.1 MB" in done.stdout
+
+
+def test_studies_in_every_way(bench, capsys, tmp_path):
+    file = tmp_path / "tune.json"
+    order = ["--trials", "3", "--epochs", "3", "--max-models", "4", "--rounds", "1", "--json", str(file)]
+    assert bench("tune").main(order) == 0
+    found = json.loads(file.read_text())
+    assert len(found["tune"]) == 4 and found["tune"]["arrays"]["ratio"] == 1
+    # Accuracies; plain PyTorch deals the data in another order.
+    assert all(0.5 < row["best"] <= 1 for row in found["tune"].values())
+    assert "A study adds" in capsys.readouterr().out
+
+
+def test_ensembles_and_loops_give_the_same(bench, capsys, tmp_path):
+    file = tmp_path / "ensembles.json"
+    order = ["--models", "3", "--batches", "2", "--critics", "3", "--widths", "8", "--rounds", "1", "--calls", "1"]
+    assert bench("ensembles").main([*order, "--no-compile", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())["ensembles"]
+    assert len(found) == 2 and all(row["agrees"] for ways in found.values() for row in ways.values())
+    assert "results differ" not in capsys.readouterr().out
+
+
+def test_a_process_that_fails_says_why(bench):
+    worker, workloads = bench("worker"), bench("workloads")
+    one = worker.Worker("JAX", workloads.Spec("mlp", "small", 2, 4, amp=True), 1)
+    try:
+        with pytest.raises(RuntimeError, match=r"not written for lower precision|jax is not installed; pip install"):
+            one.ask("start")
+        if sys.platform == "linux":
+            # Where memory ends, it goes before the loop.
+            assert pathlib.Path(f"/proc/{one._process.pid}/oom_score_adj").read_text() == "500\n"
+        one._process.kill()
+        with pytest.raises(RuntimeError, match="ended with status -9"):
+            one.ask("start")
+    finally:
+        one.close()
+
+
+def _results(bench):
+    rows = {
+        "serial": {"seconds": [1, 2, 3], "ratio": 1.0, "bytes": 100},
+        "array": {"seconds": [1, 2, 3], "ratio": 3.25, "alike": 0, "bytes": 104, "gpu": {"sm": 0.5}},
+        "array compiled": {"seconds": [1, 2, 3], "ratio": 0.5, "alike": 0, "bytes": 98, "first step": 20.4},
+        "stock vmap": {"difference": 2.0, "error": "losses differ"},
+        "stock vmap compiled": {"seconds": [1, 2, 3], "ratio": 9.0, "bytes": 98, "first step": 20.4},
+        "JAX": {"seconds": [1, 2, 3], "ratio": 2.0, "alike": 0, "bytes": None},
+    }
+    machine = {"cpu": "some CPU", "threads": 2, "torch": "2.13.0+cpu", "date": "2026-11-22"}
+    about = {"machine": machine, "rounds": 9, "measured": 2.25, "commit": "0123456789abcdef", "dirty": False}
+    rows = {mode: {**row, **about, "code": bench("_code").code(mode)} for mode, row in rows.items()}
+    one = {"batch_size": 8, "loop": "fused", "rows": rows}
+    return {"cpu-small": {"resnet": {"2": one, "16": {**one, "rows": {**rows}, "largest": 70}}}}
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_report_shows_the_largest_array_and_what_has_a_ratio(bench):
+    lines = bench("report").tables(_results(bench)).splitlines()
+    assert lines[0] == "### On a CPU, small versions"
+    assert " ".join(lines[2:4]) == (
+        "some CPU, 2 cores, PyTorch 2.13.0; each ratio is the median of 9 rounds and 2.2 s or more, measured on 2026-11-22 "
+        "at 01234567; the loop uses fused optimizer kernels, and `foreach` for Adadelta."
+    )
+    del lines[3]
+    x = bench("report").TIMES
+    # A row that was not checked does not count, and a column without a number is left out.
+    head = ["workload", f"M {x} N", "array", "compiled", "JAX", "memory", "compiling", "SMs", "fit"]
+    assert _cells(lines[4]) == head
+    found = ["ResNet-18", f"16 {x} 8", f"3.2{x}", f"0.50{x}", f"2.0{x}", "1.04 / 0.98", "20 s", "50%", "70"]
+    assert _cells(lines[6]) == found
+    assert lines[8].startswith("Smaller arrays") and _cells(lines[10])[:5] == head[:5]
+    assert _cells(lines[12])[:2] == ["ResNet-18", f"2 {x} 8"]
+    assert _cells(lines[16]) == ["workload", "M = 2", "M = 16"]
+    assert _cells(lines[18]) == ["ResNet-18", *[f"3.2{x} / 0.50{x}"] * 2]
+    assert bench("report").picture(_results(bench)["cpu-small"]).axes[0].lines
+
+
+def test_the_report_shows_what_was_measured_only_for_smaller_arrays(bench):
+    results = _results(bench)
+    del results["cpu-small"]["resnet"]["16"]["rows"]["JAX"]
+    results["cpu-small"]["resnet"]["2"]["rows"]["JAX"] |= {"rounds": 25, "dirty": True}
+    lines = bench("report").tables(results).splitlines()
+    assert "the median of 9 to 25 rounds" in lines[2] and "01234567, 01234567 with changes;" in " ".join(lines[2:4])
+    assert "JAX" not in _cells(lines[5]) and "JAX" in _cells(lines[11])
+    assert _cells(lines[13])[:2] == ["ResNet-18", f"2 {bench('report').TIMES} 8"]
+
+
+def test_the_readme_shows_the_fastest_alternative(bench):
+    """At the same M, and at another one where some were measured at that alone."""
+    readme, results, x = bench("readme"), _results(bench), bench("report").TIMES
+    text = readme.speed(results, every=True).splitlines()
+    assert readme.speed(results).splitlines()[:3] == text[:3]
+    assert _cells(text[0]) == ["workload", "M", "small: eager", "compiled", "best other"]
+    # Rows of stock vmap were not held to the loop, so they do not count.
+    best = [f"3.2{x}", f"0.50{x}", f"2.0{x} JAX"]
+    assert [_cells(line) for line in text[2:4]] == [["ResNet-18", "16", *best], ["ResNet-18", "2", *best]]
+    assert "median of 9 rounds and 2.2 s or more, measured on 2026-11-22 at 01234567" in text[5]
+    del results["cpu-small"]["resnet"]["16"]["rows"]["JAX"]
+    results["cpu-paper"] = {"mlp": results["cpu-small"]["resnet"]}
+    text = readme.speed(results, every=True).splitlines()
+    ours, none = [f"3.2{x}", f"0.50{x}"], [""] * 3
+    assert [_cells(line) for line in text[2:6]] == [
+        ["MLP", "16", *none, *ours, f"1.00{x} the loop"],
+        ["MLP", "2", *none, *ours, f"2.0{x} JAX"],
+        ["ResNet-18", "16", *ours, f"1.00{x} the loop", *none],
+        ["ResNet-18", "2", *ours, f"2.0{x} JAX", *none],
+    ]
+
+
+def test_no_alternative_is_hidden(bench):
+    """Each is shown at the largest M it was measured at, and wherever all were; processes of both kinds are one alternative."""
+    row = {"ratio": 1.0, "alike": 0.0}
+    sizes = {"2": ["HFTA", "processes"], "4": ["JAX", "processes"], "8": ["process per core"], "16": ["array"]}
+    sizes = {count: {"rows": dict.fromkeys(modes, row)} for count, modes in sizes.items()}
+    sizes["16"]["rows"]["JAX"] = {"error": "losses differ"}
+    assert bench("_tables").shown(sizes) == ["16", "8", "4", "2"]
+    everyone = dict.fromkeys(["JAX", "processes", "HFTA"], row)
+    sizes["16"]["rows"] |= everyone
+    assert bench("_tables").shown(sizes) == ["16"]
+    sizes["4"]["rows"] |= everyone
+    assert bench("_tables").shown(sizes) == ["16", "4"]
+
+
+def test_every_alternative_has_a_name_in_the_readme(bench):
+    tables, modes = bench("_tables"), bench("modes")
+    others = {mode for mode in modes.MODES if mode not in (*tables.ARRAY, *bench("sweep").UNLIKE)}
+    assert others == {*tables.NAMES}
+    assert {mode for modes in bench("report").COLUMNS.values() for mode in modes} == {*modes.MODES} - {"serial"}
+    assert {*bench("reach").SHOWN} <= {*tables.STYLES}
+
+
+def test_what_was_measured_with_other_code_is_marked(bench):
+    report, results, dagger = bench("report"), _results(bench), bench("_tables").DAGGER
+    assert report.older(results) == [] and dagger not in report.tables(results)
+    results["cpu-small"]["mlp"] = {"2": copy.deepcopy(results["cpu-small"]["resnet"]["2"])}
+    results["cpu-small"]["mlp"]["2"]["rows"]["array"]["code"] = "another"
+    # The loop is of plain PyTorch alone; what has no ratio is shown nowhere.
+    for mode in ("serial", "stock vmap"):
+        del results["cpu-small"]["mlp"]["2"]["rows"][mode]["code"]
+    assert report.older(results) == ["cpu-small: mlp, M = 2: array"]
+    for text in (report.tables(results), bench("readme").speed(results, every=True)):
+        assert text.count(f" {dagger} |") == 1 and "may have changed since" in " ".join(text.split())
+    for count in ("2", "16"):
+        results["cpu-small"]["resnet"][count]["rows"]["array"].pop("code", None)
+    # If all are, a sentence says it once.
+    for text in (report.tables(results), bench("readme").speed(results)):
+        assert dagger not in text and "may have changed since" in " ".join(text.split())
+
+
+def test_pages_that_do_not_show_the_results_are_named(bench, monkeypatch, capsys):
+    report = bench("report")
+    assert report.main(["--check"]) == 0
+    rows = capsys.readouterr().out
+    pages = report.pages()
+    monkeypatch.setattr(report, "pages", lambda: {**pages, report.PAGE: "something else"})
+    assert report.main(["--check"]) == 1
+    assert capsys.readouterr().out.removeprefix(rows).startswith("docs/benchmarks.md does not show the results")
+
+
+def test_time_to_some_steps(bench, capsys, tmp_path):
+    reach = bench("reach")
+    row = lambda first, each: {"first step": first, "seconds": [each, each, each], "ratio": 1.0, "alike": 0.0}  # noqa: E731
+    rows = {
+        "serial": row(0.5, 0.1),
+        "array": row(1.0, 0.05),
+        "array compiled": row(30.0, 0.01),
+        "dense": row(0.1, 0.01),
+    }
+    assert reach.seconds(rows["array compiled"], 50) == pytest.approx(30.49)
+    assert reach.seconds({"seconds": [1, 2, 3]}, 10) == 20
+    for other in ("array", "serial"):
+        step = reach.pays(rows, "array compiled", other)
+        ours, others = ([reach.seconds(rows[mode], k) for k in (step - 1, step)] for mode in ("array compiled", other))
+        assert ours[0] >= others[0] and ours[1] < others[1]
+    assert reach.pays(rows, "array", "array compiled") is None and reach.pays(rows, "dense", "array") == 1
+    one = {"batch_size": 4, "rows": rows}
+    # More modes count for more than more models.
+    fewer = {"batch_size": 4, "rows": {"serial": rows["serial"], "array": {"error": "losses differ"}}}
+    found = {"mlp": {"2": one, "16": fewer}}
+    file = tmp_path / "cpu-small.json"
+    file.write_text(json.dumps(found))
+    assert bench("__main__").main(["reach", "--results", str(file), "--picture", str(tmp_path / "reach.png")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    x = bench("report").TIMES
+    assert _cells(lines[0]) == ["workload", f"M {x} N", "steps", "loop", "array", "compiled", "compiling pays"]
+    title = ["MLP 64-64-64-10", f"2 {x} 4"]
+    assert _cells(lines[2]) == [*title, "50", "5.4 s", "**3.5 s**", "30 s", "727 / 329"]
+    assert _cells(lines[3]) == ["", "", "500", "50 s", "**26 s**", "35 s", ""]
+    assert _cells(lines[4]) == ["", "", "5,000", "500 s", "251 s", "**80 s**", ""]
+    (ax,) = [ax for ax in reach.picture(found).axes if ax.get_visible()]
+    assert len(ax.lines) == 4 and ax.get_xscale() == ax.get_yscale() == "log"
+    assert (tmp_path / "reach.png").exists()
+
+
+def test_the_documentation_shows_the_committed_results(bench):
+    report = bench("report")
+    page = report.PAGE.read_text()
+    for mark in (report.BEGIN, report.UPDATES, report.OPERATORS, report.PREDICTIONS, report.TO_STEPS):
+        assert mark in page
+    assert report.written(page) == page
+    assert "reach-cpu-small.png" in page and (report.DOCS / "reach-cpu-small.png").exists()
+    for key in report.results():
+        assert f"speed-{key}.png" in page and (report.DOCS / f"speed-{key}.png").exists()
+
+
+def test_what_is_predicted_is_measured(bench, capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    assert bench("predict").main(["--workloads", "mlp", "--rounds", "2", "--json", str(file)]) == 0
+    assert capsys.readouterr().out.count("mlp") >= 2
+    for row in json.loads(file.read_text())["mlp"]["rows"].values():
+        assert row["predicted"][1] == pytest.approx(row["measured"][1], rel=0.15)

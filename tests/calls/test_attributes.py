@@ -1,0 +1,329 @@
+"""Plain attributes of models: same-call communication works, and nothing outlives a call."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from hfta_func.models.attributes import Attributes, undo
+
+LRS = [0.1, 0.05, 0.02]
+
+
+class Keeps(nn.Module):
+    """A layer that uses attributes in one way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.layer(x))
+
+    def use(self, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Hidden(Keeps):
+    h = None
+
+    def use(self, y):
+        y = y if self.h is None else y + self.h
+        self.h = y.detach().mean(0)
+        return y
+
+
+class Counter(Keeps):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def use(self, y):
+        self.calls += 1
+        return y / self.calls
+
+
+class UnusedCounter(Counter):
+    def use(self, y):
+        self.calls += 1
+        return y
+
+
+class History(Keeps):
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+    def use(self, y):
+        self.history.append(y.detach().mean())
+        return y
+
+
+class Nested(Keeps):
+    def __init__(self):
+        super().__init__()
+        self.memory = {"seen": collections.deque(maxlen=2)}
+
+    def use(self, y):
+        self.memory["seen"].append(y.shape[0])
+        return y
+
+
+class Meter:
+    total = 0.0
+
+
+class Meters(Keeps):
+    def __init__(self):
+        super().__init__()
+        self.meter = Meter()
+
+    def use(self, y):
+        self.meter.total = self.meter.total + y.detach().mean()
+        return y
+
+
+class FirstBatch(Keeps):
+    """Normalises by the first batch that it has seen."""
+
+    scale = None
+
+    def use(self, y):
+        if self.scale is None:
+            self.scale = y.detach().abs().mean()
+        return y / self.scale
+
+
+class RunningMaximum(Keeps):
+    def __init__(self):
+        super().__init__()
+        self.largest = torch.tensor(0.0)
+
+    def use(self, y):
+        self.largest = torch.maximum(self.largest, y.detach().abs().max())
+        return y / self.largest
+
+
+class WritesTensor(Keeps):
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros(())
+
+    def use(self, y):
+        self.count += 1
+        return y / self.count
+
+
+class Registers(Keeps):
+    def use(self, y):
+        if "mean" not in self._buffers:
+            self.register_buffer("mean", y.detach().mean(0))
+        return y - self.mean
+
+
+CARRYING = {
+    Hidden: "'h'",
+    Counter: "'calls'",
+    UnusedCounter: "'calls'",
+    History: "'history'",
+    Nested: "'memory'",
+    Meters: "'meter.total'",
+    FirstBatch: "'scale'",
+    RunningMaximum: "'largest'",
+    WritesTensor: "'count'",
+    Registers: "'mean'",
+}
+
+
+class Table(Keeps):
+    """A table that is the same for every call, kept as rotary embeddings keep theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rates", torch.arange(1, 3).double())
+        self.cached, self.length = None, 0
+
+    def use(self, y):
+        if self.cached is None or self.length < y.shape[0]:
+            self.cached = torch.outer(torch.arange(y.shape[0]), self.rates).cos()
+            self.length = y.shape[0]
+        return y * self.cached[: y.shape[0]]
+
+
+class Auxiliary(Keeps):
+    """A loss of its own, which the loss function reads, and what a debugger would look at."""
+
+    def use(self, y):
+        self.auxiliary = y.square().mean()
+        self.outputs = {"last": y, "noise": torch.rand_like(y)}
+        return y
+
+
+class Collects(Keeps):
+    """A list that is begun anew in every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def use(self, y):
+        self.seen.clear()
+        self.seen.append(y.square().mean())
+        return y * self.seen[0]
+
+
+ALLOWED = [Table, Auxiliary, Collects]
+
+
+def loss_fn(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss = F.mse_loss(model(batch[0]), batch[1])
+    return loss + model[0].auxiliary if isinstance(model[0], Auxiliary) else loss
+
+
+def members(kind: Callable[[], nn.Module], count: int) -> list[nn.Module]:
+    made = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        made.append(nn.Sequential(kind(), nn.Linear(2, 2)).double())
+    return made
+
+
+def batches(count: int, number: int = 3) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(7)
+    return [(torch.randn(count, 5, 4).double(), torch.randn(count, 5, 2).double()) for _ in range(number)]
+
+
+def made(models: list[nn.Module], chunk_size: int | None = None, compiled: bool = False) -> tuple[Any, Any]:
+    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=LRS[: len(models)]), chunk_size=chunk_size)
+    state = step.init(*hfta.stack_params(models), seeds=range(len(models)))
+    torch._dynamo.reset()
+    return (torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step), state
+
+
+@pytest.mark.parametrize(("count", "chunk_size"), [(1, None), (3, None), (3, 1), (3, 2)])
+@pytest.mark.parametrize("kind", CARRYING)
+def test_what_is_carried_is_refused(kind: type[Keeps], count: int, chunk_size: int | None) -> None:
+    models = [nn.Sequential(kind(), nn.Linear(2, 2)) for _ in range(count)]
+    step, state = made([model.double() for model in models], chunk_size)
+    name = CARRYING[kind].replace("'", "'0.", 1)
+    for _ in range(2):
+        with pytest.raises(
+            hfta.StateError, match=rf"the model carries {name}.* outside its buffers.* self\.register_buffer"
+        ):
+            step(state, batches(count)[0])
+
+
+@pytest.mark.parametrize("kind", [Hidden, UnusedCounter, History, WritesTensor])
+def test_compiled_it_is_refused_in_the_same_words(kind: type[Keeps]) -> None:
+    step, state = made(members(kind, 3), compiled=True)
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"the model carries '0\..* outside its buffers.* self\.register_buffer"):
+            step(state, batches(3)[0])
+
+
+@pytest.mark.exhaustive(ids="True", unless="Auxiliary-3")
+@pytest.mark.parametrize(
+    ("count", "chunk_size", "compiled"),
+    [(1, None, False), (3, None, False), (3, 1, False), (3, 2, False), (1, None, True), (3, None, True)],
+)
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_attributes_of_one_call_are_those_of_the_loop(
+    kind: type[Keeps], count: int, chunk_size: int | None, compiled: bool
+) -> None:
+    models = members(kind, count)
+    step, state = made(models, chunk_size, compiled)
+    data = batches(count)
+    for batch in data:
+        state, metrics = step(state, batch)
+    for member, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=LRS[member])
+        for batch in data:
+            optimizer.zero_grad()
+            loss = loss_fn(model, (batch[0][member], batch[1][member]))
+            loss.backward()
+            optimizer.step()
+        assert abs(metrics["loss"][member] - loss) < 1e-10
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_evaluation_refuses_and_allows_the_same() -> None:
+    for kind in (Hidden, Auxiliary):
+        models = members(kind, 3)
+        evaluate = hfta.make_eval_step(models[0], loss_fn, batch_dims=0)
+        if kind is Hidden:
+            with pytest.raises(hfta.StateError, match=r"carries '0\.h'"):
+                evaluate(hfta.stack_params(models), batches(3)[0])
+        else:
+            assert evaluate(hfta.stack_params(models), batches(3)[0])["loss_fn"].shape == (3,)
+
+
+def test_pure_functions_refuse_it_too() -> None:
+    models = members(Hidden, 3)
+    with pytest.raises(hfta.StateError, match=r"carries '0\.h'"):
+        hfta.vmap(hfta.functional(models[0]))(*hfta.stack_params(models), batches(3)[0][0])
+
+
+def test_no_tensor_of_a_call_outlives_it() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Kept(Auxiliary):
+        def use(self, y):
+            seen.append(weakref.ref(y))
+            return super().use(y)
+
+    step, state = made(members(Kept, 3))
+    step(state, batches(3)[0])
+    gc.collect()
+    assert seen and not [ref for ref in seen if ref() is not None]
+
+
+def test_noise_and_the_global_generator_stay_as_they_were() -> None:
+    class Silent(Auxiliary):
+        def use(self, y):
+            return y + 0.1 * torch.rand_like(y)
+
+    class Noisy(Silent):
+        def use(self, y):
+            self.kept = y
+            return super().use(y)
+
+    results = []
+    for kind in (Silent, Noisy):
+        models = members(kind, 3)
+        apply = hfta.functional(models[0])
+        torch.manual_seed(3)
+        first = hfta.vmap(apply, randomness="different")(*hfta.stack_params(models), batches(3)[0][0])[0]
+        results.append((first, torch.rand(2)))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_every_kind_of_change_is_found_and_undone() -> None:
+    model = nn.Sequential(Nested(), nn.Dropout(0.5))
+    model.extra = (["a"], {1, 2})
+    before = copy.deepcopy(model)
+    attributes = Attributes(model)
+    assert attributes.changed() == {}
+    model[0].memory["seen"].append(1)
+    model[1].p = 0.25
+    model.new = model.extra
+    model.extra[0].append("b")
+    model.extra[1].add(3)
+    model[1].eval()
+    del model[0].layer
+    changed = attributes.changed()
+    assert changed.keys() == {"0.memory", "1.p", "new", "extra", "1.training", "0.layer"}
+    undo(attributes.undoing(changed))
+    assert attributes.changed() == {} and repr(model) == repr(before)
+    assert model.extra == before.extra and not model[0].memory["seen"] and not hasattr(model, "new")
+    assert model[1].training

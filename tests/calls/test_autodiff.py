@@ -1,0 +1,175 @@
+"""Losses that ask autograd for gradients of their own, such as gradient penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+
+LRS = [0.1, 0.05, 0.02]
+
+Batch = tuple[Tensor, Tensor]
+
+
+def critic() -> nn.Module:
+    convolutions = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 3, padding=1), nn.LeakyReLU(0.2))
+    return nn.Sequential(convolutions, nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """That of WGAN-GP."""
+    real, fake = batch
+    mixed = (0.25 * real + 0.75 * fake).requires_grad_()
+    scores = model(mixed)
+    (grads,) = torch.autograd.grad(
+        outputs=scores, inputs=mixed, grad_outputs=torch.ones_like(scores), create_graph=True, retain_graph=True
+    )
+    return model(fake).mean() - model(real).mean() + 10 * (grads.norm(dim=1) - 1).square().mean()
+
+
+def input_in_place(model: nn.Module, batch: Batch) -> Tensor:
+    """R1, of the batch itself."""
+    batch[0].requires_grad = True
+    assert batch[0].requires_grad and not batch[1].requires_grad
+    scores = model(batch[0])
+    grads = torch.autograd.grad(scores.sum(), {"x": batch[0]}, create_graph=True)["x"]
+    return F.softplus(-scores).mean() + grads.square().sum(1).mean()
+
+
+def by_parameters(model: nn.Module, batch: Batch) -> Tensor:
+    loss = model(batch[0]).square().mean()
+    grads = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    return loss + 0.1 * sum((grad.square().sum() for grad in grads), torch.zeros(()))
+
+
+def unused(model: nn.Module, batch: Batch) -> Tensor:
+    """Several outputs, starts that members share or not, and an input that no output depends on."""
+    first, second = batch[0].clone().requires_grad_(), batch[1].clone().requires_grad_()
+    outputs = [model(first), model(first).mean()]
+    starts = [torch.linspace(0, 1, 5, dtype=torch.float64)[:, None], None]
+    grad, none = torch.autograd.grad(outputs, [first, second], starts, create_graph=True, allow_unused=True)
+    assert none is None
+    return grad.square().sum() + outputs[1]
+
+
+def reads_requires_grad(model: nn.Module, batch: Batch) -> Tensor:
+    scores, weight = model(batch[0]), 1
+    with torch.no_grad():
+        constant = model(batch[0])
+    for bit, tensor in enumerate((scores, batch[0], constant, scores.detach(), model[-1].weight)):
+        weight += 2**bit * tensor.requires_grad
+    return weight * scores.square().mean()
+
+
+LOSSES = [gradient_penalty, input_in_place, by_parameters, unused, reads_requires_grad]
+
+
+def members(count: int) -> list[nn.Module]:
+    made = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        made.append(critic().double())
+    return made
+
+
+def train(
+    models: list[nn.Module], loss: Callable[..., Tensor], data: list[Batch], **options: Any
+) -> tuple[hfta.TrainState, Tensor]:
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=LRS[: len(models)]), **options)
+    state = step.init(*hfta.stack_params(models), seeds=range(len(models)))
+    for batch in data:
+        state, metrics = step(state, batch)
+    return state, metrics["loss"]
+
+
+def alone(model: nn.Module, loss: Callable[..., Tensor], data: list[Batch], lr: float) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for batch in data:
+        optimizer.zero_grad()
+        value = loss(model, tuple(x.clone() for x in batch))
+        value.backward()
+        optimizer.step()
+    return value.detach()
+
+
+@pytest.mark.parametrize(("count", "chunk_size"), [(1, None), (3, None), (3, 1), (3, 2)])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_array_equals_the_loop(loss: Any, count: int, chunk_size: int | None, shared: bool) -> None:
+    torch.manual_seed(5)
+    axes = (5, 4) if shared else (count, 5, 4)
+    data = [(torch.randn(axes).double(), torch.randn(axes).double()) for _ in range(3)]
+    batch_dims = None if shared else 0
+    state, losses = train(members(count), loss, data, chunk_size=chunk_size, batch_dims=batch_dims)
+    for member, model in enumerate(members(count)):
+        own = data if shared else [(first[member], second[member]) for first, second in data]
+        expected = alone(model, loss, own, LRS[member])
+        torch.testing.assert_close(losses[member], expected, rtol=1e-10, atol=1e-12)
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_noise_mixes_what_each_member_is_differentiated_by() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        real, fake = batch
+        share = torch.rand(5, 1, dtype=torch.float64)
+        mixed = (share * real + (1 - share) * fake).requires_grad_()
+        (grads,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+        return grads.square().mean()
+
+    data = [(torch.randn(5, 4).double(), torch.randn(5, 4).double())]
+    together, losses = train(members(3), loss, data, batch_dims=None)
+    one_by_one, expected = train(members(3), loss, data, batch_dims=None, chunk_size=1)
+    torch.testing.assert_close((together.params, losses), (one_by_one.params, expected), rtol=1e-10, atol=1e-12)
+
+
+def test_arrays_of_arrays() -> None:
+    def func(weight: Tensor, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(torch.tanh(x @ weight).sum(), x, create_graph=True)[0]
+
+    weights, xs = torch.randn(3, 2, 4).double().requires_grad_(), torch.randn(2, 5, 4).double()
+    array = hfta.vmap(hfta.vmap(func), in_dims=(0, None))(weights, xs)
+    expected = torch.stack([torch.stack([func(own, x) for own, x in zip(row, xs, strict=True)]) for row in weights])
+    torch.testing.assert_close(array, expected, rtol=1e-12, atol=1e-12)
+    grads = (torch.autograd.grad(x.square().sum(), weights) for x in (array, expected))
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("loss", [gradient_penalty, by_parameters])
+def test_compiled_it_is_refused_with_a_cure(loss: Any, count: int) -> None:
+    models = members(count)
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models), seeds=range(count))
+    batch = torch.randn(count, 5, 4).double(), torch.randn(count, 5, 4).double()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=rf"in {loss.__name__} \(.*asks autograd .* torch\.func\.grad\(func\)\(input\)"):
+        torch.compile(step, fullgraph=True, backend="eager")(state, batch)
+
+
+@pytest.mark.exhaustive(ids="True")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_cure_works(compiled: bool) -> None:
+    def penalty(model: nn.Module, batch: Batch) -> Tensor:
+        grads = torch.func.grad(lambda x: model(x).sum())(batch[0])
+        return grads.square().sum(1).mean() + model(batch[1]).mean()
+
+    models = members(3)
+    step = hfta.make_train_step(models[0], penalty, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models), seeds=range(3))
+    batch = torch.randn(3, 5, 4).double(), torch.randn(3, 5, 4).double()
+    torch._dynamo.reset()
+    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    _, metrics = run(state, batch)
+    for member, model in enumerate(models):
+        x = batch[0][member].clone().requires_grad_()
+        grads = torch.autograd.grad(model(x).sum(), x)[0]
+        expected = grads.square().sum(1).mean() + model(batch[1][member]).mean()
+        torch.testing.assert_close(metrics["loss"][member], expected.detach(), rtol=1e-10, atol=1e-12)

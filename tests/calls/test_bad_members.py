@@ -1,0 +1,197 @@
+"""A member with values that a function refuses, such as a singular matrix, is reported; the others train on unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, linalg, nn
+
+import hfta_func as hfta
+
+M, BAD, SIZE = 3, 1, 3
+NAN, INF = float("nan"), float("inf")
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE, dtype=torch.float64))
+
+
+class Case(NamedTuple):
+    name: str
+    loss: Callable[[Tensor], Tensor]
+    bad: tuple[float, ...] = (NAN, INF)  # what the bad member is filled with
+    compiles: bool = True
+
+
+def spd(x: Tensor) -> Tensor:
+    return x @ x.mT
+
+
+def sym(x: Tensor) -> Tensor:
+    return x + x.mT
+
+
+def corners(x: Tensor) -> Tensor:
+    """Places in an image, ``[1, 3, 1, 2]``."""
+    return x[None, :, None, :2].tanh()
+
+
+ONES = torch.ones(SIZE, dtype=torch.float64)
+OLD = [
+    Case("torch.cholesky", lambda x: torch.cholesky(spd(x), True).sum(), (0.0,)),
+    Case("Tensor.cholesky", lambda x: spd(x).cholesky(upper=True).sum(), (0.0,)),
+]
+if torch.__version__ >= "2.14":
+    # It refuses them.
+    OLD.clear()
+CASES = [
+    Case("linalg.cholesky", lambda x: linalg.cholesky(spd(x)).sum(), (NAN, INF, 0.0)),
+    *OLD,
+    Case("linalg.inv", lambda x: linalg.inv(x).sum(), (NAN, 0.0, 2.0)),
+    Case("torch.inverse", lambda x: torch.inverse(x).sum(), (0.0,)),
+    Case("Tensor.inverse", lambda x: x.inverse().sum(), (0.0,)),
+    Case("linalg.solve", lambda x: linalg.solve(x, ONES).sum(), (NAN, 0.0)),
+    Case("linalg.solve of matrices", lambda x: linalg.solve(x, ONES.diag(), left=False).sum(), (0.0,)),
+    Case("linalg.matrix_power", lambda x: linalg.matrix_power(x, -2).sum(), (0.0,)),
+    Case("linalg.tensorinv", lambda x: linalg.tensorinv(x.reshape(SIZE, 1, SIZE), ind=1).sum(), (0.0,)),
+    Case("linalg.tensorsolve", lambda x: linalg.tensorsolve(x.reshape(SIZE, SIZE, 1), ONES).sum(), (0.0,)),
+    Case("linalg.lu_factor", lambda x: linalg.lu_factor(x).LU.sum(), (0.0,)),
+    Case("linalg.ldl_factor", lambda x: x.sum() + linalg.ldl_factor(sym(x).detach()).LD.sum(), (0.0,)),
+    Case("linalg.slogdet", lambda x: linalg.slogdet(x).logabsdet, (NAN, 0.0)),
+    Case("torch.logdet", lambda x: torch.logdet(spd(x)), (NAN, 0.0)),
+    Case("torch.cholesky_inverse", lambda x: torch.cholesky_inverse(x.tril()).sum(), (0.0,)),
+    Case("linalg.svd", lambda x: linalg.svd(x)[1].sum()),
+    Case("linalg.svd by name", lambda x: linalg.svd(A=x, full_matrices=False).S.sum()),
+    Case("torch.svd", lambda x: torch.svd(x).S.sum()),
+    Case("linalg.svdvals", lambda x: linalg.svdvals(x).sum()),
+    Case("linalg.eigh", lambda x: linalg.eigh(sym(x)).eigenvectors.abs().sum(), (NAN, INF, 0.0)),
+    Case("linalg.eigvalsh", lambda x: linalg.eigvalsh(sym(x))[0]),
+    Case("linalg.eig", lambda x: linalg.eig(x)[0].abs().sum()),
+    Case("linalg.eigvals", lambda x: linalg.eigvals(x).abs().sum()),
+    Case("linalg.pinv", lambda x: linalg.pinv(x).sum()),
+    Case("linalg.pinv hermitian", lambda x: linalg.pinv(sym(x), hermitian=True).sum()),
+    Case("torch.pinverse", lambda x: torch.pinverse(x).sum()),
+    # The compiler knows no least squares.
+    Case("linalg.lstsq", lambda x: linalg.lstsq(x, x.detach(), driver="gels").solution.sum(), (NAN, 0.0), False),
+    Case("linalg.lstsq gelsd", lambda x: linalg.lstsq(x, x.detach(), driver="gelsd").solution.sum(), (NAN,), False),
+    Case("linalg.matrix_rank", lambda x: x.sum() * linalg.matrix_rank(x)),
+    Case("linalg.cond", lambda x: linalg.cond(x)),
+    Case("linalg.norm", lambda x: linalg.norm(x, "nuc")),
+    Case("linalg.norm of vectors", lambda x: linalg.norm(x, 2, dim=-1).sum()),
+    Case("linalg.matrix_norm", lambda x: linalg.matrix_norm(x, ord=2)),
+    Case("torch.norm", lambda x: torch.norm(x, p="nuc")),
+    Case("linalg.qr", lambda x: linalg.qr(x).R.sum(), (NAN, 0.0)),
+    Case("torch.histc", lambda x: x.sum() + torch.histc(x.detach()).sum()),
+    Case(
+        "F.binary_cross_entropy",
+        lambda x: F.binary_cross_entropy(x.abs() / 4, torch.full_like(x, 0.3)),
+        (NAN, INF, 5.0),
+    ),
+    Case(
+        "F.binary_cross_entropy of sums",
+        lambda x: F.binary_cross_entropy(x.abs() / 4, (x.detach() > 0).double(), x.detach() ** 2, reduction="sum"),
+        (5.0,),
+    ),
+    Case(
+        "F.grid_sample",
+        lambda x: F.grid_sample(x[None, None], corners(x), padding_mode="border", align_corners=False).sum(),
+        (NAN,),
+    ),
+]  # fmt: skip
+PLACES = {"array": {}, "one by one": {"chunk_size": 1}, "compiled": {}}
+Run = Callable[[Tensor], tuple[hfta.TrainState, dict[str, Tensor]]]
+
+
+def stepping(loss: Callable[[Tensor], Tensor], place: str, **options: Any) -> Run:
+    """One step from given weights."""
+    step: Any = hfta.make_train_step(
+        Weights(), lambda model, batch: loss(model.weight), hfta.sgd(lr=0.1), **PLACES[place], **options
+    )
+    run = step
+    if place == "compiled":
+        torch._dynamo.reset()
+        run = torch.compile(step, backend="aot_eager", fullgraph=True)
+    return lambda weights: run(step.init({"weight": weights}, {}, seeds=range(len(weights))), None)
+
+
+@pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.thirds
+@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:torch.cholesky is deprecated")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_bad_member_ends_no_other(case: Case, place: str) -> None:
+    if place == "compiled" and not case.compiles:
+        pytest.skip("the compiler does not know this operator")
+    torch.manual_seed(3)
+    weights = torch.randn(M, SIZE, SIZE, dtype=torch.float64)
+    run, run_alone = stepping(case.loss, place), stepping(case.loss, "array")
+    expected, good = run(weights)
+    assert good["failure"].tolist() == [0] * M
+    for value in case.bad:
+        spoiled = weights.clone()
+        spoiled[BAD] = value
+        if not torch.isfinite(torch.tensor(value)):
+            # One bad entry of many is enough.
+            spoiled[BAD] = weights[BAD]
+            spoiled[BAD, 0, 1] = value
+        state, metrics = run(spoiled)
+        assert [code > 0 for code in metrics["failure"].tolist()] == [member == BAD for member in range(M)], value
+        assert torch.equal(state.params["weight"][BAD].nan_to_num(), spoiled[BAD].nan_to_num())
+        for member in {*range(M)} - {BAD}:
+            assert torch.equal(state.params["weight"][member], expected.params["weight"][member]), (value, member)
+            assert torch.equal(metrics["loss"][member], good["loss"][member])
+            # And what a member alone would be.
+            alone, _ = run_alone(weights[member : member + 1])
+            torch.testing.assert_close(state.params["weight"][member], alone.params["weight"][0])
+        _, alone = run_alone(spoiled[BAD : BAD + 1])
+        assert alone["failure"].tolist() == [metrics["failure"][BAD].item()]
+
+
+@pytest.mark.parametrize("num_models", [1, M])
+def test_what_becomes_of_a_bad_member_is_the_step_s_choice(num_models: int) -> None:
+    weights = torch.zeros(num_models, SIZE, SIZE, dtype=torch.float64)
+    weights[1:] = torch.eye(SIZE)
+
+    def loss(weight: Tensor) -> Tensor:
+        return linalg.inv(weight).sum()
+
+    state, _ = stepping(loss, "array", nonfinite="freeze")(weights)
+    assert state.active.tolist() == [False] + [True] * (num_models - 1)
+    with pytest.raises(hfta.NonFiniteError, match="model 0: the loss is not finite"):
+        stepping(loss, "array", nonfinite="raise")(weights)
+
+
+def test_a_bad_matrix_in_a_batch_of_a_member_makes_the_member_bad() -> None:
+    for call, bad in ((linalg.inv, 0.0), (linalg.cholesky, -1.0), (linalg.svdvals, NAN)):
+        weights = torch.eye(SIZE).double().expand(M, SIZE, SIZE).clone()
+        weights[BAD, 0, 0] = bad
+        values = hfta.vmap(lambda x, call=call: call(torch.stack([x, torch.eye(SIZE).double()])))(weights)
+        assert values.isnan().flatten(1).all(1).tolist() == [member == BAD for member in range(M)]
+
+
+def test_results_keep_their_names_and_gradients_of_any_order() -> None:
+    matrices = torch.randn(M, SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values = hfta.vmap(lambda x: linalg.svd(x).S)(matrices)
+    torch.testing.assert_close(values, linalg.svd(matrices).S)
+
+    def second(x: Tensor) -> Tensor:
+        return torch.func.jacrev(torch.func.jacrev(lambda x: linalg.solve(x, ONES).sum()))(x)
+
+    hessian = hfta.vmap(second)(matrices)
+    for member in range(M):
+        wanted = second(matrices[member])
+        torch.testing.assert_close(hessian[member], wanted)
+
+
+def test_the_determinant_of_a_singular_matrix_is_that_of_torch() -> None:
+    matrices = torch.eye(SIZE).double().expand(M, SIZE, SIZE).clone()
+    matrices[BAD] = 0
+    for func in (linalg.slogdet, torch.logdet):
+        for found, expected in zip(hfta.vmap(func)(matrices), func(matrices), strict=True):
+            assert torch.equal(found, expected)

@@ -1,0 +1,200 @@
+"""Numbers of the members' own, where they meet tensors of another kind: results are those of Python numbers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+import hfta_func as hfta
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NUMBERS = [0.1, 0.3, 0.7]
+
+
+class Meets(nn.Module):
+    """A function of the module, with a number and buffers without axes, and of features."""
+
+    def __init__(self, func, number):
+        super().__init__()
+        self.body, self.drop, self.head = nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)
+        self.func, self.number = func, number
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        return self.head(self.drop(self.func(self, self.body(x))))
+
+
+def writes_total(module, x):
+    module.total.add_(x.detach().mean())
+    return x * module.number * module.total.to(x.dtype)
+
+
+def adds_to_total(module, x):
+    module.total += x.detach().mean()
+    return x * module.number
+
+
+def replaces_total(module, x):
+    module.total = module.total + x.detach().mean() * module.number
+    return x * module.number
+
+
+def counts(module, x):
+    module.seen += 1
+    return x * (module.seen * module.number)
+
+
+def augments(module, x):
+    scale = module.number
+    scale *= 2
+    scale += 1
+    scale **= 2
+    scale /= 3
+    scale -= 0.1
+    return x * scale
+
+
+def augments_another_name(module, x):
+    first = module.number * 2
+    second = first
+    second += 1
+    second *= x
+    return x * first + second
+
+
+def recomputes(module, x):
+    twice = module.number * 2
+
+    def part(x, number):
+        number += 1
+        return x * number * ((x > 0) * module.number) + (x.mean() * twice)
+
+    return torch.utils.checkpoint.checkpoint(part, x, twice, use_reentrant=False)
+
+
+KINDS = {
+    "mask": lambda module, x: x * ((x > 0) * module.number),
+    "range": lambda module, x: x + torch.arange(4) * module.number,
+    "where": lambda module, x: x * torch.where(x > 0, 1, module.number),
+    "smoothed": lambda module, x: x + F.one_hot(x.argmax(-1), 4) * (1 - module.number) + module.number / 4,
+    "clamped integers": lambda module, x: x * torch.arange(4).clamp(max=module.number * 4),
+    "complex": lambda module, x: (torch.complex(x, x).mean() * module.number).abs() * x,
+    "writes": writes_total,
+    "adds": adds_to_total,
+    "replaces": replaces_total,
+    "counts": counts,
+    "augmented": augments,
+    "augmented under another name": augments_another_name,
+    "recomputed": recomputes,
+}
+
+
+def run(members, xs, compiled=False, **options):
+    seeds = [round(member.number * 10) for member in members]
+    step = hfta.make_train_step(members[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), **options)
+    state, metrics = step.init(*hfta.stack_params(members), seeds=seeds), {}
+    if compiled:
+        torch._dynamo.reset()
+        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for x in xs:
+        state, metrics = step(state, x)
+    return state, metrics
+
+
+def assert_members_are_solo_runs(func, **options):
+    members = []
+    for seed, number in enumerate(NUMBERS):
+        torch.manual_seed(seed)
+        members.append(Meets(func, number))
+    xs = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
+    state, metrics = run(members, xs, **options)
+    for i, member in enumerate(members):
+        alone, own = run([member], xs[:, i : i + 1])
+        expected = {**alone.params, **alone.buffers, "loss": own["loss"]}
+        for path, leaf in expected.items():
+            found = {**state.params, **state.buffers, "loss": metrics["loss"]}[path][i : i + 1]
+            torch.testing.assert_close(found, leaf, rtol=1e-5, atol=1e-5, msg=lambda text, path=path: f"{path}: {text}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_those_of_python_numbers(kind):
+    assert_members_are_solo_runs(KINDS[kind])
+
+
+@pytest.mark.exhaustive(unless="mask")
+@pytest.mark.parametrize("kind", ["mask", "writes", "augmented under another name", "recomputed"])
+def test_they_are_so_compiled(kind):
+    assert_members_are_solo_runs(KINDS[kind], compiled=True)
+
+
+@pytest.mark.parametrize("kind", ["writes", "replaces", "augmented"])
+def test_they_are_so_when_run_again(kind):
+    assert_members_are_solo_runs(KINDS[kind], checkpoint=True)
+
+
+def test_a_loss_has_them_in_its_precision():
+    members = [Meets(KINDS["mask"], number) for number in NUMBERS]
+
+    def loss_fn(model, x, hparams):
+        return model(x).mean() * hparams["number"]
+
+    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.1))
+    _, metrics = step(step.init(*hfta.stack_params(members), seeds=range(3)), torch.ones(3, 5, 4))
+    assert metrics["loss"].dtype == torch.float32
+
+
+class Layers(nn.Module):
+    """Every way in which PyTorch's modules hand over a rate."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, rate, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, rate, batch_first=True)
+        self.recurrent = nn.LSTM(4, 4, 2, dropout=rate, batch_first=True)
+        self.drop = nn.Sequential(
+            nn.Dropout1d(rate), nn.AlphaDropout(rate), nn.FeatureAlphaDropout(rate), nn.Dropout(rate)
+        )
+
+    def forward(self, x):
+        x = self.encoder(x)
+        return self.drop(self.recurrent(self.attention(x, x, x)[0])[0])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_rates_outside_of_training_need_no_key(training):
+    members = [Layers(rate).double().train(training) for rate in NUMBERS]
+    params, buffers = hfta.stack_params(members)
+    apply, x = hfta.functional(members[0]), torch.randn(2, 3, 4, dtype=torch.float64)
+    if training:
+        with pytest.raises(hfta.TraceError, match=r"needs a Python number where it has a tensor, and 'encoder"):
+            hfta.vmap(lambda *given: apply(*given, x)[0], randomness="different")(params, buffers)
+        return
+    found = hfta.vmap(lambda *given: apply(*given, x)[0])(params, buffers)
+    torch.testing.assert_close(found, torch.stack([member(x) for member in members]), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("path", ["encoder.dropout1.p", "attention.dropout", "recurrent.dropout", "drop.1.p"])
+@pytest.mark.parametrize("bad", [1.5, -0.1])
+def test_rates_out_of_range_are_refused_by_member_and_path(path, bad):
+    members = [Layers(0.1) for _ in range(2)]
+    step = hfta.make_train_step(members[0], lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
+    message = rf"model 1: {path} is {bad}; it must be at least 0 and at most 1"
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        step.init(*hfta.stack_params(members), seeds=[0, 1], hparams={path: [0.1, bad]})
+    owner, _, name = path.rpartition(".")
+    setattr(members[1].get_submodule(owner), name, bad)
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        step.init(*hfta.stack_params(members), seeds=[0, 1])
+
+
+@pytest.mark.parametrize("bad", [1.5, -0.1])
+@pytest.mark.parametrize("layer", [nn.Dropout, nn.AlphaDropout])
+def test_the_member_of_a_rate_that_goes_out_of_range_fails(layer, bad):
+    model = nn.Sequential(nn.Linear(4, 4), layer(0.1))
+    step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
+    params, buffers = hfta.init_params(lambda: model, [0])
+    state = step.init(*hfta.concat([hfta.Stacked(params, buffers)] * 2), seeds=[0, 1], hparams={"1.p": [0.1, 1.0]})
+    _, metrics = step(hfta.with_hyperparams(state, **{"1.p": [1.0, bad]}), torch.ones(2, 3, 4))
+    assert metrics["finite"].tolist() == [True, False]

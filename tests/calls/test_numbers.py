@@ -1,0 +1,713 @@
+"""Members that differ in numbers of their modules: each is the run that its own model makes alone."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SEEDS = [3, 14, 15]
+
+
+class Calls(nn.Module):
+    """A function of features and a number of the module's own."""
+
+    def __init__(self, func, number, other=None):
+        super().__init__()
+        self.body = nn.Linear(4, 6, dtype=torch.float64)
+        self.func = func
+        self.number = number
+
+    def forward(self, x):
+        return self.func(self.body(x), self.number)
+
+
+def features(module):
+    return nn.Sequential(nn.Linear(4, 6), module, nn.Linear(6, 3)).double()
+
+
+def channels(module):
+    return nn.Sequential(nn.Unflatten(-1, (2, 2)), nn.Conv1d(2, 6, 1), module, nn.Flatten(), nn.LazyLinear(3)).double()
+
+
+class Compared(nn.Module):
+    """A loss of PyTorch's inside the model, of features against others."""
+
+    def __init__(self, loss, kind="values"):
+        super().__init__()
+        self.body = nn.Linear(4, 6, dtype=torch.float64)
+        self.loss = loss
+        self.kind = kind
+
+    def forward(self, x):
+        x, other, third = self.body(x), self.body(x.flip(0)), self.body(x.roll(1, 0))
+        signs = torch.arange(len(x)).remainder(2) * 2 - 1
+        if self.kind == "signs":
+            return self.loss(x, signs.unsqueeze(-1).expand_as(x))
+        if self.kind == "pairs":
+            return self.loss(x, other, signs if isinstance(self.loss, nn.CosineEmbeddingLoss) else signs.unsqueeze(-1))
+        if self.kind == "triplets":
+            return self.loss(x, other, third)
+        if self.kind == "classes":
+            return self.loss(x, torch.arange(len(x)).remainder(6))
+        if self.kind == "variances":
+            return self.loss(x, other, third.square())
+        return self.loss(x, other)
+
+
+class Attends(nn.Module):
+    def __init__(self, rate, weights):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=rate, batch_first=True, dtype=torch.float64)
+        self.weights = weights
+
+    def forward(self, x):
+        x = x.unflatten(0, (2, -1))
+        return self.attention(x, x, x, need_weights=self.weights)[0]
+
+
+class Recurs(nn.Module):
+    def __init__(self, kind, rate):
+        super().__init__()
+        self.layers = kind(4, 5, num_layers=3, dropout=rate, batch_first=True, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.layers(x.unflatten(0, (2, -1)))[0]
+
+
+def case(make, *numbers):
+    return make, numbers
+
+
+def activation(module, *numbers, **options):
+    return case(lambda number: features(module(number, **options)), *numbers)
+
+
+def norm(module, *numbers):
+    return case(lambda number: channels(module(number)), *numbers)
+
+
+def loss(make, *numbers, kind="values"):
+    return case(lambda number: Compared(make(number), kind), *numbers)
+
+
+def call(func, *numbers):
+    return case(lambda number: Calls(func, number), *numbers)
+
+
+CASES = {
+    "leaky_relu": activation(nn.LeakyReLU, 0.01, 0.2, 0),
+    "leaky_relu in place": activation(nn.LeakyReLU, 0.01, 0.2, 0.5, inplace=True),
+    "elu": activation(nn.ELU, 1.0, 0.3, 2.0),
+    # PyTorch's gradient rounds alpha to single precision.
+    "celu": activation(nn.CELU, 1.0, 0.25, 2.0),
+    "rrelu": case(lambda number: features(nn.RReLU(0.1, number)), 0.2, 0.3, 0.5),
+    "softplus": activation(nn.Softplus, 1.0, 0.3, 30.0),
+    "softplus threshold": case(lambda number: features(nn.Softplus(2.0, number)), 20.0, 1.0, 0.1),
+    "threshold": case(lambda number: features(nn.Threshold(number, number - 1)), 0.0, 0.3, -0.2),
+    "hardtanh": case(lambda number: features(nn.Hardtanh(-1.0, number)), 0.1, 0.5, 1.0),
+    "hardtanh in place": case(lambda number: features(nn.Hardtanh(-number, number, inplace=True)), 0.1, 0.5, 1.0),
+    "hardshrink": activation(nn.Hardshrink, 0.1, 0.5, 0.0),
+    "softshrink": activation(nn.Softshrink, 0.1, 0.5, 0.0),
+    "dropout": activation(nn.Dropout, 0.1, 0.0, 1.0),
+    "dropout in place": activation(nn.Dropout, 0.1, 0.7, 0.5, inplace=True),
+    "alpha dropout": activation(nn.AlphaDropout, 0.1, 0.0, 1.0),
+    "feature alpha dropout": norm(nn.FeatureAlphaDropout, 0.1, 0.0, 0.4),
+    "dropout1d": norm(nn.Dropout1d, 0.1, 0.0, 0.4),
+    "attention": case(lambda number: Attends(number, False), 0.1, 0.0, 0.4),
+    "attention with weights": case(lambda number: Attends(number, True), 0.1, 0.0, 0.4),
+    "attention scale": call(lambda x, number: F.scaled_dot_product_attention(x, x, x, scale=number), 0.1, 0.5, 1.0),
+    "lstm": case(lambda number: Recurs(nn.LSTM, number), 0.1, 0.0, 0.4),
+    "gru": case(lambda number: Recurs(nn.GRU, number), 0.1, 0.0, 0.4),
+    "transformer": case(
+        lambda number: nn.TransformerEncoderLayer(4, 2, 8, dropout=number, dtype=torch.float64, batch_first=True),
+        *(0.1, 0.0, 0.4),
+    ),
+    "gumbel": call(lambda x, tau: F.gumbel_softmax(x, tau), 0.5, 1.0, 2.0),
+    "layer norm": activation(lambda eps: nn.LayerNorm(6, eps), 1e-5, 0.1, 1.0),
+    "rms norm": activation(lambda eps: nn.RMSNorm(6, eps), 1e-5, 0.1, 1.0),
+    "group norm": norm(lambda eps: nn.GroupNorm(3, 6, eps), 1e-5, 0.1, 1.0),
+    "instance norm": norm(lambda eps: nn.InstanceNorm1d(6, eps, affine=True), 1e-5, 0.1, 1.0),
+    "instance norm of averages": norm(lambda number: nn.InstanceNorm1d(6, number, number, True, True), 1e-5, 0.1, 1.0),
+    "instance norm without batches": norm(
+        lambda eps: nn.InstanceNorm1d(6, eps, track_running_stats=True).eval(), 1e-5, 0.1, 1.0
+    ),
+    "batch norm": norm(lambda eps: nn.BatchNorm1d(6, eps), 1e-5, 0.1, 1.0),
+    "batch norm momentum": norm(lambda momentum: nn.BatchNorm1d(6, momentum=momentum), 0.1, 0.01, 1.0),
+    "batch norm of all batches": norm(lambda eps: nn.BatchNorm1d(6, eps, momentum=None), 1e-5, 0.1, 1.0),
+    "normalize": call(lambda x, eps: F.normalize(x, eps=eps), 1e-5, 1.0, 10.0),
+    "local response": norm(
+        lambda number: nn.LocalResponseNorm(3, alpha=number, beta=number, k=1 + number), 0.1, 0.5, 1.0
+    ),
+    "cosine similarity": loss(lambda eps: nn.CosineSimilarity(eps=eps), 1e-8, 1.0, 100.0),
+    "pairwise distance": loss(lambda eps: nn.PairwiseDistance(eps=eps), 1e-6, 0.1, 1.0),
+    "huber": loss(lambda delta: nn.HuberLoss(delta=delta), 1.0, 0.1, 0.5),
+    "huber sum": loss(lambda delta: nn.HuberLoss("sum", delta=delta), 1.0, 0.1, 0.5),
+    "smooth l1": loss(lambda beta: nn.SmoothL1Loss(beta=beta), 1.0, 0.0, 0.5),
+    "margin ranking": loss(lambda margin: nn.MarginRankingLoss(margin), 0.0, 0.5, 1.0, kind="pairs"),
+    "hinge": loss(lambda margin: nn.HingeEmbeddingLoss(margin), 1.0, 0.5, 2.0, kind="signs"),
+    "cosine embedding": loss(lambda margin: nn.CosineEmbeddingLoss(margin), 0.0, 0.5, -0.5, kind="pairs"),
+    "triplets": loss(lambda margin: nn.TripletMarginLoss(margin), 1.0, 0.5, 2.0, kind="triplets"),
+    "triplets swapped": loss(lambda eps: nn.TripletMarginLoss(eps=eps, swap=True), 1e-6, 0.1, 1.0, kind="triplets"),
+    "triplets by distance": loss(
+        lambda margin: nn.TripletMarginWithDistanceLoss(margin=margin), 1.0, 0.5, 2.0, kind="triplets"
+    ),
+    "multi margin": loss(lambda margin: nn.MultiMarginLoss(margin=margin), 1.0, 0.5, 2.0, kind="classes"),
+    "label smoothing": loss(lambda rate: nn.CrossEntropyLoss(label_smoothing=rate), 0.0, 0.1, 0.5, kind="classes"),
+    "gaussian": loss(lambda eps: nn.GaussianNLLLoss(eps=eps), 1e-6, 0.1, 1.0, kind="variances"),
+    "clamp": call(lambda x, number: x.clamp(-1.0, number), 0.1, 0.3, 0.5),
+    "clamp below": call(lambda x, number: torch.clamp(x, min=number), 0.1, 0.3, 0.5),
+    "clip in place": call(lambda x, number: (x * 1).clip_(max=number, min=-0.1), 0.1, 0.3, 0.5),
+    "arithmetic": call(lambda x, number: (x * number + 1 / (1 + number)) ** 2 - number**2, 0.1, 0.3, 0.5),
+    "tensor methods": call(
+        lambda x, number: torch.lerp(x, x**2, number).masked_fill(x > 0.5, number) + torch.where(x > 0, x, number),
+        *(0.1, 0.3, 0.5),
+    ),
+    "a branch that all take": call(lambda x, number: x * number if number > 0 else x, 0.1, 0.3, 0.5),
+}
+
+
+def models(make, numbers):
+    made = []
+    for seed, number in zip(SEEDS, numbers, strict=True):
+        torch.manual_seed(seed)
+        made.append(make(number))
+        made[-1](torch.zeros(8, 4, dtype=torch.float64))
+    return made
+
+
+def batches(count=3, size=8):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, 3, size, 4, generator=generator, dtype=torch.float64) * 2
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    output = model(x)
+    return (output * torch.linspace(0.5, 1.5, output.numel(), dtype=x.dtype).reshape(output.shape)).square().sum()
+
+
+def train(members, seeds, xs, compiled=False, **options):
+    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5), **options)
+    state = step.init(*hfta.stack_params(members), seeds=seeds)
+    if compiled:
+        torch._dynamo.reset()
+        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    metrics = {}
+    for x in xs:
+        state, metrics = step(state, x)
+    return state, metrics
+
+
+def assert_members_are_solo_runs(members, xs, **options):
+    state, metrics = train(members, SEEDS, xs, **options)
+    assert state.hparams
+    for i, member in enumerate(members):
+        alone, reported = train([member], SEEDS[i : i + 1], xs[:, i : i + 1])
+        assert not alone.hparams
+        torch.testing.assert_close(metrics["loss"][i : i + 1], reported["loss"], rtol=1e-10, atol=1e-10)
+        for path, leaf in (alone.params | alone.buffers).items():
+            own = (state.params | state.buffers)[path][i : i + 1]
+            torch.testing.assert_close(own, leaf, rtol=1e-10, atol=1e-10, msg=lambda text, path=path: f"{path}: {text}")
+    return state
+
+
+# A graph holds one side of a branch.
+BRANCHING = {"a branch that all take", "triplets by distance"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_members_are_the_runs_of_their_own_models(name):
+    assert_members_are_solo_runs(models(*CASES[name]), batches())
+
+
+@pytest.mark.exhaustive(unless="^dropout$")
+@pytest.mark.thirds
+@pytest.mark.parametrize("name", [name for name in CASES if name not in BRANCHING])
+def test_compiled_they_are_so_too(name):
+    assert_members_are_solo_runs(models(*CASES[name]), batches(2), compiled=True)
+
+
+def classifier(rate, slope=0.1, second=0.2):
+    """Noise after the first dropout layer shows whether it counts its draws as it does alone."""
+    return nn.Sequential(
+        *(nn.Linear(4, 8), nn.LeakyReLU(slope), nn.Dropout(rate), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))),
+        *(nn.Dropout(second), nn.Linear(8, 3)),
+    ).double()
+
+
+def three(**options):
+    made = []
+    for seed, rate, slope in zip(SEEDS, (0.0, 0.3, 1.0), (0.01, 0.2, 0.0), strict=True):
+        torch.manual_seed(seed)
+        made.append(classifier(rate, slope, **options))
+    return made
+
+
+def assert_same(one, other, **tolerance):
+    assert one.keys() == other.keys()
+    for path, leaf in one.items():
+        torch.testing.assert_close(other[path], leaf, **(tolerance or {"rtol": 0, "atol": 0}), msg=path)
+
+
+@pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"chunk_size": 1}, {"chunk_size": 2}, {"checkpoint": True}, {"checkpoint": ["1", "2", "3", "4"]}),
+        *({"save": "less"}, {"donate": True}, {"share_frozen": False}, {"compiled": True, "chunk_size": 2}),
+    ],
+    ids=str,
+)
+def test_every_way_to_run_a_step(options):
+    assert_members_are_solo_runs(three(), batches(), **options)
+
+
+def test_noise_is_that_of_a_solo_run_to_the_bit():
+    """In float32, too, where a rate of fewer bits would drop others."""
+
+    class Noise(nn.Module):
+        def __init__(self, rate):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(100_000))
+            self.first, self.second = nn.Dropout(rate), nn.Dropout(0.4)
+
+        def forward(self, x):
+            return torch.stack([self.first(self.weight * x), self.second(self.weight * x)])
+
+    rates = [0.1, 0.0, 0.9999, 1.0]
+    keys = hfta.random.keys([5, 6, 5, 7])
+    members = [Noise(rate) for rate in rates]
+    params, buffers = hfta.stack_params(members)
+    apply = hfta.functional(members[0])
+    found, new = hfta.vmap(lambda params, buffers, x, key: apply(params, buffers, x, key=key))(
+        params, buffers, torch.ones(4, 1), keys
+    )
+    assert_same(new, buffers)
+    assert found.dtype == torch.float32
+    for i, member in enumerate(members):
+        alone = hfta.functional(member)
+        own, _ = alone({"weight": member.weight.detach()}, {}, torch.ones(1), key=keys[i])
+        assert torch.equal(found[i] == 0, own == 0)
+        scale = 0 if rates[i] == 1 else 1 / (1 - rates[i])
+        kept = found[i][0][found[i][0] != 0]
+        assert torch.equal(kept, torch.full_like(kept, scale))
+        assert len(kept) == pytest.approx(1e5 * (1 - rates[i]), abs=4 * math.sqrt(1e5 * rates[i] * (1 - rates[i])))
+
+
+def test_the_state_carries_them_as_hparams():
+    members = three()
+    stacked = hfta.stack_params(members)
+    assert stacked.buffers["1.negative_slope"].tolist() == [0.01, 0.2, 0.0]
+    step = hfta.make_train_step(members[2], loss_fn, hfta.adam(lr=[0.01, 0.02, 0.03]))
+    state = step.init(*stacked, seeds=SEEDS)
+    assert {path: leaf.tolist() for path, leaf in state.hparams.items()} == {
+        "1.negative_slope": [0.01, 0.2, 0.0],
+        "2.p": [0.0, 0.3, 1.0],
+    }
+    assert {leaf.dtype for leaf in state.hparams.values()} == {torch.float64}
+    after, _ = step(state, batches()[0])
+    assert_same(state.hparams, after.hparams)
+    assert after.buffers.keys() == state.buffers.keys() == stacked.buffers.keys()
+    assert after.buffers["2.p"].shape == state.buffers["2.p"].shape == (3, 0)
+
+
+def test_a_member_between_those_that_differ():
+    models = [nn.Dropout(rate) for rate in (0.1, 0.1, 0.2, 0.1, 0.3)]
+    assert hfta.stack_params(models).buffers["p"].tolist() == [0.1, 0.1, 0.2, 0.1, 0.3]
+
+
+def test_models_go_back_with_their_own_numbers():
+    members = three()
+    state, _ = train(members, SEEDS, batches())
+    first = copy.deepcopy(members[0]).eval()
+    for i, member in enumerate(hfta.unstack_params(first, *hfta.stacked(state))):
+        exported = hfta.export_model(first, state, i)
+        assert_same(member.state_dict(), exported.state_dict())
+        for model in (member, exported):
+            assert (model[1].negative_slope, model[2].p) == (members[i][1].negative_slope, members[i][2].p)
+            assert type(model[2].p) is float
+    assert (first[1].negative_slope, first[2].p) == (0.01, 0.0)
+    again = hfta.stack_params([hfta.export_model(members[0], state, i) for i in range(3)])
+    assert_same(again.buffers, hfta.stacked(state).buffers)
+
+
+def test_models_without_the_state_are_refused_without_their_numbers():
+    members = three()
+    state, _ = train(members, SEEDS, batches(1))
+    message = r"'1.negative_slope' is a number of each member's own, .* state's hparams .* pass \*hfta.stacked\(state\)"
+    evaluate = hfta.make_eval_step(members[0], loss_fn)
+    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5))
+    for use in (
+        lambda: hfta.unstack_params(members[0], state.params, state.buffers),
+        lambda: hfta.Ensemble(members[0], state.params, state.buffers),
+        lambda: hfta.predict(members[0], hfta.Stacked(state.params, state.buffers), batches()[0, 0]),
+        lambda: evaluate(hfta.Stacked(state.params, state.buffers), batches()[0, 0]),
+        lambda: step(state._replace(hparams={}), batches()[0]),
+        lambda: step.init(state.params, state.buffers, seeds=SEEDS),
+    ):
+        with pytest.raises(hfta.StateError, match=message):
+            use()
+    afresh = step.init(state.params, state.buffers, seeds=SEEDS, hparams=state.hparams)
+    assert_same(afresh.hparams, state.hparams)
+
+
+def test_evaluation_and_predictions_use_them():
+    members = three()
+    state, _ = train(members, SEEDS, batches())
+    x = batches()[0, 0]
+    found = hfta.make_eval_step(members[0], lambda model, x: model(x))(state, x)["<lambda>"]
+    predicted = hfta.predict(members[0], state, x).outputs
+    apart = hfta.predict(members[0], hfta.stacked(state), x).outputs
+    for i in range(3):
+        expected = hfta.export_model(members[0], state, i).eval()(x)
+        for output in (found, predicted, apart):
+            torch.testing.assert_close(output[i], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_loss_and_a_metric_see_them_besides_their_own():
+    members = three()
+
+    def penalized(model, x, hparams):
+        return model(x).square().sum() + hparams["l2"] * hparams["2.p"], {"rate": hparams["2.p"]}
+
+    step = hfta.make_train_step(members[0], penalized, hfta.sgd(lr=0.01))
+    state = step.init(*hfta.stack_params(members), seeds=SEEDS, hparams={"l2": 2.0})
+    _, metrics = step(state, batches()[0])
+    assert metrics["rate"].tolist() == [0.0, 0.3, 1.0]
+    rate = hfta.make_eval_step(members[0], lambda model, x, hparams: hparams["2.p"])(state, batches()[0, 0])
+    assert rate["<lambda>"].tolist() == [0.0, 0.3, 1.0]
+
+
+def test_numbers_are_given_by_name_to_models_that_are_alike():
+    members = three()
+    expected, _ = train(members, SEEDS, batches())
+    step = hfta.make_train_step(classifier(0, 0.5), loss_fn, hfta.sgd(lr=0.02, momentum=0.5))
+    named = {"2.p": [0.0, 0.3, 1.0], "1.negative_slope": torch.tensor([0.01, 0.2, 0.0], dtype=torch.float64)}
+    params, buffers = hfta.init_params(lambda: classifier(0, 0.5), SEEDS)
+    state = step.init(params, buffers, seeds=SEEDS, hparams=named)
+    for x in batches():
+        state, _ = step(state, x)
+    assert_same(state.params, expected.params)
+    # They count more than those of the models.
+    other = step.init(*hfta.stack_params(members), seeds=SEEDS, hparams={"2.p": 0.5})
+    assert other.hparams["2.p"].tolist() == [0.5] * 3
+    assert other.hparams["1.negative_slope"].tolist() == [0.01, 0.2, 0.0]
+
+
+def test_a_factory_may_make_models_that_differ():
+    def factory():
+        return classifier(torch.rand(()).item())
+
+    buffers = hfta.init_params(factory, SEEDS).buffers
+    expected = []
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        expected.append(torch.rand(()).item())
+    assert buffers["2.p"].tolist() == expected
+
+
+def test_members_are_taken_and_joined(tmp_path):
+    members = three()
+    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5))
+    state = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    xs = batches()
+    middle, _ = step(state, xs[0])
+    joined = hfta.concat([hfta.take(middle, [2, 1]), hfta.take(middle, 0)])
+    order = [2, 1, 0]
+    hfta.save(joined, tmp_path / "state.safetensors")
+    loaded = hfta.load(tmp_path / "state.safetensors", like=state)
+    assert loaded.hparams["2.p"].tolist() == [1.0, 0.3, 0.0]
+    after, _ = step(loaded, xs[1][order])
+    expected, _ = step(middle, xs[1])
+    assert_same(hfta.take(expected, order).params, after.params, rtol=1e-12, atol=1e-12)
+    averaged = hfta.average(expected)
+    assert_same(averaged.hparams, state.hparams)
+    assert_same(averaged.buffers, step(averaged, xs[2])[0].buffers | averaged.buffers)
+
+
+def test_they_change_between_steps_without_a_new_graph():
+    members = three()
+    torch._dynamo.reset()
+    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.02, momentum=0.5))
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    state, _ = compiled(step.init(*hfta.stack_params(members), seeds=SEEDS), batches()[0])
+    changed = hfta.with_hyperparams(state, **{"2.p": [0.5, 0.0, 0.25]})
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found, _ = compiled(changed, batches()[1])
+    for member, rate in zip(members, (0.5, 0.0, 0.25), strict=True):
+        member[2].p = rate
+    fresh = step.init(*hfta.stack_params(members), seeds=SEEDS)._replace(
+        **{name: getattr(state, name) for name in ("params", "buffers", "opt_state", "step")}
+    )
+    expected, _ = step(fresh, batches()[1])
+    assert_same(expected.params, found.params, rtol=1e-10, atol=1e-10)
+
+
+def test_fit_resumes_and_keeps_them(tmp_path):
+    members = three()
+    data = (batches(1, 32)[0, 0], torch.zeros(32, dtype=torch.int64))
+
+    def cross_entropy(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    step = hfta.make_train_step(members[0], cross_entropy, hfta.adam(lr=0.01))
+
+    def run(epochs, **options):
+        state = step.init(*hfta.stack_params(members), seeds=SEEDS)
+        loader = hfta.ArrayLoader(data, 8, seeds=SEEDS)
+        return hfta.fit(step, state, loader, epochs=epochs, progress=False, **options).state
+
+    expected = run(2)
+    run(1, resume=tmp_path / "run")
+    resumed = run(2, resume=tmp_path / "run")
+    assert_same(expected.params, resumed.params)
+    assert resumed.hparams["2.p"].tolist() == [0.0, 0.3, 1.0]
+    best = run(2, restore_best="loss")
+    assert best.hparams["2.p"].tolist() == [0.0, 0.3, 1.0]
+
+
+def test_an_ensemble_of_models_that_differ():
+    members = three()
+    ensemble = hfta.Ensemble.from_modules(members, seeds=SEEDS)
+    x = batches()[0, 0]
+    first = ensemble(x)
+    for i, member in enumerate(members):
+        alone = hfta.Ensemble.from_modules([member], seeds=SEEDS[i : i + 1])
+        torch.testing.assert_close(first[i : i + 1], alone(x), rtol=1e-10, atol=1e-10)
+    assert [member[2].p for member in ensemble.members()] == [0.0, 0.3, 1.0]
+    assert [member[1].negative_slope for member in ensemble.take([2, 0]).members()] == [0.0, 0.01]
+    other = hfta.Ensemble.from_modules([classifier(0.1, 0.2), classifier(0.2, 0.3), classifier(0.3, 0.4)])
+    other.load_state_dict(ensemble.state_dict())
+    assert [member[2].p for member in copy.deepcopy(other).eval().members()] == [0.0, 0.3, 1.0]
+
+
+def test_heads_over_a_shared_trunk_and_a_frozen_base():
+    for options in ({"shared_params": ["0"]}, {"share_frozen": True}):
+        members = three()
+        for member in members:
+            member[0].load_state_dict(members[0][0].state_dict())
+            member[0].requires_grad_("shared_params" in options)
+        step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.001), **options)
+        state = step.init(*hfta.stack_params(members, **options), seeds=SEEDS)
+        every = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.001))
+        plain = every.init(*hfta.stack_params(members), seeds=SEEDS)
+        state, metrics = step(state, batches()[0])
+        _, expected = every(plain, batches()[0])
+        torch.testing.assert_close(metrics["loss"], expected["loss"], rtol=1e-10, atol=1e-10)
+        assert state.hparams["2.p"].tolist() == [0.0, 0.3, 1.0]
+
+
+def test_a_frozen_base_with_buffers():
+    members = [classifier(rate) for rate in (0.1, 0.5)]
+    for member in members:
+        member.requires_grad_(False)
+        member.load_state_dict(members[0].state_dict())
+        member[3].eval()
+        member[5].requires_grad_(True)
+    stacked = hfta.stack_params(members, share_frozen=True)
+    assert stacked.buffers.keys() == {"2.p"}
+    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.001), share_frozen=True)
+    _, metrics = step(step.init(*stacked, seeds=[0, 1]), batches()[0, :2])
+    for i, member in enumerate(members):
+        alone = step.init(*hfta.stack_params([member], share_frozen=True), seeds=[i], hparams={"2.p": member[2].p})
+        _, own = step(alone, batches()[0, i : i + 1])
+        torch.testing.assert_close(metrics["loss"][i : i + 1], own["loss"], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in CASES),
+        # PyTorch has no kernel of its own for it.
+        *((name, torch.bfloat16) for name in CASES if name != "multi margin"),
+    ],
+)
+def test_numbers_have_the_precision_of_what_they_meet(name, dtype):
+    members = [member.to(dtype) for member in models(*CASES[name])]
+    x = batches()[0].to(dtype)
+    params, buffers = hfta.stack_params(members)
+    apply = hfta.functional(members[0])
+
+    def member(params, buffers, x, key):
+        return apply(params, buffers, x, key=key)[0]
+
+    found = hfta.vmap(member)(params, buffers, x, hfta.random.keys(SEEDS))
+    for i, one in enumerate(members):
+        own = hfta.stack_params([one])
+        expected = hfta.vmap(lambda *given, one=one: hfta.functional(one)(*given[:3], key=given[3])[0])(
+            *own, x[i : i + 1], hfta.random.keys(SEEDS[i : i + 1])
+        )
+        tolerance = 1e-4 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(found[i : i + 1], expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_does_not_differ_stays_a_number():
+    """No tensor, and no other mode, where there is nothing to tell apart."""
+    seen = []
+
+    class Looks(nn.Module):
+        def __init__(self, rate, slope):
+            super().__init__()
+            self.weight, self.rate, self.slope = nn.Parameter(torch.ones(2)), rate, slope
+
+        def forward(self, x):
+            modes = [type(mode) for mode in torch.overrides._get_current_function_mode_stack()]
+            seen.append((type(self.rate), type(self.slope), modes))
+            return (self.weight * x).sum()
+
+    for rates in ((0.1, 0.1), (0.1, 0.2)):
+        members = [Looks(rate, 0.3) for rate in rates]
+        step = hfta.make_train_step(members[0], lambda model, x: model(x), hfta.sgd(lr=0.1))
+        step(step.init(*hfta.stack_params(members), seeds=[0, 1]), torch.ones(2, 2))
+    (rate, slope, modes), *_, (own, other, others) = seen
+    assert (rate, slope, modes) == (float, float, [hfta.routed])
+    assert (own, other, others != modes) == (Tensor, float, True)
+
+
+class Own(nn.Module):
+    """A function of the module, whose number is to differ, and of features."""
+
+    def __init__(self, func, number):
+        super().__init__()
+        self.body, self.func, self.number = nn.Linear(4, 4), func, number
+
+    def forward(self, x):
+        return self.func(self, self.body(x))
+
+
+def step_of(func, numbers, compiled=False, **options):
+    members = [Own(func, number) for number in numbers]
+    step = hfta.make_train_step(members[0], lambda model, x: model(x).sum(), hfta.sgd(lr=0.1), **options)
+    state = step.init(*hfta.stack_params(members), seeds=range(len(members)))
+    if compiled:
+        torch._dynamo.reset()
+        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    return step(state, torch.ones(len(members), 3, 4))
+
+
+def anneals(module, x):
+    module.number = module.number * 0.9
+    return x * module.number
+
+
+def anneals_in_place(module, x):
+    module.number *= 0.9
+    return x * module.number
+
+
+READS = {
+    "interpolate": lambda module, x: F.interpolate(x[:, None], scale_factor=module.number),
+    "int": lambda module, x: x[:, : int(module.number)],
+    "math": lambda module, x: x * math.sqrt(module.number),
+    "range": lambda module, x: sum(x for _ in range(module.number)),
+    "full": lambda module, x: x + torch.full((4,), module.number),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_number_that_must_be_one_of_pythons_is_refused_by_name(read):
+    message = r"test_numbers.py.*needs a Python number .* 'number' is why: members differ in it, .* give all models the"
+    with pytest.raises(hfta.TraceError, match=message):
+        step_of(READS[read], (1.0, 2.0))
+
+
+def test_what_is_computed_from_a_number_is_not_read_either():
+    with pytest.raises(hfta.TraceError, match=r"'number' may be why: members differ in it"):
+        step_of(lambda module, x: x[:, : int(module.number * 2)], (1.0, 2.0))
+    # One after another they may.
+    step_of(lambda module, x: x[:, : int(module.number * 2)], (1.0, 2.0), chunk_size=1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", [anneals, anneals_in_place])
+def test_a_model_that_changes_its_number_is_refused(change, compiled):
+    with pytest.raises(Exception, match=r"the model changes its number 'number' in a call.*register_buffer"):
+        step_of(change, (1.0, 2.0), compiled)
+
+
+def test_integers_may_be_sizes():
+    def scaled(module, x):
+        return x * module.number
+
+    with pytest.raises(hfta.StackError, match=r"model 1: 'number' is 2 but in model 0 it is 1; .* write it as a float"):
+        step_of(scaled, (1, 2))
+    state, _ = step_of(scaled, (0, 0.5, 1))
+    assert state.hparams["number"].tolist() == [0.0, 0.5, 1.0]
+    with pytest.raises(hfta.StackError, match=r"model 1: 'number' is True but in model 0 it is 0.5"):
+        step_of(scaled, (0.5, True))
+    with pytest.raises(hfta.StackError, match=r"model 1: 'number' is None but in model 0 it is 0.5"):
+        step_of(scaled, (0.5, None))
+
+
+def test_a_number_that_the_class_has_too_cannot_differ():
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def __init__(self, scale):
+            super().__init__(4, 4)
+            self.scale = scale
+
+    with pytest.raises(hfta.StackError, match=r"model 1: 'scale' is 0.5 but in model 0 it is 0.1"):
+        hfta.stack_params([Scaled(0.1), Scaled(0.5)])
+
+
+def test_names_that_are_none_are_refused():
+    members = three()
+    params, buffers = hfta.stack_params(members)
+    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=0.1))
+    with pytest.raises(hfta.HyperparameterError, match=r"hparams \['3.p'\] would not be used: .* by its path"):
+        step.init(params, buffers, seeds=SEEDS, hparams={"3.p": 0.1, "2.p": 0.5})
+    with pytest.raises(hfta.HyperparameterError, match=r"2.p"):
+        step.init(params, buffers, seeds=SEEDS, hparams={"2.p": [0.1, 0.2]})
+    with pytest.raises(hfta.StateError, match=r"'3.p' is in the array but not in the model"):
+        step.init(params, buffers | {"3.p": buffers["2.p"]}, seeds=SEEDS)
+    with pytest.raises(hfta.StateError, match=r"no parameter or buffer '3.p'"):
+        hfta.functional(members[0])(params, buffers | {"3.p": buffers["2.p"]}, torch.ones(2, 4))
+
+
+def test_members_may_branch_on_them_in_groups():
+    def halves(module, x):
+        return x * module.number if module.number > 1 else x - module.number
+
+    torch.manual_seed(0)
+    with pytest.warns(hfta.LoopWarning, match="branches on the value"):
+        _, found = step_of(halves, (0.5, 2.0, 3.0))
+    torch.manual_seed(0)
+    members = [Own(halves, number) for number in (0.5, 2.0, 3.0)]
+    expected = [member(torch.ones(3, 4)).sum() for member in members]
+    torch.testing.assert_close(found["loss"], torch.stack(expected).detach())
+
+
+def test_a_population_learns_rates_by_name():
+    distributions = pytest.importorskip("optuna").distributions
+    from hfta_func import tune
+
+    data = batches(1, 32)[0, 0], torch.zeros(32, dtype=torch.int64)
+
+    def cross_entropy(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def build(fixed, members):
+        seeds = members["seed"]
+        step = hfta.make_train_step(classifier(0.0), cross_entropy, hfta.adam(lr=members["lr"]))
+        stacked = hfta.init_params(lambda: classifier(0.0), seeds)
+        state = step.init(*stacked, seeds=seeds, hparams={"2.p": members["2.p"]})
+        loader = hfta.ArrayLoader(data, 8, seeds=seeds)
+        evaluate = hfta.make_eval_step(classifier(0.0), cross_entropy)
+        return tune.Array(step, state, loader, lambda state: evaluate(state, data), classifier(0.0))
+
+    space = {"lr": distributions.FloatDistribution(0.001, 0.1), "2.p": distributions.FloatDistribution(0.0, 0.9)}
+    study = tune.run(
+        *(build, space), metric="cross_entropy", trials=6, epochs=4, scheduler=tune.population_based(every=1), max_models=8,
+        progress=False,
+    )  # fmt: skip
+    assert any(member.parents for member in study.population.members)
+    for member in study.population.members:
+        assert study.population.state(member.number).hparams["2.p"].tolist() == [member.config["2.p"]]
+    rates = [study.export(trial.number)[2].p for trial in study.trials if trial.number == study.best.number]
+    assert rates == [study.best.params["2.p"]]

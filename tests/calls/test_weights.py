@@ -1,0 +1,157 @@
+"""Weights that are computed before each call: spectral and weight normalisation, old and new, and pruning."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+import hfta_func as hfta
+
+LRS = [0.1, 0.05, 0.02]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm. is deprecated")
+
+
+def _called(model: nn.Module) -> nn.Module:
+    """A model whose weights have a history already."""
+    model(torch.randn(5, 4))
+    return model
+
+
+def _around(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(layer, nn.ReLU(), nn.Linear(6, 2))
+
+
+def _pruned() -> nn.Linear:
+    layer = prune.random_unstructured(nn.Linear(4, 6), "weight", 0.3)
+    return prune.l1_unstructured(prune.random_unstructured(layer, "weight", 0.3), "bias", 0.3)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = weight_norm(nn.LSTM(4, 3, batch_first=True), "weight_hh_l0")
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x[None])[0][0])
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "parametrized spectral norm": lambda: _around(parametrizations.spectral_norm(nn.Linear(4, 6))),
+    "parametrized weight norm": lambda: _around(parametrizations.weight_norm(nn.Linear(4, 6))),
+    "spectral norm": lambda: _around(spectral_norm(nn.Linear(4, 6))),
+    "spectral norm, called": lambda: _called(_around(spectral_norm(nn.Linear(4, 6)))),
+    "weight norm": lambda: _around(weight_norm(nn.Linear(4, 6))),
+    "weight norm, called": lambda: _called(_around(weight_norm(nn.Linear(4, 6), dim=None))),
+    "pruning": lambda: _around(_pruned()),
+    "recurrent": Recurrent,
+}
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss = F.mse_loss(model(batch[0]), batch[1])
+    # After a call, the weight is what the call has computed.
+    return loss + 0.1 * model[0].weight.square().mean() if isinstance(model, nn.Sequential) else loss
+
+
+def members(name: str, count: int) -> list[nn.Module]:
+    made = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        made.append(MODELS[name]().double())
+    return made
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(7)
+    return [(torch.randn(count, 5, 4).double(), torch.randn(count, 5, 2).double()) for _ in range(3)]
+
+
+def run(models: list[nn.Module], chunk_size: int | None = None, compiled: bool = False) -> hfta.TrainState:
+    step: Any = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=LRS[: len(models)]), chunk_size=chunk_size)
+    state = step.init(*hfta.stack_params(models), seeds=range(len(models)))
+    torch._dynamo.reset()
+    step = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    for batch in batches(len(models)):
+        state, _ = step(state, batch)
+    return state
+
+
+@pytest.mark.exhaustive(ids="-True$", unless="^spectral norm-")
+@pytest.mark.parametrize(
+    ("count", "chunk_size", "compiled"),
+    [(1, None, False), (3, None, False), (3, 1, False), (3, 2, False), (3, None, True)],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_they_train_as_alone(name: str, count: int, chunk_size: int | None, compiled: bool) -> None:
+    state = run(members(name, count), chunk_size, compiled)
+    for member, model in enumerate(members(name, count)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=LRS[member])
+        for batch in batches(count):
+            optimizer.zero_grad()
+            loss_fn(model, (batch[0][member], batch[1][member])).backward()
+            optimizer.step()
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
+        for path, buffer in model.named_buffers():
+            torch.testing.assert_close(state.buffers[path][member], buffer, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_members_taken_out_compute_their_own_weights(name: str) -> None:
+    models = members(name, 3)
+    back = hfta.unstack_params(models[0], *hfta.stack_params(models))
+    x = torch.randn(5, 4).double()
+    for own, model in zip(back, models, strict=True):
+        # Buffers of spectral normalisation change in training.
+        own.eval(), model.eval()
+        if isinstance(own, nn.Sequential) and not name.startswith("spectral"):
+            torch.testing.assert_close(own[0].weight.double(), model[0].weight.double(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(own(x), model(x), rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            next(own.parameters()).add_(1)
+    assert not torch.equal(back[0](x), models[0](x))
+
+
+@pytest.mark.parametrize("name", ["spectral norm, called", "weight norm, called", "pruning"])
+def test_members_go_to_files_and_come_from_them(name: str, tmp_path: pathlib.Path) -> None:
+    models = members(name, 3)
+    state = run(models)
+    hfta.save(state, tmp_path / "state.safetensors")
+    loaded = hfta.load(tmp_path / "state.safetensors", like=state)
+    member = hfta.export_model(models[0], loaded, 1)
+    torch.save(member.state_dict(), tmp_path / "member.pt")
+    params, buffers = hfta.import_models(models[0], [tmp_path / "member.pt"])
+    for own, theirs in ((params, state.params), (buffers, state.buffers)):
+        assert own.keys() == theirs.keys() and all(torch.equal(own[path][0], theirs[path][1]) for path in own)
+
+
+def test_masks_that_differ_are_each_members_own() -> None:
+    state = run(members("pruning", 3))
+    masks = state.buffers["0.weight_mask"]
+    assert not torch.equal(masks[0], masks[1])
+    assert masks.shape == (3, 6, 4) and state.params["0.weight_orig"].shape == (3, 6, 4)
+
+
+def test_a_model_may_have_kept_what_it_computed() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    models = [_called(Keeps(4, 2)) for _ in range(3)]
+    params, buffers = hfta.stack_params(models)
+    apply = hfta.functional(models[0])
+    x = torch.randn(3, 5, 4)
+    expected = torch.stack([model(own) for model, own in zip(models, x, strict=True)])
+    torch.testing.assert_close(hfta.vmap(apply)(params, buffers, x)[0], expected)
+    again = hfta.unstack_params(models[0], params, buffers)
+    torch.testing.assert_close(again[1](x[1]), expected[1])

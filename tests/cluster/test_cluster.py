@@ -1,0 +1,447 @@
+"""Workers that are actors of Ray, on one machine and on a cluster of two nodes of which one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import hfta_func as hfta
+from hfta_func import tune
+from kills import DRIVER, KILLS, check_kills, once
+from studies import SCHEDULERS, SPACE, STUDY, build, told
+from worker_arrays import arrayed, assert_same, loader
+
+ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
+
+from hfta_func import cluster  # noqa: E402
+from hfta_func.cluster import ray_actors  # noqa: E402
+
+pytestmark = [
+    # Ray leaves sockets and files to the garbage collector, and says what it will do in later versions.
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def start(**options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, **options)
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[cluster.RayPool]:
+    # Actors find what the tests are made of, wherever the tests were started.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        with ray_actors._on_this_machine():
+            # Metrics are exported every second.
+            start(num_cpus=2, resources={"small": 1, "large": 1}, _system_config={"metrics_report_interval_ms": 1000})
+        try:
+            with cluster.ray() as found:
+                yield found
+        finally:
+            ray.shutdown()
+
+
+def kill(crew: Any, place: int) -> None:
+    os.kill(crew._workers[place].pid, signal.SIGKILL)
+
+
+def test_a_fit_and_a_study_find_the_same(crew: cluster.RayPool, tmp_path: pathlib.Path) -> None:
+    assert crew.count == 2
+    step, state = arrayed()
+    found = hfta.fit(
+        step, state, loader(), epochs=3, progress=False, executor=crew, resume=tmp_path / "run", save_every=3
+    )
+    assert_same(found, hfta.fit(step, state, loader(), epochs=3, progress=False))
+    options = STUDY | {"scheduler": SCHEDULERS["hyperband"], "max_models": 4}
+    study, expected = (tune.run(build, SPACE, executor=executor, **options) for executor in (crew, None))
+    assert told(study) == told(expected) and study.best.number == expected.best.number and once(study)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="64")
+@pytest.mark.parametrize(("trials", "kills"), [(11, 1), (64, 10)])
+def test_actors_that_are_killed_change_nothing(crew: cluster.RayPool, trials: int, kills: int) -> None:
+    check_kills(crew, trials, kills, kill)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp6"), reason="needs Linux's list of sockets")
+def test_nothing_listens_beyond_this_machine(crew: cluster.RayPool) -> None:
+    own: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                own[fields[9]] = fields[1].split(":")[0]
+    found, session = set(), ray._private.worker._global_node.get_session_dir_path().encode()
+    for entry in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            name, program = os.readlink(entry), (entry.parents[1] / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if name.startswith("socket:[") and session in program and name[8:-1] in own:
+            found.add(own[name[8:-1]])
+    assert found and found <= {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+def test_bad_input(crew: cluster.RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="workers is 0; it must be at least 1"):
+        cluster.ray(0)
+    with pytest.raises(hfta.WorkerError, match=r"has .*2 CPU.*no room for a worker that needs 5 CPU"):
+        cluster.ray(cpus=5)
+    with pytest.raises(hfta.WorkerError, match="no room for a worker that needs 1 CPU, 1 tpu"):
+        cluster.ray(resources={"tpu": 1})
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"build cannot be sent to workers .*lock.* move it to a module"):
+        tune.run(lambda fixed, members: lock and build(fixed, members), SPACE, executor=crew, **STUDY)
+
+
+def test_a_cluster_whose_resources_are_taken_is_not_waited_for(crew: cluster.RayPool) -> None:
+    with pytest.raises(
+        hfta.WorkerError,
+        match=r"no worker that needs 1 CPU has started in 0\.5 s; of the cluster's .*2 CPU.*, .* is free: end what holds",
+    ) as caught:
+        cluster.ray(1, timeout=0.5)
+    assert " CPU" not in str(caught.value).partition("of which")[2].partition(" is free")[0]
+    with pytest.raises(ValueError, match=r"workers is \[\]; pass a number, 'auto', or a list of cluster.Kind"):
+        cluster.ray([])
+    with pytest.raises(ValueError, match=r"Kind\(workers=1, max_models=0.* is no kind of workers; give it at least 1"):
+        cluster.ray([cluster.Kind(1, 0)])
+
+
+@pytest.mark.exhaustive
+def test_unequal_devices_get_arrays_of_their_own_sizes(crew: cluster.RayPool, tmp_path: pathlib.Path) -> None:
+    def build_noted(fixed: Any, members: Any) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            (own,) = {"small", "large"} & {*ray.get_runtime_context().get_assigned_resources()}
+            (tmp_path / f"{own}-{len(state.keys)}").touch()
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    kinds = [cluster.Kind(1, max_models=most, cpus=0, resources={own: 1}) for own, most in (("small", 2), ("large", 5))]
+    options = STUDY | {"scheduler": tune.halving(), "nonfusible": ()}
+    space = {name: SPACE[name] for name in ("lr", "momentum")}
+    with cluster.ray(kinds) as pool:
+        assert pool.limits == (2, 5) and pool.count == 2
+        study = tune.run(build_noted, space, executor=pool, **options)
+    assert told(study) == told(tune.run(build, space, max_models=4, **options))
+    sizes = {own: {int(path.name[6:]) for path in tmp_path.glob(f"{own}-*")} for own in ("small", "large")}
+    assert max(sizes["small"]) == 2 and max(sizes["large"]) == 5
+
+
+def scraped() -> dict[tuple[str, ...], float]:
+    """What the first node's endpoint has of ours: by name and, in alphabetical order, our tags."""
+    url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    found: dict[tuple[str, ...], float] = {}
+    for line in urllib.request.urlopen(url, timeout=10).read().decode().splitlines():
+        if line.startswith("ray_hfta_func_"):
+            tags = dict(re.findall(r'(\w+)="([^"]*)"', line))
+            names = [tags[name] for name in ("status", "study", "worker") if name in tags]
+            found[(line.partition("{")[0], *names)] = float(line.rpartition(" ")[2])
+    return found
+
+
+@pytest.mark.exhaustive
+def test_prometheus_gets_what_a_study_does(crew: cluster.RayPool) -> None:
+    pytest.importorskip("prometheus_client", reason="needs Ray's metrics; pip install 'ray[default]'")
+
+    def strike(study: tune.Study) -> None:
+        # All that was asked for may have been answered meanwhile.
+        busy = [name for name, _ in crew.busy().values()]
+        if busy and not killed:
+            killed.append([worker.name for worker in crew._workers].index(busy[0]))
+            kill(crew, killed[0])
+
+    def build_deadly(fixed: Any, members: Any) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            time.sleep(0.02)
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    killed, before = list[int](), crew.deaths
+    options = STUDY | {"scheduler": tune.hyperband(), "max_models": 2}
+    study = tune.run(build_deadly, SPACE, executor=crew, callbacks=[tune.prometheus("first"), strike], **options)
+    assert crew.deaths == before + 1
+    statuses = [trial.status for trial in study.trials]
+    expected = {
+        ("ray_hfta_func_trials", status, "first"): statuses.count(status)
+        for status in ("running", "complete", "stopped", "failed")
+    } | {("ray_hfta_func_epochs_total", "first"): sum(member.epoch for member in study.population.members)}
+    end = time.monotonic() + 60
+    while not expected.items() <= (found := scraped()).items() and time.monotonic() < end:
+        time.sleep(0.5)
+    assert {key: found.get(key) for key in expected} == expected
+    names = {worker.name for worker in crew._workers}
+    seconds = {key[2]: value for key, value in found.items() if key[0] == "ray_hfta_func_worker_seconds_total"}
+    died = {key[2]: value for key, value in found.items() if key[0] == "ray_hfta_func_worker_deaths_total"}
+    assert {*seconds} == names and min(seconds.values()) > 0.1 and {*died} <= names
+    assert sum(died.values()) == crew.deaths
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("trouble", ["another version", "no package"])
+def test_workers_with_other_packages_are_refused(
+    crew: cluster.RayPool, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(ray_actors.Actor):
+        def __init__(self, *args: Any):
+            if trouble == "no package":
+                raise ModuleNotFoundError("No module named 'hfta_func'")
+            super().__init__(*args)
+
+        def about(self) -> dict[str, Any]:
+            found = super().about()
+            return found | {"versions": found["versions"] | {"hfta_func": "0.0.1"}}
+
+    monkeypatch.setattr(ray_actors, "Actor", Other)
+    match = {
+        "another version": "worker 0 on .* has hfta_func 0.0.1 and this process ",
+        "no package": "worker 0 cannot import what it needs .*; install hfta_func on all nodes",
+    }[trouble]
+    with pytest.raises(hfta.WorkerError, match=match):
+        cluster.ray(1, cpus=0)
+
+
+def test_a_cluster_that_is_gone_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise RuntimeError("Version mismatch: 2.9 and 2.60")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as there, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "init", init)
+        address = f"127.0.0.1:{there.getsockname()[1]}"
+        with pytest.raises(
+            hfta.WorkerError, match=rf"the Ray cluster {address} cannot be used \(RuntimeError: Version"
+        ):
+            cluster.ray(address=address)
+    # Nothing listens there any more; Ray itself would ask for two minutes.
+    began = time.monotonic()
+    with pytest.raises(hfta.WorkerError, match=rf"the Ray cluster {address} cannot be used \(ConnectionRefusedError: "):
+        cluster.ray(address=address)
+    assert time.monotonic() - began < 30
+
+
+def test_without_an_address_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def init(**options: Any) -> None:
+        asked.update(options)
+        raise ConnectionError("that is enough")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(hfta.WorkerError, match="a Ray instance on this machine cannot be used"):
+        cluster.ray()
+    assert asked["address"] == "local" and not asked["include_dashboard"]
+
+
+NODES = """
+import os, pathlib, sys, time, warnings
+warnings.simplefilter("ignore")
+import ray
+from ray.cluster_utils import Cluster
+from hfta_func import cluster, tune
+from kills import once
+from studies import SPACE, STUDY, build, told
+
+folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+seen = folder / "seen"
+seen.mkdir()
+
+def build_slow(fixed, members):
+    found = build(fixed, members)
+    (seen / ray.get_runtime_context().get_node_id()).touch()
+    def step(state, batch):
+        time.sleep(0.02)
+        return found.step(state, batch)
+    return found._replace(step=step)
+
+def trained(node):
+    return (seen / node.node_id).exists()
+
+nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+ray.init(address=nodes.address, logging_level="ERROR", log_to_driver=False)
+options = STUDY | {"scheduler": tune.hyperband(), "trials": 11 + 5 * kills, "epochs": 27, "max_models": 2}
+expected = tune.run(build, SPACE, **options | {"max_models": 16})
+there, lost, came = [], [], []
+
+def change(study):
+    if not there:
+        # The cluster grows while the study runs.
+        there.append(nodes.add_node(num_cpus=1))
+        came.extend(there)
+    elif len(lost) < kills and trained(there[0]) and pool.deaths == len(lost):
+        # A node that trains is lost, and another comes instead.
+        lost.append(there.pop())
+        nodes.remove_node(lost[-1], allow_graceful=False)
+        there.append(nodes.add_node(num_cpus=1))
+        came.extend(there)
+    # It must not be over before all that came have trained.
+    end = time.monotonic() + 5
+    while time.monotonic() < end and not (all(map(trained, there)) and pool.deaths == len(lost)):
+        time.sleep(0.1)
+
+with cluster.ray(2) as pool:
+    found = tune.run(build_slow, SPACE, executor=pool, callbacks=[change], resume=folder / "study", **options)
+    print("lost", len(lost), "deaths", pool.deaths, "came", [trained(node) for node in came], flush=True)
+    assert len(lost) == kills and kills <= pool.deaths
+    # The first that came was used; the last one may have come too late.
+    assert all(map(trained, came[:-1])) and len(came) == kills + 1
+assert told(found) == told(expected) and once(found) and found.best.number == expected.best.number
+again = tune.run(build, SPACE, resume=folder / "study", **options)
+assert told(again) == told(expected)
+ray.shutdown()
+nodes.shutdown()
+print("the same")
+"""
+
+
+@contextlib.contextmanager
+def program(code: str, *arguments: Any, **options: Any) -> Iterator[Any]:
+    path = os.pathsep.join([*filter(None, sys.path)])
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            # One that hangs would not end by itself.
+            process.kill()
+            raise
+
+
+@pytest.mark.exhaustive
+def test_nodes_that_come_are_used_and_nodes_that_are_lost_change_nothing(tmp_path: pathlib.Path) -> None:
+    with program(NODES, tmp_path, KILLS, stderr=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=900)
+    assert out.endswith("the same\n"), out + err[-3000:]
+
+
+HEAD = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from ray.cluster_utils import Cluster
+nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+print(nodes.address, flush=True)
+sys.stdin.read()
+nodes.shutdown()
+"""
+RAY_DRIVER = "import warnings; warnings.simplefilter('ignore')\n" + DRIVER.replace(
+    "import hfta_func as hfta", "from hfta_func import cluster"
+).replace("hfta.WorkerPool(2)", "cluster.ray(2, address=sys.argv[2])").replace(
+    "worker.process.pid", "worker.pid"
+).replace('"trials": 64', f'"trials": {64 if KILLS > 2 else 24}')
+
+
+@pytest.mark.exhaustive
+def test_a_driver_that_is_killed_goes_on_and_its_actors_end(tmp_path: pathlib.Path) -> None:
+    draws = random.Random(2)
+    killed = 0
+    with program(HEAD, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as head:
+        address = head.stdout.readline().strip()
+        try:
+            for _ in range(KILLS):
+                with program(RAY_DRIVER, tmp_path / "study", address, stderr=subprocess.DEVNULL) as process:
+                    actors_of = [int(word) for word in process.stdout.readline().split()[1:]]
+                    time.sleep(draws.uniform(0.1, 3.0))
+                    process.kill()
+                    rest = process.communicate()[0]
+                assert len(actors_of) == 2
+                if rest.endswith("the same\n"):
+                    break
+                killed += 1
+                for _ in range(300):
+                    if not any(os.path.exists(f"/proc/{pid}") for pid in actors_of):
+                        break
+                    time.sleep(0.1)
+                assert not any(os.path.exists(f"/proc/{pid}") for pid in actors_of)
+            with program(RAY_DRIVER, tmp_path / "study", address, stderr=subprocess.PIPE) as process:
+                out, err = process.communicate(timeout=600)
+            assert out.endswith("the same\n"), err[-3000:]
+            assert killed
+            print("killed", killed)
+        finally:
+            head.stdin.close()
+            head.wait(60)
+
+
+FULL = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import ray, torch
+from torch import nn
+import hfta_func as hfta
+from hfta_func import cluster  # noqa: E402
+from hfta_func.cluster import ray_actors  # noqa: E402
+
+with ray_actors._on_this_machine():
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
+             object_store_memory=80_000_000, _system_config={"local_fs_capacity_threshold": float(sys.argv[1])})
+
+def make():
+    return nn.Linear(1000, 7500).double()
+
+def fit(**options):
+    step = hfta.make_train_step(make(), lambda model, batch: model(batch).square().mean(), hfta.sgd(lr=[0.1, 0.2]))
+    state = step.init(*hfta.init_params(make, range(2)), seeds=range(2))
+    loader = hfta.ArrayLoader(torch.ones(4, 1000).double(), 2, seeds=range(2))
+    return hfta.fit(step, state, loader, epochs=1, progress=False, **options).state.params["weight"]
+
+with cluster.ray(1) as pool:
+    assert fit().nbytes == 120_000_000
+    try:
+        torch.testing.assert_close(fit(executor=pool), fit())
+        print("the same")
+    except hfta.WorkerError as error:
+        print(error)
+    # The worker lives.
+    assert pool.count == 1 and pool.deaths == 0
+    call = pool.submit(dict, seed=7)
+    assert pool.wait(60) == (call, {"seed": 7})
+ray.shutdown()
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("threshold", "says"),
+    [
+        (1.0, "the same\n"),
+        (
+            1e-5,
+            "models 0 to 1: worker 0 on .*: there is no room in Ray's object store, nor on the disk that it spills to; free",
+        ),
+    ],
+)
+def test_states_larger_than_the_object_store_are_spilled_or_refused(threshold: float, says: str) -> None:
+    with program(FULL, threshold, stderr=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and re.match(says, out), out + err[-3000:]

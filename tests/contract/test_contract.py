@@ -1,0 +1,390 @@
+"""The invariants of an array, on whole trajectories of three workloads with members that differ in everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import hfta_func as hfta
+from cases import OPTIMIZERS, WORKLOADS, OptimizerCase, batches, loss_fn, models, ours, theirs
+from hfta_func.testing import assert_matches_solo
+from schedule_cases import LR, SCHEDULES
+
+M, STEPS = 3, 50
+SEEDS = [11, 7, 1002]
+
+
+def _array(
+    name: str,
+    case: OptimizerCase = OPTIMIZERS[-2],
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> tuple[list[nn.Module], hfta.TrainStep, hfta.TrainState]:
+    members = models(name, M, dropout, dtype)
+    step = hfta.make_train_step(members[0], loss_fn, ours(case), **options)
+    return members, step, step.init(*hfta.stack_params(members), seeds=SEEDS)
+
+
+def _largest_difference(a: Any, b: Any) -> float:
+    """Over all leaves, relative to the largest magnitude of the leaf; NaN, which no bound allows, if any leaf has one."""
+    pairs = list(zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+    assert all(torch.equal(x, y) for x, y in pairs if not y.is_floating_point())
+    floating = [(x.double(), y.double()) for x, y in pairs if y.is_floating_point()]
+    # Python's max() would skip a NaN.
+    return float(torch.stack([(x - y).abs().max() / y.abs().max().clamp(min=1e-30) for x, y in floating]).max())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_no_bound_allows_a_value_that_is_not_finite(place: int, value: float) -> None:
+    tensors = [torch.ones(3) for _ in range(3)]
+    spoilt = [tensor.clone() for tensor in tensors]
+    spoilt[place][1] = value
+    for pair in ((spoilt, tensors), (tensors, spoilt), (spoilt, spoilt)):
+        assert not _largest_difference(*pair) <= 1e10
+    assert _largest_difference(tensors, tensors) == 0
+
+
+def _identical(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_no_comparison_overlooks_nan(place: int) -> None:
+    tree = {name: torch.randn(2, 3) for name in ("a", "b", "c")}
+    spoilt = {name: leaf.clone() for name, leaf in tree.items()}
+    spoilt["abc"[place]][1, 2] = float("nan")
+    assert _largest_difference(tree, tree) <= 1e-10
+    for one, other in ((tree, spoilt), (spoilt, tree), (spoilt, spoilt)):
+        assert not _largest_difference(one, other) <= 1e-10
+        assert not _identical(one, other)
+
+
+@pytest.mark.exhaustive(ids="transformer", unless="^adamw-|^muon")
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
+def test_members_are_the_runs_of_torch(name: str, case: OptimizerCase) -> None:
+    members, step, state = _array(name, case)
+    optimizers = [theirs(case, i, member.parameters()) for i, member in enumerate(members)]
+    for batch in batches(M, STEPS):
+        state, metrics = step(state, batch)
+        for i, (member, optimizer) in enumerate(zip(members, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = loss_fn(member, (batch[0][i], batch[1][i]))
+            loss.backward()
+            optimizer.step()
+            torch.testing.assert_close(metrics["loss"][i], loss.detach(), rtol=1e-9, atol=0)
+    for mine, theirs_ in zip(hfta.unstack_params(members[0], state.params, state.buffers), members, strict=True):
+        assert _largest_difference(mine.state_dict(), theirs_.state_dict()) <= 1e-10
+
+
+# SequentialLR itself calls scheduler.step(epoch), which torch deprecates.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
+def test_every_optimizer_follows_every_schedule(case: OptimizerCase, schedule: str) -> None:
+    rates, make = SCHEDULES[schedule]
+    knobs = {name: values for name, values in case.knobs.items() if name != "lr"}
+    optimizer = ours(case._replace(ours=lambda **own: case.ours(lr=rates, **own), knobs=knobs))
+    params = {"matrix": torch.randn(M, 4, 3), "vector": torch.randn(M, 5)}
+    solo = [[nn.Parameter(param[i].clone()) for param in params.values()] for i in range(M)]
+    others = [theirs(case._replace(knobs={**knobs, "lr": LR}), i, parameters) for i, parameters in enumerate(solo)]
+    schedulers = [make(i, other) for i, other in enumerate(others)]
+    state = optimizer.init(params)
+    for _ in range(8):
+        grads = {path: torch.randn_like(param) for path, param in params.items()}
+        updates, state = optimizer.update(grads, state, params)
+        params = hfta.apply_updates(params, updates)
+        for i, parameters in enumerate(solo):
+            for parameter, grad in zip(parameters, grads.values(), strict=True):
+                parameter.grad = grad[i]
+            others[i].step()
+            schedulers[i].step()
+    for param, column in zip(params.values(), zip(*solo, strict=True), strict=True):
+        torch.testing.assert_close(param, torch.stack([x.detach() for x in column]), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.exhaustive(ids="cnn|transformer", unless="^adamw-|^muon")
+@pytest.mark.thirds
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name) for case in OPTIMIZERS if "amsgrad" not in case.options]
+)
+def test_members_with_dropout_are_arrays_of_one(name: str, case: OptimizerCase) -> None:
+    _, step, state = _array(name, case, dropout=0.3)
+    after = assert_matches_solo(step, state, batches(M, STEPS), rtol=1e-10)
+    assert not _identical(after.params, state.params)
+    assert after.step.tolist() == [STEPS] * M
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_float32_members_are_arrays_of_one(name: str) -> None:
+    # SGD, because Adam scales up the rounding noise of small gradients.
+    _, step, state = _array(name, OPTIMIZERS[1], dropout=0.3, dtype=torch.float32)
+    assert_matches_solo(step, state, batches(M, 10, dtype=torch.float32), rtol=1e-3)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_chunks_change_nothing(name: str, chunk_size: int) -> None:
+    members, step, state = _array(name, dropout=0.3)
+    chunked = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[-2]), chunk_size=chunk_size)
+    a = b = state
+    for batch in batches(M, 5):
+        (a, whole), (b, parts) = step(a, batch), chunked(b, batch)
+        torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+    assert _largest_difference(b, a) <= 1e-10
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_one_shared_batch_equals_equal_batches(name: str) -> None:
+    members, step, state = _array(name, dropout=0.3)
+    shared = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[-2]), batch_dims=None)
+    mixed = hfta.make_train_step(members[0], loss_fn, ours(OPTIMIZERS[-2]), batch_dims=(None, 0), chunk_size=2)
+    a = b = c = state
+    for inputs, targets in batches(1, 5):
+        inputs, targets = inputs[0], targets[0]
+        repeated = torch.stack([targets] * M)
+        a, _ = step(a, (torch.stack([inputs] * M), repeated))
+        b, _ = shared(b, (inputs, targets))
+        c, _ = mixed(c, (inputs, repeated))
+    assert _largest_difference(b, a) <= 1e-10
+    assert _largest_difference(c, a) <= 1e-10
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_permuting_members_permutes_results(name: str) -> None:
+    _, step, state = _array(name, dropout=0.3)
+    order = [2, 0, 1]
+    permuted, straight = hfta.take(state, order), state
+    for batch in batches(M, 5):
+        straight, _ = step(straight, batch)
+        permuted, _ = step(permuted, hfta.take(batch, order))
+    assert _largest_difference(permuted, hfta.take(straight, order)) <= 1e-12
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e200])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_member_that_fails_leaves_the_others_bit_identical(name: str, poison: float) -> None:
+    _, step, state = _array(name, dropout=0.3)
+    healthy = sick = state
+    for number, (inputs, targets) in enumerate(batches(M, 5)):
+        spoilt = inputs.clone()
+        if number == 2:
+            spoilt[1] = poison
+        before = sick
+        healthy, _ = step(healthy, (inputs, targets))
+        sick, metrics = step(sick, (spoilt, targets))
+        if number == 2 and poison != 1e200:
+            assert metrics["finite"].tolist() == [True, False, True]
+            for kept, old in zip(sick[:3], before[:3], strict=True):
+                assert _identical(hfta.take(kept, [1]) if kept else kept, hfta.take(old, [1]) if old else old)
+            assert sick.step.tolist() == [3, 3, 3]
+    assert _identical(hfta.take(sick, [0, 2]), hfta.take(healthy, [0, 2]))
+    assert all(leaf.isfinite().all() for leaf in sick.params.values())
+
+
+def test_inactive_members_keep_everything() -> None:
+    _, step, state = _array("cnn", dropout=0.3)
+    state = state._replace(active=torch.tensor([True, False, True]))
+    after = state
+    for batch in batches(M, 3):
+        after, _ = step(after, batch)
+    assert _identical(hfta.take(after, [1]), hfta.take(state, [1]))
+    assert after.step.tolist() == [3, 0, 3]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_step_writes_nothing_the_caller_holds(name: str) -> None:
+    _, step, state = _array(name, dropout=0.3)
+    (batch,) = batches(M, 1)
+    held = optree.tree_map(torch.clone, (state, batch))
+    step(state, batch)
+    assert _identical((state, batch), held)
+    assert not any(leaf.requires_grad for leaf in optree.tree_leaves(step(state, batch)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_compiled_once_and_equal(name: str) -> None:
+    torch._dynamo.reset()
+    _, step, state = _array(name, dropout=0.3)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    assert_matches_solo(step, state, batches(M, 4), run=compiled, rtol=1e-9)
+    changed = hfta.with_hyperparams(state, lr=[0.02, 0.01, 0.005], weight_decay=0.3)
+    assert_matches_solo(step, changed, batches(M, 2), members=[1], run=compiled, rtol=1e-9)
+    assert counter.frame_count == 1
+
+
+def test_one_at_a_time_a_model_may_look_at_values() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            return -y if y.sum() > 0 else 2 * y
+
+    members = [Looks().double() for _ in range(M)]
+    batch = torch.randn(M, 5, 4, dtype=torch.float64)
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    step = hfta.make_train_step(members[0], loss, hfta.sgd(lr=0.1), chunk_size=1)
+    state, metrics = step(step.init(*hfta.stack_params(members), seeds=range(M)), batch)
+    for i, member in enumerate(members):
+        alone = loss(member, batch[i])
+        alone.backward()
+        assert torch.equal(metrics["loss"][i], alone.detach())
+        weight = member.layer.weight
+        assert weight.grad is not None and torch.equal(state.params["layer.weight"][i], weight - 0.1 * weight.grad)
+    together = hfta.make_train_step(members[0], loss, hfta.sgd(lr=0.1))
+    with pytest.warns(hfta.LoopWarning, match="branches on the value of a tensor"):
+        after, _ = together(together.init(*hfta.stack_params(members), seeds=range(M)), batch)
+    torch.testing.assert_close(after.params, state.params, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("given", [None, True])
+def test_masks_of_transformers_are_not_looked_at(given: bool | None) -> None:
+    torch._dynamo.reset()
+    members = [nn.Transformer(8, 2, 1, 1, 8, 0.0, batch_first=True).double() for _ in range(M)]
+    mask = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
+    options = {"src_mask": mask, "src_is_causal": given, "tgt_mask": mask, "tgt_is_causal": given}
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model(x, x, **options).square().mean()
+
+    step = hfta.make_train_step(members[0], loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(members), seeds=range(M))
+    batch = torch.randn(M, 3, 4, 8, dtype=torch.float64)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for run in (step, compiled):
+        for i, member in enumerate(members):
+            torch.testing.assert_close(run(state, batch)[1]["loss"][i], loss(member, batch[i]), rtol=1e-10, atol=0)
+
+
+@pytest.mark.exhaustive
+def test_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    members, step, state = _array("cnn", dropout=0.3)
+    compiled = torch.compile(step, fullgraph=True)
+    assert_matches_solo(step, state, batches(M, 10), run=compiled, rtol=1e-10)
+    (batch,) = batches(M, 1)
+    batch[0][1] = float("nan")
+    after, metrics = compiled(state, batch)
+    assert metrics["finite"].tolist() == [True, False, True]
+    assert _identical(hfta.take(after.params, [1]), hfta.take(state.params, [1]))
+    assert len(hfta.unstack_params(members[0], after.params, after.buffers)) == M
+
+
+@pytest.mark.exhaustive
+def test_chained_clipping_and_schedules_under_compile() -> None:
+    torch._dynamo.reset()
+    members = models("mlp", M, 0.3)
+    schedule = hfta.schedules.warmup(hfta.schedules.cosine([0.1, 0.2, 0.3], T_max=20), steps=[2, 3, 4])
+    optimizer = hfta.chain(hfta.clip_grad_norm([0.1, 0.2, 0.5]), hfta.sgd(lr=schedule, momentum=0.9))
+    step = hfta.make_train_step(members[0], loss_fn, optimizer)
+    state = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_matches_solo(step, state, batches(M, 8), run=compiled, rtol=1e-10)
+
+
+def test_clipping_is_that_of_torch() -> None:
+    members = models("mlp", M)
+    limits = [0.05, 0.5, 100.0]
+    optimizer = hfta.chain(hfta.clip_grad_norm(limits), hfta.sgd(lr=0.1))
+    step = hfta.make_train_step(members[0], loss_fn, optimizer)
+    state = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    optimizers = [torch.optim.SGD(member.parameters(), lr=0.1) for member in members]
+    for inputs, targets in batches(M, 10):
+        state, _ = step(state, (inputs, targets))
+        for i, member in enumerate(members):
+            optimizers[i].zero_grad()
+            loss_fn(member, (inputs[i], targets[i])).backward()
+            nn.utils.clip_grad_norm_(member.parameters(), limits[i])
+            optimizers[i].step()
+    assert _largest_difference(state.params, hfta.stack_params(members).params) <= 1e-10
+
+
+def test_the_loss_sees_the_members_own_numbers() -> None:
+    members = models("mlp", M)
+
+    def smoothed(
+        model: nn.Module, batch: tuple[Tensor, Tensor], hparams: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(batch[0])
+        return loss_fn(lambda x: logits, batch) + hparams["penalty"] * logits.square().mean(), {
+            "penalty": hparams["penalty"]
+        }  # type: ignore[arg-type]
+
+    step = hfta.make_train_step(members[0], smoothed, hfta.adam(lr=0.01))
+    state = step.init(*hfta.stack_params(members), seeds=SEEDS, hparams={"penalty": [0.0, 0.1, 0.2]})
+    state = assert_matches_solo(step, state, batches(M, 5))
+    _, metrics = step(hfta.with_hyperparams(state, penalty=[0.3, 0.2, 0.1]), batches(M, 1)[0])
+    assert metrics["penalty"].tolist() == pytest.approx([0.3, 0.2, 0.1])
+
+
+def test_members_join_and_leave_without_a_change() -> None:
+    _, step, state = _array("cnn", dropout=0.3)
+    data = batches(M, 6)
+    for batch in data[:3]:
+        state, _ = step(state, batch)
+    left, right = hfta.take(state, [0]), hfta.take(state, [1, 2])
+    joined = hfta.concat([right, left])
+    for batch in data[3:]:
+        state, _ = step(state, batch)
+        joined, _ = step(joined, hfta.take(batch, [1, 2, 0]))
+    assert _largest_difference(hfta.take(joined, [2, 0, 1]), state) <= 1e-10
+
+
+def test_an_array_of_arrays() -> None:
+    _, step, state = _array("mlp", dropout=0.3)
+    other = hfta.with_hyperparams(state._replace(keys=state.keys + 1), lr=[0.001, 0.002, 0.003])
+    first, second = batches(M, 2)
+    stacked = optree.tree_map(lambda *leaves: torch.stack(leaves), state, other)
+    both = optree.tree_map(lambda *leaves: torch.stack(leaves), first, second)
+    nested, _ = hfta.vmap(step)(stacked, both)
+    for i, (start, batch) in enumerate(((state, first), (other, second))):
+        alone, _ = step(start, batch)
+        assert _largest_difference(optree.tree_map(lambda leaf, i=i: leaf[i], nested), alone) <= 1e-10
+
+
+def test_tables_with_max_norm_are_the_runs_of_torch() -> None:
+    # Such a table rescales its rows in place, before it reads them.
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(7, 4, max_norm=0.8), nn.Flatten(), nn.Linear(12, 2)).double()
+
+    def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
+        return model(tokens).square().mean()
+
+    members = [make() for _ in range(M)]
+    step = hfta.make_train_step(members[0], loss_fn, hfta.sgd(lr=[0.1, 0.2, 0.3]))
+    state = step.init(*hfta.stack_params(members), seeds=SEEDS)
+    optimizers = [
+        torch.optim.SGD(member.parameters(), lr=lr) for member, lr in zip(members, (0.1, 0.2, 0.3), strict=True)
+    ]
+    for _ in range(5):
+        tokens, before = torch.randint(7, (M, 5, 3)), {path: param.clone() for path, param in state.params.items()}
+        after, _ = step(state, tokens)
+        assert _identical(state.params, before)
+        compiled, _ = torch.compile(step, fullgraph=True, backend="aot_eager")(state, tokens)
+        assert _largest_difference(compiled.params, after.params) <= 1e-12
+        state = after
+        for member, optimizer, own in zip(members, optimizers, tokens, strict=True):
+            optimizer.zero_grad()
+            loss_fn(member, own).backward()
+            optimizer.step()
+    for mine, theirs_ in zip(hfta.unstack_params(members[0], *state[:2]), members, strict=True):
+        assert _largest_difference(mine.state_dict(), theirs_.state_dict()) <= 1e-10

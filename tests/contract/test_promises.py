@@ -1,0 +1,570 @@
+"""What trains alone trains in an array and comes out the same, or is refused in the same words for every number of members.
+
+Each case stands for a promise that users of earlier versions could break without a word.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from cases import FUNCTIONS
+from hfta_func.step.failures import Failure, diagnose
+
+M, N, FEATURES = 3, 4, 3
+
+
+class WritesItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.9)
+        return self.linear(x)
+
+
+class WritesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(F.relu(x, inplace=True))
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda y: y.view(-1),
+    lambda y: y.view_as(torch.empty(y.numel())),
+    lambda y: y.reshape(2, -1),
+    lambda y: y.flatten(),
+    lambda y: y.ravel(),
+    lambda y: y.contiguous(),
+]
+"""What is no copy of one member's result, wherever the members lie in memory."""
+
+
+class WritesThroughViews(nn.Module):
+    """Writes into views and into what was viewed."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x if isinstance(self.layer, nn.Linear) else x.unsqueeze(-1).expand(-1, -1, 5))
+        for view in VIEWS:
+            view(y).mul_(1.1)
+            z = y + 1
+            seen = view(z)
+            z.mul_(3)
+            y = y + seen.view_as(y)
+        return y.reshape(len(x), 2, -1).sum(-1)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, 2, dtype=torch.complex128))
+        self.bias = nn.Parameter(torch.randn(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ self.weight).abs() + self.bias
+
+
+class Pair(NamedTuple):
+    inputs: Tensor
+    targets: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    inputs: Tensor
+    targets: Tensor
+
+
+def linear() -> nn.Module:
+    return nn.Linear(FEATURES, 2)
+
+
+def hooked(register: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(FEATURES, 2))
+        register(model)
+        return model
+
+    return build
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Record):
+        inputs, targets = batch.inputs, batch.targets
+    else:
+        assert type(batch) in (tuple, list, Pair, collections.UserDict)
+        inputs, targets = batch.values() if isinstance(batch, collections.UserDict) else batch
+    return (model(inputs) - targets).square().mean()
+
+
+class Promise(NamedTuple):
+    """A case: right where ``refused`` is empty, else an error whose text holds it."""
+
+    name: str
+    build: Callable[[], nn.Module] = linear
+    wrap: Callable[[Tensor, Tensor], Any] = lambda inputs, targets: (inputs, targets)
+    refused: str = ""
+
+
+PROMISES = [
+    Promise("a model that writes its input", WritesItsInput),
+    Promise("a model that writes its weight", WritesItsWeight, refused="writes its parameter 'linear.weight'"),
+    Promise(
+        "a hook on a parameter", hooked(lambda m: m[0].weight.register_hook(lambda g: 2 * g)), refused="'0.weight'"
+    ),
+    Promise(
+        "a hook after the backward pass",
+        hooked(lambda m: m.register_full_backward_hook(lambda *a: None)),
+        refused="hook",
+    ),
+    Promise("writes through views", lambda: WritesThroughViews(linear())),
+    Promise("writes through views of a convolution", lambda: WritesThroughViews(nn.Conv1d(FEATURES, 2, 1))),
+    Promise("a hook on the output", hooked(lambda m: m[0].register_forward_hook(lambda m, a, y: 2 * y))),
+    Promise("a batch that is a NamedTuple", wrap=Pair),
+    Promise("a batch that is a list", wrap=lambda *pair: list(pair)),
+    Promise("a batch that is a mapping", wrap=lambda x, y: collections.UserDict(inputs=x, targets=y)),
+    Promise("a batch that is a dataclass", wrap=Record),
+]
+PLACES = {"array": {}, "one by one": {"chunk_size": 1}, "in pairs": {"chunk_size": 2}}
+
+
+CASES = [
+    pytest.param(
+        promise, count, place, shared, id=f"{promise.name}-{count}-{place}-{'shared' if shared else 'own'} batch"
+    )
+    for promise in PROMISES
+    for place in [*PLACES, "compiled"]
+    # Compiling takes long, and one member is compiled as many are.
+    for count in ([1, M] if place != "compiled" else [M])
+    for shared in ([False, True] if place != "compiled" or "writes through" in promise.name else [False])
+]
+
+
+@pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.thirds
+@pytest.mark.parametrize(("promise", "num_models", "place", "shared"), CASES)
+def test_promise(promise: Promise, num_models: int, place: str, shared: bool) -> None:
+    torch.manual_seed(0)
+    models = [promise.build().double() for _ in range(num_models)]
+    dims, lead = (None, ()) if shared else (0, (num_models,))
+    inputs, targets = torch.randn(*lead, N, FEATURES).double(), torch.randn(*lead, N, 2).double()
+    kept = inputs.clone()
+    batch = promise.wrap(inputs, targets)
+
+    def train(steps: int) -> tuple[hfta.TrainState, dict[str, Tensor]]:
+        options = PLACES.get(place, {})
+        step: Any = hfta.make_train_step(models[0], squares, hfta.sgd(lr=0.1), batch_dims=dims, **options)
+        evaluate: Any = hfta.make_eval_step(models[0], squares, batch_dims=dims, **options)
+        state = step.init(*hfta.stack_params(models), seeds=range(num_models))
+        if place == "compiled":
+            torch._dynamo.reset()
+            step, evaluate = (torch.compile(one, backend="aot_eager", fullgraph=True) for one in (step, evaluate))
+        for _ in range(steps):
+            state, _ = step(state, batch)
+        return state, evaluate(state, batch)
+
+    if promise.refused:
+        params = hfta.stack_params(models).params
+        # The compiler raises an error of its own with the same words.
+        with pytest.raises(Exception if place == "compiled" else hfta.HFTAError, match=promise.refused):
+            train(1)
+        assert all(
+            torch.equal(a, b) for a, b in zip(params.values(), hfta.stack_params(models).params.values(), strict=True)
+        )
+        return
+    state, metrics = train(3)
+    assert torch.equal(inputs, kept)
+    for member in range(num_models):
+        alone, optimizer = copy.deepcopy(models[member]), torch.optim.SGD
+        descent = optimizer(alone.parameters(), lr=0.1)
+        own = [x if shared else x[member] for x in (inputs, targets)]
+        for _ in range(3):
+            descent.zero_grad()
+            (alone(own[0].clone()) - own[1]).square().mean().backward()
+            descent.step()
+        trained = hfta.export_model(models[0], state, member)
+        for (path, found), expected in zip(trained.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, msg=lambda text, path=path: f"{path}: {text}")
+        expected = (alone(own[0].clone()) - own[1]).square().mean().detach()
+        torch.testing.assert_close(metrics["squares"][member], expected)
+
+
+@pytest.mark.exhaustive
+def test_a_batch_may_be_empty() -> None:
+    for batch in (None, ()):
+        for chunk_size in (None, 1):
+            step: Any = hfta.make_train_step(
+                linear(),
+                lambda model, batch: model(torch.ones(2, FEATURES)).sum(),
+                hfta.sgd(lr=0.1),
+                chunk_size=chunk_size,
+            )
+            state = step.init(*hfta.init_params(linear, [0, 1, 2]), seeds=[0, 1, 2])
+            torch._dynamo.reset()
+            for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+                after, _ = run(state, batch)
+                torch.testing.assert_close(after.params["bias"], state.params["bias"] - 0.2)
+
+
+def test_steps_run_in_several_threads_at_once() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.3), nn.Linear(64, 8))
+
+    for options in ({}, {"checkpoint": ["0"]}, {"chunk_size": 1}):
+        step = hfta.make_train_step(build(), lambda model, x: model(x).square().mean(), hfta.adam(lr=0.01), **options)
+        x = torch.randn(2, 64, 8)
+        starts = [step.init(*hfta.init_params(build, [i, i + 1]), seeds=[i, i + 1]) for i in range(4)]
+
+        def train(start: hfta.TrainState, step: Any = step, x: Tensor = x) -> hfta.TrainState:
+            for _ in range(20):
+                start, _ = step(start, x)
+            return start
+
+        expected, found = [train(start) for start in starts], {}
+        threads = [
+            threading.Thread(target=lambda i=i, start=start, found=found, train=train: found.update({i: train(start)}))
+            for i, start in enumerate(starts)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for i, state in enumerate(expected):
+            for path, param in state.params.items():
+                assert torch.equal(found[i].params[path], param), (options, i, path)
+
+
+def test_forward_hooks_that_hold_other_values_are_refused() -> None:
+    def build(factor: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(FEATURES, 2))
+        model[0].register_forward_hook(lambda module, args, output: output * factor)
+        return model
+
+    hfta.stack_params([build(2), build(2)])
+    with pytest.raises(hfta.StackError, match=r"model 1: the forward_hooks of '0' are not those of model 0"):
+        hfta.stack_params([build(2), build(3)])
+
+
+class MethodHook(nn.Module):
+    """Its hook is a method of the module around the hooked one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 2)
+        self.linear.register_forward_hook(self.double)
+
+    def double(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return 2 * output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_hooks_that_are_methods() -> None:
+    models = [MethodHook() for _ in range(M)]
+    x = torch.randn(N, FEATURES)
+    outputs = hfta.make_eval_step(models[0], lambda model, x: {"y": model(x)})(hfta.stack_params(models), x)["y"]
+    torch.testing.assert_close(outputs, torch.stack([model(x) for model in models]).detach())
+
+
+def test_numbers_of_the_loss_are_copies_and_keep_their_bits() -> None:
+    def loss_fn(model: nn.Module, x: Tensor, hparams: dict[str, Tensor]) -> Tensor:
+        return model(x).sum() * hparams["alpha"].mul_(2)
+
+    step = hfta.make_train_step(linear(), loss_fn, hfta.rmsprop(lr=0.1))
+    params = {path: param.bfloat16() for path, param in hfta.init_params(linear, [0, 1]).params.items()}
+    state = step.init(params, seeds=[0, 1], hparams={"alpha": [0.999, 2.0]})
+    after, _ = step(state, torch.ones(2, N, FEATURES, dtype=torch.bfloat16))
+    assert after.hparams["alpha"].tolist() == torch.tensor([0.999, 2.0]).tolist()
+
+
+def test_names_that_optimizer_and_loss_share() -> None:
+    step = hfta.make_train_step(linear(), lambda model, x, hparams: model(x).sum() * hparams["lr"], hfta.sgd(lr=0.1))
+    state = step.init(*hfta.init_params(linear, [0, 1]), seeds=[0, 1], hparams={"lr": 5.0, "other": 1.0})
+    changed = hfta.with_hyperparams(state, lr=0.2, other=3.0)
+    assert changed.opt_state.hyperparams["lr"].tolist() == [0.2, 0.2]
+    assert (changed.hparams["lr"].tolist(), changed.hparams["other"].tolist()) == ([5.0, 5.0], [3.0, 3.0])
+    changed = hfta.with_hyperparams(state, **{"hparams.lr": [7.0, 8.0]})
+    assert changed.opt_state.hyperparams["lr"].tolist() == [0.1, 0.1]
+    assert changed.hparams["lr"].tolist() == [7.0, 8.0]
+    with pytest.raises(
+        hfta.HyperparameterError, match=r"unknown hyperparameter 'hparams.momentum'; this state has lr, other"
+    ):
+        hfta.with_hyperparams(state, **{"hparams.momentum": 1.0})
+
+
+def test_a_metric_that_is_a_parameter_is_that_of_before_the_update() -> None:
+    step = hfta.make_train_step(
+        linear(), lambda model, x: (model(x).sum(), {"weight": model.weight}), hfta.sgd(lr=0.1), donate=True
+    )
+    state = step.init(*hfta.init_params(linear, [0, 1]), seeds=[0, 1])
+    before = state.params["weight"].clone()
+    state, metrics = step(state, torch.ones(2, N, FEATURES))
+    assert torch.equal(metrics["weight"], before)
+    assert not torch.equal(state.params["weight"], before)
+
+
+def test_evaluation_shortens_rows_of_a_copy() -> None:
+    tables = [nn.Embedding(5, 3, max_norm=0.1) for _ in range(M)]
+    stacked = hfta.stack_params(tables)
+    before = stacked.params["weight"].clone()
+    rows = hfta.make_eval_step(tables[0], lambda model, i: {"rows": model(i)})(stacked, torch.arange(5))["rows"]
+    again, _ = hfta.vmap(hfta.functional(tables[0]))(*stacked, torch.arange(5).expand(M, 5))
+    assert torch.equal(stacked.params["weight"], before)
+    expected = torch.stack([table(torch.arange(5)) for table in tables]).detach()
+    torch.testing.assert_close(rows, expected)
+    torch.testing.assert_close(again, expected)
+
+
+# PyTorch's NAdam refuses complex parameters.
+@pytest.mark.parametrize(
+    "name",
+    [name for name, case in FUNCTIONS.items() if case.theirs.__module__.startswith("torch.") and name != "nadam"],
+)
+@pytest.mark.parametrize("donate", [False, True])
+def test_complex_parameters_are_updated_as_in_torch(name: str, donate: bool) -> None:
+    torch.manual_seed(0)
+    models = [Complex() for _ in range(2)]
+    theirs = FUNCTIONS[name].theirs
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    x = torch.randn(2, N, FEATURES, dtype=torch.float64)
+    step = hfta.make_train_step(
+        models[0], lambda model, x: model(x).square().mean(), getattr(hfta, name)(**options), donate=donate
+    )
+    state = step.init(*hfta.stack_params(models), seeds=[0, 1])
+    for _ in range(3):
+        state, metrics = step(state, x)
+    assert metrics["finite"].all()
+    for member, model in enumerate(models):
+        optimizer = theirs(model.parameters(), **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x[member]).square().mean().backward()
+            optimizer.step()
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-11, atol=1e-12)
+
+
+def test_a_gradient_whose_imaginary_part_is_not_finite() -> None:
+    imaginary = torch.tensor([[0.0, 1.0], [float("inf"), 1.0]])
+    found = diagnose(torch.zeros(2), [torch.complex(torch.zeros(2, 2), imaginary)])
+    assert found.tolist() == [Failure.NONE, Failure.GRADIENT]
+
+
+def test_finite_gradients_whose_sum_is_not() -> None:
+    step = hfta.make_train_step(
+        nn.Linear(2, 1, bias=False).double(),
+        lambda model, x: 0 * model(x).sum() + 1.5e308 * model.weight.sum(),
+        hfta.sgd(lr=0.0),
+    )
+    models = [nn.Linear(2, 1, bias=False).double() for _ in range(2)]
+    for model in models:
+        nn.init.constant_(model.weight, 1e-10)
+    state = step.init(*hfta.stack_params(models), seeds=[0, 1])
+    _, metrics = step(state, torch.ones(2, 1, 2, dtype=torch.float64))
+    assert metrics["finite"].tolist() == [True, True]
+
+
+def test_accumulated_means_in_float64() -> None:
+    optimizer, params = hfta.accumulate(hfta.sgd(lr=1.0), every=3), {"w": torch.zeros(1, 1, dtype=torch.float64)}
+    state = optimizer.init(params)
+    for value in (0.1, 0.2, 0.7):
+        updates, state = optimizer.update({"w": torch.full((1, 1), value, dtype=torch.float64)}, state, params)
+    torch.testing.assert_close(updates["w"], torch.full((1, 1), -1.0 / 3, dtype=torch.float64), rtol=1e-15, atol=0)
+
+
+def test_labels_of_a_partition_that_match_nothing() -> None:
+    optimizer = hfta.partition({"": "all", "head": None}, {"all": hfta.sgd(lr=0.1)})
+    with pytest.raises(
+        hfta.HyperparameterError, match=r"'head' is not the path of a module or parameter that is trained"
+    ):
+        optimizer.init({"body.weight": torch.zeros(1, 2)})
+
+
+def draw(func: Callable[[], Tensor]) -> Tensor:
+    def member(key: Tensor) -> Tensor:
+        with hfta.routed(key):
+            return func()
+
+    return hfta.vmap(member)(hfta.random.keys([1, 2]))
+
+
+def test_complex_draws_have_variance_one() -> None:
+    drawn = draw(lambda: torch.randn(20000, dtype=torch.complex64))
+    assert drawn.dtype == torch.complex64
+    for part in (drawn.real, drawn.imag):
+        torch.testing.assert_close(part.var(1), torch.full((2,), 0.5), rtol=0.05, atol=0)
+    drawn = draw(lambda: torch.rand_like(torch.zeros(20000), dtype=torch.complex128))
+    for part in (drawn.real, drawn.imag):
+        torch.testing.assert_close(part.mean(1), torch.full((2,), 0.5, dtype=torch.float64), rtol=0.02, atol=0)
+
+
+def test_sizes_of_numpy_and_empty_ranges() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert draw(lambda: torch.randn(numpy.int64(3), 4)).shape == (2, 3, 4)
+    assert draw(lambda: torch.randint(0, 5, (numpy.int32(3),))).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"from low=5 up to high=5"):
+        draw(lambda: torch.randint(5, 5, (2,)))
+
+
+def test_draws_into_a_tensor() -> None:
+    key = hfta.random.keys([1])[0]
+    with hfta.routed(key):
+        expected = torch.rand(3)
+    out = torch.empty(3)
+    with hfta.routed(key):
+        torch.rand(3, out=out)
+    assert torch.equal(out, expected)
+
+
+def _item(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum() * x.sum().item()
+
+
+def _unrouted(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum() + torch.ops.aten.rand([])
+
+
+@pytest.mark.parametrize("num_models", [1, M])
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize(("loss", "error"), [(_item, hfta.TraceError), (_unrouted, hfta.RandomnessError)])
+def test_what_many_members_cannot_do_is_refused_for_one(
+    loss: Any, error: type[Exception], chunk_size: int | None, num_models: int
+) -> None:
+    params = hfta.init_params(linear, range(num_models))
+    step = hfta.make_train_step(linear(), loss, hfta.sgd(lr=0.1), chunk_size=chunk_size)
+    evaluate = hfta.make_eval_step(linear(), loss, batch_dims=0, chunk_size=chunk_size)
+    x, generator = torch.ones(num_models, N, FEATURES), torch.get_rng_state()
+    for run in (lambda: step(step.init(*params, seeds=range(num_models)), x), lambda: evaluate(params, x)):
+        if loss is _item and chunk_size == 1:
+            # Members that run one by one may look at values.
+            run()
+            continue
+        with pytest.raises(error, match=r"value of a tensor|global generator"):
+            run()
+        assert chunk_size != 1 or torch.equal(torch.get_rng_state(), generator)
+
+
+def test_plain_vmap_runs_beside_a_step() -> None:
+    step = hfta.make_train_step(linear(), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
+    state = step.init(*hfta.init_params(linear, [0, 1]), seeds=[0, 1])
+    ended, errors = threading.Event(), []
+
+    def plain() -> None:
+        try:
+            while not ended.is_set():
+                # One of them has no batching rule.
+                torch.func.vmap(lambda x: torch.special.bessel_j0(x) + F.relu(x))(torch.ones(3, 2))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=plain)
+    thread.start()
+    for _ in range(30):
+        state, _ = step(state, torch.ones(2, N, FEATURES))
+    ended.set()
+    thread.join()
+    assert not errors
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_parameters_made_in_inference_mode(donate: bool) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    x, step = torch.randn(2, N, FEATURES), hfta.make_train_step(linear(), loss, hfta.adam(), donate=donate)
+    evaluate, losses = hfta.make_eval_step(linear(), loss, batch_dims=0), []
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            state = step.init(*hfta.init_params(linear, [0, 1]), seeds=[0, 1])
+        for _ in range(3):
+            state, _ = step(state, x)
+        for inside in (True, False):
+            with torch.inference_mode(inside):
+                losses.append(evaluate(state, x)["loss"])
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    with torch.inference_mode(), pytest.raises(hfta.StateError, match=r"needs gradients.*inference_mode\(\).*leave it"):
+        step(state, x)
+
+
+class Averaging(nn.Module):
+    """Of a kind that steps change before they run it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def _mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_steps_are_pickled_and_copied(again: Callable[[Any], Any]) -> None:
+    rates = hfta.schedules.chain(hfta.schedules.warmup(0.1, 2), hfta.schedules.cosine([0.1, 0.2], 5))
+    optimizer = hfta.chain(hfta.clip_grad_norm(1.0), hfta.adamw(lr=rates, weight_decay=[0.1, 0.0]))
+    step = hfta.make_train_step(Averaging(), _mean_square, optimizer, batch_dims=None, chunk_size=1)
+    evaluate, x = hfta.make_eval_step(Averaging(), _mean_square), torch.randn(N, FEATURES)
+    states = [one.init(*hfta.init_params(Averaging, [0, 1]), seeds=[0, 1]) for one in (step, again(step))]
+    for _ in range(4):
+        states = [one(state, x)[0] for one, state in zip((step, again(step)), states, strict=True)]
+    for path, param in states[0].params.items():
+        assert torch.equal(states[1].params[path], param)
+    assert again(step).options.chunk_size == 1
+    found = [one(states[0], x)["_mean_square"] for one in (evaluate, again(evaluate))]
+    assert torch.equal(*found)
+
+
+def test_optimizers_and_schedules_are_pickled() -> None:
+    grads, params = {"w": torch.ones(2, 3, 3)}, {"w": torch.ones(2, 3, 3)}
+    for name, case in FUNCTIONS.items():
+        optimizer = case.ours(lr=hfta.schedules.exponential([0.1, 0.2], 0.9))
+        again = pickle.loads(pickle.dumps(optimizer))
+        (first, _), (second, _) = (one.update(grads, one.init(params), params) for one in (optimizer, again))
+        assert torch.equal(first["w"], second["w"]), name
+
+
+@pytest.mark.exhaustive
+def test_compiled_steps_are_programs_of_their_own() -> None:
+    """Of fixed shapes, however many there are."""
+    dynamic: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        dynamic.append(any(isinstance(x, torch.SymInt) for x in inputs))
+        return graph
+
+    torch._dynamo.reset()
+    for width in range(1, 11):
+        model = nn.Sequential(nn.Linear(FEATURES, width), nn.Linear(width, 2))
+        params = hfta.stack_params([model] * 2)
+        step = hfta.make_train_step(model, _mean_square, hfta.sgd(lr=0.1), batch_dims=None)
+        evaluate = hfta.make_eval_step(model, _mean_square)
+        state, x = step.init(*params, seeds=[0, 1]), torch.ones(N, FEATURES)
+        for run in (step, evaluate):
+            compiled: Any = torch.compile(run, backend=backend, fullgraph=True)
+            compiled(state, x)
+            assert hfta.rules.explain(compiled, state, x)
+    assert dynamic == [False] * 20

@@ -1,0 +1,106 @@
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from matplotlib import pyplot
+
+import hfta_func as hfta
+
+DEMO = pathlib.Path(__file__).parents[2] / "examples" / "digits.py"
+ROW = re.compile(
+    r"^ *(?P<lr>[\d.e-]+) +(?P<mean>[\d.]+) +(?P<low>[\d.]+) - (?P<high>[\d.]+) +(?P<worst>[\d.]+) +(?P<best>[\d.]+) "
+    r"+(?P<seed>\d+)$",
+    re.MULTILINE,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("digits", DEMO)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The demo's output and picture, for two seeds and two learning rates."""
+    picture = tmp_path_factory.mktemp("demo") / "new" / "digits.png"
+    options = ["--epochs", "2", "--seeds", "2", "--lr", "0.001", "0.01", "--out", str(picture)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    done = subprocess.run([sys.executable, DEMO, *options], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    return done.stdout, done.stderr, picture
+
+
+def alone(demo, seed, lr):
+    """Test accuracy in % of one member trained as an array of one."""
+    train, test = demo.load_digits()
+    loader = hfta.ArrayLoader(train, batch_size=32, seeds=[seed], drop_last=True)
+    schedule = hfta.schedules.cosine(lr, T_max=2 * len(loader))
+    step = hfta.make_train_step(demo.CNN(), demo.loss_fn, hfta.adam(lr=schedule))
+    state = step.init(*hfta.init_params(demo.CNN, [seed]), seeds=[seed])
+    state, _ = hfta.fit(step, state, loader, epochs=2, progress=False)
+    return 100 * hfta.make_eval_step(demo.CNN(), demo.accuracy)(state, test)["accuracy"].item()
+
+
+@pytest.mark.exhaustive
+def test_table_holds_the_accuracy_of_every_member_trained_alone(demo, run):
+    rows = [{name: float(text) for name, text in match.groupdict().items()} for match in ROW.finditer(run[0])]
+    assert [row["lr"] for row in rows] == [0.001, 0.01]
+    for row in rows:
+        accuracies = [alone(demo, seed, row["lr"]) for seed in (0, 1)]
+        # float32 sums in another order may turn one of the 450 images over.
+        assert row["worst"] == pytest.approx(min(accuracies), abs=0.23)
+        assert row["best"] == pytest.approx(max(accuracies), abs=0.23)
+        assert row["mean"] == pytest.approx((row["worst"] + row["best"]) / 2, abs=0.011)
+        assert row["worst"] <= row["low"] <= row["mean"] <= row["high"] <= row["best"]
+        assert accuracies[int(row["seed"])] == pytest.approx(row["best"], abs=0.23)
+    assert rows[0]["mean"] < 92 < rows[1]["mean"]
+
+
+@pytest.mark.exhaustive
+def test_ratio_is_that_of_the_two_times_it_names(run):
+    (line,) = [line for line in run[0].splitlines() if line.startswith("Ratio")]
+    found = re.match(
+        r"Ratio: ([\d.]+)x\. A member's step takes ([\d.]+) ms .* and ([\d.]+) ms as 1/4 of an array", line
+    )
+    assert found is not None
+    ratio, single, together = map(float, found.groups())
+    assert ratio == pytest.approx(single / together, rel=0.1)
+    assert "2 members timed" in line and "eager" in line and "batches of 32, 1 threads" in line
+
+
+@pytest.mark.exhaustive
+def test_picture_is_drawn_and_progress_shown(run):
+    _, progress, picture = run
+    pixels = pyplot.imread(picture)
+    assert pixels.shape[0] > 400 and pixels.shape[1] > 800
+    assert 0.01 < pixels[..., :3].std() < 0.5
+    assert "epoch 2/2" in progress and "accuracy" in progress
+
+
+def test_split_is_fixed_disjoint_and_stratified(demo):
+    (images, labels), (test_images, test_labels) = demo.load_digits()
+    assert images.shape == (1347, 1, 8, 8) and test_images.shape == (450, 1, 8, 8)
+    assert images.dtype == torch.float32 and 0 <= images.min() and images.max() == 1
+    shares = torch.bincount(labels) / 1347, torch.bincount(test_labels) / 450
+    torch.testing.assert_close(*shares, atol=0.003, rtol=0)
+    rows = torch.cat([images, test_images]).flatten(1)
+    assert len(rows.unique(dim=0)) == 1797
+    torch.testing.assert_close(demo.load_digits()[1][0], test_images, rtol=0, atol=0)
+
+
+def test_one_seed_is_refused(demo, capsys):
+    with pytest.raises(SystemExit):
+        demo.main(["--seeds", "1"])
+    assert "at least 2 seeds" in capsys.readouterr().err

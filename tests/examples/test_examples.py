@@ -1,0 +1,788 @@
+"""The examples: models of the published sizes, both ways to train, the command line, and what it refuses."""
+
+import csv
+import dataclasses
+import functools
+import importlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+from unittest import mock
+from unittest.mock import ANY
+
+import optree
+import pytest
+import torch
+from examples.bert.model import BERT
+from examples.common import fused, solo
+from examples.common.data import images
+from examples.common.errors import BadInput, is_out_of_memory
+from examples.common.flags import AdamFlags, Flags, parse
+from examples.dcgan import fused as gan
+from examples.dcgan.frechet import frechet, moments
+from examples.dcgan.model import Discriminator, Generator, on_fake, on_real
+from examples.mobilenet.model import MobileNet
+from examples.pointnet.model import PointNetClassifier, orthogonality
+from examples.resnet.model import ResNet18
+from examples.transformer.model import TransformerLM
+from matplotlib import pyplot
+from torch import nn
+
+import hfta_func as hfta
+from hfta_func.run import background
+from hfta_func.testing import assert_matches_solo
+
+SMALL = ["--size", "small", "--limit", "24", "--batch-size", "8", "--epochs", "1"]
+
+RUNS = {
+    "resnet": ["--lr", "0.1", "0.3", "1.0"],
+    "mobilenet v3": ["--lr", "0.01", "0.003", "0.001", "--beta1", "0.9", "0.8", "0.7", "--flip"],
+    "mobilenet v2": ["--version", "v2", "--lr", "0.01", "0.003", "0.001", "--weight_decay", "0", "0.01", "0.1"],
+    "pointnet cls": ["--lr", "0.01", "0.003", "0.001", "--points", "32", "--feature-transform"],
+    "pointnet seg": ["--lr", "0.01", "0.003", "0.001", "--points", "32", "--task", "seg"],
+    "transformer": ["--lr", "1", "3", "0.3", "--length", "16", "--gamma", "0.5", "0.9", "0.1"],
+    "bert masked": ["--lr", "1", "3", "0.3", "--length", "16"],
+    "bert next": ["--lr", "1", "3", "0.3", "--length", "16", "--objective", "next"],
+    "dcgan": ["--lr", "0.0002", "0.0001", "0.001", "--beta1", "0.5", "0.9", "0.2"],
+}
+"""Flags for three members of each workload; the first word is the example."""
+
+SEEDS = ["--seeds", "3", "4", "5"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def only(member, argv):
+    """The flags of one member of three."""
+    found, flag = {}, ""
+    for word in argv:
+        flag = word if word.startswith("--") else flag
+        found.setdefault(flag, []).extend([] if word == flag else [word])
+    return [
+        w
+        for flag, values in found.items()
+        for w in (flag, *(values[member : member + 1] if len(values) == 3 else values))
+    ]
+
+
+@pytest.fixture
+def call(tmp_path, capsys):
+    """Run an example in this process: exit status, lines printed, lines of errors, rows of the table."""
+
+    def call(name, *argv):
+        example = name.split()[0]
+        main = importlib.import_module(f"examples.{example}.main").main
+        status = main([*RUNS.get(name, []), *SMALL, "--out", str(tmp_path), "--data", str(tmp_path / "data"), *argv])
+        out, err = (stream.splitlines() for stream in capsys.readouterr())
+        table = tmp_path / f"{example}.csv"
+        rows = list(csv.DictReader(table.read_text().splitlines())) if table.exists() else []
+        return status, out, err, rows
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        # As torchvision counts them, with ImageNet's classes.
+        (lambda: ResNet18(1000), 11_689_512),
+        (lambda: MobileNet("v2", 1000), 3_504_872),
+        (lambda: MobileNet("v3s", 1000), 2_542_856),
+        (lambda: MobileNet("v3l", 1000), 5_483_032),
+        # 3.5 million in the paper.
+        (lambda: PointNetClassifier(40), 3_471_473),
+        # As in PyTorch's tutorial.
+        (Generator, 3_576_704),
+        (Discriminator, 2_765_568),
+        # Tables of tokens and places with their norm, eight layers, the head. 41.4 million; segments are left out.
+        (lambda: BERT(30522, 512), (30522 + 512 + 2) * 512 + 8 * 3_152_384 + 512 * 513 + 2 * 512 + 30522),
+        # Tables before and after, and two layers in which everything is 128 wide.
+        (lambda: TransformerLM(33278, 32), 33278 * 257 + 2 * (6 * 128 * 129 + 4 * 128)),
+    ],
+)
+def test_published_sizes(make, count):
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in make().parameters()) == count
+
+
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.parametrize("name", RUNS)
+def test_array_then_a_member_of_it_then_plain_pytorch(name, call, tmp_path):
+    status, lines, err, rows = call(name, "--hfta", "--eval", *SEEDS)
+    assert status == 0 and not err
+    assert lines[0].startswith("Array of members 0 1 2: seeds 3 4 5, lr ")
+    assert lines[1].startswith("Epoch 1 took ") and lines[1].endswith(" s!")
+    quality, final = lines[-1].removeprefix("Final ").split(": ")
+    assert [f"{float(row[quality]):.4f}" for row in rows] == final.split() and len(rows) == 3
+    loss = "loss_g" if name == "dcgan" else "loss"
+    assert [(row["member"], row["seed"], row["how"], row["models"]) for row in rows] == [
+        (str(i), str(seed), "array", "3") for i, seed in enumerate((3, 4, 5))
+    ]
+    assert len({row[loss] for row in rows}) == 3 and all(float(row["seconds"]) > 0 for row in rows)
+    pixels = pyplot.imread(tmp_path / f"{name.split()[0]}.png")
+    assert pixels.shape[0] > 400 and pixels[..., :3].std() > 0.01
+
+    status, lines, err, (row,) = call(name, *only(1, [*RUNS[name], *SEEDS]), "--hfta", "--eval")
+    assert status == 0 and lines[0].startswith("Array of members 0: seeds 4")
+    assert {k: row[k] for k in ("lr", "seed")} == {k: rows[1][k] for k in ("lr", "seed")}
+    assert float(row[loss]) == pytest.approx(float(rows[1][loss]), rel=0.1 if "mobilenet" in name else 1e-3)
+
+    status, lines, err, rows = call(name, *SEEDS)
+    assert status == 0 and not err and [row["how"] for row in rows] == ["solo"] * 3
+    assert sum(line.startswith("Plain PyTorch, member ") for line in lines) == 3
+    assert len(lines[-1].removeprefix(f"Final {quality}: ").split()) == 3
+    assert len({row[loss] for row in rows}) == 3
+    # Another order of data and other noise, but the same weights at first.
+    assert float(rows[1][loss]) == pytest.approx(float(row[loss]), rel=0.3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "dcgan"])
+def test_member_i_is_the_solo_run_i(name):
+    main = importlib.import_module(f"examples.{name.split()[0]}.main")
+    (own,) = parse(main.Flags, [*RUNS[name], *SMALL, *SEEDS, "--hfta"], None)
+    task = main.task(own.flags)
+    step, state, loader = fused.prepare(task, own.flags, torch.device("cpu"))
+    assert len(loader) == 3
+    torch.manual_seed(4)
+    for path, parameter in task.factory().named_parameters():
+        assert torch.equal(state.params[path][1], parameter)
+    state = step.init(double(state.params), double(state.buffers), seeds=own.flags.seeds)
+    batches = double(list(itertools.islice(loader, 3)))
+    if task.optimizer == "adadelta":
+        assert_matches_solo(step, state, batches)
+        return
+    # Adam makes steps of the rounding of gradients that should be zero, as of a bias before batch normalisation: losses
+    # are compared, which such parameters do not change.
+    losses = [run_through(step, hfta.take(state, [member]), hfta.take(batches, [member])) for member in range(3)]
+    torch.testing.assert_close(run_through(step, state, batches), torch.cat(losses, 1), rtol=1e-8, atol=0)
+
+
+def run_through(step, state, batches):
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    return torch.stack(losses)
+
+
+def double(tree):
+    return optree.tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
+
+
+def test_dcgan_trains_as_an_ordinary_loop():
+    (own,) = parse(importlib.import_module("examples.dcgan.main").Flags, [*RUNS["dcgan"], *SMALL, *SEEDS], None)
+    makers = functools.partial(Generator, 16, 8, 8), functools.partial(Discriminator, 16, 8)
+    step, state = gan.prepare(*makers, 8, own.flags)
+    state = double(state)
+    begin = optree.tree_map(torch.clone, state)
+    batches = torch.rand(4, 3, 6, 3, 16, 16, dtype=torch.float64)
+    for batch in batches:
+        state, metrics = step(state, (batch,))
+    models = [
+        [
+            hfta.unstack_params(make().double(), *stacked)
+            for make, stacked in zip(makers, (s.generator, s.discriminator), strict=True)
+        ]
+        for s in (begin, state)
+    ]
+    for i, (lr, beta1) in enumerate(zip(own.flags.lr, own.flags.beta1, strict=True)):
+        generator, discriminator = (both[i] for both in models[0])
+        options = {"lr": lr, "betas": (beta1, 0.999)}
+        adams = [torch.optim.Adam(model.parameters(), **options) for model in (generator, discriminator)]
+        for number, batch in enumerate(batches):
+            key = hfta.random.fold_in(begin.keys[i], number)
+            fake = generator(hfta.random.normal(key, (6, 8, 1, 1), dtype=torch.float64))
+            adams[1].zero_grad()
+            loss_d = on_real(discriminator(batch[i])) + on_fake(discriminator(fake.detach()))
+            loss_d.backward()
+            adams[1].step()
+            adams[0].zero_grad()
+            loss_g = on_real(discriminator(fake))
+            loss_g.backward()
+            adams[0].step()
+        torch.testing.assert_close(metrics["loss_d"][i], loss_d.detach(), rtol=1e-9, atol=0)
+        torch.testing.assert_close(metrics["loss_g"][i], loss_g.detach(), rtol=1e-9, atol=0)
+        for trained, expected in zip((both[i] for both in models[1]), (generator, discriminator), strict=True):
+            torch.testing.assert_close(trained.state_dict(), expected.state_dict(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["adam", "adadelta"])
+def test_both_ways_have_the_same_optimizer(name):
+    argv = (
+        "--lr 0.1 0.2 --beta1 0.9 0.5 --beta2 0.99 0.9 --weight-decay 0 0.1 --gamma 0.5 0.3 --step-size 1 2 --seeds 0 1"
+    )
+    (own,) = parse(AdamFlags, argv.split(), None)
+    optimizer = fused.OPTIMIZERS[name](own.flags.per_model(), 3)
+    params, grads = ({"w": torch.randn(2, 4, dtype=torch.float64)} for _ in range(2))
+    moved, state = params, optimizer.init(params)
+    for _ in range(4 * 3):
+        updates, state = optimizer.update(grads, state, moved)
+        moved = hfta.apply_updates(moved, updates)
+    for member in range(2):
+        model = nn.Linear(4, 1, bias=False).double()
+        model.weight.data.copy_(params["w"][member])
+        alone, schedule = solo.make_optimizer(name, model, own.flags.member(member))
+        model.weight.grad = grads["w"][member : member + 1].clone()
+        for _ in range(4):
+            for _ in range(3):
+                alone.step()
+            schedule.step()
+        torch.testing.assert_close(model.weight.data[0], moved["w"][member], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.exhaustive
+def test_flags_that_cannot_be_fused_make_arrays(call):
+    argv = ["--version", "v2", "v3s", "v2", "--lr", "0.01", "0.02", "0.03", "--hfta"]
+    status, lines, _, rows = call("mobilenet", *argv)
+    assert status == 0 and [line for line in lines if "Array" in line] == [
+        "Array of members 0 2: seeds 0 0, lr 0.01 0.03, beta1 0.9 0.9, beta2 0.999 0.999, weight_decay 0.0 0.0, "
+        "gamma 0.5 0.5, step_size 20 20",
+        "Array of members 1: seeds 0, lr 0.02, beta1 0.9, beta2 0.999, weight_decay 0.0, gamma 0.5, step_size 20",
+    ]
+    assert [(row["member"], row["version"], row["lr"], row["models"]) for row in rows] == [
+        ("0", "v2", "0.01", "2"),
+        ("1", "v3s", "0.02", "1"),
+        ("2", "v2", "0.03", "2"),
+    ]
+
+
+def test_arrays_of_several_flags():
+    arrays = parse(Flags, "--batch-size 8 16 8 16 --seeds 1 2 3 4 --limit 3 --save a/b".split(), None)
+    assert [members for members, _ in arrays] == [[0, 2], [1, 3]]
+    assert [(own.batch_size, own.seeds, own.limit, str(own.save)) for _, own in arrays] == [
+        (8, (1, 3), 3, "a/b"),
+        (16, (2, 4), 3, "a/b"),
+    ]
+    assert arrays[1].flags.member(1).seeds == (4,)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="way1|resnet")
+@pytest.mark.parametrize("name", ["resnet", "dcgan"])
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_a_run_that_is_resumed_ends_the_same(name, way, call, tmp_path):
+    def last(*argv):
+        status, lines, err, rows = call(name, *way, *argv)
+        assert status == 0 and not err
+        return lines[-1], [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+    whole = last("--epochs", "3", "--eval")
+    keep = ["--save", str(tmp_path / "kept"), "--eval"]
+    last("--epochs", "2", *keep)
+    assert last("--epochs", "3", "--resume", *keep) == whole
+    # Without --resume it begins anew.
+    _, anew = last("--epochs", "1", *keep)
+    first, whole_first = (
+        [[row[name] for name in row if name.startswith("loss")] for row in rows if row["epoch"] == "1"]
+        for rows in (anew, whole[1])
+    )
+    assert all(first) and first == whole_first
+    models = sorted(path.name for path in (tmp_path / "kept").glob("*.pt"))
+    kinds = ["model"] if name == "resnet" else ["discriminator", "generator"]
+    assert models == [f"{name}-{kind}-{member}.pt" for kind in kinds for member in range(3)]
+    assert all(torch.load(tmp_path / "kept" / model, weights_only=True) for model in models)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", ["transformer", "dcgan"])
+def test_compiled(name, call, monkeypatch):
+    _, eager, _, _ = call(name, "--hfta")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    status, lines, err, _ = call(name, "--hfta", "--compile")
+    assert status == 0 and not err
+    found, expected = (torch.tensor([float(n) for n in line[-1].split()[2:]]) for line in (lines, eager))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert call(name, *only(0, RUNS[name]), "--compile")[0] == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["resnet", "transformer", "dcgan"])
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_mixed_precision(name, way, call):
+    _, _, _, full = call(name, *way)
+    status, _, err, rows = call(name, *way, "--amp")
+    assert status == 0 and not err
+    loss = "loss_g" if name == "dcgan" else "loss"
+    for row, expected in zip(rows, full, strict=True):
+        assert row[loss] != expected[loss]
+        assert float(row[loss]) == pytest.approx(float(expected[loss]), rel=0.1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_mixed_precision_is_of_the_forward_pass_alone(way, call, monkeypatch):
+    seen = []
+
+    def crop(images, padding):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return images
+
+    monkeypatch.setattr("examples.common.data.augment.random_crop", crop)
+    assert call("resnet", *way, "--amp")[0] == 0
+    assert seen and not any(seen)
+
+
+class Probe(torch.autograd.Function):
+    """Nothing, but notes whether its backward pass is under autocast."""
+
+    generate_vmap_rule = True
+    seen: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        Probe.seen.append(torch.is_autocast_enabled("cpu"))
+        return grad
+
+
+def test_dcgan_goes_backward_outside_of_mixed_precision(monkeypatch):
+    (own,) = parse(importlib.import_module("examples.dcgan.main").Flags, [*RUNS["dcgan"], "--amp"], None)
+    monkeypatch.setattr(Generator, "forward", lambda self, x: Probe.apply(nn.Sequential.forward(self, x)))
+    monkeypatch.setattr(Discriminator, "forward", lambda self, x: Probe.apply(nn.Sequential.forward(self, x)))
+    step, state = gan.prepare(
+        functools.partial(Generator, 16, 8, 8), functools.partial(Discriminator, 16, 8), 8, own.flags
+    )
+    monkeypatch.setattr(Probe, "seen", [])
+    step(state, (torch.rand(3, 6, 3, 16, 16),))
+    # Of the discriminator on real and on generated images, and of both models together.
+    assert Probe.seen == [False] * 4
+
+
+def test_plain_dcgan_computes_no_gradients_in_vain():
+    main = importlib.import_module("examples.dcgan.main")
+    (own,) = parse(main.Flags, SMALL, None)
+    pair, added = main.Pair(*main.setting(own.flags)[:3], own.flags), []
+    for parameter in pair.discriminator.parameters():
+        parameter.register_post_accumulate_grad_hook(added.append)
+    for _ in range(2):
+        pair.step(torch.rand(4, 3, 16, 16))
+    assert len(added) == 2 * len([*pair.discriminator.parameters()])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["bert masked", "dcgan"])
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_testing_after_every_epoch_does_not_change_training(name, way, call):
+    _, final, _, rows = call(name, *way, "--epochs", "3")
+    _, tested, _, others = call(name, *way, "--epochs", "3", "--eval")
+    loss = "loss_g" if name == "dcgan" else "loss"
+    assert [row[loss] for row in rows] == [row[loss] for row in others]
+    assert final[-1] == tested[-1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["fused", "solo"])
+def test_the_last_test_is_not_run_twice(way, call, monkeypatch):
+    module, count = importlib.import_module(f"examples.common.{way}"), itertools.count()
+    evaluate = module.evaluate
+    monkeypatch.setattr(module, "evaluate", lambda *args: [next(count), evaluate(*args)][1])
+    argv = [*only(0, RUNS["resnet"]), *(["--hfta"] if way == "fused" else []), "--epochs", "2"]
+    assert call("resnet", *argv)[0] == 0 and next(count) == 1
+    assert call("resnet", *argv, "--eval")[0] == 0 and next(count) == 2 + 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_every_array_is_compiled(way, call, monkeypatch):
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.append(len(sizes))
+        return graph
+
+    def behind_the_scenes(step, *, steps):
+        # Arrays are compiled by another process, while they train.
+        sizes.append(steps)
+        return step
+
+    monkeypatch.setattr(background, "compile", behind_the_scenes)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        argv = ["--compile", "--length", "4", "--batch-size"]
+        assert call("transformer", "--lr", "1", *way, *argv, "8")[0] == 0
+        each = len(sizes)
+        assert each > 0
+        torch.compiler.reset()
+        assert call("transformer", "--lr", "1", *way, *argv, "8", "6", "4")[0] == 0
+    assert len(sizes) == 4 * each
+
+
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.parametrize("name", ["transformer", "dcgan"])
+@pytest.mark.parametrize("way", [["--hfta"], []])
+@pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
+def test_every_seed_of_64_bits(name, way, seed, call):
+    status, _, err, rows = call(name, *only(0, RUNS[name]), *way, "--seeds", str(seed))
+    assert status == 0 and not err and [row["seed"] for row in rows] == [str(seed)]
+
+
+@pytest.fixture
+def modules():
+    """What is imported meanwhile does not stay, because it knows other modules than what was imported before."""
+    with mock.patch.dict(sys.modules):
+        yield sys.modules
+
+
+def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch, modules):
+    for name in [name for name in modules if name.partition(".")[0] in ("examples", "hfta_func")]:
+        del modules[name]
+    modules["hfta_func"] = None
+    # Curves are drawn by the package's plot, once training is over; without it, nothing is trained.
+    run = importlib.import_module("examples.common.run")
+    monkeypatch.setattr(run, "_check", lambda flags: None)
+    monkeypatch.setattr(run, "_draw", lambda rows, path: path)
+    for name in RUNS:
+        assert call(name, *only(0, RUNS[name]))[0] == 0
+    refuses(call, "import of hfta_func halted", "resnet", "--hfta")
+
+
+def test_orthogonality_of_turns_is_zero():
+    turns = torch.linalg.qr(torch.randn(5, 4, 4, dtype=torch.float64))[0]
+    assert orthogonality(turns) < 1e-12 < orthogonality(2 * turns)
+    assert orthogonality(2 * turns).item() == pytest.approx(3 * 2)
+
+
+def test_frechet_distance():
+    images = torch.rand(500, 3, 16, 16) * 2 - 1
+    assert frechet(moments(images), moments(images)).item() == pytest.approx(0, abs=1e-5)
+    # Moved by 0.5 in each of the 64 pixels; and with half the deviation.
+    assert frechet(moments(images), moments(images + 0.5)).item() == pytest.approx(64 * 0.25, rel=1e-4)
+    _, covariance = moments(images)
+    mean = moments(images)[0]
+    assert frechet((mean, covariance), (mean, covariance / 4)).item() == pytest.approx(0.25 * covariance.trace().item())
+
+
+# Run by path
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted([*EXAMPLES.glob("*/main.py"), EXAMPLES / "digits.py", EXAMPLES / "convergence.py"])
+
+RUN_EACH = """
+import pathlib, runpy, sys
+path, failed = list(sys.path), []
+for script in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "examples"]:
+        del sys.modules[name]
+    # As Python itself runs a file.
+    sys.path[:], sys.argv = [str(pathlib.Path(script).parent), *path[1:]], [script, "--help"]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        failed += [script] if end.code else []
+sys.exit(" ".join(failed) or 0)
+"""
+
+
+def elsewhere(folder, *argv):
+    """Run Python in another folder than that of the examples, and return what it printed."""
+    # As many threads as in this process: sums of another order are rounded otherwise.
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.exhaustive
+def test_every_example_runs_by_its_path(tmp_path):
+    assert elsewhere(tmp_path, "-c", RUN_EACH, *SCRIPTS).count("usage: ") == len(SCRIPTS) > 12
+
+
+@pytest.mark.exhaustive
+def test_an_example_run_by_its_path_is_the_one_run_as_a_module(tmp_path, call):
+    argv = ["--version", "v2", *SMALL, "--lr", "0.01", "0.003", "--hfta", "--out", tmp_path]
+    lines = elsewhere(tmp_path, EXAMPLES / "mobilenet" / "main.py", *argv).splitlines()
+    status, expected, _, _ = call("mobilenet", "--version", "v2", "--lr", "0.01", "0.003", "--hfta")
+    assert status == 0
+    # All but the seconds of the epoch.
+    assert [line for line in lines if "took" not in line] == [line for line in expected if "took" not in line]
+
+
+def test_no_module_has_the_name_of_one_of_pythons_own():
+    # A file that is run by its path finds the modules beside it before those of Python.
+    modules = {path.stem for path in EXAMPLES.rglob("*.py")} | {path.parent.name for path in EXAMPLES.rglob("*.py")}
+    assert "mobilenet" in modules and "losses" in modules
+    assert not modules & sys.stdlib_module_names
+
+
+# Ctrl-C
+
+
+def press_in(monkeypatch, where, numbers):
+    """Ctrl-C during some calls of a function, counted from 1."""
+    module, _, name = where.rpartition(".")
+    original, calls = getattr(importlib.import_module(module), name), itertools.count(1)
+
+    def pressing(*args):
+        for _ in range(numbers.count(next(calls))):
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(where, pressing)
+
+
+LOSS, TEST = "examples.resnet.main.cross_entropy", "examples.resnet.main.accuracy"
+TWO_ARRAYS = ["--batch-size", "8", "8", "6", *SEEDS]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.soak(ids="second|serial")
+@pytest.mark.parametrize(
+    ("where", "numbers", "argv", "array", "solo"),
+    [
+        # Three steps and three batches of tests an epoch.
+        pytest.param(LOSS, [2], [], 0, 0, id="in the first epoch"),
+        pytest.param(LOSS, [5, 5], [], 1, 1, id="twice"),
+        pytest.param(LOSS, [8], ["--epochs", "2"], 2, 2, id="in the second array"),
+        pytest.param(TEST, [8], ["--eval"], 3, 2, id="in the last test of an epoch"),
+        pytest.param(TEST, [2], [], 3, 3, id="in the last test"),
+    ],
+)
+@pytest.mark.parametrize("way", ["array", "solo"])
+def test_ctrl_c_keeps_what_is_finished(where, numbers, argv, array, solo, way, call, tmp_path, monkeypatch):
+    flags = ["--epochs", "3", *TWO_ARRAYS, *argv, *(["--hfta"] if way == "array" else [])]
+    whole = call("resnet", *flags)
+    (tmp_path / "resnet.csv").unlink()
+    save = ["--save", str(tmp_path / "kept")]
+    with monkeypatch.context() as patch:
+        press_in(patch, where, numbers)
+        status, lines, err, rows = call("resnet", *flags, *save)
+    assert status == 130 and len(err) == 1 and not any(line.startswith("Final") for line in lines)
+    epochs = array if way == "array" else solo
+    table = f"; the epochs that are finished: {tmp_path / 'resnet.csv'}" if epochs else ""
+    assert err[0] == f"resnet: interrupted{table}; --resume goes on"
+    members = ["0", "1"] if way == "array" else ["0"]
+    finished = [(member, str(epoch)) for member in members for epoch in range(1, epochs + 1)]
+    assert [(row["member"], row["epoch"]) for row in rows[: len(finished)]] == finished
+    again = call("resnet", *flags, *save, "--resume")
+    assert again[0] == 0 and again[1][-1] == whole[1][-1]
+    assert [row["loss"] for row in again[3]] == [row["loss"] for row in whole[3]]
+    assert not [*tmp_path.glob("**/*.part")] and not [*tmp_path.glob("**/*.tmp")]
+
+
+def test_ctrl_c_while_data_are_read(call, monkeypatch):
+    press_in(monkeypatch, "examples.common.data.images.load", [1])
+    assert call("resnet") == (130, ANY, ["resnet: interrupted"], [])
+
+
+# Bad input
+
+
+def refuses(call, message, name, *argv):
+    status, out, err, _ = call(name, *argv)
+    assert status == 2 and len(err) == 1 and not any(line.startswith("Final") for line in out)
+    assert err[0].startswith(f"{name.split()[0]}: error: ") and message in err[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("resnet --dataset flowers", "argument --dataset: invalid choice: 'flowers'"),
+        (
+            "resnet --lr 0.1 0.2 --seeds 1 2 3",
+            "--seeds has 3 values but --lr has 2; give one value for all members, or",
+        ),
+        ("mobilenet --version v2 v2 --lr 1 1 1", "--lr has 3 values but --version has 2"),
+        ("resnet --lr fast", "argument --lr: invalid float value: 'fast'"),
+        ("resnet --lr", "argument --lr: expected at least one argument"),
+        ("resnet --speed 3", "unrecognized arguments: --speed 3"),
+        ("dcgan --hfta --chunk-size auto", "--chunk-size auto: two networks take turns"),
+        ("resnet --epochs 0", "argument --epochs: 0 is too small; the least is 1"),
+        ("transformer --step_size 5 0", "argument --step-size: 0 is too small"),
+        (
+            "resnet --seeds 0 9223372036854775808",
+            "--seeds: 9223372036854775808 is too large; the most is 92233720368547758",
+        ),
+        ("resnet --seeds -9223372036854775809 --hfta", "--seeds: -9223372036854775809 is too small"),
+        ("resnet --resume", "--resume needs --save DIR"),
+        ("resnet --lr -1 --hfta", "lr is -1.0; it must be at least 0"),
+        ("mobilenet --lr -1", "Invalid learning rate: -1.0"),
+        ("mobilenet --beta1 0.5 1 --hfta", "model 1: beta1 is 1.0"),
+        ("pointnet --task seg --dataset modelnet40", "ModelNet40 has no parts"),
+        ("mobilenet --dataset imagenet", "train has no folders, one for each class, of images"),
+        ("pointnet --dataset shapenet", "get it from https://shapenet"),
+        ("resnet --device xla", "torch_xla is not installed"),
+        ("resnet --device cuda", "PyTorch finds no CUDA device here"),
+    ],
+)
+def test_refused(argv, message, call, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    refuses(call, message, *argv.split())
+
+
+def test_files_that_are_not_what_they_should_be(call, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "cifar-10-binary.tar.gz").write_bytes(b"something else")
+    refuses(call, "instead of sha256:c4a38c50a1bc", "resnet", "--dataset", "cifar10")
+    for way, kept in (["--hfta"], "resnet-array-0.run"), ([], "resnet-solo-0.run"):
+        (tmp_path / kept).write_bytes(b"something else")
+        refuses(call, kept, "resnet", *only(0, RUNS["resnet"]), *way, "--save", str(tmp_path), "--resume")
+    refuses(call, "Not a directory", "resnet", "--out", str(tmp_path / "data" / "cifar-10-binary.tar.gz" / "out"))
+
+
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_files_that_are_of_something_else(way, call, tmp_path, monkeypatch):
+    argv = [*only(0, RUNS["resnet"]), *way, "--save", str(tmp_path)]
+    assert call("resnet", *argv)[0] == 0
+    kept = tmp_path / f"resnet-{'array' if way else 'solo'}-0.run"
+    torch.save({"weights": 1}, kept)
+    refuses(call, str(kept), "resnet", *argv, "--resume")
+    if not way:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+            assert call("resnet", *argv)[0] == 0
+        assert call("resnet", *argv, "--resume")[0] == 0
+
+        def load(*args, **kwargs):
+            raise EOFError
+
+        monkeypatch.setattr(torch, "load", load)
+        refuses(call, f"{kept} does not hold this run: EOFError; remove it to begin anew", "resnet", *argv, "--resume")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_a_run_goes_on_with_the_flags_that_it_was_begun_with(way, call, tmp_path):
+    keep = [*way, "--save", str(tmp_path / "kept"), "--resume", "--lr", "0.1", "0.3"]
+    assert call("mobilenet", *keep)[0] == 0
+    members = "array-0-1" if way else "solo-1"
+    kept = tmp_path / "kept" / f"mobilenet-{members}.run"
+    for flag, given, now, then in (
+        ("--lr", ["0.1", "0.2"], *(("0.1 0.2", "0.1 0.3") if way else ("0.2", "0.3"))),
+        ("--beta1", ["0.9", "0.8"], *(("0.9 0.8", "0.9 0.9") if way else ("0.8", "0.9"))),
+        ("--seeds", ["0", "7"], *(("0 7", "0 0") if way else ("7", "0"))),
+        ("--batch-size", ["8", "8"], "8", "8"),
+    ):
+        if now != then:
+            message = f"{flag} is {now}, but {kept} was begun with {then}; give that again, or remove the file"
+            refuses(call, message, "mobilenet", *keep, flag, *given)
+    refuses(call, "--amp is True, but ", "mobilenet", *keep, "--amp")
+    refuses(call, "--limit is 16, but ", "mobilenet", *keep, "--limit", "16")
+    status, lines, _, _ = call("mobilenet", *keep, "--epochs", "2", "--eval")
+    assert status == 0 and not any("Epoch 1" in line for line in lines)
+    kept.with_suffix(".json").unlink()
+    refuses(call, f"{kept}, is missing or damaged; remove both", "mobilenet", *keep)
+    # Without --resume it begins anew, with any flags.
+    assert call("mobilenet", *keep[: keep.index("--resume")], "--lr", "0.5", "0.6")[0] == 0
+    assert call("mobilenet", *keep, "--lr", "0.5", "0.6")[0] == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+@pytest.mark.parametrize(
+    ("way", "kept"), [(["--hfta"], "resnet-model-0.pt"), ([], "resnet-model-0.pt"), ([], "resnet-solo-0.run")]
+)
+def test_a_full_disk(way, kept, call, tmp_path):
+    argv = [*only(0, RUNS["resnet"]), *way, "--save", str(tmp_path)]
+    assert call("resnet", *argv)[0] == 0
+    before = (tmp_path / kept).read_bytes()
+    (tmp_path / f"{kept}.part").symlink_to("/dev/full")
+    message = f"{tmp_path / kept} cannot be written: "
+    refuses(call, message, "resnet", *argv, "--epochs", "2", "--resume")
+    assert (tmp_path / kept).read_bytes() == before and not (tmp_path / f"{kept}.part").exists()
+
+
+def test_a_folder_that_cannot_be_written(call, tmp_path, monkeypatch):
+    def fails(content, file):
+        raise RuntimeError("File cannot be opened.\nException raised from PyTorchFileWriter")
+
+    monkeypatch.setattr(torch, "save", fails)
+    refuses(call, "resnet-solo-0.run cannot be written: File cannot", "resnet", "--save", str(tmp_path))
+
+
+@pytest.mark.parametrize("package", ["hfta_func", "pandas", "matplotlib"])
+def test_what_the_picture_needs_is_missed_before_training(package, call, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    status, lines, err, _ = call("resnet")
+    assert (status, lines) == (2, [])
+    assert err == [
+        f"resnet: error: the picture needs {package}, which is not installed; pip install 'hfta_func[examples]'"
+    ]
+
+
+def test_what_the_digits_need_is_missed_before_training(call, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    images.load.cache_clear()
+    status, lines, err, _ = call("resnet")
+    assert status == 2 and not any(line.startswith("Epoch") for line in lines)
+    assert err == [
+        "resnet: error: the handwritten digits need sklearn, which is not installed; pip install 'hfta_func[examples]'"
+    ]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.parametrize("way", [["--hfta"], [], ["--hfta", "--compile"], ["--compile"]])
+@pytest.mark.parametrize(
+    ("argv", "asked"),
+    [
+        ("resnet --batch-size 1", "--batch-size 1 --limit 24: "),
+        ("mobilenet --batch-size 1", "--batch-size 1 --limit 24: "),
+        ("mobilenet --limit 1", "--batch-size 8 --limit 1: "),
+        ("pointnet --limit 1 --points 16", "--batch-size 8 --limit 1: "),
+    ],
+)
+def test_batches_too_small_for_batch_normalisation(way, argv, asked, call, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    refuses(call, f"{asked}batch normalisation cannot train on one value per channel", *argv.split(), *way)
+
+
+def test_names_of_files_stay_short():
+    ranges = importlib.import_module("examples.common.run")._ranges
+    assert [ranges([0]), ranges([*range(100)]), ranges([0, 1, 2, 5, 7, 8])] == ["0", "0-99", "0-2+5+7-8"]
+
+
+def test_seeds_that_are_too_large_for_an_array():
+    main = importlib.import_module("examples.resnet.main")
+    (own,) = parse(main.Flags, SMALL, None)
+    with pytest.raises(BadInput, match="seed 18446744073709551616 is not a 64-bit integer"):
+        fused.prepare(main.task(own.flags), dataclasses.replace(own.flags, seeds=(2**64,)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("way", [["--hfta"], []])
+def test_out_of_memory(call, monkeypatch, way):
+    def loss_fn(model, batch):
+        return model(torch.empty(1 << 40, *batch[0].shape[1:])).sum()
+
+    monkeypatch.setattr("examples.resnet.main.cross_entropy", loss_fn)
+    count = 3 if way else 1
+    message = (
+        f"out of memory with M = {count} models at once and batches of 8; hfta.plan(step, state, batch) finds how many"
+    )
+    refuses(call, message, "resnet", *way)
+
+
+def test_other_failures_are_not_hidden(call, monkeypatch):
+    def loss_fn(model, batch):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("examples.resnet.main.cross_entropy", loss_fn)
+    with pytest.raises(RuntimeError, match="broken"):
+        call("resnet")
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")) and is_out_of_memory(MemoryError())

@@ -1,0 +1,375 @@
+"""Files under several writers, killed writers, planted links; runs that hold their files."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hfta_func as hfta
+from hfta_func.files import atomic
+
+SEEDS = [5, 3]
+STALE = "hfta-0123456789abcdef.tmp"
+ONES, ZEROS = {"a": torch.ones(2, 3)}, {"a": torch.zeros(2, 3)}
+
+
+class Meanwhile(torch.Tensor):
+    """A tensor during whose copying something happens."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
+            args[1].action()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def during(action):
+    tensor = torch.ones(2, 3).as_subclass(Meanwhile)
+    tensor.detach = lambda: tensor
+    tensor.action = action
+    return {"a": tensor}
+
+
+def holds(path, tree):
+    return torch.equal(hfta.load(path, like=ZEROS)["a"], tree["a"])
+
+
+def test_of_two_writers_the_last_one_wins(tmp_path):
+    path = tmp_path / "state"
+
+    def save_other():
+        hfta.save(ZEROS, path)
+        assert holds(path, ZEROS)
+
+    hfta.save(during(save_other), path)
+    assert holds(path, ONES) and os.listdir(tmp_path) == ["state"]
+
+
+def test_a_writer_that_fails_leaves_the_file_of_the_other(tmp_path):
+    path = tmp_path / "state"
+
+    def save_and_fail():
+        hfta.save(ZEROS, path)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        hfta.save(during(save_and_fail), path)
+    assert holds(path, ZEROS) and os.listdir(tmp_path) == ["state"]
+
+
+def test_links_at_temporary_names_are_not_followed(tmp_path, monkeypatch):
+    (tmp_path / "victim").write_bytes(b"precious")
+    path = tmp_path / "state"
+    (tmp_path / "state.tmp").symlink_to("victim")
+    hfta.save(ONES, path)
+    # Even a name that somebody has guessed.
+    monkeypatch.setattr(atomic.secrets, "token_hex", lambda size: "0123456789abcdef")
+    for link in (lambda: os.symlink("victim", tmp_path / STALE), lambda: os.symlink("none", tmp_path / STALE)):
+        link()
+        with pytest.raises(hfta.CheckpointError, match="state cannot be written: File exists; its former content"):
+            hfta.save(ZEROS, path)
+        os.unlink(tmp_path / STALE)
+    assert (tmp_path / "victim").read_bytes() == b"precious" and holds(path, ONES)
+    assert sorted(os.listdir(tmp_path)) == ["state", "state.tmp", "victim"]
+
+
+def link(path):
+    (path.parent / "there").write_bytes(b"precious")
+    path.symlink_to("there")
+
+
+def device(path):
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+TARGETS = {
+    "link": (link, r"state is a link; pass the file that it leads to, .*/there"),
+    "dangling link": (
+        lambda path: path.symlink_to("none"),
+        r"state is a link; pass the file that it leads to, .*/none",
+    ),
+    "directory": (os.mkdir, "state is a directory; pass the name of a regular file"),
+    "pipe": (os.mkfifo, "state is a device, pipe or socket; pass the name"),
+    "device": (device, "state is a device, pipe or socket; pass the name"),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_only_regular_files_are_replaced(tmp_path, target):
+    make, message = TARGETS[target]
+    path = tmp_path / "state"
+    make(path)
+    before, there = os.lstat(path), sorted(os.listdir(tmp_path))
+    _, state = training()
+    for write in (
+        lambda: hfta.save(ONES, path),
+        lambda: hfta.fit(never, state, [torch.ones(2, 3, 4)], epochs=1, resume=path, progress=False),
+    ):
+        with pytest.raises(hfta.CheckpointError, match=message):
+            write()
+    assert os.path.samestat(os.lstat(path), before) and sorted(os.listdir(tmp_path)) == there
+    if target == "link":
+        assert (tmp_path / "there").read_bytes() == b"precious"
+
+
+def test_folders_may_be_links_and_paths_relative(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    hfta.save(ONES, tmp_path / "link" / "state")
+    monkeypatch.chdir(tmp_path / "folder")
+    hfta.save(ZEROS, "state")
+    assert holds("state", ZEROS) and os.listdir() == ["state"]
+    with pytest.raises(hfta.CheckpointError, match="is a directory"):
+        hfta.save(ZEROS, "")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_permissions_are_those_of_a_plain_file(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        hfta.save(ONES, tmp_path / "state")
+        (tmp_path / "plain").touch()
+    finally:
+        os.umask(before)
+    assert os.stat(tmp_path / "state").st_mode == os.stat(tmp_path / "plain").st_mode
+
+
+def test_what_killed_writers_left_is_removed(tmp_path):
+    others = ["hfta-0123456789ABCDEF.tmp", "hfta-0123456789abcde.tmp", f"{STALE}.tmp", f"my-{STALE}", "state.tmp"]
+    for name in [STALE, *others]:
+        (tmp_path / name).touch()
+    (tmp_path / "hfta-0000000000000000.tmp").mkdir()
+    (tmp_path / "hfta-1111111111111111.tmp").symlink_to("state.tmp")
+    os.mkfifo(tmp_path / "hfta-2222222222222222.tmp")
+    (tmp_path / "hfta-3333333333333333.tmp").touch()
+    kept = [*others, *(f"hfta-{n * 16}.tmp" for n in "0123"), "state"]
+    with open(tmp_path / "hfta-3333333333333333.tmp", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        hfta.save(ONES, tmp_path / "state")
+        assert sorted(os.listdir(tmp_path)) == sorted(kept)
+    hfta.save(ONES, tmp_path / "state")
+    assert sorted(os.listdir(tmp_path)) == sorted({*kept} - {"hfta-3333333333333333.tmp"})
+
+
+def test_a_new_file_that_is_taken_for_a_stale_one(tmp_path, monkeypatch):
+    def clean(file, lock=atomic.lock):
+        monkeypatch.setattr(atomic, "lock", lock)
+        # Another writer comes between the file's making and its lock.
+        atomic._remove_stale(str(tmp_path))
+        return lock(file)
+
+    def hold(file, lock=atomic.lock):
+        monkeypatch.setattr(atomic, "lock", lock)
+        other = stack.enter_context(open(file.name, "r+b"))
+        fcntl.flock(other, fcntl.LOCK_EX)
+        return lock(file)
+
+    for between in (clean, hold):
+        with contextlib.ExitStack() as stack:
+            monkeypatch.setattr(atomic, "lock", between)
+            hfta.save(ONES, tmp_path / "state")
+        assert holds(tmp_path / "state", ONES)
+        os.unlink(tmp_path / "state")
+
+
+def training():
+    step = hfta.make_train_step(
+        torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), hfta.sgd(lr=[0.1, 0.2])
+    )
+    return step, step.init(*hfta.init_params(lambda: torch.nn.Linear(4, 1), SEEDS), seeds=SEEDS)
+
+
+def never(state, batch):
+    pytest.fail("a step was made")
+
+
+def fit(path, step=None, loader=None, epochs=1):
+    own, state = training()
+    loader = [torch.ones(2, 3, 4)] if loader is None else loader
+    return hfta.fit(step or own, state, loader, epochs=epochs, resume=path, progress=False)
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_second_run_on_the_same_file_is_refused(tmp_path, existing):
+    path = tmp_path / "run"
+    if existing:
+        fit(path)
+    before = (path.read_bytes(), os.stat(path).st_mtime_ns) if existing else None
+    step, _ = training()
+
+    def again(state, batch):
+        for _ in range(2):
+            with pytest.raises(
+                hfta.CheckpointError, match=f"^{path} belongs to a run that has not ended; wait until.*$"
+            ):
+                fit(path, never)
+        # Another file in the folder is free, and so is plain saving.
+        fit(tmp_path / "other")
+        assert ((path.read_bytes(), os.stat(path).st_mtime_ns) if path.exists() else None) == before
+        return step(state, batch)
+
+    state, _ = fit(path, again, epochs=1 + existing)
+    assert hfta.load(path, like=state).step.tolist() == [1 + existing] * 2
+    assert sorted(os.listdir(tmp_path)) == ["other", "run"]
+
+
+def test_a_run_that_fails_lets_go_of_its_file(tmp_path):
+    for error in (ZeroDivisionError, KeyboardInterrupt, hfta.CheckpointError):
+
+        def step(state, batch, error=error):
+            raise error
+
+        with pytest.raises(error):
+            fit(tmp_path / "run", step)
+        assert os.listdir(tmp_path) == []
+    fit(tmp_path / "run")
+
+
+HOLDING = """
+import os, signal, sys, time
+from hfta_func.files import atomic
+
+with atomic.holding(sys.argv[1]):
+    # A worker, such as a loader's, that outlives its parent.
+    if os.fork():
+        with atomic.replacing(sys.argv[1]) as file:
+            file.write(b"half")
+            file.flush()
+            print("ready", flush=True)
+            signal.pause()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_killed_run_lets_go_of_its_file(tmp_path):
+    path = tmp_path / "run"
+    command = [sys.executable, "-c", HOLDING, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        try:
+            left = sorted(os.listdir(tmp_path))
+            assert len(left) == 2 and left[1] == "run.hfta-lock"
+            with pytest.raises(hfta.CheckpointError, match="belongs to a run that has not ended"):
+                fit(path, never)
+            assert sorted(os.listdir(tmp_path)) == left
+            process.kill()
+            process.wait()
+            assert sorted(os.listdir(tmp_path)) == left
+            fit(path)
+            assert os.listdir(tmp_path) == ["run"]
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_lock_that_was_removed_in_between_holds_nothing(tmp_path, monkeypatch):
+    def remove(file, lock=atomic.lock):
+        if file.name.endswith("-lock"):
+            monkeypatch.setattr(atomic, "lock", lock)
+            # The run before ends now, and removes its lock.
+            os.unlink(file.name)
+        return lock(file)
+
+    monkeypatch.setattr(atomic, "lock", remove)
+    with atomic.holding(tmp_path / "run"):
+        assert os.listdir(tmp_path) == ["run.hfta-lock"]
+        with pytest.raises(hfta.CheckpointError, match="belongs to a run"), atomic.holding(tmp_path / "run"):
+            pass
+
+
+def test_the_lock_of_somebody_else_stays(tmp_path):
+    lock = tmp_path / "run.hfta-lock"
+    with atomic.holding(tmp_path / "run"):
+        lock.unlink()
+        lock.write_text("of another run")
+    assert lock.exists()
+    lock.unlink()
+    (tmp_path / "victim").touch()
+    lock.symlink_to("victim")
+    with pytest.raises(hfta.CheckpointError, match="run cannot be written"), atomic.holding(tmp_path / "run"):
+        pass
+    assert lock.is_symlink()
+
+
+def test_file_systems_without_locks(tmp_path, monkeypatch):
+    def none(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / STALE).touch()
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.warns(UserWarning, match="the file system of .*run has no locks; start no second run") as found:
+        state, _ = fit(tmp_path / "run")
+    assert found[0].filename == __file__
+    assert hfta.load(tmp_path / "run", like=state).step.tolist() == [1, 1]
+    # Nobody knows whether a writer is still there.
+    assert sorted(os.listdir(tmp_path)) == [STALE, "run"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("none/run", "No such file or directory"),
+        ("file/run", "Not a directory"),
+        ("x" * 253, "File name too long"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_first_step(tmp_path, name, cause):
+    (tmp_path / "file").touch()
+    with pytest.raises(hfta.CheckpointError, match=f"cannot be written: {cause}; its former content is unchanged"):
+        fit(tmp_path / name, never)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_folders_that_cannot_be_written_are_refused_before_the_first_step(tmp_path):
+    (tmp_path / "folder").mkdir(0o500)
+    with pytest.raises(hfta.CheckpointError, match="cannot be written: Permission denied"):
+        fit(tmp_path / "folder" / "run", never)
+
+
+class Loader(list):
+    """Batches, and a position of any kind."""
+
+    def __init__(self, position):
+        super().__init__([torch.ones(2, 3, 4)])
+        self.position = position
+
+    def state_dict(self):
+        return self.position
+
+    def load_state_dict(self, position):
+        assert position == self.position
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        ({0: 1}, "metadata has the key 0; use strings, other than '__tensor__'"),
+        ({"scale": float("inf")}, "Out of range float .*; write such a number as a string or a tensor"),
+        ({"set": {1}}, "a set cannot be saved; use numbers, strings, lists, dicts or tensors"),
+    ],
+)
+def test_runs_that_cannot_be_saved_are_refused_before_the_first_step(tmp_path, position, message):
+    with pytest.raises(TypeError, match=message):
+        fit(tmp_path / "run", never, Loader(position))
+    assert os.listdir(tmp_path) == []
+    for epochs in (1, 2):
+        fit(tmp_path / "run", loader=Loader({"0": 1}), epochs=epochs)
+
+
+def test_states_that_cannot_be_saved_are_refused_before_the_first_step(tmp_path):
+    _, state = training()
+    state = state._replace(buffers={"wide": torch.zeros(2, dtype=torch.complex128)})
+    with pytest.raises(hfta.CheckpointError, match=r"is torch\.complex128, which safetensors does not support"):
+        hfta.fit(never, state, [torch.ones(2, 3, 4)], epochs=1, resume=tmp_path / "run", progress=False)
+    assert os.listdir(tmp_path) == []

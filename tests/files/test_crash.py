@@ -1,0 +1,221 @@
+"""Training and studies that are killed at random moments, also while they save, end as those that are not."""
+
+import fnmatch
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+import tqdm
+from optuna.distributions import FloatDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+import hfta_func as hfta
+from hfta_func import tune
+
+EPOCHS, SEEDS = 6, [5, 3, 8, 1]
+
+
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            *(torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.2)),
+            torch.nn.Linear(64, 2),
+        )
+
+
+def loss_fn(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def data():
+    torch.manual_seed(0)
+    return torch.randn(48, 8), torch.randn(48, 2)
+
+
+class Training:
+    """One and the same training, as often as wanted."""
+
+    leaves = ("best", "run")  # patterns of what it may leave in its folder
+
+    def __init__(self):
+        self.data = data()
+        self.step = hfta.make_train_step(Net(), loss_fn, hfta.adam(lr=[0.01, 0.02, 0.03, 0.04]))
+        self.first = self.step.init(*hfta.init_params(Net, SEEDS), seeds=SEEDS)
+
+    def run(self, folder):
+        """Train, going on from what is in the folder."""
+        return hfta.fit(
+            self.step,
+            self.first,
+            hfta.ArrayLoader(
+                self.data, 8, seeds=SEEDS, transform=lambda batch: (batch[0] + 0.1 * torch.randn(8), batch[1])
+            ),
+            epochs=EPOCHS,
+            callbacks=[hfta.keep_best(folder / "best", "loss")],
+            progress=False,
+            resume=folder / "run",
+            save_every=1,
+        )
+
+    def steps(self, folder):
+        """Steps that the file in the folder holds, which must be whole if it is there."""
+        return int(hfta.load(folder / "run", like=self.first).step[0]) if (folder / "run").exists() else 0
+
+    def check(self, folder, result, whole, expected):
+        """Compare what a broken training came to with what a whole one did."""
+        assert same(result.state, expected.state)
+        assert same(result.history.epochs, expected.history.epochs)
+        assert same(*(hfta.load(where / "best", like=self.first) for where in (folder, whole)))
+
+
+class Study:
+    """One and the same study, as often as wanted, in one kind of storage and another by turns."""
+
+    # Optuna renames its lock before it removes it, and may be killed between the two.
+    leaves = ("journal", "journal.lock", "journal.lock*.rename", "run", "study.db", "study.db-journal")
+
+    def __init__(self):
+        self.data = data()
+
+    def build(self, fixed, members):
+        step = hfta.make_train_step(Net(), loss_fn, hfta.sgd(lr=members["lr"], momentum=members["momentum"]))
+        state = step.init(*hfta.init_params(Net, members["seed"]), seeds=members["seed"])
+        return tune.Array(step, state, hfta.ArrayLoader(self.data, 16, seeds=members["seed"]))
+
+    def storage(self, folder):
+        if folder.name[-1] in "02468":
+            return f"sqlite:///{folder}/study.db"
+        # What holds the lock may have been killed.
+        lock = JournalFileOpenLock(f"{folder}/journal", grace_period=3)
+        return JournalStorage(JournalFileBackend(f"{folder}/journal", lock_obj=lock))
+
+    def run(self, folder):
+        """Search, going on from what is in the folder."""
+        space = {"lr": FloatDistribution(1e-3, 0.2, log=True), "momentum": FloatDistribution(0.0, 0.9)}
+        return tune.run(
+            *(self.build, space), metric="loss", direction="minimize", trials=18, epochs=9, max_models=4,
+            scheduler=tune.hyperband(), resume=folder / "run", progress=False, name="study",
+            storage=self.storage(folder),
+        )  # fmt: skip
+
+    def steps(self, folder):
+        """Epochs of all members that the folder holds, which must be whole if it is there."""
+        index = folder / "run" / "members.json"
+        return sum(member["epoch"] for member in json.loads(index.read_text())["members"]) if index.exists() else 0
+
+    def check(self, folder, result, whole, expected):
+        """Compare what a broken study came to with what a whole one did; each trial was told once."""
+        assert [(t.params, t.status, t.values) for t in result.trials] == [
+            (t.params, t.status, t.values) for t in expected.trials
+        ]
+        assert same(result.state(result.best.number), expected.state(expected.best.number))
+        shown = result.optuna.get_trials()
+        assert [trial.user_attrs["trial"] for trial in shown] == [trial.number for trial in result.trials]
+        states = {"complete": "COMPLETE", "stopped": "PRUNED"}
+        assert [trial.state.name for trial in shown] == [states[trial.status] for trial in result.trials]
+        reported = [trial.intermediate_values for trial in shown]
+        assert reported == [trial.intermediate_values for trial in expected.optuna.get_trials()]
+
+
+def same(a, b):
+    return optree.tree_structure(a) == optree.tree_structure(b) and all(
+        map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b))
+    )
+
+
+def kill_training(training, own, delay, aimed):
+    """Whether a forked training was killed, after a delay or, aimed, as soon as it writes a file after that."""
+    child = os.fork()
+    if child == 0:
+        try:
+            training.run(own)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    time.sleep(delay)
+    ended, before = 0, writing(own)
+    while aimed and not ended and not writing(own) - before:
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status):
+        assert os.WEXITSTATUS(status) == 0
+        return False
+    return True
+
+
+def writing(folder):
+    """What is being written, or was when somebody was killed."""
+    return {path for where in (folder, folder / "run") for path in where.glob("*.tmp")}
+
+
+def serve(training, folder, kills):
+    """Fork a training from this warm process, kill it, look at what it left; so many times."""
+    # Threads would not be there in a forked process, and what they lock would stay locked.
+    torch.set_num_threads(1)
+    tqdm.tqdm.monitor_interval = 0
+    # tqdm's own lock is one for all forked processes; one that is killed while it holds the lock would leave it locked.
+    tqdm.tqdm.set_lock(threading.RLock())
+    chance = random.Random(0)
+    for name in ("warm", "whole"):
+        (folder / name).mkdir()
+        started = time.perf_counter()
+        expected = training.run(folder / name)
+        seconds = time.perf_counter() - started
+    report = {"kills": 0, "in a save": 0, "before the first save": 0, "runs": []}
+    while report["kills"] < kills:
+        own = folder / f"run {len(report['runs'])}"
+        own.mkdir()
+        steps, longest, before = [], seconds / 4, set()
+        # Every other kill comes at any moment, every other one is aimed at a save.
+        while report["kills"] < kills and kill_training(
+            training, own, chance.uniform(0, longest), aimed=report["kills"] % 2 == 1
+        ):
+            report["kills"] += 1
+            report["in a save"] += bool(writing(own) - before)
+            before = writing(own)
+            report["before the first save"] += not (own / "run").exists()
+            steps.append(training.steps(own))
+            # On a machine that has become slower than it was, a training is given the time to get on.
+            longest = seconds / 4 if steps[-1:] != steps[-2:-1] else 2 * longest
+        report["runs"].append(steps)
+        training.check(own, training.run(own), folder / "whole", expected)
+        left = [name for name in os.listdir(own) if not any(fnmatch.fnmatch(name, leaf) for leaf in training.leaves)]
+        assert not left, left
+    print(json.dumps(report))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "kills"), [("Training", 8), ("Training", 60), ("Study", 30)])
+def test_what_is_killed_goes_on_to_the_same_bits(kind, kills):
+    # In memory where that can be had: the system keeps what a killed process wrote, so a disk would only make it slow.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        done = subprocess.run([sys.executable, __file__, kind, folder, str(kills)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["kills"] >= kills
+    # A good share hit in the middle of saves, and after many different ones; none took back what was saved.
+    assert report["in a save"] >= kills / 4
+    assert sum(len(set(run)) for run in report["runs"]) >= kills / 6
+    assert all(run == sorted(run) for run in report["runs"])
+
+
+if __name__ == "__main__":
+    serve({"Training": Training, "Study": Study}[sys.argv[1]](), pathlib.Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,697 @@
+"""Checkpoints: what is saved comes back to the bit, and what is damaged never does."""
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+
+import optree
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import hfta_func as hfta
+
+SEEDS = [5, 3, 8, 1]
+NAN, INF = float("nan"), float("inf")
+
+
+class Net(nn.Module):
+    """A layer, a norm with buffers, noise, a tied weight."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(width, width, bias=False)
+        self.head.weight = self.layer.weight
+
+    def forward(self, x):
+        return self.head(self.dropout(self.norm(self.layer(x)).relu()))
+
+
+def loss_fn(model, batch, hparams):
+    inputs, targets = batch
+    return F.mse_loss(model(inputs), targets) * hparams["weight"], {"size": model.layer.weight.abs().mean()}
+
+
+def make(optimizer=None, width=3, seeds=SEEDS, **options):
+    """A step and its first state."""
+    step = hfta.make_train_step(
+        Net(width),
+        loss_fn,
+        optimizer or hfta.adam(lr=hfta.schedules.step_lr([0.1, 0.2, 0.3, 0.4][: len(seeds)], 2)),
+        **options,
+    )
+    hparams = {"weight": [1.0, 2.0, 3.0, 4.0][: len(seeds)]}
+    return step, step.init(*hfta.init_params(lambda: Net(width), seeds), seeds=seeds, hparams=hparams)
+
+
+def trained(steps=2, **options):
+    step, state = make(**options)
+    for batch in itertools.islice(loader_of(len(state.keys)), steps):
+        state, _ = step(state, batch)
+    return state
+
+
+def loader_of(count):
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(12, 3, generator=generator), torch.randn(12, 3, generator=generator)
+    return hfta.ArrayLoader(data, 4, seeds=SEEDS[:count])
+
+
+def bits(tree):
+    """A tree's structure and all of its bytes."""
+    leaves, structure = optree.tree_flatten(tree)
+    plain = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu").copy_(leaf.detach()) for leaf in leaves]
+    return structure, [(leaf.dtype, leaf.shape, leaf.untyped_storage().tolist()) for leaf in plain]
+
+
+@contextlib.contextmanager
+def refused(error, *fragments):
+    """The block raises exactly ``error`` with every fragment in its message."""
+    with pytest.raises(hfta.HFTAError) as caught:
+        yield caught
+    assert type(caught.value) is error, caught.value
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+OPTIMIZERS = {
+    "sgd": hfta.sgd(lr=0.1, momentum=0.9),
+    "adam": hfta.adam(lr=[0.1, 0.2, 0.3, 0.4]),
+    "schedule": hfta.adamw(lr=hfta.schedules.warmup(hfta.schedules.cosine(0.1, T_max=9), steps=3)),
+    "chain": hfta.chain(hfta.clip_grad_norm(1.0), hfta.sgd(lr=0.1, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_states_come_back(tmp_path, optimizer):
+    state = trained(optimizer=OPTIMIZERS[optimizer])
+    before = bits(state)
+    path = tmp_path / "state.safetensors"
+    hfta.save(state, path)
+    like = hfta.take(make(OPTIMIZERS[optimizer])[1], [0, 1])
+    untouched = bits(like)
+    loaded = hfta.load(path, like=like)
+    assert bits(loaded) == before == bits(state)
+    assert bits(like) == untouched
+    assert os.listdir(tmp_path) == ["state.safetensors"]
+    # What was loaded is the caller's own, whatever becomes of the file.
+    path.write_bytes(b"")
+    for leaf in optree.tree_leaves(loaded):
+        leaf.zero_()
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.complex64),
+]
+
+
+def test_every_dtype_and_layout(tmp_path):
+    tree = {str(dtype): torch.randn(3, 5).mul(9).abs().to(dtype) for dtype in DTYPES}
+    shared = torch.randn(3, 4)
+    tree["layouts"] = (
+        *(torch.randn(4, 3).T, torch.randn(3, 1).expand(3, 6), torch.randn(6, 2)[::2], shared, shared, shared[:, 1]),
+        *(torch.zeros(3, 0), torch.zeros(3), torch.randn(3, 2, dtype=torch.complex64).conj()),
+        torch.nn.Parameter(torch.randn(3, 2)),
+    )
+    path = tmp_path / "tree"
+    hfta.save(tree, path)
+    loaded = hfta.load(path, like=tree)
+    expected = optree.tree_map(lambda leaf: leaf.detach().resolve_conj(), tree)
+    assert bits(loaded) == bits(expected)
+    # Other tools read it, and every tensor is aligned.
+    plain = safetensors.torch.load_file(path)
+    assert len(plain) == len(optree.tree_leaves(tree))
+    assert torch.equal(plain["state['torch.float32']"], tree["torch.float32"])
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8:start]).items():
+        if name != "__metadata__":
+            assert (start + entry["data_offsets"][0]) % plain[name].element_size() == 0
+
+
+@pytest.mark.parametrize(("tree", "name"), [(torch.arange(3.0), "state"), ([torch.arange(3.0)], "state[0]")])
+def test_any_tree(tmp_path, tree, name):
+    hfta.save(tree, tmp_path / "tree")
+    assert bits(hfta.load(tmp_path / "tree", like=tree)) == bits(tree)
+    assert list(hfta.read_metadata(tmp_path / "tree")["shapes"]) == [name]
+
+
+def test_another_default_device(tmp_path):
+    state = trained()
+    with torch.device("meta"):
+        hfta.save(state, tmp_path / "state")
+        assert bits(hfta.load(tmp_path / "state", like=state)) == bits(state)
+
+
+def test_floats_are_cast_to_those_of_like(tmp_path):
+    state = trained()
+    hfta.save(state, tmp_path / "state")
+    wide = optree.tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, state)
+    narrow = optree.tree_map(lambda leaf: leaf.bfloat16() if leaf.is_floating_point() else leaf, state)
+    for like in (wide, narrow):
+        assert bits(hfta.load(tmp_path / "state", like=like)) == bits(like)
+    meta = optree.tree_map(lambda leaf: leaf.to("meta"), state)
+    assert all(leaf.is_meta for leaf in optree.tree_leaves(hfta.load(tmp_path / "state", like=meta)))
+
+
+def test_metadata(tmp_path):
+    state = trained()
+    path = tmp_path / "state"
+    metadata = {"data": "digits", "split": [1, 2], "ü": None, "nested": {"tensor": "state"}}
+    hfta.save(state, path, metadata=metadata)
+    header = hfta.read_metadata(path)
+    assert header["format_version"] == 1 and header["package_version"] == hfta.__version__
+    assert header["num_models"] == 4 and header["seeds"] == SEEDS
+    assert header["shapes"]["state.params['layer.weight']"] == [3, 3]
+    assert header["hyperparameters"]["state.hparams['weight']"] == [1.0, 2.0, 3.0, 4.0]
+    lrs = [values for name, values in header["hyperparameters"].items() if "'lr'" in name and len(set(values)) == 4]
+    assert lrs == [[0.1, 0.2, 0.3, 0.4]]
+    assert header["metadata"] == metadata
+    hfta.save(hfta.Stacked(state.params, state.buffers), path)
+    header = hfta.read_metadata(path)
+    assert header["seeds"] is None and header["hyperparameters"] == {} and header["metadata"] == {}
+
+
+def test_the_same_state_makes_the_same_file(tmp_path):
+    for name in "ab":
+        hfta.save(trained(), tmp_path / name, metadata={"a": 1, "b": 2})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+class Same:
+    """A key that looks like others."""
+
+    def __repr__(self):
+        return "same"
+
+    def __lt__(self, other):
+        return id(self) < id(other)
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "message"),
+    [
+        ({"a": 1.0}, hfta.StackError, "state['a'] is a float; every leaf must be a tensor [M, ...]"),
+        ({}, hfta.StackError, "tree has no tensors"),
+        (
+            {Same(): torch.zeros(2), Same(): torch.ones(2)},
+            hfta.StackError,
+            "two leaves are called state[same]; use keys",
+        ),
+        ((torch.zeros(2), torch.zeros(3)), hfta.StackError, "tree[1] has 3 members but tree[0] has 2"),
+        (
+            [torch.zeros(2, dtype=torch.complex128)],
+            hfta.CheckpointError,
+            "state[0] is torch.complex128, which safetensors does not support; convert it first",
+        ),
+    ],
+)
+def test_trees_that_cannot_be_saved(tmp_path, tree, error, message):
+    with refused(error, message):
+        hfta.save(tree, tmp_path / "tree")
+    assert os.listdir(tmp_path) == []
+
+
+def nested(depth, kind):
+    value = 1
+    for _ in range(depth):
+        value = kind(value)
+    return {"a": value}
+
+
+def circular():
+    value = []
+    value.append(value)
+    return {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"a": torch.zeros(2)}, "Object of type Tensor .*"),
+        ({"a": [{1: 2}]}, "metadata has the key 1; use strings, .*"),
+        ({"a": {None: 2, "b": 3}}, "metadata has the key None; use strings, .*"),
+        ({"a": {"__tensor__": "state"}}, "metadata has the key '__tensor__'; use strings, .*"),
+        *(
+            ({"a": [number]}, "Out of range float .*; write such a number as a string .*")
+            for number in (NAN, INF, -INF)
+        ),
+        ({"a": 10**5000}, "Exceeds the limit .*"),
+        *(
+            (nested(120, kind), "metadata is nested more than 100 deep; .*")
+            for kind in (lambda v: [v], lambda v: {"b": v})
+        ),
+        (nested(100_000, lambda v: (v,)), "metadata is nested more than 100 deep; .*"),
+        (circular(), "metadata is nested more than 100 deep; .*"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "metadata",
+)
+def test_metadata_that_cannot_be_saved(tmp_path, metadata, message):
+    with pytest.raises(TypeError, match=f"JSON cannot hold the metadata: {message}; pass numbers, strings"):
+        hfta.save(torch.zeros(2), tmp_path / "tree", metadata=metadata)
+    assert os.listdir(tmp_path) == []
+
+
+def test_metadata_that_is_just_not_too_deep(tmp_path):
+    metadata = nested(98, lambda value: {"b": value})
+    hfta.save(torch.zeros(2), tmp_path / "tree", metadata=metadata)
+    assert hfta.read_metadata(tmp_path / "tree")["metadata"] == metadata
+
+
+def test_hyperparameters_without_a_number(tmp_path):
+    state = trained()._replace(hparams={"weight": torch.tensor([NAN, INF, -INF, 1.5])})
+    hfta.save(state, tmp_path / "state")
+    found = hfta.read_metadata(tmp_path / "state")["hyperparameters"]["state.hparams['weight']"]
+    assert found == ["nan", "inf", "-inf", 1.5]
+    assert bits(hfta.load(tmp_path / "state", like=state)) == bits(state)
+
+
+def test_another_architecture_names_every_path(tmp_path):
+    path = tmp_path / "state"
+    hfta.save(trained(optimizer=OPTIMIZERS["sgd"]), path)
+    _, like = make(hfta.sgd(lr=0.1, weight_decay=[0.1] * 4), width=2)
+    del like.buffers["norm.running_var"]
+    like = like._replace(step=like.step.float())
+    before = bits(like)
+    with refused(hfta.StateError) as caught:
+        hfta.load(path, like=like)
+    assert bits(like) == before
+    first, *lines = str(caught.value).split("\n")
+    assert first == (
+        f"{path} does not fit like: 13 paths differ; pass a state of the same model, optimizer and step options as were "
+        f"saved:"
+    )
+    one, two = "[3] per member in the file, [2] in like", "[3, 3] per member in the file, [2, 2] in like"
+    assert lines == [
+        f"  state.params['layer.bias'] is {one}",
+        f"  state.params['layer.weight'] is {two}",
+        f"  state.params['norm.bias'] is {one}",
+        f"  state.params['norm.weight'] is {one}",
+        f"  state.buffers['norm.running_mean'] is {one}",
+        "  state.opt_state.hyperparams['weight_decay'] is only in like",
+        "  state.step is torch.int64 in the file, torch.float32 in like",
+        "  state.buffers['norm.running_var'] is only in the file",
+        "  state.opt_state.hyperparams['momentum'] is only in the file",
+        *(f"  state.opt_state.momentum['{name}'] is only in the file" for name in sorted(like.params)),
+    ]
+
+
+def test_members_of_a_file(tmp_path):
+    state = trained()
+    path = tmp_path / "state"
+    hfta.save(state, path)
+    for members in (2, [3, 0], slice(1, 3), torch.tensor([True, False, True, False]), [-1, -1]):
+        assert bits(hfta.load(path, like=state, members=members)) == bits(hfta.take(state, members))
+    with refused(hfta.StackError, "member 4 does not exist; the array has members 0 to 3"):
+        hfta.load(path, like=state, members=[0, 4])
+
+
+def test_no_file(tmp_path):
+    for read in (lambda path: hfta.load(path, like=torch.zeros(2)), hfta.read_metadata):
+        with pytest.raises(FileNotFoundError, match="nothing"):
+            read(tmp_path / "nothing")
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_foreign_files(tmp_path, monkeypatch):
+    state = trained()
+    marker = tmp_path / "executed"
+    other = "is not a file of hfta_func.save, or its header is damaged; read a plain state_dict with import_models"
+    safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "plain.safetensors")
+    safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "described.safetensors", {"checksum": "0" * 64})
+    torch.save({"a": Trap(marker)}, tmp_path / "torch.pt")
+    torch.save({"a": Trap(marker)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "pickle.pkl").write_bytes(pickle.dumps(Trap(marker)))
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "short").write_bytes(b"hfta")
+    (tmp_path / "text").write_text("M = 3\n" * 99)
+    (tmp_path / "zeros").write_bytes(bytes(9999))
+    (tmp_path / "long").write_bytes(b"\xff" * 9999)
+    foreign = os.listdir(tmp_path)
+    before = bits(state)
+    for name in foreign:
+        message = "is damaged" if name == "described.safetensors" else other
+        with refused(hfta.CheckpointError, str(tmp_path / name), message):
+            hfta.load(tmp_path / name, like=state)
+        with refused(hfta.CheckpointError, str(tmp_path / name), message):
+            hfta.read_metadata(tmp_path / name)
+    monkeypatch.setattr(hfta.files.storage, "_FORMAT", 2)
+    hfta.save(state, tmp_path / "future")
+    monkeypatch.undo()
+    message = (
+        f"has format version 2, but hfta_func {hfta.__version__} reads versions up to 1; install a later hfta_func"
+    )
+    for read in (lambda path: hfta.load(path, like=state), hfta.read_metadata):
+        with refused(hfta.CheckpointError, f"{tmp_path / 'future'} {message}"):
+            read(tmp_path / "future")
+    assert bits(state) == before
+    assert not marker.exists()
+
+
+def damaged(content, generator):
+    """Files that are not ``content`` any more, ten kinds of them."""
+    start = 8 + int.from_bytes(content[:8], "little")
+
+    def flip(low, high):
+        changed = bytearray(content)
+        changed[generator.randrange(low, high)] ^= 1 << generator.randrange(8)
+        return bytes(changed)
+
+    place, length = generator.randrange(len(content)), generator.randrange(1, 99)
+    yield content[:place]
+    yield content[: generator.randrange(start)]
+    yield content[:-length]
+    yield flip(0, 8)
+    yield flip(8, start)
+    yield flip(8, start)
+    yield flip(start, len(content))
+    yield content + generator.randbytes(length)
+    yield content[:place] + content[place + length :] + b" "
+    yield content[:place] + generator.randbytes(length) + content[place + length :]
+
+
+def test_damaged_files(tmp_path):
+    state = trained()
+    path = tmp_path / "state"
+    hfta.save(state, path, metadata={"data": "digits"})
+    whole, before = path.read_bytes(), bits(state)
+    generator = random.Random(0)
+    contents = set(itertools.chain.from_iterable(damaged(whole, generator) for _ in range(60))) - {whole}
+    assert len(contents) > 500
+    kinds = set()
+    for content in contents:
+        path.write_bytes(content)
+        with refused(hfta.CheckpointError, f"{path} is ") as caught:
+            hfta.load(path, like=state)
+        kinds.add(str(caught.value))
+        # The header alone may be whole; if not, that too is one clear error.
+        with contextlib.suppress(hfta.CheckpointError):
+            assert isinstance(hfta.read_metadata(path), dict)
+    assert len(kinds) == 2
+    assert bits(state) == before
+    path.write_bytes(whole)
+    assert bits(hfta.load(path, like=state)) == before
+
+
+def test_every_bit_counts(tmp_path):
+    tree = torch.arange(3.0)
+    path = tmp_path / "state"
+    hfta.save(tree, path)
+    whole = path.read_bytes()
+    for place, bit in itertools.product(range(len(whole)), range(8)):
+        content = bytearray(whole)
+        content[place] ^= 1 << bit
+        path.write_bytes(content)
+        with refused(hfta.CheckpointError, str(path)):
+            hfta.load(path, like=tree)
+
+
+FULL_DISK = """
+import os, resource, subprocess, sys
+import torch
+import hfta_func as hfta
+
+disk = sys.argv[1]
+path = os.path.join(disk, "state")
+small, large = {"a": torch.zeros(3, 100)}, {"a": torch.zeros(3, 1_000_000)}
+
+def refused(cause):
+    before = open(path, "rb").read()
+    try:
+        hfta.save(large, path)
+    except hfta.CheckpointError as error:
+        end = "its former content is unchanged. Save to an existing, writable directory with free space"
+        assert str(error) == f"{path} cannot be written: {cause}; {end}", error
+    else:
+        raise AssertionError("nothing was refused")
+    assert open(path, "rb").read() == before and os.listdir(disk) == ["state"]
+    assert torch.equal(hfta.load(path, like=small)["a"], small["a"])
+
+if sys.argv[2] == "limit":
+    hfta.save(small, path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    refused("File too large")
+else:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], check=True)
+    hfta.save(small, path)
+    refused("No space left on device")
+    # The very last bytes may be what does not fit.
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    for size in range(free - 3000, free, 300):
+        try:
+            hfta.save({"a": torch.zeros(3, size, dtype=torch.uint8)[:, : size // 3]}, path)
+        except hfta.CheckpointError:
+            break
+        hfta.save(small, path)
+    assert os.listdir(disk) == ["state"]
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    refused("Read-only file system")
+"""
+
+
+@pytest.mark.parametrize("kind", ["limit", "disk"])
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_disk_that_is_full_or_read_only(tmp_path, kind):
+    own = ["unshare", "--map-root-user", "--mount"] if kind == "disk" else []
+    if own:
+        probe = [*own, "mount", "-t", "tmpfs", "none", str(tmp_path)]
+        try:
+            subprocess.run(probe, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no file system can be mounted here: {error}")
+    command = [*own, sys.executable, "-W", "error", "-c", FULL_DISK, str(tmp_path), kind]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_directories_that_are_not_there(tmp_path):
+    (tmp_path / "file").touch()
+    for path, cause in (
+        ("missing/state", "No such file or directory"),
+        ("file/state", "Not a directory"),
+        ("x" * 300, "File name too long"),
+    ):
+        with refused(
+            hfta.CheckpointError, f"{tmp_path / path} cannot be written: {cause}", "an existing, writable directory"
+        ):
+            hfta.save(torch.zeros(2), tmp_path / path)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_save_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    hfta.save(torch.zeros(2), tmp_path / "state")
+    before = (tmp_path / "state").read_bytes()
+
+    class Slow(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.copy_:
+                signal.raise_signal(signal.SIGINT)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    with pytest.raises(KeyboardInterrupt):
+        hfta.save([torch.zeros(2), torch.zeros(2).as_subclass(Slow)], tmp_path / "state")
+    assert os.listdir(tmp_path) == ["state"] and (tmp_path / "state").read_bytes() == before
+
+
+def test_exported_models_are_plain(tmp_path):
+    state = trained()
+    model = Net()
+    for index in (0, 2, -1):
+        exported = hfta.export_model(model, state, index)
+        assert type(exported) is Net and exported.head.weight is exported.layer.weight
+        for path, value in exported.state_dict().items():
+            stacked = {**state.params, **state.buffers}
+            assert torch.equal(value, stacked.get(path, state.params["layer.weight"])[index])
+            assert value.untyped_storage().nbytes() == value.nbytes
+    # Plain PyTorch reads it, without this package.
+    torch.save(exported.state_dict(), tmp_path / "model.pt")
+    plain = Net()
+    assert (
+        str(plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True)))
+        == "<All keys matched successfully>"
+    )
+    inputs = torch.randn(5, 3)
+    assert torch.equal(plain.eval()(inputs), exported.eval()(inputs))
+    stacked = hfta.Stacked(state.params, state.buffers)
+    assert torch.equal(hfta.export_model(model, stacked, 1).layer.bias, state.params["layer.bias"][1])
+    with refused(hfta.StackError, "member 4 does not exist; the array has members 0 to 3"):
+        hfta.export_model(model, state, 4)
+    with refused(hfta.StackError, "'layer.weight' is [3, 3] per member but [2, 2] in the model"):
+        hfta.export_model(Net(2), state, 0)
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        hfta.export_model(model, state, [0, 1])
+
+
+def test_models_are_imported(tmp_path):
+    models = [Net() for _ in range(4)]
+    for number, model in enumerate(models):
+        model.norm.running_mean.fill_(number)
+    torch.save(models[1].state_dict(), tmp_path / "one.pt")
+    safetensors.torch.save_model(models[2], str(tmp_path / "two.safetensors"))
+    plain = {path: value.clone() for path, value in models[3].state_dict().items()}
+    safetensors.torch.save_file(plain, tmp_path / "three.safetensors")
+    model = Net()
+    before = bits(dict(model.state_dict()))
+    # safetensors leaves out a tied weight's second name.
+    full = {**safetensors.torch.load_file(tmp_path / "two.safetensors"), "head.weight": models[2].head.weight.detach()}
+    full["layer.weight"] = full["head.weight"]
+    checkpoints = [models[0].state_dict(), tmp_path / "one.pt", full, str(tmp_path / "three.safetensors")]
+    stacked = hfta.import_models(model, checkpoints)
+    assert bits(stacked) == bits(hfta.stack_params(models))
+    assert bits(dict(model.state_dict())) == before
+    assert bits(hfta.import_models(model.double(), iter(checkpoints)).params) == bits(
+        {path: param.double() for path, param in stacked.params.items()}
+    )
+
+
+def test_models_of_another_architecture_are_not_imported(tmp_path):
+    own = Net().state_dict()
+    wide = {**Net(4).state_dict(), "more": torch.zeros(1)}
+    del wide["norm.bias"]
+    torch.save(wide, tmp_path / "wide.pt")
+    with refused(
+        hfta.StateError,
+        f"checkpoint 1 ({tmp_path / 'wide.pt'}) does not fit the model; pass a state_dict of the same architecture.",
+        'Missing key(s) in state_dict: "norm.bias"',
+        'Unexpected key(s) in state_dict: "more"',
+        *(f"size mismatch for {path}:" for path in own if path not in ("norm.bias", "norm.num_batches_tracked")),
+    ):
+        hfta.import_models(Net(), [own, tmp_path / "wide.pt"])
+    with refused(hfta.StateError, "checkpoint 2 does not fit the model", "Missing key(s)", '"state_dict"'):
+        hfta.import_models(Net(), [own, own, {"state_dict": own}])
+    torch.save([1, 2], tmp_path / "list.pt")
+    with refused(
+        hfta.StateError, f"checkpoint 0 ({tmp_path / 'list.pt'}) holds a list; pass the state_dict of a model"
+    ):
+        hfta.import_models(Net(), [tmp_path / "list.pt"])
+    for single in (own, tmp_path / "wide.pt", "wide.pt"):
+        with refused(hfta.StackError, "expected a list of checkpoints but got a single one; pass [checkpoint]"):
+            hfta.import_models(Net(), single)
+    with refused(hfta.StackError, "no models to stack; pass at least one"):
+        hfta.import_models(Net(), [])
+
+
+def test_files_that_hold_more_than_tensors_are_not_imported(tmp_path):
+    marker = tmp_path / "executed"
+    torch.save({"a": Trap(marker)}, tmp_path / "trap.pt")
+    torch.save({"a": Trap(marker)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    torch.save(Net().state_dict(), tmp_path / "model.pt")
+    content = (tmp_path / "model.pt").read_bytes()
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Trap(marker)))
+    (tmp_path / "short.pt").write_bytes(content[: len(content) // 2])
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "text.safetensors").write_text("M = 3\n" * 99)
+    for path in sorted(set(tmp_path.iterdir()) - {tmp_path / "model.pt"}):
+        with refused(
+            hfta.CheckpointError, f"{path} cannot be read as a state_dict (", "no code in it was run); write it"
+        ):
+            hfta.import_models(Net(), [path])
+    with pytest.raises(FileNotFoundError):
+        hfta.import_models(Net(), [tmp_path / "nothing.pt"])
+    assert not marker.exists()
+
+
+members = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+examples = settings(derandomize=True, deadline=None, max_examples=25, database=None)
+
+
+@pytest.mark.exhaustive
+@examples
+@given(data=st.data(), steps=st.integers(0, 2))
+def test_saving_commutes_with_choosing_members(tmp_path_factory, data, steps):
+    folder = tmp_path_factory.mktemp("files")
+    state = trained(steps)
+    chosen, others = data.draw(members), data.draw(members)
+    hfta.save(state, folder / "all")
+    hfta.save(hfta.take(state, chosen), folder / "some")
+    hfta.save(hfta.take(state, others), folder / "others")
+    loaded = hfta.load(folder / "all", like=state)
+    some = hfta.load(folder / "some", like=state)
+    assert bits(loaded) == bits(state)
+    assert bits(some) == bits(hfta.load(folder / "all", like=state, members=chosen)) == bits(hfta.take(state, chosen))
+    joined = hfta.concat([some, hfta.load(folder / "others", like=state)])
+    assert bits(joined) == bits(hfta.take(state, chosen + others))
+    again = data.draw(st.permutations(range(len(chosen))))
+    assert bits(hfta.load(folder / "some", like=state, members=again)) == bits(
+        hfta.take(state, [chosen[i] for i in again])
+    )
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+@pytest.mark.exhaustive
+@examples
+@given(data=st.data())
+def test_a_run_that_is_broken_off_anywhere_ends_as_one_that_is_not(tmp_path_factory, data):
+    seeds = SEEDS[: data.draw(st.integers(1, 3), "members")]
+    rows, batch_size = data.draw(st.integers(6, 12), "rows"), data.draw(st.integers(2, 4), "batch size")
+    epochs, patience = data.draw(st.integers(1, 3), "epochs"), data.draw(st.integers(1, 3), "patience")
+    optimizer = data.draw(st.sampled_from([hfta.sgd(lr=0.1, momentum=0.9), hfta.adam(lr=0.1)]), "optimizer")
+    shared, last = data.draw(st.booleans(), "shared"), data.draw(st.sampled_from([1.0, float("nan")]), "last row")
+    step, first = make(optimizer, seeds=seeds, batch_dims=None if shared else 0)
+    inputs, targets = torch.randn(rows, 3), torch.randn(rows, 3)
+    inputs[-1] = last
+
+    def new_loader():
+        return hfta.ArrayLoader(
+            (inputs, targets),
+            batch_size,
+            seeds=7 if shared else seeds,
+            shared=shared,
+            drop_last=rows % batch_size == 1,  # a batch of one row has no variance
+            transform=lambda batch: (batch[0] + torch.randn_like(batch[0]), batch[1]),
+        )
+
+    def fit(ends_in=None, how=None, **options):
+        """As in a process of its own; it may end in a step, by a kill or by Ctrl-C."""
+        steps = itertools.count(1)
+
+        def run(state, batch):
+            if next(steps) == ends_in:
+                if how == "kill":
+                    raise Killed
+                signal.raise_signal(signal.SIGINT)
+            return step(state, batch)
+
+        callbacks = [hfta.early_stopping("loss", patience)]
+        return hfta.fit(run, first, new_loader(), epochs=epochs, callbacks=callbacks, progress=False, **options)
+
+    expected = fit()
+    options = {"resume": tmp_path_factory.mktemp("run") / "run.safetensors"}
+    options["save_every"] = data.draw(st.sampled_from([1, 2, 3, None]), "save every")
+    ends = st.tuples(st.integers(1, epochs * len(new_loader())), st.sampled_from(["Ctrl-C", "kill"]))
+    for end in data.draw(st.lists(ends, min_size=1, max_size=3), "ends"):
+        with contextlib.suppress(Killed):
+            fit(*end, **options)
+    result = fit(**options)
+    assert bits(result.state) == bits(expected.state)
+    for mine, theirs in zip(result.history.epochs, expected.history.epochs, strict=True):
+        assert bits(mine) == bits(theirs) and list(mine) == list(theirs)
+    assert result.history.failures == expected.history.failures

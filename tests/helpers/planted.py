@@ -1,0 +1,916 @@
+"""Bugs that tests once did not notice, as changes of the source, each with the test that fails for it.
+
+``python tests/helpers/mutants.py --planted`` plants each in turn; ``old`` must stand exactly once in the file.
+"""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Planted(NamedTuple):
+    """One bug."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+PLANTED = [
+    Planted(
+        "evaluation does not switch to eval mode",
+        *("step/evaluate.py", "self._measure, training=False, ", "self._measure, "),
+        "test_evaluate.py::test_it_runs_in_eval_mode",
+    ),
+    Planted(
+        "evaluation with the noise of training",
+        *("step/evaluate.py", "random.fold_in(state.keys, ~state.step)", "random.fold_in(state.keys, state.step)"),
+        "test_evaluate.py::test_noise_is_that_of_seed_and_inverted_step",
+    ),
+    Planted(
+        "evaluation with the same noise at every step",
+        *("step/evaluate.py", "random.fold_in(state.keys, ~state.step)", "state.keys"),
+        "test_evaluate.py::test_noise_is_that_of_seed_and_inverted_step",
+    ),
+    Planted(
+        "evaluation without a state draws from other seeds",
+        *("step/evaluate.py", "torch.zeros(first.shape[0]", "torch.ones(first.shape[0]"),
+        "test_evaluate.py::test_without_a_training_state_all_draw_from_seed_0",
+    ),
+    Planted(
+        "evaluation ignores chunk_size",
+        *("step/evaluate.py", "Chunks(options.chunk_size, options", "Chunks(None, options"),
+        "test_evaluate.py::test_it_runs_in_eval_mode",
+    ),
+    Planted(
+        "groups leave out the last members",
+        *("step/chunks.py", "[*range(0, count, size), count]", "[*range(0, count, size)]"),
+        "test_evaluate.py::test_noise_is_that_of_seed_and_inverted_step",
+    ),
+    Planted(
+        "groups take the whole batch of the first members",
+        *(
+            "step/chunks.py",
+            "take_batch(self.batch_dims, batch, slice(start, stop))",
+            "take_batch(self.batch_dims, batch, slice(0, stop - start))",
+        ),
+        "test_evaluate.py::test_members_get_their_own_part_of_the_batch",
+    ),
+    Planted(
+        "one dropout mask at every step",
+        *("step/gradients.py", "random.fold_in(state.keys, state.step + NOISE)", "random.fold_in(state.keys, 0)"),
+        "test_step.py::test_noise_is_that_of_seed_and_step",
+    ),
+    Planted(
+        "users who fold in the step get the noise of the step",
+        *("step/gradients.py", "state.step + NOISE", "state.step"),
+        "test_step.py::test_noise_is_that_of_seed_and_step",
+    ),
+    Planted(
+        "what is written through a view is lost",
+        *("rules/vmap.py", "if known.models_first or not copies.is_written():", "if True:"),
+        "test_promises.py::test_promise",
+    ),
+    Planted(
+        "one member may do what many may not",
+        *("rules/vmap.py", "if not (known.tried or known.reads):", "if False:"),
+        "test_promises.py::test_what_many_members_cannot_do_is_refused_for_one",
+    ),
+    Planted(
+        "one mask for all samples of an inner vmap",
+        *("calls/routing.py", 'if randomness == "same":', "if True:"),
+        "test_random.py::test_an_inner_vmap_has_its_own_randomness",
+    ),
+    Planted(
+        "auto picks the slowest in training",
+        *("step/chunks.py", "return min(sizes, key=best", "return max(sizes, key=best"),
+        "test_step.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto picks the slowest in evaluation",
+        *("step/chunks.py", "return min(sizes, key=best", "return max(sizes, key=best"),
+        "test_evaluate.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto raises",
+        *(
+            "step/chunks.py",
+            "self._grouped, run, members, batch, count, adds)",
+            "self._grouped, run, members, batch, adds)",
+        ),
+        "test_step.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto counts the run that warms up",
+        *("step/chunks.py", "            if turn:\n", "            if True:\n"),
+        "test_step.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto takes the last time instead of the best",
+        *("step/chunks.py", "min(best[size], elapsed)", "elapsed if best[size] == float('inf') else best[size]"),
+        "test_step.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto measures at every call",
+        *("step/chunks.py", "if key not in self.sizes:", "if True:"),
+        "test_step.py::test_auto_keeps_the_fastest",
+    ),
+    Planted(
+        "auto measures once for all numbers of members",
+        *("step/chunks.py", "key = (count, device, *", "key = (device, *"),
+        "test_step.py::test_auto_measures_each_number_of_members",
+    ),
+    Planted(
+        "loss scales of inactive members change",
+        *("step/amp.py", "torch.where(active, scale, state.scale)", "scale"),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "growth of inactive members is counted",
+        *("step/amp.py", "torch.where(active, streak, state.growth_tracker)", "streak"),
+        "test_step.py::test_scales_of_members_that_do_not_take_part_stay",
+    ),
+    Planted(
+        "the transform draws the same noise in every batch",
+        *("run/data.py", "random.fold_in(noise, number)", "noise"),
+        "test_data.py::test_transform_draws_anew_for_every_member_batch_and_epoch",
+    ),
+    Planted(
+        "the transform draws the same noise in every epoch",
+        *(
+            "run/data.py",
+            "random.fold_in(random.fold_in(self.keys, _TRANSFORM), epochs)",
+            "random.fold_in(self.keys, _TRANSFORM)",
+        ),
+        "test_data.py::test_transform_draws_anew_for_every_member_batch_and_epoch",
+    ),
+    Planted(
+        "the transform draws the same noise for every member",
+        *(
+            "run/data.py",
+            "random.fold_in(random.fold_in(self.keys, _TRANSFORM), epochs)",
+            "random.fold_in(random.fold_in(self.keys * 0, _TRANSFORM), epoch)",
+        ),
+        "test_data.py::test_transform_draws_anew_for_every_member_batch_and_epoch",
+    ),
+    Planted(
+        "words of several axes are numbered by columns",
+        *(
+            "random.py",
+            "device=start.device).reshape(shape)",
+            "device=start.device).reshape([*shape][::-1]).permute([*range(len(shape))][::-1])",
+        ),
+        "test_random.py::test_bits_are_those_of_the_reference",
+    ),
+    Planted(
+        "the finite check sums in float32",
+        *(
+            "step/failures.py",
+            "leaf.sum([*range(1, leaf.dim())], dtype=wide)",
+            "leaf.sum([*range(1, leaf.dim())])",
+        ),
+        "test_step.py::test_a_gradient_whose_sum_overflows_is_finite",
+    ),
+    Planted(
+        "the finite check looks at the first entry alone",
+        *(
+            "step/failures.py",
+            "torch.stack([leaf.sum() for leaf in leaves])",
+            "torch.stack([leaf.flatten()[0] for leaf in leaves])",
+        ),
+        "test_step.py::test_one_entry_that_is_not_finite_is_found",
+    ),
+    Planted(
+        "one rounding noise for all leaves",
+        *("step/amp.py", "random.fold_in(keys, site)", "random.fold_in(keys, 0)"),
+        "test_step.py::test_every_leaf_and_step_is_rounded_by_noise_of_its_own",
+    ),
+    Planted(
+        "one rounding noise at every step",
+        *("step/amp.py", "random.fold_in(random.fold_in(keys, step), _ROUNDING)", "random.fold_in(keys, _ROUNDING)"),
+        "test_step.py::test_every_leaf_and_step_is_rounded_by_noise_of_its_own",
+    ),
+    Planted(
+        "a loss scale reaches infinity",
+        *("step/amp.py", "        scale = torch.where(scale.isfinite(), scale, state.scale)\n", ""),
+        "test_step.py::test_a_scale_never_becomes_infinite",
+    ),
+    Planted(
+        "files are not forced to the disk",
+        *("files/atomic.py", "        os.fsync(file.fileno())\n", ""),
+        "test_storage.py::test_files_are_on_the_disk_before_they_take_the_place_of_others",
+    ),
+    Planted(
+        "directories are not forced to the disk",
+        *("files/atomic.py", "os.fsync(directory)", "pass"),
+        "test_storage.py::test_files_are_on_the_disk_before_they_take_the_place_of_others",
+    ),
+    Planted(
+        "files are forced to the disk before they are written out",
+        *("files/atomic.py", "        file.flush()\n", ""),
+        "test_storage.py::test_files_are_on_the_disk_before_they_take_the_place_of_others",
+    ),
+    Planted(
+        "the peak of memory is halved",
+        *(
+            "run/memory.py",
+            "return max(itertools.accumulate(event.nbytes() for event in events), default=0)",
+            "return max(itertools.accumulate(event.nbytes() for event in events), default=0) // 2",
+        ),
+        "test_plan.py::test_the_peak_is_the_most_at_one_time",
+    ),
+    Planted(
+        "running statistics become NaN",
+        *(
+            "models/functional.py",
+            'return output, {path: tensors[f"model.{path}"] for path in buffers}',
+            "return output, {path: tensors[f\"model.{path}\"] * (float('nan') if path.endswith('var') else 1) for path in buffers}",
+        ),
+        "test_contract.py::test_members_are_the_runs_of_torch[sgd-cnn]",
+    ),
+    Planted(
+        "frozen parameters are updated",
+        *("step/train.py", "if param.requires_grad)", ")"),
+        "test_step.py::test_frozen_parameters_are_not_updated",
+    ),
+    Planted(
+        "buffers of members that stand still change",
+        *(
+            "step/commit.py",
+            "found.buffers if keep is None else where(keep, found.buffers, state.buffers)",
+            "found.buffers",
+        ),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "steps of inactive members are counted",
+        *("step/commit.py", "state.step + state.active", "state.step + 1"),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "optimizer states of members that stand still change",
+        *("step/update.py", "where(keep, (params, opt_state), old)", "(where(keep, params, old[0]), opt_state)"),
+        "test_amp.py::test_members_that_stand_still_keep_what_is_rounded",
+    ),
+    Planted(
+        "updates of members that stand still are counted",
+        *("optim/_leafwise.py", "new = where(keep, new, {name: getattr(held, name) for name in new})", "pass"),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "updating in place forgets who stands still",
+        *("step/update.py", "found.params, keep)", "found.params, None)"),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "an overflow freezes the member",
+        *("step/judge.py", " | (failure == int(Failure.OVERFLOW))", ""),
+        "test_step.py::test_an_overflow_under_a_scale_freezes_nobody",
+    ),
+    Planted(
+        "an inactive member that fails raises",
+        *("step/judge.py", "refuse(torch.where(active, failure, 0), state.step)", "refuse(failure, state.step)"),
+        "test_step.py::test_inactive_members_keep_everything",
+    ),
+    Planted(
+        "a step has no gradient by its hyperparameters",
+        *("step/train.py", "torch.set_grad_enabled(inside_transform())", "torch.no_grad()"),
+        "test_meta.py::test_gradients_by_hyperparameters",
+    ),
+    Planted(
+        "threads share one module",
+        *("models/functional.py", "self._idle.pop() if self._idle else _with_attributes(self._make())", "self._first"),
+        "test_promises.py::test_steps_run_in_several_threads_at_once",
+    ),
+    Planted(
+        "a mean of gradients loses digits",
+        *("optim/_transforms.py", "1 / seen.double()", "1 / seen"),
+        "test_promises.py::test_accumulated_means_in_float64",
+    ),
+    Planted(
+        "numbers of the loss lose bits",
+        *("step/train.py", "torch.promote_types(kind.to_real(), torch.float32)", "kind"),
+        "test_promises.py::test_numbers_of_the_loss_are_copies_and_keep_their_bits",
+    ),
+    Planted(
+        "the imaginary part of a gradient is not looked at",
+        *("step/failures.py", "return leaf.sum(", "return leaf.real.sum("),
+        "test_promises.py::test_a_gradient_whose_imaginary_part_is_not_finite",
+    ),
+    Planted(
+        "a step writes the caller's batch",
+        *("step/batch.py", "leaf.clone() if isinstance(leaf, Tensor) else leaf, tree", "leaf, tree"),
+        "test_step.py::test_donating_writes_the_state_alone",
+    ),
+    Planted(
+        "a step writes the caller's keys",
+        *("step/commit.py", "keys=state.keys", "keys=state.keys + 1"),
+        "test_step.py::test_donating_writes_the_state_alone",
+    ),
+    Planted(
+        "gradients stay scaled",
+        *("step/amp.py", "grad * per_model(inverse, grad)", "grad"),
+        "test_step.py::test_gradients_are_those_of_the_loss_whatever_the_scale",
+    ),
+    Planted(
+        "evaluation without autocast",
+        *(
+            "step/evaluate.py",
+            "autocasting(members[0].device, self.options.autocast)",
+            "autocasting(members[0].device, None)",
+        ),
+        "test_evaluate.py::test_autocast_in_groups",
+    ),
+    Planted(
+        "evaluation accepts float64 for autocast",
+        *(
+            "step/evaluate.py",
+            "Options(batch_dims, chunk_size, autocast, share",
+            "Options(batch_dims, chunk_size, None if autocast == torch.float64 else autocast, share",
+        ),
+        "test_evaluate.py::test_training_and_evaluation_take_the_same_options",
+    ),
+    Planted(
+        "evaluation does not look at its batch",
+        *("step/evaluate.py", "        check_batch(self.options.batch_dims, plain(batch), first.shape[0])\n", ""),
+        "test_evaluate.py::test_training_and_evaluation_take_the_same_batches",
+    ),
+    Planted(
+        "take sorts",
+        *("_tree.py", "return chosen.remainder(count)", "return chosen.remainder(count).sort().values"),
+        "test_stack.py::test_take",
+    ),
+    Planted(
+        "concat turns the order around",
+        *("_tree.py", "joined.append(torch.cat(column))", "joined.append(torch.cat(column[::-1]))"),
+        "test_stack.py::test_concat_restores_what_take_split",
+    ),
+    Planted(
+        "patience is one epoch longer",
+        *("callbacks.py", "(waited < patience)", "(waited <= patience)"),
+        "test_callbacks.py::test_early_stopping",
+    ),
+    Planted(
+        "keep_best keeps every member when one gets better",
+        *(
+            "callbacks.py",
+            "state = where(better.to(state.active.device), state, load(path, like=state))",
+            "load(path, like=state)",
+        ),
+        "test_callbacks.py::test_keep_best",
+    ),
+    Planted(
+        "means over an epoch count one batch too many",
+        *("run/history.py", "value / self.batches for", "value / (self.batches + 1) for"),
+        "test_fit.py::test_state_and_history",
+    ),
+    Planted(
+        "the mean over an epoch is its last batch",
+        *("run/history.py", "self.sums[name] + value if name in self.sums else value", "value"),
+        "test_fit.py::test_state_and_history",
+    ),
+    Planted(
+        "a resumed run repeats a batch",
+        *(
+            "run/run.py",
+            "itertools.islice(self.loader, self.running.batches, None)",
+            "itertools.islice(self.loader, max(0, self.running.batches - 1), None)",
+        ),
+        "test_fit.py::test_loaders_that_do_not_tell_their_position_skip_batches",
+    ),
+    Planted(
+        "a resumed run skips a batch",
+        *(
+            "run/data.py",
+            "self._position = self._next = (epoch, batches)",
+            "self._position = self._next = (epoch, min(batches + 1, len(self)))",
+        ),
+        "test_fit.py::test_ctrl_c_ends_the_run_after_the_step_and_it_resumes",
+    ),
+    Planted(
+        "init_params moves the global generator",
+        *("models/stack.py", "with torch.random.fork_rng(range(torch.cuda.device_count())):", "if True:"),
+        "test_stack.py::test_new_models_from_seeds",
+    ),
+    Planted(
+        "ties are lost when modules come back",
+        *(
+            "models/stack.py",
+            "member = copy.deepcopy(model, memo)",
+            "member = copy.deepcopy(model).load_state_dict({**params, **buffers}, strict=False) and model",
+        ),
+        "test_stack.py::test_ties_stay_ties",
+    ),
+    Planted(
+        "tied parameters are trained apart",
+        *("models/functional.py", "for name in self._holders.get(path, (path,))", "for name in (path,)"),
+        "test_stack.py::test_tied_and_frozen_parameters_train_as_in_a_loop",
+    ),
+    Planted(
+        "attributes stay after a call",
+        *("models/functional.py", "undo(attributes.undoing(changed))", "pass"),
+        "test_attributes.py::test_no_tensor_of_a_call_outlives_it",
+    ),
+    Planted(
+        "what an earlier call has left is never tried",
+        *("models/attributes.py", "for altered in (first, not first):", "for altered in (not first, first)[:1] * 2:"),
+        "test_attributes.py::test_what_is_carried_is_refused",
+    ),
+    Planted(
+        "a compiled step may do what an eager one refuses",
+        *("step/check.py", "        self._rehearse(layout, *found)", "        pass"),
+        "test_attributes.py::test_compiled_it_is_refused_in_the_same_words",
+    ),
+    Planted(
+        "members share the gradient of what they share",
+        *("calls/autodiff.py", "[_only(member, start) for start in starts]", "starts"),
+        "test_autodiff.py::test_the_array_equals_the_loop",
+    ),
+    Planted(
+        "a model's own checkpoints leave no module to run again",
+        *("models/functional.py", "if not (self._checkpoint or checkpoints):", "if not self._checkpoint:"),
+        "test_own_checkpoints.py::test_the_numbers_are_those_without",
+    ),
+    Planted(
+        "parts that run again draw other noise",
+        *(
+            "models/remat.py",
+            "mode.again(key, site, given) as inner",
+            "mode.again(key, site if out_spec is None else site + 1, given) as inner",
+        ),
+        "test_checkpoint.py::test_the_bits_are_those_of_a_step_without",
+    ),
+    Planted(
+        "half of a kernel is loaded",
+        *("_kernels/native.py", "hashlib.sha256(content[:-32]).digest() != content[-32:]", "False"),
+        "test_native.py::test_a_kernel_that_is_damaged_or_somebody_else_s_is_made_again",
+    ),
+    Planted(
+        "threads leave out the last elements",
+        *("_kernels/native.py", "thread + 1 == all ? total : total / all * (thread + 1)", "total / all * (thread + 1)"),
+        "test_native.py::test_threads_share_members_and_leaves",
+    ),
+    Planted(
+        "a kernel counts words from 0",
+        *("_kernels/noise.py", "step * (uint64_t)(i + 1)", "step * (uint64_t)i"),
+        "test_native.py::test_noise_is_that_of_operators",
+    ),
+    Planted(
+        "a kernel updates members that stand still",
+        *("_kernels/rows.py", "!keep || keep[model]", "1"),
+        "test_updates.py::test_updates_in_place_are_the_same",
+    ),
+    Planted(
+        "a kernel reads narrow numbers as wide ones",
+        *("optim/_kernel.py", "value.to(torch.float64) for value in", "value for value in"),
+        "test_native.py::test_numbers_may_be_narrow",
+    ),
+    Planted(
+        "autograd does not notice what a kernel writes",
+        *("optim/_kernel.py", "torch.autograd.graph.increment_version(", "len("),
+        "test_native.py::test_autograd_notices_what_a_kernel_writes",
+    ),
+    Planted(
+        "a slower graph is kept",
+        *("run/background.py", "statistics.median(self._compiled) > statistics.median(self._eager)", "False"),
+        "test_background.py::test_a_slower_graph_is_left",
+    ),
+    Planted(
+        "taps of a transposed convolution are not turned round",
+        *("rules/_windows.py", "weight.flip([*range(3, 3 + axes)])", "weight"),
+        "test_lowering.py::test_small_convolutions_of_a_graph",
+    ),
+    Planted(
+        "positions of a filter beyond the smaller image are kept",
+        *("rules/conv.py", "is_exact and (set", "(set"),
+        "test_lowering.py::test_every_lowering_of_a_convolution",
+    ),
+    Planted(
+        "a choice of speed binds the sizes of a graph",
+        *("rules/_choice.py", "tuple(map(expected, shape))", "shape"),
+        "test_lowering.py::test_exported_convolutions_take_any_batch",
+    ),
+    Planted(
+        "the last gradients of a leaf are not looked at",
+        *("_kernels/nonfinite.py", "int64_t i = 4 * part;", "int64_t i = 4 * part + 1;"),
+        "test_failures.py::test_every_value_of_every_gradient_is_looked_at",
+    ),
+    Planted(
+        "compiling begins whether it may pay or not",
+        *("run/background.py", "self._spent >= after * compiling", "True"),
+        "test_background.py::test_compiling_begins_where_it_may_pay",
+    ),
+    Planted(
+        "a step goes over to its graph whether that pays or not",
+        *("run/background.py", "self._spent >= _PATIENCE * cost", "True"),
+        "test_background.py::test_it_goes_over_where_that_pays",
+    ),
+    Planted(
+        "a graph that is not in the cache is waited for",
+        *("run/background.py", "with compiled_from_cache():", "with contextlib.nullcontext():"),
+        "test_background.py::test_a_graph_that_is_not_in_the_cache_is_not_waited_for",
+    ),
+    Planted(
+        "errors of workers name members by their places in the part",
+        *("run/parts.py", "members[int(found[1])]", "int(found[1])"),
+        "test_workers.py::test_a_member_that_fails_is_named_by_its_place_in_the_array",
+    ),
+    Planted(
+        "an ensemble draws the same noise at every call",
+        *("step/ensemble.py", "self.calls += 1", "pass"),
+        "test_ensemble.py::test_noise_is_the_members_own",
+    ),
+    Planted(
+        "an ensemble keeps the running statistics that it began with",
+        *("step/ensemble.py", "buffer.copy_(buffers[path])", "pass"),
+        "test_ensemble.py::test_trained_by_torch_it_is_the_array_that_steps_train",
+    ),
+    Planted(
+        "an ensemble shares its tensors with what it is made of",
+        *("step/ensemble.py", "nn.Parameter(leaf.detach().clone(), requires", "nn.Parameter(leaf.detach(), requires"),
+        "test_ensemble.py::test_what_it_is_made_of_is_never_written",
+    ),
+    Planted(
+        "an ensemble copies what its members share and do not train",
+        *("step/ensemble.py", "nn.Parameter(leaf.detach(), requires_grad=False)", "nn.Parameter(leaf.clone(), False)"),
+        "test_shared_ensemble.py::test_one_copy_and_the_gradients_of_the_loop[True]",
+    ),
+    Planted(
+        "a part of an ensemble trains the trunk of the whole",
+        *(
+            "step/ensemble.py",
+            "self.array.hold(path, nn.Parameter(leaf.detach().clone()))",
+            "self.array.hold(path, leaf)",
+        ),
+        "test_shared_ensemble.py::test_members_and_parts_of_it",
+    ),
+    Planted(
+        "an ensemble in train mode writes the statistics of its base",
+        *("models/sharing.py", "return [module for module in tracking if", "return [module for module in () if"),
+        "test_shared_ensemble.py::test_trained_by_torch_it_is_the_array_that_steps_train",
+    ),
+    Planted(
+        "a trunk that members share is counted for each of them",
+        *("run/plan.py", "for tree in (without_shared(state), state))", "for tree in (state, state))"),
+        "test_plan.py::test_what_members_share_is_counted_once[True]",
+    ),
+    Planted(
+        "every group of members keeps a gradient of its own of what all share",
+        *("step/chunks.py", "total = added if total is None else tree_map(torch.add, total, added)", "total = added"),
+        "test_shared.py::test_heads_over_a_trunk_are_the_loop[False-{'chunk_size': 2}]",
+    ),
+    Planted(
+        "parts that run twice copy the base",
+        *("models/remat.py", "if running is not None else frozenset()", "if running is None else frozenset()"),
+        "test_quantised.py::test_parts_that_run_twice_keep_no_copies_of_the_base",
+    ),
+    Planted(
+        "a member's rows depend on how many the others have",
+        *(
+            "run/row_sampling.py",
+            "start // size, (start + count - 1) // size + 1",
+            "start // count, start // count + count // size + 1",
+        ),
+        "test_rows.py::test_a_member_alone_sees_the_same",
+    ),
+    Planted(
+        "folds follow the members' number, not the part",
+        *("run/row_sampling.py", "[member % folds for member", "[min(member, folds - 1) for member"),
+        "test_rows.py::test_folds_part_the_data",
+    ),
+    Planted(
+        "a run gives back the best epoch of all members together",
+        *(
+            "run/best_and_compact.py",
+            "better = is_better(value, self._value, self._sign)",
+            "better = is_better(value.mean(), self._value.mean(), self._sign).expand(len(value))",
+        ),
+        "test_members.py::test_the_best_epoch_of_each_member_is_given_back",
+    ),
+    Planted(
+        "a smaller array trains on the batches of others",
+        *(
+            "run/trainer.py",
+            '"batch_dims", 0), batch, self.kept)',
+            '"batch_dims", 0), batch, torch.arange(len(self.kept)))',
+        ),
+        "test_members.py::test_without_the_inactive_members_the_others_train_the_same[eager]",
+    ),
+    Planted(
+        "processes train inactive members on, on the batches of others",
+        *("run/parts.py", "slice(low, high) if kept is None else kept[low:high].cpu()", "slice(low, high)"),
+        "test_following.py::test_inactive_members_are_left_out[executor-own]",
+    ),
+    Planted(
+        "an executor keeps the batches of members that are gone",
+        *("run/executor_trainer.py", "old, self._function = self._function, None", "old = None"),
+        "test_following.py::test_members_come_and_go[executor]",
+    ),
+    Planted(
+        "errors of a smaller array name members by their place in it",
+        *("run/best_and_compact.py", "renumbered(error, kept.tolist())", "renumbered(error, range(len(kept)))"),
+        "test_following.py::test_errors_in_this_process_name_members_of_the_whole_array",
+    ),
+    Planted(
+        "members that come later see the batches of an old epoch",
+        *("run/data.py", "-start if place < 0 else", "0 if place < 0 else"),
+        "test_members.py::test_a_run_follows_members_that_are_added",
+    ),
+    Planted(
+        "a diverged member spoils averages without it",
+        *("step/average.py", "torch.where(finite, flat, 0)", "flat"),
+        "test_members.py::test_a_bad_member_spoils_its_own_averages_only",
+    ),
+    Planted(
+        "who is away averages",
+        *("step/mixing.py", "& (found >= 0)", ""),
+        "test_averaging.py::test_groups_average_with_weights_and_who_is_away_keeps_its_own",
+    ),
+    Planted(
+        "peers of a grid meet the same ones again",
+        *("step/mixing.py", "along = turn % len(sizes)", "along = 0"),
+        "test_averaging.py::test_a_grid_has_the_average_of_all_after_as_many_rounds_as_dimensions",
+    ),
+    Planted(
+        "a metric that was not declared leaves its site",
+        *("cluster/sites.py", "if set(measured) != set(self.metrics):", "if set(measured) < set(self.metrics):"),
+        "test_sites.py::test_what_was_not_declared_stays_at_the_site",
+    ),
+    Planted(
+        "two groups tell about the row in which they differ",
+        *(
+            "cluster/sites.py",
+            "any(0 < int((selected ^ other).sum()) < self.min_count for other in masks.values())",
+            "False",
+        ),
+        "test_sites.py::test_small_groups_are_refused",
+    ),
+    Planted(
+        "an ensemble predicts in train mode",
+        *("step/prediction.py", "bind(model, forward, training=False, ", "bind(model, forward, "),
+        "test_ensemble.py::test_predictions_are_those_of_the_members",
+    ),
+    Planted(
+        "an exported ensemble needs this package",
+        *("rules/_operator.py", "self.forward if torch.compiler.is_exporting() else self._op", "self._op"),
+        "test_ensemble.py::test_onnx_runtime_runs_it",
+    ),
+    Planted(
+        "workers do not see what a callback changed",
+        *("run/parts.py", "if state is not self._latest:", "if False:"),
+        "test_workers.py::test_two_processes_are_one_array",
+    ),
+    Planted(
+        "a result that was written since is made again as it was before",
+        *("calls/recompute.py", "return recipe if written == _torch.writes(tensor) else None", "return recipe"),
+        "test_save.py::test_a_result_that_is_written_is_kept_as_it_is_then",
+    ),
+    Planted(
+        "an argument that is made again has another shape than it was passed in",
+        *(
+            "calls/recompute.py",
+            "self.recipe.make().as_strided(self.size, self.stride, self.offset)",
+            "self.recipe.make()",
+        ),
+        "test_save.py::test_training_is_the_same",
+    ),
+    Planted(
+        "batch normalisation is made again to other bits",
+        *("rules/norm_batch.py", "None, None, True, 0.0, eps, cudnn)", "None, None, True, 0.0, 2 * eps, cudnn)"),
+        "test_save.py::test_bits_are_the_same",
+    ),
+    Planted(
+        "tensors beside views that are copies stay in memory while the model runs",
+        *("_torch/dispatcher.py", "alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)", "pass"),
+        "test_save.py::test_copies_that_stand_for_views_are_not_held_beside_what_they_copy",
+    ),
+    Planted(
+        "a forward may write a shared base before anybody notices",
+        *("models/sharing.py", "with refusing_writes(read, _written):", "with contextlib.nullcontext():"),
+        "test_frozen.py::test_a_forward_that_writes_the_base_is_refused_before_it_does",
+    ),
+    Planted(
+        "products of rows that lie apart repeat shared weights",
+        *("rules/linear.py", "x.flatten(0, -2) if x.dim() > 2 else x, weight", "x, weight"),
+        "test_frozen.py::test_shared_weights_are_used_by_one_kernel_and_get_no_gradient",
+    ),
+    Planted(
+        "loading an adapter writes biases of the shared base",
+        *("models/adapters.py", "if param.requires_grad and id(param) in shared:", "if False:"),
+        "test_adapters.py::test_adapters_are_the_runs_of_peft_alone",
+    ),
+    Planted(
+        "a member that failed spoils what all share",
+        *("step/shared.py", "if keep is not None and not found.summed:", "if False:"),
+        "test_shared.py::test_a_member_that_fails_contributes_nothing",
+    ),
+    Planted(
+        "what members share is updated although all have failed",
+        *("step/shared.py", "None if keep is None else keep.any().reshape(1)", "None"),
+        "test_shared.py::test_nothing_is_updated_where_all_fail",
+    ),
+    Planted(
+        "inactive members train what all share",
+        *("step/gradients.py", " and bool(state.active.all()):", ":"),
+        "test_shared.py::test_inactive_and_dropped_members_contribute_nothing",
+    ),
+    Planted(
+        "an eager step holds a gradient of each member of what they share",
+        *("step/gradients.py", "None if together else 0", "0"),
+        "test_shared.py::test_an_eager_step_holds_one_gradient_of_the_trunk",
+    ),
+    Planted(
+        "members taken from a state write what it shares",
+        *("_tree.py", "return tree_map(torch.clone, leaf) if is_shared(leaf)", "return leaf if is_shared(leaf)"),
+        "test_shared.py::test_members_taken_from_a_state_do_not_write_its_trunk",
+    ),
+    Planted(
+        "a base whose tensors were replaced goes on as it was",
+        *("models/sharing.py", "if path not in given and held.get(name) is not tensor:", "if False:"),
+        "test_frozen.py::test_a_base_whose_tensors_were_replaced_is_noticed",
+    ),
+    Planted(
+        "quantised bases of models are compared as if they were plain",
+        *("models/sharing.py", "if len(parts(mine)) > 1 and", "if False and"),
+        "test_quantised.py::test_equal_bases_are_one_and_others_are_named",
+    ),
+    Planted(
+        "small workers get arrays that only large ones hold",
+        *("workers/pool.py", "if call.limit in (0, limit) or", "if True or"),
+        "test_pool.py::test_unequal_workers_get_arrays_of_their_own_sizes",
+    ),
+    Planted(
+        "a call whose worker fails in another way than by dying is lost",
+        *(
+            "workers/pool.py",
+            "        except Exception as error:\n            # The worker's state is unknown",
+            "        except Died as error:\n            # The worker's state is unknown",
+        ),
+        "test_pool.py::test_whatever_happens_to_a_worker_its_call_is_answered",
+    ),
+    Planted(
+        "the arrays of workers that are gone wait for ever",
+        *("workers/pool.py", "and not self._alive[call.limit]", "and False"),
+        "test_pool.py::test_a_larger_worker_stands_in_for_one_that_is_gone",
+    ),
+    Planted(
+        "parts of an array stop after different steps",
+        *("run/executor_trainer.py", "if done[part] < max(done) or", "if False and"),
+        "test_pool.py::test_parts_that_stop_after_different_steps_are_levelled",
+    ),
+    Planted(
+        "Ctrl-C inside a segment waits for its end",
+        *("run/executor_trainer.py", "if hooks.stopped() and cells[-1] == NEVER:", "if False:"),
+        "test_pool.py::test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two",
+    ),
+    Planted(
+        "Ctrl-C while a study is set up is forgotten",
+        *("tune/run.py", "study.population.interrupted = pressed()", "pressed()"),
+        "test_tune.py::test_ctrl_c_while_a_study_is_set_up_ends_it",
+    ),
+    Planted(
+        "TensorBoard shows epochs of a study that was broken off twice",
+        *("tune/callbacks.py", '"ab" if before else "wb"', '"ab"'),
+        "test_watching.py::test_tensorboard_has_a_run_per_trial",
+    ),
+    Planted(
+        "the tables of a study are written at its end alone",
+        *("tune/cli.py", "[lambda study: study.write(folder), _Table", "[_Table"),
+        "test_cli.py::test_ctrl_c_saves_and_the_same_command_goes_on",
+    ),
+    Planted(
+        "metrics count the same epochs again",
+        *("tune/callbacks.py", "total - shown.get(key, 0), {", "total, {"),
+        "test_cluster.py::test_prometheus_gets_what_a_study_does",
+    ),
+    Planted(
+        "an object store without room ends the worker",
+        *(
+            "cluster/ray_actors.py",
+            "(ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)",
+            "ZeroDivisionError",
+        ),
+        "test_cluster.py::test_states_larger_than_the_object_store_are_spilled_or_refused",
+    ),
+    Planted(
+        "a rate of 0 counts as a draw of the member",
+        *("calls/routing.py", "self.site - self.skipped", "self.site"),
+        "test_numbers.py::test_noise_is_that_of_a_solo_run_to_the_bit",
+    ),
+    Planted(
+        "rates in single precision",
+        *("calls/scalar_args.py", "if met and func not in HANDLERS:", "if met:"),
+        "test_numbers.py::test_noise_is_that_of_a_solo_run_to_the_bit",
+    ),
+    Planted(
+        "numbers keep their precision among tensors of less",
+        *("calls/scalar_args.py", "kind = _precision(met)", "kind = torch.float64"),
+        "test_numbers.py::test_numbers_have_the_precision_of_what_they_meet",
+    ),
+    Planted(
+        "numbers keep their precision among integers and masks",
+        *("calls/scalar_args.py", "return torch.get_default_dtype()", "return torch.float64"),
+        "test_number_kinds.py::test_results_are_those_of_python_numbers",
+    ),
+    Planted(
+        "any scalar of double precision is taken for a number",
+        *("calls/scalar_args.py", "any(value is number for number in self._numbers)", "value.dtype == torch.float64"),
+        "test_number_kinds.py::test_results_are_those_of_python_numbers",
+    ),
+    Planted(
+        "an augmented assignment writes a number under its other names",
+        *("calls/scalar_args.py", "if func in _AUGMENTED and", "if False and"),
+        "test_number_kinds.py::test_results_are_those_of_python_numbers",
+    ),
+    Planted(
+        "a part that runs twice forgets which of its inputs are numbers",
+        *("models/remat.py", "if mode.is_number(leaf)]", "if False]"),
+        "test_number_kinds.py::test_results_are_those_of_python_numbers",
+    ),
+    Planted(
+        "a part that runs twice forgets its own numbers",
+        *("models/remat.py", "if mode.is_number(buffer)]", "if False]"),
+        "test_number_kinds.py::test_results_are_those_of_python_numbers",
+    ),
+    Planted(
+        "rates without a key are checked by PyTorch outside of training",
+        *("calls/scalar_args.py", "(is_off or flag is False)", "is_off"),
+        "test_number_kinds.py::test_rates_outside_of_training_need_no_key",
+    ),
+    Planted(
+        "a dropout rate of a model may be any number",
+        *("step/train.py", "check(name, carried[name], Range.RATE)", "pass"),
+        "test_number_kinds.py::test_rates_out_of_range_are_refused_by_member_and_path",
+    ),
+    Planted(
+        "a dropout rate out of range drops everything",
+        *("calls/tensor_scalars.py", "(rate >= 0) & (rate <= 1), rate, math.nan", "rate <= 1, rate, 1.0"),
+        "test_number_kinds.py::test_the_member_of_a_rate_that_goes_out_of_range_fails",
+    ),
+    Planted(
+        "noise that goes on after a part that runs twice as if nothing had been skipped",
+        *("models/remat.py", "            inner.skipped = skipped\n", ""),
+        "test_numbers.py::test_every_way_to_run_a_step",
+    ),
+    Planted(
+        "a state keeps the numbers among its buffers too",
+        *("models/scalar_attributes.py", "return buffers | places if places else buffers", "return buffers"),
+        "test_numbers.py::test_the_state_carries_them_as_hparams",
+    ),
+    Planted(
+        "numbers of the first model in every module that is made",
+        *("models/stack.py", "enumerate(members if numbers else ())", "enumerate(())"),
+        "test_numbers.py::test_models_go_back_with_their_own_numbers",
+    ),
+    Planted(
+        "a number that differs later was that of the last model before",
+        *("models/stack.py", "if path in differing else values[0])", "if path in differing else values[-1])"),
+        "test_numbers.py::test_a_member_between_those_that_differ",
+    ),
+    Planted(
+        "a state without its numbers trains with those of the model",
+        *(
+            "models/stack.py",
+            "                if is_place(held[path]):",
+            "                if is_place(held[path]) and False:",
+        ),
+        "test_numbers.py::test_models_without_the_state_are_refused_without_their_numbers",
+    ),
+    Planted(
+        "integers are numbers, too",
+        *("models/structure.py", "is_real = isinstance(a, float) or isinstance(b, float) or", "is_real = True or"),
+        "test_numbers.py::test_integers_may_be_sizes",
+    ),
+    Planted(
+        "a model that writes its number in place goes unnoticed",
+        *("models/scalar_attributes.py", "if writes(number) != before[path]:", "if False:"),
+        "test_numbers.py::test_a_model_that_changes_its_number_is_refused",
+    ),
+    Planted(
+        "the base counts as buffers that are given",
+        *("models/functional.py", "sum(path not in base for path, _ in", "sum(True for path, _ in"),
+        "test_numbers.py::test_a_frozen_base_with_buffers",
+    ),
+    Planted(
+        "calls of a graph do not notice another choice of lowerings",
+        *("_torch/guards.py", 're.compile(r"_pytree|', 're.compile(r"|_pytree|'),
+        "test_background.py::test_a_graph_notices_what_its_user_changes",
+    ),
+    Planted(
+        "a process at work counts as one that has ended",
+        *(
+            "run/compiler.py",
+            'if is_first and "error" not in self._answer:',
+            "if False:",
+        ),
+        "test_background.py::test_the_other_process_says_at_once_that_there_is_a_graph",
+    ),
+    Planted(
+        "a worker goes on from a state that is not the part's",
+        *("run/parts.py", "held[0] == (part.low, part.high, part.version)", "True"),
+        "test_workers.py::test_two_processes_are_one_array",
+    ),
+]

@@ -1,0 +1,445 @@
+"""Checkpointed steps: the same numbers to the last bit, with parts run twice and fewer activations held."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import hfta_func as hfta
+from cases import WORKLOADS, batches, loss_fn
+from hfta_func.models.functional import bind
+from hfta_func.models.remat import blocks
+from hfta_func.testing import assert_matches_solo
+
+M = 3
+SEEDS = [11, 7, 1002]
+
+
+class Block(nn.Module):
+    """A residual block with running statistics and noise."""
+
+    def __init__(self, width: int, dropout: float):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Dropout2d(dropout),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width, momentum=None),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu_(self.body(x) + x)
+
+
+class ResNet(nn.Module):
+    def __init__(self, dropout: float = 0.3):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.layer1 = nn.Sequential(Block(4, dropout), Block(4, dropout))
+        self.layer2 = nn.Sequential(nn.AvgPool2d(2), Block(4, dropout))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer2(self.layer1(self.stem(x.unsqueeze(1))))
+        return self.head(self.dropout(x.mean((2, 3))))
+
+
+class Signal(NamedTuple):
+    value: Tensor
+    extras: dict[str, Any]
+
+
+class Parcel:
+    """An object that no tree library knows."""
+
+    def __init__(self, value: Tensor):
+        self.value = value
+
+
+class Exchange(nn.Module):
+    """Takes and returns trees, draws, reads a tied weight, and keeps two buffers that its result depends on."""
+
+    def __init__(self, tied: nn.Linear):
+        super().__init__()
+        self.tied = tied
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("written", torch.ones(8))
+        self.register_buffer("replaced", torch.ones(8))
+
+    def forward(self, signal: Signal, *, scale: float, parcel: Parcel, mask: Tensor | None = None) -> Any:
+        x = F.dropout(torch.tanh(self.tied(self.norm(signal.value))), 0.2)
+        y = x * self.written.clone() + torch.bernoulli(x.detach().sigmoid()) * self.replaced * scale + parcel.value
+        self.written.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        self.replaced = 0.9 * self.replaced + 0.1 * x.detach().square().mean(0)
+        return Signal(y, {"mask": mask, "name": "exchange", "shared": [signal.extras["shared"] + 1]}), Parcel(y.sin())
+
+
+class Exchanges(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(12, 8)
+        tied = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Exchange(tied), Exchange(tied)])
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        signal, parcel = (
+            Signal(self.embed(x.flatten(1)), {"shared": torch.ones(8, device=x.device)}),
+            Parcel(torch.zeros(8, device=x.device)),
+        )
+        for scale, block in zip((0.5, 0.25), self.blocks, strict=True):
+            signal, parcel = block(signal, scale=scale, parcel=parcel)
+            assert signal.extras["mask"] is None and signal.extras["name"] == "exchange"
+            signal = signal._replace(extras={"shared": signal.extras["shared"][0]})
+        return self.head(F.dropout(signal.value * signal.extras["shared"], 0.1))
+
+
+class Tower(nn.Module):
+    def __init__(self, depth: int = 4, width: int = 64):
+        super().__init__()
+        layer = functools.partial(nn.Linear, width, width)
+        self.inlet = nn.Linear(12, width)
+        self.blocks = nn.Sequential(*(nn.Sequential(*(layer(), nn.Tanh()) * 3) for _ in range(depth)))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.inlet(x.flatten(1))))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: functools.partial(make, 0.3) for name, make in WORKLOADS.items()},
+    "resnet": ResNet,
+    "exchanges": Exchanges,
+}
+
+
+def _pair(
+    make: Callable[[], nn.Module], checkpoint: Any = True, loss: Any = loss_fn, **options: Any
+) -> tuple[hfta.TrainStep, hfta.TrainStep, hfta.TrainState]:
+    """A step without and one with checkpointing, and a state for both."""
+    members = [make().double() for _ in range(M)]
+    plain, checkpointed = (
+        hfta.make_train_step(
+            members[0], loss, hfta.sgd(lr=[0.1, 0.05, 0.02], momentum=[0.9, 0.5, 0.0]), checkpoint=chosen, **options
+        )
+        for chosen in (False, checkpoint)
+    )
+    return plain, checkpointed, plain.init(*hfta.stack_params(members), seeds=SEEDS)
+
+
+def _assert_identical(a: Any, b: Any) -> None:
+    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
+        assert torch.equal(x, y), f"{path} differs by {(x.double() - y.double()).abs().max():.2e}"
+
+
+def _assert_same_steps(plain: Any, checkpointed: Any, state: hfta.TrainState, data: list[Any]) -> hfta.TrainState:
+    a = b = state
+    for batch in data:
+        a, expected = plain(a, batch)
+        b, metrics = checkpointed(b, batch)
+        _assert_identical(metrics, expected)
+        _assert_identical(b, a)
+    return b
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bits_are_those_of_a_step_without(name: str, options: dict[str, Any]) -> None:
+    plain, checkpointed, state = _pair(MODELS[name], **options)
+    after = _assert_same_steps(plain, checkpointed, state, batches(M, 4))
+    assert all(not torch.equal(after.buffers[path], old) for path, old in state.buffers.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_members_share_a_batch(name: str) -> None:
+    plain, checkpointed, state = _pair(MODELS[name], checkpoint=[""], batch_dims=None)
+    _assert_same_steps(plain, checkpointed, state, [(x[0], y[0]) for x, y in batches(1, 3)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_members_are_arrays_of_one(name: str) -> None:
+    _, step, state = _pair(MODELS[name])
+    assert_matches_solo(step, state, batches(M, 5), rtol=1e-10)
+
+
+@pytest.mark.parametrize("checkpoint", [[""], ["layer1"], ["layer1", "layer1.1", "layer2.1.body"], "stem", []], ids=str)
+def test_any_parts_may_be_chosen(checkpoint: Any) -> None:
+    plain, checkpointed, state = _pair(ResNet, checkpoint)
+    _assert_same_steps(plain, checkpointed, state, batches(M, 3))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["resnet", "transformer"])
+def test_compiled_it_runs_plainly(name: str) -> None:
+    torch._dynamo.reset()
+    plain, checkpointed, state = _pair(MODELS[name])
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(checkpointed, fullgraph=True, backend=counter)
+    a = b = state
+    for batch in batches(M, 3):
+        (a, _), (b, _) = plain(a, batch), compiled(b, batch)
+    optree.tree_map(lambda x, y: torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12), b, a)
+    assert counter.frame_count == 1
+
+
+def test_under_autocast() -> None:
+    plain, checkpointed, state = _pair(Tower)
+    state = optree.tree_map(lambda leaf: leaf.float() if leaf.is_floating_point() else leaf, state)
+    data = batches(M, 2, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        _assert_same_steps(plain, checkpointed, state, data)
+        narrow, _ = checkpointed(state, data[0])
+    assert not torch.equal(narrow.params["head.weight"], plain(state, data[0])[0].params["head.weight"])
+
+
+def test_inside_a_vmap_of_arrays() -> None:
+    plain, checkpointed, state = _pair(ResNet)
+    other = state._replace(keys=state.keys + 1)
+    states, data = (
+        optree.tree_map(lambda *leaves: torch.stack(leaves), *pair) for pair in ((state, other), batches(M, 2))
+    )
+    _assert_identical(hfta.vmap(checkpointed)(states, data), hfta.vmap(plain)(states, data))
+
+
+def test_the_loss_may_transform_the_model() -> None:
+    def views(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        logits = torch.func.vmap(model)(torch.stack([inputs, inputs.flip(-1)]))
+        return F.cross_entropy(logits.mean(0), targets)
+
+    def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        slope = torch.func.grad(lambda inputs: model(inputs).square().sum())(batch[0])
+        return loss_fn(model, batch) + slope.square().mean()
+
+    for loss in (views, penalised):
+        plain, checkpointed, state = _pair(Tower, loss=loss)
+        _assert_same_steps(plain, checkpointed, state, batches(M, 2))
+
+
+@pytest.mark.parametrize("key", [None, 5])
+def test_one_model_without_a_model_axis(key: int | None) -> None:
+    model = ResNet().double()
+    params, buffers = (dict(tree) for tree in (model.named_parameters(), model.named_buffers()))
+    (batch,) = batches(1, 1)
+    found = []
+    for checkpoint in (False, True):
+        torch.manual_seed(3)
+        apply = bind(model, loss_fn, checkpoint)
+        keys = None if key is None else hfta.random.keys([key])[0]
+        loss, new = apply(params, buffers, (batch[0][0], batch[1][0]), key=keys)
+        found.append((torch.autograd.grad(loss, list(params.values())), new))
+    _assert_identical(found[1], found[0])
+
+
+class Counter(TorchDispatchMode):
+    """Counts operators, and the bytes of all storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = collections.Counter[str]()
+        self.alive = self.peak = 0
+        self._known = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **kwargs or {})
+        self.calls[func.overloadpacket.__name__] += 1
+        for leaf in optree.tree_leaves(outputs):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return outputs
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self.alive += storage.nbytes()
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+
+    def _drop(self, identity: int, size: int) -> None:
+        self._known.remove(identity)
+        self.alive -= size
+
+
+def _count(step: hfta.TrainStep, state: hfta.TrainState, batch: Any) -> Counter:
+    step(state, batch)
+    with Counter() as counter:
+        step(state, batch)
+    return counter
+
+
+def test_the_parts_run_twice_and_hold_less() -> None:
+    rows, width, depth = 512, 64, 4
+    plain, checkpointed, state = _pair(lambda: Tower(depth, width))
+    (batch,) = batches(M, 1, rows)
+    for step in (plain, checkpointed):
+        # A first step also looks for writes.
+        step(state, batch)
+    without, with_ = _count(plain, state, batch), _count(checkpointed, state, batch)
+    assert without.calls["tanh"] == 3 * depth
+    assert with_.calls["tanh"] == 2 * without.calls["tanh"]
+    activation = M * rows * width * 8
+    # All blocks but one hold one activation instead of those of three layers.
+    assert without.peak - with_.peak >= 2 * (depth - 1) * activation
+    assert without.alive == with_.alive
+
+
+def _needs_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
+class Saving(Tower):
+    """Rematerialises its blocks by itself, with noise and statistics between them."""
+
+    def __init__(self, save: Any = None):
+        super().__init__()
+        self.save, self.norm = save, nn.BatchNorm1d(64)
+        # As fine-tuning of adapters needs it; every model's handle has a number of its own.
+        self.handle = self.inlet.register_forward_hook(_needs_gradient)
+
+    def block(self, layer: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+        return self.norm(F.dropout(layer(x) * scale, 0.3, self.training))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.inlet(x.flatten(1)), 0.1)
+        for layer in self.blocks:
+            block = functools.partial(self.block, layer, scale=self.head.weight.square().mean() + 1)
+            x = block(x) if self.save is None else self.save(block, x)
+        return self.head(F.dropout(x, 0.1))
+
+
+SAVES = {
+    "the function": torch_checkpoint,
+    "not reentrant": functools.partial(torch_checkpoint, use_reentrant=False),
+    "reentrant": functools.partial(torch_checkpoint, use_reentrant=True, preserve_rng_state=False),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 2}, {"checkpoint": ["blocks.1"]}], ids=str)
+@pytest.mark.parametrize("save", SAVES)
+def test_what_a_model_saves_by_itself(save: str, options: dict[str, Any]) -> None:
+    members = [Saving().double() for _ in range(M)]
+    plain, saving = (
+        hfta.make_train_step(model, loss_fn, hfta.sgd(lr=[0.1, 0.05, 0.02]), **own)
+        for model, own in ((members[0], {**options, "checkpoint": False}), (Saving(SAVES[save]).double(), options))
+    )
+    state = plain.init(*hfta.stack_params(members), seeds=SEEDS)
+    _assert_same_steps(plain, saving, state, batches(M, 3))
+
+
+def test_what_a_model_saves_inside_a_vmap_of_arrays_and_under_grad() -> None:
+    members = [Saving().double() for _ in range(M)]
+    plain, saving = (
+        hfta.make_train_step(model, loss_fn, hfta.sgd(lr=[0.1, 0.05, 0.02]))
+        for model in (members[0], Saving(torch_checkpoint).double())
+    )
+    state = plain.init(*hfta.stack_params(members), seeds=SEEDS)
+    states, data = (
+        optree.tree_map(lambda *leaves: torch.stack(leaves), *pair)
+        for pair in ((state, state._replace(keys=state.keys + 1)), batches(M, 2))
+    )
+    _assert_identical(hfta.vmap(saving)(states, data), hfta.vmap(plain)(states, data))
+
+    (batch,) = batches(M, 1)
+
+    def total(step: Any, lr: Tensor) -> Tensor:
+        after, _ = step(hfta.with_hyperparams(state, lr=lr), batch)
+        return after.params["head.weight"].square().sum()
+
+    lr = torch.tensor([0.1, 0.05, 0.02], dtype=torch.float64)
+    slopes = [torch.func.grad(functools.partial(total, step))(lr) for step in (saving, plain)]
+    torch.testing.assert_close(*slopes, rtol=1e-10, atol=0)
+
+
+def test_what_a_model_saves_runs_twice_and_holds_less() -> None:
+    rows = 512
+    members = [Saving().double() for _ in range(M)]
+    plain, saving = (
+        hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1))
+        for model in (members[0], Saving(torch_checkpoint).double())
+    )
+    state, (batch,) = plain.init(*hfta.stack_params(members), seeds=SEEDS), batches(M, 1, rows)
+    without, with_ = _count(plain, state, batch), _count(saving, state, batch)
+    assert with_.calls["tanh"] == 2 * without.calls["tanh"] == 2 * 12
+    assert without.peak - with_.peak >= 2 * 3 * M * rows * 64 * 8
+
+
+def test_the_blocks_of_a_model() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.ReLU()
+            self.second = nn.ModuleList([nn.ModuleList([Block(2, 0.0), nn.ReLU()]), Block(2, 0.0)])
+
+    assert blocks(ResNet()) == ["layer1.0", "layer1.1", "layer2.1"]
+    assert blocks(WORKLOADS["transformer"](0.1)) == ["encoder.layers.0", "encoder.layers.1"]
+    assert blocks(WORKLOADS["cnn"](0.1)) == ["features"]
+    assert blocks(nn.Linear(2, 3)) == [""]
+    assert blocks(nn.Sequential(nn.ReLU(), nn.ReLU())) == [""]
+    # A ModuleList is never called, its elements are; what is inside an element is part of it.
+    assert blocks(Parts()) == ["second.0.0", "second.1"]
+
+
+def test_the_callers_model_stays_as_it_is() -> None:
+    model = ResNet()
+    hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), checkpoint=True)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("path", ["layer3", "layer1.2", "layer1.0.body.7", "stem.weight"])
+def test_unknown_paths_are_named(path: str) -> None:
+    with pytest.raises(ValueError, match=rf"checkpoint names '{path}', .* such as '(layer|stem).*pass True"):
+        hfta.make_train_step(ResNet(), loss_fn, hfta.sgd(lr=0.1), checkpoint=["layer1.0", path])
+
+
+def test_containers_that_are_never_called_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'blocks', which .* such as 'blocks.1', 'blocks.0'"):
+        hfta.make_train_step(Exchanges(), loss_fn, hfta.sgd(lr=0.1), checkpoint=["blocks"])
+
+
+def test_a_part_that_writes_its_input_is_named() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5)))
+    step = hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), checkpoint=True)
+    state = step.init(*hfta.stack_params([model]), seeds=[0])
+    with pytest.raises(
+        hfta.StateError, match=r"'2' \(Sequential\) writes its input in place, .* ReLU\(inplace=False\)"
+    ):
+        step(state, batches(1, 1, dtype=torch.float32)[0])
+
+
+def test_errors_keep_their_place() -> None:
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(12, 5)), nn.Sequential(Gate()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks(x)
+
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum().item() > 0 else -x
+
+    model = Branching().double()
+    step = hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), checkpoint=True)
+    state = step.init(*hfta.stack_params([model, model]), seeds=[0, 1])
+    with pytest.raises(hfta.HFTAError, match=r"module 'blocks.1.0' \(.*Gate\)") as caught:
+        step(state, batches(2, 1)[0])
+    # While somebody looks at the error, nothing of the checkpoint is still in force.
+    x = torch.ones(2, requires_grad=True)
+    x.square().sum().backward()
+    assert caught and x.grad is not None and x.grad.tolist() == [2.0, 2.0]

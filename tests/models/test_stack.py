@@ -1,0 +1,482 @@
+"""Ordinary modules to an array and back, and members taken, joined and trained within it."""
+
+import copy
+import functools
+import types
+
+import numpy
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import hfta_func as hfta
+
+NUM_MODELS = 3
+
+
+class Tied(nn.Module):
+    """Encoder and decoder share one matrix; the head is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        self.decoder = nn.Linear(4, 4, bias=False)
+        self.decoder.weight = self.encoder.weight
+        self.head = nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.decoder(self.encoder(x).tanh()))
+
+
+class Whitened(nn.Module):
+    """A buffer that is not in the state dict, one that is, and one under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.randn(4), persistent=False)
+        self.register_buffer("scale", torch.rand(4) + 0.5)
+        self.again = self.linear
+        self.register_buffer("scale_again", self.scale)
+
+    def forward(self, x):
+        return self.again((x - self.mean) / self.scale_again)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x.unsqueeze(1))[0]
+
+
+class Normalised(nn.Sequential):
+    """BatchNorm with statistics of its own, and dropout."""
+
+    def __init__(self):
+        # A bias before BatchNorm would have a gradient of pure rounding error, which Adam blows up.
+        super().__init__(nn.Linear(4, 3, bias=False), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 2))
+        self[1].running_mean.normal_()
+        self[1].running_var.uniform_(0.5, 2.0)
+        self[1].num_batches_tracked += int(torch.randint(100, ()))
+
+
+FACTORIES = {
+    "linear": lambda: nn.Linear(4, 2),
+    "tied and frozen": Tied,
+    "buffers": Whitened,
+    "recurrent": Recurrent,
+    "normalised": Normalised,
+    "parametrized": lambda: nn.Sequential(weight_norm(nn.Linear(4, 3)), nn.Tanh(), weight_norm(nn.Linear(3, 2))),
+    "double": lambda: nn.Linear(4, 2, dtype=torch.float64),
+    "eval mode": lambda: Normalised().eval(),
+}
+
+
+def tensors(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def leaves(tree):
+    return [leaf.detach().clone() for leaf in optree.tree_leaves(tree)]
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+
+
+def assert_same(a, b):
+    for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def same_member(state, i, other, j):
+    return equal(hfta.take(state, i), hfta.take(other, j))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_round_trip(name):
+    models = [FACTORIES[name]() for _ in range(NUM_MODELS)]
+    stacked = hfta.stack_params(models)
+    assert hfta.num_models(stacked) == NUM_MODELS
+    assert not any(leaf.requires_grad for leaf in optree.tree_leaves(stacked))
+    for i, model in enumerate(models):
+        assert stacked.params.keys() == dict(model.named_parameters()).keys()
+        assert stacked.buffers.keys() == dict(model.named_buffers()).keys()
+        for path, tensor in tensors(model).items():
+            assert torch.equal({**stacked.params, **stacked.buffers}[path][i], tensor)
+    back = hfta.unstack_params(models[-1], *stacked)
+    assert len(back) == NUM_MODELS
+    for model, own in zip(back, models, strict=True):
+        assert model.training == own.training
+        assert model.state_dict().keys() == own.state_dict().keys()
+        for path, tensor in tensors(own).items():
+            assert torch.equal(tensors(model)[path], tensor)
+            assert tensors(model)[path].requires_grad == tensor.requires_grad
+            assert isinstance(tensors(model)[path], nn.Parameter) == isinstance(tensor, nn.Parameter)
+        x = torch.randn(5, 4, dtype=next(own.parameters()).dtype)
+        assert torch.equal(copy.deepcopy(model).eval()(x), copy.deepcopy(own).eval()(x))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_array_and_modules_share_no_storage(name):
+    models = [FACTORIES[name]() for _ in range(NUM_MODELS)]
+    originals = [leaves(tensors(model)) for model in models]
+    stacked = hfta.stack_params(models)
+    before = leaves(stacked)
+    back = hfta.unstack_params(models[0], *stacked)
+    for model in models:
+        for tensor in tensors(model).values():
+            tensor.data.zero_()
+    assert equal(stacked, before)
+    assert all(equal(tensors(model), own) for model, own in zip(back, originals, strict=True))
+    for tensor in tensors(back[0]).values():
+        tensor.data.fill_(7)
+    assert equal(stacked, before)
+    assert all(equal(tensors(model), own) for model, own in zip(back[1:], originals[1:], strict=True))
+    for leaf in optree.tree_leaves(stacked):
+        leaf.fill_(5)
+    assert all(equal(tensors(model), own) for model, own in zip(back[1:], originals[1:], strict=True))
+
+
+def test_ties_stay_ties():
+    models = [Tied() for _ in range(NUM_MODELS)]
+    stacked = hfta.stack_params(models)
+    assert "decoder.weight" not in stacked.params
+    for model in hfta.unstack_params(models[0], *stacked):
+        assert model.decoder.weight is model.encoder.weight
+    for model in hfta.unstack_params(Whitened(), *hfta.stack_params([Whitened() for _ in range(NUM_MODELS)])):
+        assert model.scale_again is model.scale
+        assert model.again is model.linear
+        assert "mean" not in model.state_dict()
+
+
+def test_unstacked_modules_train_on_their_own():
+    model, other = hfta.unstack_params(Normalised(), *hfta.stack_params([Normalised() for _ in range(2)]))
+    before = leaves(tensors(other))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in other.parameters())
+    assert equal(tensors(other), before)
+
+
+def test_module_list_and_iterators():
+    models = [nn.Linear(4, 2) for _ in range(NUM_MODELS)]
+    stacked = hfta.stack_params(models)
+    assert equal(hfta.stack_params(nn.ModuleList(models)), stacked)
+    assert equal(hfta.stack_params(iter(models)), stacked)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_new_models_from_seeds(name, kind):
+    seeds = [11, -3, 7]
+    before = torch.get_rng_state()
+    stacked = hfta.init_params(FACTORIES[name], kind(seeds))
+    assert torch.equal(torch.get_rng_state(), before)
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models.append(FACTORIES[name]())
+    assert equal(stacked, hfta.stack_params(models))
+
+
+def test_factory_that_fails_leaves_the_generator():
+    def factory():
+        torch.rand(3)
+        raise RuntimeError("no model today")
+
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="no model today"):
+        hfta.init_params(factory, [0, 1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def loss_fn(model, batch, hparams):
+    loss = F.mse_loss(model(batch[0]), batch[1]) * hparams["weight"]
+    return loss, {"mean": model(batch[0]).mean()}
+
+
+def training(factory=Normalised, num_models=5, optimizer=None, dtype=torch.float64):
+    """A step, its first state and a batch, every member with values, seed and hyperparameters of its own."""
+    optimizer = optimizer or hfta.chain(
+        hfta.clip_grad_norm(torch.linspace(0.2, 2.0, num_models)),
+        hfta.adamw(
+            lr=torch.linspace(0.01, 0.1, num_models),
+            betas=(torch.linspace(0.8, 0.95, num_models), 0.99),
+            weight_decay=torch.linspace(0.0, 0.3, num_models),
+        ),
+    )
+    stacked = hfta.init_params(lambda: factory().to(dtype), seeds=range(10, 10 + num_models))
+    step = hfta.make_train_step(factory().to(dtype), loss_fn, optimizer)
+    state = step.init(
+        *stacked, seeds=range(20, 20 + num_models), hparams={"weight": torch.linspace(0.5, 1.5, num_models)}
+    )
+    batch = torch.randn(num_models, 8, 4, dtype=dtype), torch.randn(num_models, 8, 2, dtype=dtype)
+    return step, state, batch
+
+
+def run(step, state, batch, steps=4):
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def test_take():
+    state = run(*training())[0]
+    assert hfta.num_models(state) == 5
+    for index, members in (
+        (2, [2]),
+        (-1, [4]),
+        ([3, 0, 3], [3, 0, 3]),
+        ([-2, 1], [3, 1]),
+        (slice(1, None, 2), [1, 3]),
+        (slice(None, None), [0, 1, 2, 3, 4]),
+        (torch.tensor([4, 2]), [4, 2]),
+        (torch.tensor([True, False, False, True, True]), [0, 3, 4]),
+        ([False, True, False, False, False], [1]),
+    ):
+        taken = hfta.take(state, index)
+        assert type(taken) is hfta.TrainState
+        assert hfta.num_models(taken) == len(members)
+        for leaf, own in zip(optree.tree_leaves(taken), optree.tree_leaves(state), strict=True):
+            assert torch.equal(leaf, torch.stack([own[member] for member in members]))
+
+
+def test_take_copies():
+    state = run(*training())[0]
+    before = leaves(state)
+    for index in (slice(None), 0, [1, 2]):
+        for leaf in optree.tree_leaves(hfta.take(state, index)):
+            leaf.zero_()
+    assert equal(state, before)
+
+
+def test_concat_restores_what_take_split():
+    state = run(*training())[0]
+    parts = [hfta.take(state, [0, 1]), hfta.take(state, 2), hfta.take(state, slice(3, 5))]
+    joined = hfta.concat(parts)
+    assert type(joined) is hfta.TrainState
+    assert equal(joined, state)
+    stacked = hfta.Stacked(state.params, state.buffers)
+    assert equal(hfta.concat([hfta.take(stacked, slice(2)), hfta.take(stacked, slice(2, 5))]), stacked)
+    before = leaves(state)
+    for leaf in optree.tree_leaves(joined):
+        leaf.zero_()
+    assert equal(state, before)
+
+
+def test_permuting_members_permutes_results():
+    step, state, batch = training()
+    order = [3, 1, 4, 0, 2]
+    expected, metrics = run(step, state, batch)
+    permuted, permuted_metrics = run(step, hfta.take(state, order), hfta.take(batch, order))
+    # Where a member stands decides how its sums are vectorised, so the last bits may differ.
+    assert_same((permuted, permuted_metrics), hfta.take((expected, metrics), order))
+
+
+def test_members_join_and_leave_during_training():
+    step, state, batch = training()
+    expected = run(step, state, batch, steps=6)[0]
+    early = run(step, state, batch, steps=3)[0]
+    left = run(step, hfta.take(early, [4, 0]), hfta.take(batch, [4, 0]), steps=3)[0]
+    right = run(step, hfta.take(early, [2]), hfta.take(batch, [2]), steps=3)[0]
+    joined = hfta.concat([left, right])
+    assert_same(joined, hfta.take(expected, [4, 0, 2]))
+
+
+def test_member_taken_before_the_first_call_of_a_step():
+    step, state, batch = training()
+    alone = run(step, hfta.take(state, 1), hfta.take(batch, 1))[0]
+    expected = run(step, state, batch)[0]
+    assert_same(alone, hfta.take(expected, 1))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_step_writes_nothing_of_the_callers(chunk_size):
+    template = Normalised().double()
+    step = hfta.make_train_step(template, loss_fn, hfta.sgd(lr=[0.1, 0.2, 0.3], momentum=0.9), chunk_size=chunk_size)
+    models = [Normalised().double() for _ in range(NUM_MODELS)]
+    stacked = hfta.stack_params(models)
+    state = step.init(*stacked, seeds=[2, 0, 1], hparams={"weight": [0.5, 1.0, 1.5]})
+    batch = torch.randn(3, 8, 4).double(), torch.randn(3, 8, 2).double()
+    # A member that is not finite and one that has stopped take the paths that keep old values.
+    batch[0][1, 0, 0] = float("nan")
+    state = state._replace(active=torch.tensor([True, True, False]))
+    held = [*map(tensors, models), tensors(template), stacked, state, batch]
+    before, versions = leaves(held), [leaf._version for leaf in optree.tree_leaves(held)]
+    new = state
+    for _ in range(2):
+        new, metrics = step(new, batch)
+    assert metrics["finite"].tolist() == [True, False, True]
+    # The batch holds a NaN, which equals itself here.
+    for leaf, value in zip(optree.tree_leaves(held), before, strict=True):
+        torch.testing.assert_close(leaf, value, rtol=0, atol=0, equal_nan=True)
+    assert [leaf._version for leaf in optree.tree_leaves(held)] == versions
+    assert not same_member(new.params, 0, state.params, 0)
+    assert same_member(new.params, 1, state.params, 1)
+    assert same_member(new.params, 2, state.params, 2)
+    assert all(parameter.grad is None for model in (*models, template) for parameter in model.parameters())
+
+
+class InPlace(nn.Module):
+    """Writes its input, a frozen parameter, or a buffer."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("buffer", torch.randn(4))
+        self.what = what
+
+    def forward(self, x):
+        written = {"input": x, "frozen": self.frozen, "buffer": self.buffer}[self.what]
+        written.mul_(0.5)
+        return self.linear(x * self.frozen + self.buffer)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("what", ["input", "frozen", "buffer"])
+def test_model_that_writes_in_place_writes_nothing_of_the_callers(what, chunk_size):
+    step = hfta.make_train_step(
+        InPlace(what),
+        lambda model, batch: model(batch).square().mean(),
+        hfta.sgd(lr=[0.1, 0.2, 0.3]),
+        chunk_size=chunk_size,
+    )
+    state = step.init(*hfta.init_params(lambda: InPlace(what), [0, 1, 2]), seeds=[2, 0, 1])
+    batch = torch.randn(3, 8, 4)
+    before = leaves((state, batch))
+    if what == "frozen":
+        with pytest.raises(hfta.StateError, match=r"writes its parameter 'frozen' in place.* make it a buffer"):
+            step(state, batch)
+    else:
+        step(state, batch)
+    assert equal((state, batch), before)
+
+
+def test_evaluation_writes_nothing_of_the_callers():
+    _, state, batch = training()
+    evaluate = hfta.make_eval_step(Normalised().double(), lambda model, batch: model(batch[0]).mean(), batch_dims=0)
+    before = leaves((state, batch))
+    evaluate(state, batch)
+    assert equal((state, batch), before)
+
+
+def test_frozen_parameters_travel():
+    models = [Tied() for _ in range(NUM_MODELS)]
+    optimizer = hfta.adam(lr=[0.1, 0.2, 0.3], weight_decay=[0.1, 0.2, 0.3])
+    step = hfta.make_train_step(models[0], lambda model, batch: model(batch).square().mean(), optimizer)
+    state = step.init(*hfta.stack_params(models), seeds=[2, 0, 1])
+    assert state.opt_state.exp_avg.keys() == {"encoder.weight", "encoder.bias"}
+    trained, _ = run(step, state, torch.randn(3, 8, 4))
+    for path in state.params:
+        frozen = path.startswith("head.")
+        for member in range(NUM_MODELS):
+            assert torch.equal(trained.params[path][member], state.params[path][member]) == frozen
+    for model in hfta.unstack_params(models[0], trained.params, trained.buffers):
+        assert {path for path, own in model.named_parameters() if not own.requires_grad} == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_tied_and_frozen_parameters_train_as_in_a_loop(steps):
+    models = [Tied().double() for _ in range(NUM_MODELS)]
+    lr, momentum = [0.05, 0.1, 0.2], [0.9, 0.5, 0.1]
+
+    def loss_fn(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=lr, momentum=momentum))
+    state = step.init(*hfta.stack_params(models), seeds=[2, 0, 1])
+    batch = torch.randn(3, 8, 4).double(), torch.randn(3, 8, 2).double()
+    state, _ = run(step, state, batch, steps)
+    for i, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr[i], momentum=momentum[i])
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_fn(model, [leaf[i] for leaf in batch]).backward()
+            optimizer.step()
+    for model, own in zip(hfta.unstack_params(models[0], state.params, state.buffers), models, strict=True):
+        assert model.decoder.weight is model.encoder.weight
+        for path, tensor in tensors(own).items():
+            torch.testing.assert_close(tensors(model)[path], tensor, rtol=1e-10, atol=1e-12)
+
+
+class Twice(nn.Module):
+    """Runs one layer, with parameters and running statistics, at two paths."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.first = nn.Sequential(layer, nn.ReLU())
+        self.second = nn.Sequential(layer, nn.Linear(4, 2))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.exhaustive(ids="True")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_module_at_two_paths(compiled):
+    torch._dynamo.reset()
+    models = [Twice().double() for _ in range(NUM_MODELS)]
+    step = hfta.make_train_step(models[0], lambda model, batch: model(batch).square().mean(), hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models), seeds=[2, 0, 1])
+    assert list(state.buffers) == [
+        f"first.0.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+    batch = torch.randn(3, 8, 4).double()
+    state, _ = (torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step)(state, batch)
+    for i, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch[i]).square().mean().backward()
+        optimizer.step()
+    for model, own in zip(hfta.unstack_params(models[0], state.params, state.buffers), models, strict=True):
+        assert model.first[0] is model.second[0]
+        for path, tensor in tensors(own).items():
+            torch.testing.assert_close(tensors(model)[path], tensor, rtol=1e-10, atol=1e-12)
+
+
+class Settings(nn.Module):
+    """Holds one setting of any kind."""
+
+    def __init__(self, setting):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.setting = setting
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (numpy.zeros(2), numpy.zeros(3)),
+        (numpy.zeros(2), numpy.array([0.0, 1.0])),
+        (
+            [functools.partial(max, 1), functools.partial(max, 2)],
+            [functools.partial(max, 1), functools.partial(max, 3)],
+        ),
+        ({"a": [1, (2, 3)]}, {"a": [1, (2, 4)]}),
+        (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
+    ],
+)
+def test_settings_of_any_kind_are_compared(first, second):
+    hfta.stack_params([Settings(first), Settings(copy.deepcopy(first))])
+    with pytest.raises(hfta.StackError, match=r"model 1: 'setting\S*' .* model 0.*share every setting"):
+        hfta.stack_params([Settings(first), Settings(second)])
+
+
+def test_objects_without_equality_are_compared_by_attributes():
+    class Opaque:
+        def __init__(self, value):
+            self.value = value
+
+    hfta.stack_params([Settings(Opaque(1)), Settings(Opaque(1))])
+    with pytest.raises(hfta.StackError, match=r"'setting.value' is 2 but in model 0 it is 1"):
+        hfta.stack_params([Settings(Opaque(1)), Settings(Opaque(2))])

@@ -1,0 +1,519 @@
+"""Optimizers against ``torch.optim``, where it has them, and against the equations of their papers elsewhere."""
+
+from __future__ import annotations
+
+import inspect
+from collections import namedtuple
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, SHAPES, OptimizerCase, ours, theirs
+from hfta_func.optim import _leafwise
+from hfta_func.optim.extend import FIELDS, Hyperparams, Range, leafwise, restrict
+
+M, STEPS = 3, 100
+CASES = [pytest.param(case, id=case.name) for case in OPTIMIZERS + MATRIX_OPTIMIZERS]
+
+
+@pytest.fixture(autouse=True)
+def double():
+    """torch.optim keeps some of its numbers in the default type."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_every_optimizer_has_a_row() -> None:
+    exported = {name: make for name, make in vars(hfta.optim).items() if inspect.isfunction(make)}
+    optimizers = {name: make for name, make in exported.items() if "lr" in inspect.signature(make).parameters}
+    rows = {case.ours for case in OPTIMIZERS + MATRIX_OPTIMIZERS}
+    missing = [name for name, make in optimizers.items() if make not in rows]
+    assert len(optimizers) >= 12 and not missing, f"add a row to tests/helpers/cases.py for {missing}"
+    for name, make in optimizers.items():
+        # Every number of every optimizer is tested with one value per member, all of which differ.
+        tables = [case.knobs for case in OPTIMIZERS + MATRIX_OPTIMIZERS if case.ours is make]
+        knobs = {knob for knob, given in inspect.signature(make).parameters.items() if "PerModel" in given.annotation}
+        assert knobs == set().union(*tables), name
+        assert all(len(set(values)) == M for table in tables for values in table.values()), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_number_is_checked(case: OptimizerCase) -> None:
+    for knob, values in case.knobs.items():
+        bad = [(*values[1][:-1], float("nan"))] if isinstance(values[0], tuple) else [float("nan")]
+        names = r"beta\d" if knob == "betas" else knob
+        with pytest.raises(hfta.HyperparameterError, match=rf"model 1: {names} is nan"):
+            ours(case._replace(knobs={**case.knobs, knob: [values[0], *bad, values[2]]}))
+
+
+def test_ranges_belong_to_the_optimizer() -> None:
+    first, second = (namedtuple(name, [*FIELDS, "average"]) for name in ("First", "Second"))
+    restrict(first, alpha=Range.POSITIVE, lr=Range.DECAY)
+    states = []
+    for owner in (first, second):
+        knobs = Hyperparams(owner, lr=0.5, alpha=1.0)
+        states.append(leafwise(owner, knobs, lambda grad, param, k, average: grad).init({"w": torch.ones(M, 2)}))
+    message = "alpha is -1.0; it must be positive"
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        Hyperparams(first, alpha=-1.0)
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        hfta.with_hyperparams(states[0], alpha=-1.0)
+    with pytest.raises(hfta.HyperparameterError, match=r"lr is 2\.0; it must be at least 0 and below 1"):
+        hfta.with_hyperparams(states[0], lr=2.0)
+    found = hfta.with_hyperparams(states[1], alpha=-1.0, lr=2.0).hyperparams
+    assert found["alpha"].tolist() == [-1.0] * M and found["lr"].tolist() == [2.0] * M
+
+
+@pytest.mark.parametrize(
+    ("rule", "found"),
+    [
+        (lambda grad, param, k, average: torch.tanh(grad), "'tanh' with 1 arguments and no options"),
+        (lambda grad, param, k, average: torch.add(grad, average, alpha=2), "'add' with 2 arguments and .'alpha'."),
+        (
+            lambda grad, param, k, average: torch.addcmul(grad, grad, average),
+            "'addcmul' with 3 arguments and no options",
+        ),
+    ],
+)
+def test_a_rule_without_a_form_in_c_is_named(rule: Any, found: str) -> None:
+    owner = namedtuple("Owner", [*FIELDS, "average"])
+    params = {"w": torch.ones(M, 2)}
+    own = leafwise(owner, Hyperparams(owner, lr=0.5), rule)
+    with pytest.raises(TypeError, match=f"calls {found}, which has no form in C.*lerp.*or pass elementwise=False"):
+        own.update(params, own.init(params), params)
+    whole = leafwise(owner, Hyperparams(owner, lr=0.5), rule, elementwise=False)
+    assert whole.update(params, whole.init(params), params)[0]["w"].shape == (M, 2)
+
+
+def _gradients(steps: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[dict[str, Tensor]]:
+    """Of very different sizes, and some of them zero."""
+    return [
+        {
+            name: torch.randn(M, *shape) * 10.0 ** torch.randint(-3, 2, (M, *shape)) * (torch.rand(M, *shape) > 0.1)
+            for name, shape in shapes.items()
+        }
+        for _ in range(steps)
+    ]
+
+
+def _check_against(
+    optimizer: hfta.GradientTransformation,
+    make: Any,
+    tolerance: float = 1e-12,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+) -> None:
+    params = {name: torch.randn(M, *shape) for name, shape in shapes.items()}
+    solo = [{name: nn.Parameter(param[i].clone()) for name, param in params.items()} for i in range(M)]
+    others = [make(i, list(own.values())) for i, own in enumerate(solo)]
+    state = optimizer.init(params)
+    for grads in _gradients(STEPS, shapes):
+        updates, state = optimizer.update(grads, state, params)
+        params = hfta.apply_updates(params, updates)
+        for i, (own, other) in enumerate(zip(solo, others, strict=True)):
+            for name, parameter in own.items():
+                parameter.grad = grads[name][i].clone()
+            other.step()
+    for name, param in params.items():
+        expected = torch.stack([own[name].detach() for own in solo])
+        torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(params=["kernel", "together", "one by one", "in pieces"])
+def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a kernel, large leaves are updated member by member, and larger ones in pieces; here all are, or none."""
+    if request.param != "kernel":
+        monkeypatch.setenv("HFTA_FUNC_NATIVE", "0")
+    monkeypatch.setattr(_leafwise, "_MEMBER_SIZE", 1 << 60 if request.param == "together" else 1)
+    monkeypatch.setattr(_leafwise, "_PIECE_SIZE", 2 if request.param == "in pieces" else 1 << 60)
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_members_are_separate_optimizers(case: OptimizerCase, maximize: bool) -> None:
+    case = case._replace(options={**case.options, "maximize": maximize})
+    _check_against(ours(case), lambda i, parameters: theirs(case, i, parameters), shapes=case.shapes)
+
+
+def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
+    knobs, gradients = {"lr": [0.1, 0.2, 0.3], "weight_decay": [0.0, 0.1, 0.5]}, _gradients(5)
+    adam, adamw = hfta.adam(**knobs, decoupled_weight_decay=True), hfta.adamw(**knobs)
+    found, expected = (_walk(optimizer, _start_at(0), gradients)[0] for optimizer in (adam, adamw))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_corrections_for_bias_are_computed_in_float64() -> None:
+    # The nearest float32 to this beta2 is 1 - 1.19e-7.
+    betas, lr = (0.9, 1 - 1e-7), 1.0
+    grads = {"w": torch.full((M, 2), 0.5, dtype=torch.float32)}
+    for make in (hfta.adam, hfta.adamw, hfta.nadam, hfta.lamb):
+        optimizer = make(lr=lr, betas=betas, eps=0.0, weight_decay=0.0)
+        exact, narrow = (
+            optimizer.update(tree, optimizer.init(tree), tree)[0]["w"] for tree in ({"w": grads["w"].double()}, grads)
+        )
+        torch.testing.assert_close(narrow.double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 5), (4, 4)])
+@pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
+def test_muon(shape: tuple[int, int], options: dict[str, Any]) -> None:
+    knobs = {"lr": [0.01, 0.1, 0.02], "weight_decay": [0.1, 0.0, 0.5], "momentum": [0.95, 0.9, 0.5]}
+    # In bfloat16, batched products may be rounded differently from products of single matrices.
+    tolerance = 1e-3
+    _check_against(
+        hfta.muon(**knobs, **options),
+        lambda i, parameters: torch.optim.Muon(
+            parameters, **{name: values[i] for name, values in knobs.items()}, **options
+        ),
+        tolerance,
+        {"matrix": shape},
+    )
+
+
+def test_muon_divides_by_eps_at_least() -> None:
+    params, grads = {"w": torch.zeros(M, 4, 3)}, {"w": torch.randn(M, 4, 3)}
+    tiny = {"w": 1e-8 * grads["w"]}
+    optimizer = hfta.muon(lr=1.0, momentum=0.0, weight_decay=0.0)
+    own = [nn.Parameter(torch.zeros(4, 3)) for _ in range(M)]
+    for parameter, grad in zip(own, tiny["w"], strict=True):
+        parameter.grad = grad.clone()
+        torch.optim.Muon([parameter], lr=1.0, momentum=0.0, weight_decay=0.0).step()
+    updates, _ = optimizer.update(tiny, optimizer.init(params), params)
+    torch.testing.assert_close(updates["w"], torch.stack([x.detach() for x in own]), rtol=1e-2, atol=1e-3)
+    # The gradient's norm is below eps, so that the update still depends on it.
+    halved, _ = optimizer.update({"w": tiny["w"] / 2}, optimizer.init(params), params)
+    assert (halved["w"] - updates["w"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 5)])
+def test_muon_makes_the_update_nearly_orthogonal(shape: tuple[int, int]) -> None:
+    optimizer = hfta.muon(lr=1.0, momentum=0.0, weight_decay=0.0, ns_dtype=torch.float64)
+    params = {"w": torch.zeros(M, *shape)}
+    grads = {"w": torch.randn(M, *shape)}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    scale = max(1, shape[0] / shape[1]) ** 0.5
+    u, _, v = torch.linalg.svd(grads["w"], full_matrices=False)
+    values = torch.linalg.svdvals(-updates["w"] / scale)
+    assert values.min() > 0.6 and values.max() < 1.3
+    # The singular vectors are those of the gradient: only the values have changed.
+    middle = u.mT @ (-updates["w"] / scale) @ v.mT
+    torch.testing.assert_close(middle, torch.diag_embed(middle.diagonal(dim1=1, dim2=2)), rtol=0, atol=1e-9)
+
+
+def test_muon_is_for_matrices() -> None:
+    with pytest.raises(hfta.HyperparameterError, match=r"'bias' of one model is \[5\]; use partition\(\.\.\.\)"):
+        hfta.muon().init({"weight": torch.zeros(M, 5, 4), "bias": torch.zeros(M, 5)})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_once_whatever_the_numbers(case: OptimizerCase) -> None:
+    torch._dynamo.reset()
+    optimizer = ours(case)
+    params = _start_at(0, case.shapes)
+    state = optimizer.init(params)
+    update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
+    for number, grads in enumerate(_gradients(4, case.shapes)):
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            got, after = update(grads, state, params)
+        expected, state = optimizer.update(grads, state, params)
+        torch.testing.assert_close((got, tuple(after)), (expected, tuple(state)), rtol=1e-12, atol=1e-12)
+        state = hfta.with_hyperparams(state, lr=[0.1 * number, 0.2, 0.3])
+
+
+CHAINS = {
+    "clipped": lambda: hfta.chain(hfta.clip_grad_norm([0.1, 1.0, 5.0]), hfta.adamw(lr=0.1, weight_decay=0.5)),
+    "averaged": lambda: hfta.chain(hfta.sgd(lr=0.1, momentum=0.9), hfta.ema([0.9, 0.5, 0.99])),
+    "accumulated": lambda: hfta.accumulate(hfta.adam(lr=0.1), every=[1, 2, 3]),
+    "groups": lambda: hfta.partition(_label, {"matrices": hfta.muon(ns_dtype=torch.float64), "others": hfta.lion()}),
+}
+TRANSFORMATIONS = [
+    *(pytest.param(lambda case=case: ours(case), case.shapes, id=case.name) for case in OPTIMIZERS + MATRIX_OPTIMIZERS),
+    *(pytest.param(make, SHAPES, id=name) for name, make in CHAINS.items()),
+]
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
+def test_in_place(make: Any, shapes: Any) -> None:
+    optimizer, gradients = make(), _gradients(6, shapes)
+    params, state = _walk(optimizer, _start_at(0, shapes), gradients)
+    own, held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
+    addresses = [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))]
+    for grads in gradients:
+        hfta.update_(optimizer, {name: grad.clone() for name, grad in grads.items()}, held, own)
+    torch.testing.assert_close((own, tuple(held)), (params, tuple(state)), rtol=1e-12, atol=1e-12)
+    assert [leaf.data_ptr() for leaf in optree.tree_leaves((own, held))] == addresses
+
+
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS[:6])
+def test_in_place_compiled(make: Any, shapes: Any) -> None:
+    torch._dynamo.reset()
+    optimizer, gradients = make(), _gradients(3, shapes)
+    params, state = _walk(optimizer, _start_at(0, shapes), gradients)
+    own, held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
+    update = torch.compile(hfta.update_, fullgraph=True, backend="aot_eager")
+    for grads in gradients:
+        update(optimizer, grads, held, own)
+    torch.testing.assert_close((own, tuple(held)), (params, tuple(state)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
+def test_in_place_of_some_members(make: Any, shapes: Any) -> None:
+    optimizer, gradients = make(), _gradients(6, shapes)
+    own, held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
+    all_own, all_held = _start_at(0, shapes), optimizer.init(_start_at(0, shapes))
+    keep = torch.tensor([True, False, True])
+    for grads in gradients:
+        poisoned = {name: grad.clone() for name, grad in grads.items()}
+        for grad in poisoned.values():
+            grad[1] = float("nan")
+        hfta.update_(optimizer, poisoned, held, own, keep)
+        hfta.update_(optimizer, {name: grad.clone() for name, grad in grads.items()}, all_held, all_own)
+    for kept, before, others in zip(
+        *(
+            optree.tree_leaves(tree)
+            for tree in ((own, held), (_start_at(0, shapes), optimizer.init(_start_at(0, shapes))), (all_own, all_held))
+        ),
+        strict=True,
+    ):
+        assert torch.equal(kept[1], before[1])
+        torch.testing.assert_close(kept[[0, 2]], others[[0, 2]], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
+def test_an_array_of_arrays(make: Any, shapes: Any) -> None:
+    optimizer, (first, second) = make(), _gradients(2, shapes)
+    starts = [_start_at(seed, shapes) for seed in (0, 1)]
+    trees = [(grads, optimizer.init(start), start) for grads, start in zip((first, second), starts, strict=True)]
+    nested = hfta.vmap(optimizer.update)(*optree.tree_map(lambda a, b: torch.stack([a, b]), *trees))
+    for i, tree in enumerate(trees):
+        got = optree.tree_map(lambda leaf, i=i: leaf[i], nested)
+        for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(optimizer.update(*tree)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_numbers_are_not_rounded_to_the_parameters_type() -> None:
+    # In bfloat16, 0.999 is 1.
+    params = {"w": torch.ones(M, 4, dtype=torch.bfloat16)}
+    optimizer = hfta.sgd(lr=0.999)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    torch.testing.assert_close(updates["w"], torch.full((M, 4), -0.999, dtype=torch.float32), rtol=1e-6, atol=0)
+    assert hfta.apply_updates(params, updates)["w"].dtype == torch.bfloat16
+
+
+def _start_at(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(M, *shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _walk(
+    optimizer: hfta.GradientTransformation, params: dict[str, Tensor], gradients: list[dict[str, Tensor]]
+) -> tuple[dict[str, Tensor], Any]:
+    state = optimizer.init(params)
+    for grads in gradients:
+        updates, state = optimizer.update(grads, state, params)
+        params = hfta.apply_updates(params, updates)
+    return params, state
+
+
+def _start() -> dict[str, Tensor]:
+    return {name: torch.randn(M, *shape) for name, shape in SHAPES.items()}
+
+
+def _member(tree: dict[str, Tensor], i: int) -> list[nn.Parameter]:
+    return [nn.Parameter(leaf[i].clone()) for leaf in tree.values()]
+
+
+def _assert_members(found: dict[str, Tensor], expected: list[list[nn.Parameter]]) -> None:
+    for name, column in zip(found, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(found[name], torch.stack([x.detach() for x in column]), rtol=1e-12, atol=1e-12)
+
+
+def test_clip_grad_norm() -> None:
+    limits, (grads,) = [0.1, 1.0, 500.0], _gradients(1)
+    clip = hfta.clip_grad_norm(limits)
+    found, _ = clip.update(grads, clip.init(grads), grads)
+    for i, limit in enumerate(limits):
+        parameters = _member(grads, i)
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        nn.utils.clip_grad_norm_(parameters, limit)
+        for name, parameter in zip(grads, parameters, strict=True):
+            torch.testing.assert_close(found[name][i], parameter.grad, rtol=1e-12, atol=0)
+
+
+def test_clip_grad_value() -> None:
+    limits, (grads,) = [0.1, 1.0, 5.0], _gradients(1)
+    found, _ = hfta.clip_grad_value(limits).update(grads, hfta.clip_grad_value(limits).init(grads), grads)
+    for i, limit in enumerate(limits):
+        parameters = _member(grads, i)
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        nn.utils.clip_grad_value_(parameters, limit)
+        for name, parameter in zip(grads, parameters, strict=True):
+            assert parameter.grad is not None and torch.equal(found[name][i], parameter.grad)
+
+
+def test_decayed_weights_before_an_optimizer_are_an_l2_penalty() -> None:
+    decay, start, gradients = [0.0, 0.1, 0.5], _start(), _gradients(20)
+    chained = hfta.chain(hfta.add_decayed_weights(decay), hfta.sgd(lr=0.1, momentum=0.9))
+    found, _ = _walk(chained, start, gradients)
+    expected, _ = _walk(hfta.sgd(lr=0.1, momentum=0.9, weight_decay=decay), start, gradients)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_accumulated_gradients_are_those_of_larger_batches(compiled: bool) -> None:
+    torch._dynamo.reset()
+    every, lr, start, gradients = [1, 2, 5], [0.1, 0.2, 0.3], _start(), _gradients(20)
+    optimizer = hfta.accumulate(hfta.adam(lr=lr), every=every)
+    if compiled:
+        compiled_update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
+        optimizer = optimizer._replace(update=compiled_update)
+    found, state = _walk(optimizer, start, gradients)
+    expected = [_member(start, i) for i in range(M)]
+    for i, parameters in enumerate(expected):
+        other = torch.optim.Adam(parameters, lr=lr[i])
+        for number, grads in enumerate(gradients, 1):
+            for name, parameter in zip(grads, parameters, strict=True):
+                share = grads[name][i] / every[i]
+                parameter.grad = share if parameter.grad is None else parameter.grad + share
+            if number % every[i] == 0:
+                other.step()
+                other.zero_grad()
+    _assert_members(found, expected)
+    assert state.inner.step.tolist() == [20, 10, 4] and state.seen.tolist() == [0, 0, 0]
+    assert not any(mean.any() for mean in state.grads.values())
+
+
+def test_between_updates_nothing_moves() -> None:
+    start, (grads,) = _start(), _gradients(1)
+    optimizer = hfta.accumulate(hfta.adamw(lr=0.1, weight_decay=0.5), every=3)
+    before = optimizer.init(start)
+    updates, after = optimizer.update(grads, before, start)
+    assert not any(update.any() for update in updates.values())
+    assert after.inner is before.inner and after.seen.tolist() == [1] * M
+
+
+def test_ema_is_the_averaged_model_of_torch() -> None:
+    decay, start, gradients = [0.9, 0.5, 0.99], _start(), _gradients(20)
+    found, state = _walk(hfta.chain(hfta.sgd(lr=0.1), hfta.ema(decay)), start, gradients)
+    plain, _ = _walk(hfta.sgd(lr=0.1), start, gradients)
+    assert all(torch.equal(found[name], plain[name]) for name in found)
+    averages = []
+    for i in range(M):
+        model = nn.ParameterList(_member(start, i))
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay[i])
+        )
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        for grads in gradients:
+            for name, parameter in zip(grads, model, strict=True):
+                parameter.grad = grads[name][i]
+            other.step()
+            average.update_parameters(model)
+        averages.append(list(average.module))
+    _assert_members(state[-1].average, averages)
+
+
+def _label(path: str, shape: torch.Size) -> str | None:
+    return {2: "matrices", 1: "others", 0: None}[len(shape)]
+
+
+@pytest.mark.parametrize(
+    "label", [_label, {"": None, "matrix": "matrices", "vector": "others"}], ids=["call", "mapping"]
+)
+def test_groups_have_optimizers_of_their_own(label: Any) -> None:
+    rates, start, gradients = [0.1, 0.2, 0.3], _start(), _gradients(20)
+    groups = {"matrices": hfta.adam(lr=rates), "others": hfta.sgd(lr=0.5, momentum=0.9)}
+    found, state = _walk(hfta.partition(label, groups), start, gradients)
+    expected = [_member(start, i) for i in range(M)]
+    for i, (matrix, vector, _) in enumerate(expected):
+        others = torch.optim.Adam([matrix], lr=rates[i]), torch.optim.SGD([vector], lr=0.5, momentum=0.9)
+        for grads in gradients:
+            matrix.grad, vector.grad = grads["matrix"][i], grads["vector"][i]
+            for other in others:
+                other.step()
+    _assert_members(found, expected)
+    assert state.groups["others"].momentum.keys() == {"vector"}
+
+
+def test_the_longest_path_names_the_group() -> None:
+    label = {"": "rest", "net": "body", "net.head": "head", "net.head.bias": None}
+    rates = {"rest": 1.0, "body": 2.0, "head": 3.0}
+    optimizer = hfta.partition(label, {name: hfta.sgd(lr=rate) for name, rate in rates.items()})
+    expected = {
+        **{"net.header.weight": 2.0, "net.head.weight": 3.0, "net.head.bias": 0.0, "network.weight": 1.0},
+        **{"net.weight": 2.0, "other": 1.0, "net.head.bias2": 3.0},
+    }
+    params = {path: torch.zeros(M, 2) for path in expected}
+    updates, _ = optimizer.update({path: -torch.ones(M, 2) for path in params}, optimizer.init(params), params)
+    assert [*updates] == [*expected]
+    assert {path: update.unique().tolist() for path, update in updates.items()} == {
+        path: [rate] for path, rate in expected.items()
+    }
+
+
+def test_hyperparameters_of_one_group_and_of_all() -> None:
+    optimizer = hfta.partition(_label, {"matrices": hfta.adam(), "others": hfta.sgd(momentum=0.9)})
+    state = optimizer.init(_start())
+    changed = hfta.with_hyperparams(state, lr=0.5, **{"others.lr": [1.0, 2.0, 3.0]})
+    assert changed.groups["matrices"].hyperparams["lr"].tolist() == [0.5] * M
+    assert changed.groups["others"].hyperparams["lr"].tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(hfta.HyperparameterError, match=r"unknown hyperparameter 'matrices.momentum'.*others.momentum"):
+        hfta.with_hyperparams(state, **{"matrices.momentum": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (lambda path, shape: "heads", "'matrix' is labelled 'heads', but the groups are body, rest; add an optimizer"),
+        (lambda path, shape: "body", "group 'rest' has no parameters"),
+        ({"matrix": "body", "vector": "rest"}, "'number' is in no group; name it, or label all others with ''"),
+        (
+            {"": "body", "matrx": "rest"},
+            r"'matrx' is not the path of a module or parameter that is trained; use one of \['matrix'",
+        ),
+        ({"": "body", "matri": None}, "'matri' is not the path of a module or parameter that is trained"),
+    ],
+)
+def test_groups_that_do_not_fit(label: Any, message: str) -> None:
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        hfta.partition(label, {"body": hfta.sgd(), "rest": hfta.sgd()}).init(_start())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hfta.nadam(momentum_decay=-1.0), "momentum_decay is -1.0; it must be at least 0"),
+        (lambda: hfta.adadelta(rho=[0.9, 1.0]), "model 1: rho is 1.0; it must be at least 0 and below 1"),
+        (
+            lambda: hfta.adagrad(initial_accumulator_value=-0.5),
+            "initial_accumulator_value is -0.5; it must be at least 0",
+        ),
+        (lambda: hfta.rmsprop(alpha=1.5), "alpha is 1.5; it must be at least 0 and below 1"),
+        (lambda: hfta.lion(betas=(0.9, [0.5, float("nan")])), "model 1: beta2 is nan"),
+        (lambda: hfta.lamb(lr=[0.1, -0.1]), "model 1: lr is -0.1; it must be at least 0"),
+        (lambda: hfta.muon(momentum=-0.1), "momentum is -0.1; it must be at least 0"),
+        (lambda: hfta.muon(adjust_lr_fn="rms"), "adjust_lr_fn is 'rms'; it must be 'original' or 'match_rms_adamw'"),
+        (lambda: hfta.sgd(lr=float("inf")), "lr is inf; it must be at least 0 and finite"),
+        (lambda: hfta.LossScale(backoff_factor=1.5), "backoff_factor is 1.5; it must be positive and at most 1"),
+        (lambda: hfta.clip_grad_value(0.0), "clip_value is 0.0; it must be positive"),
+        (lambda: hfta.accumulate(hfta.sgd(), every=0), "every is 0.0; it must be at least 1"),
+        (lambda: hfta.ema(1.0), "decay is 1.0; it must be at least 0 and below 1"),
+    ],
+)
+def test_numbers_out_of_range(make: Any, message: str) -> None:
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        make()

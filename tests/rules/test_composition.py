@@ -1,0 +1,227 @@
+"""Rules under everything that they are composed with: tangents, autocast, layouts, odd batches, dynamic shapes, inductor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import hfta_func as hfta
+from rule_cases import (
+    ACTIVATION,
+    ATTENTION,
+    BATCH_AXES,
+    CONV,
+    DISTANCE,
+    EMBEDDING,
+    LINEAR,
+    LOSS,
+    NORM,
+    POOLING,
+    RECURRENT,
+    RESAMPLING,
+    RULE_CASES,
+    SHAPE,
+    RuleCase,
+)  # fmt: skip
+from rule_checks import M, member_inputs
+
+# PyTorch says that it takes another way for LSTMs with projections.
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning")
+
+FAMILIES = {
+    "activation": ACTIVATION,
+    "resampling": RESAMPLING,
+    "shape": SHAPE,
+    "linear": LINEAR,
+    "conv": CONV,
+    "norm": NORM,
+    "pooling": POOLING,
+    "loss": LOSS,
+    "distance": DISTANCE,
+    "attention": ATTENTION,
+    "embedding": EMBEDDING,
+    "recurrent": RECURRENT,
+}
+BY_NAME = {case.name: case for case in RULE_CASES}
+BATCHED = [pytest.param(BY_NAME[name], axes, id=name) for name, axes in BATCH_AXES.items()]
+EVERY = [pytest.param(case, id=case.name) for case in RULE_CASES]
+
+
+def _tuple(output: object) -> tuple[Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)  # type: ignore[return-value]
+
+
+def _per_member(case: RuleCase) -> list[Tensor]:
+    return member_inputs(case, (True,) * len(case.make()))
+
+
+def _loop(case: RuleCase, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    members = [_tuple(case.func(*(x[i] for x in inputs))) for i in range(inputs[0].shape[0])]
+    return tuple(torch.stack(column) for column in zip(*members, strict=True))
+
+
+def _grads(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
+    total = sum((output.double().square().sum() for output in outputs if output.requires_grad), torch.zeros(()))
+    wanted = [x for x in inputs if x.requires_grad]
+    return list(torch.autograd.grad(total, wanted, materialize_grads=True, allow_unused=True)) if wanted else []
+
+
+def _close(got: object, expected: object, tolerance: float = 1e-11) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", EVERY)
+def test_tangents(case: RuleCase) -> None:
+    if case.name == "gaussian_nll_loss":
+        pytest.skip(
+            "PyTorch's own tangents stop at variances that it has clamped, its gradients do not; these do not either"
+        )
+    inputs = _per_member(case)
+    moved = [i for i, x in enumerate(inputs) if x.is_floating_point()]
+    tangents = tuple(torch.randn_like(inputs[i]) for i in moved)
+
+    def along(func, *values: Tensor):  # type: ignore[no-untyped-def]
+        filled = list(inputs)
+        for i, value in zip(moved, values, strict=True):
+            filled[i] = value
+        return _tuple(func(*filled))
+
+    primals = tuple(inputs[i] for i in moved)
+    try:
+        expected = torch.func.jvp(lambda *values: along(lambda *x: _loop(case, list(x)), *values), primals, tangents)
+    except (NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"PyTorch has no tangent for it: {str(error)[:80]}")
+    got = torch.func.jvp(lambda *values: along(hfta.vmap(case.func), *values), primals, tangents)
+    _close(got, expected)
+
+
+def check_autocast(case: RuleCase, dtype: torch.dtype, device: str) -> None:
+    """Outputs, their dtypes, and gradients under autocast are those of members alone."""
+    inputs = [x.float().requires_grad_() if x.is_floating_point() else x for x in _per_member(case)]
+    try:
+        with torch.autocast(device, dtype):
+            expected = _loop(case, inputs)
+        wanted = _grads(expected, inputs)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"PyTorch itself does not run it under autocast: {str(error)[:80]}")
+    with torch.autocast(device, dtype):
+        got = _tuple(hfta.vmap(case.func)(*inputs))
+    assert [x.dtype for x in got] == [x.dtype for x in expected]
+    # Roundings of a lower precision fall differently; 2e-2 is about five of them in bfloat16. Where tanh saturates, its
+    # derivative is a small difference of two rounded numbers.
+    tolerance = 1e-1 if case in RECURRENT else 2e-2
+    scale = max(float(x.detach().abs().max()) for x in (*expected, *wanted) if x.numel() and x.is_floating_point())
+    for mine, theirs in zip((*got, *_grads(got, inputs)), (*expected, *wanted), strict=True):
+        if theirs.is_floating_point():
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", EVERY)
+def test_autocast(case: RuleCase, dtype: torch.dtype) -> None:
+    check_autocast(case, dtype, "cpu")
+
+
+@pytest.mark.parametrize("case", [param for param in EVERY if any(x.dim() == 4 for x in param.values[0].make())])
+def test_channels_last(case: RuleCase) -> None:
+    inputs = [
+        torch.stack([one.contiguous(memory_format=torch.channels_last) for one in x]) if x.dim() == 5 else x
+        for x in _per_member(case)
+    ]
+    inputs = [x.movedim(2, -1).contiguous().movedim(-1, 2) if x.dim() == 5 else x for x in inputs]
+    inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
+    try:
+        expected = _loop(case, inputs)
+        wanted = _grads(expected, inputs)
+    except RuntimeError as error:
+        pytest.skip(f"PyTorch itself does not run it on this layout: {str(error)[:80]}")
+    got = _tuple(hfta.vmap(case.func)(*inputs))
+    _close(got, expected)
+    _close(_grads(got, inputs), wanted)
+
+
+def _with_batch(x: Tensor, axis: int | None, size: int) -> Tensor:
+    """The stacked input with another batch size along the member's ``axis``."""
+    if axis is None:
+        return x
+    repeats = -(-size // x.shape[axis + 1]) if size else 1
+    return torch.cat([x] * repeats, axis + 1).narrow(axis + 1, 0, size).clone()
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize(("case", "axes"), BATCHED)
+def test_batches_of_none_and_one(case: RuleCase, axes: tuple[int | None, ...], size: int) -> None:
+    inputs = [_with_batch(x, axis, size) for x, axis in zip(_per_member(case), axes, strict=True)]
+    inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
+    try:
+        expected = _loop(case, inputs)
+    except (RuntimeError, ValueError, IndexError) as error:
+        with pytest.raises((RuntimeError, ValueError, IndexError)):
+            hfta.vmap(case.func)(*inputs)
+        pytest.skip(f"PyTorch itself refuses it: {str(error)[:80]}")
+    got = _tuple(hfta.vmap(case.func)(*inputs))
+    _close(got, expected)
+    _close(_grads(got, inputs), _grads(expected, inputs))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.parametrize(("case", "axes"), BATCHED)
+def test_dynamic_batches(case: RuleCase, axes: tuple[int | None, ...]) -> None:
+    torch._dynamo.reset()
+    inputs = _per_member(case)
+    wanted = tuple(i for i, x in enumerate(inputs) if x.is_floating_point())
+
+    def step(*values: Tensor) -> tuple[object, object]:
+        def total(*values: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            outputs, loss = _tuple(hfta.vmap(case.func)(*values)), torch.zeros((), dtype=torch.float64)
+            for output in outputs:
+                if output.is_floating_point():
+                    loss = loss + output.square().sum()
+            return loss, outputs
+
+        return torch.func.grad(total, wanted, has_aux=True)(*values)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in (4, 5, 7):
+        values = [_with_batch(x, axis, size) for x, axis in zip(inputs, axes, strict=True)]
+        got = compiled(*values)
+        _close(got, step(*values))
+        _close(got[1], _loop(case, values))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.soak(ids="recurrent|attention")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inductor(family: str) -> None:
+    torch._dynamo.reset()
+    # Every sixth row of a family, all in one graph: forward and the gradient of everything.
+    cases = FAMILIES[family][::6]
+    inputs = [_per_member(case) for case in cases]
+    wanted = [[i for i, x in enumerate(values) if x.is_floating_point()] for values in inputs]
+
+    def step(inputs: list[list[Tensor]]) -> tuple[object, object]:
+        def total(leaves: list[list[Tensor]]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+            outputs, loss = [], torch.zeros((), dtype=torch.float64)
+            for case, values, chosen, own in zip(cases, inputs, wanted, leaves, strict=True):
+                filled = list(values)
+                for i, leaf in zip(chosen, own, strict=True):
+                    filled[i] = leaf
+                outputs.append(_tuple(hfta.vmap(case.func)(*filled)))
+                for output in outputs[-1]:
+                    if output.is_floating_point():
+                        loss = loss + output.square().sum()
+            return loss, outputs
+
+        leaves = [[values[i] for i in chosen] for values, chosen in zip(inputs, wanted, strict=True)]
+        return torch.func.grad(total, has_aux=True)(leaves)
+
+    _close(torch.compile(step, fullgraph=True)(inputs), step(inputs), 1e-9)
+
+
+def test_the_tables_name_rows_that_exist() -> None:
+    assert set(BATCH_AXES) <= set(BY_NAME)
+    assert sum(map(len, FAMILIES.values())) == len(RULE_CASES)
+    assert M >= 3

@@ -1,0 +1,282 @@
+"""Losses and look-up tables beyond the contract of rules: what only runs eagerly, autocast, memory, errors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hfta_func as hfta
+from rule_cases import RuleCase
+from rule_checks import check_against_loop
+
+M = 3
+
+
+def _ctc_inputs(joined: bool, lengths: bool) -> tuple[Tensor, ...]:
+    """Log probabilities ``[T,N,C]``, targets, and lengths; targets in one row have the same total for every member."""
+    ends = torch.tensor([2, 3, 1])[torch.randperm(3)] if lengths else torch.tensor([2, 3, 1])
+    targets = torch.randint(1, 5, (6,) if joined else (3, 4))
+    return torch.randn(8, 3, 5, dtype=torch.float64), targets, *((torch.randint(5, 9, (3,)), ends) if lengths else ())
+
+
+def _ctc(**options: Any) -> Callable[..., Tensor]:
+    def func(x: Tensor, targets: Tensor, *lengths: Any) -> Tensor:
+        return F.ctc_loss(x.log_softmax(-1), targets, *(lengths or ([8, 5, 7], [2, 3, 1])), **options)
+
+    return func
+
+
+CTC = [
+    RuleCase(
+        f"{'joined ' if joined else ''}{reduction}", _ctc(reduction=reduction), lambda j=joined: _ctc_inputs(j, True)
+    )
+    for joined in (False, True)
+    for reduction in ("mean", "sum", "none")
+] + [
+    RuleCase("lists", _ctc(), lambda: _ctc_inputs(False, False)),
+    RuleCase("joined lists", _ctc(reduction="none"), lambda: _ctc_inputs(True, False)),
+    RuleCase(
+        "of one sample",
+        lambda x, y: F.ctc_loss(x.log_softmax(-1), y, [7], [3], blank=4),
+        lambda: (torch.randn(8, 5, dtype=torch.float64), torch.randint(4, (3,))),
+    ),
+    RuleCase(
+        "too short",
+        lambda x, y, n: F.ctc_loss(x.log_softmax(-1), y, n, torch.tensor([2, 3]), zero_infinity=True),
+        lambda: (
+            torch.randn(8, 2, 5, dtype=torch.float64),
+            torch.ones(2, 3, dtype=torch.int64),
+            torch.randint(2, 8, (2,)),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CTC, ids=lambda case: case.name)
+def test_ctc_loss_is_that_of_a_loop(case: RuleCase) -> None:
+    for mask in itertools.product((True, False), repeat=len(case.make())):
+        if any(mask):
+            check_against_loop(case, mask)
+
+
+def test_ctc_loss_with_the_gradient_inside_vmap() -> None:
+    columns = [torch.stack(column) for column in zip(*(_ctc_inputs(True, True) for _ in range(M)), strict=True)]
+    grad = torch.func.grad(_ctc())
+    expected = torch.stack([grad(*member) for member in zip(*columns, strict=True)])
+    torch.testing.assert_close(hfta.vmap(grad)(*columns), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_multilabel_margin_loss_ignores_what_comes_after_the_end() -> None:
+    x, y = torch.randn(M, 4, 5), torch.randint(-1, 5, (M, 4, 5))
+    expected = torch.stack([F.multilabel_margin_loss(*member) for member in zip(x, y, strict=True)])
+    torch.testing.assert_close(hfta.vmap(F.multilabel_margin_loss)(x, y), expected)
+
+
+def _low(*size: int) -> Tensor:
+    return torch.randn(M, *size).bfloat16()
+
+
+_CLASSES = torch.randint(5, (M, 4))
+IN_FLOAT32: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "cross_entropy": (F.cross_entropy, (_low(4, 5), _CLASSES)),
+    "cross_entropy, smoothed": (lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), (_low(4, 5), _CLASSES)),
+    "nll_loss": (F.nll_loss, (_low(4, 5), _CLASSES)),
+    "multi_margin_loss": (F.multi_margin_loss, (_low(4, 5), _CLASSES)),
+    "multilabel_margin_loss": (F.multilabel_margin_loss, (_low(4, 5), torch.randint(5, (M, 4, 5)))),
+    "mse_loss": (F.mse_loss, (_low(4, 5), _low(4, 5))),
+    "l1_loss": (F.l1_loss, (_low(4, 5), _low(4, 5))),
+    "smooth_l1_loss": (F.smooth_l1_loss, (_low(4, 5), _low(4, 5))),
+    "huber_loss": (F.huber_loss, (_low(4, 5), _low(4, 5))),
+    "kl_div": (lambda x, y: F.kl_div(x, y.exp(), reduction="sum"), (_low(4, 5), _low(4, 5))),
+    "binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, (_low(4, 5), _low(4, 5).sigmoid())),
+    "hinge_embedding_loss": (F.hinge_embedding_loss, (_low(4, 5), _low(4, 5).sign())),
+    "cosine_embedding_loss": (F.cosine_embedding_loss, (_low(4, 5), _low(4, 5), _low(4).sign())),
+    "poisson_nll_loss": (F.poisson_nll_loss, (_low(4, 5), _low(4, 5))),
+    "margin_ranking_loss": (F.margin_ranking_loss, (_low(4), _low(4), _low(4).sign())),
+    "triplet_margin_loss": (F.triplet_margin_loss, (_low(4, 5), _low(4, 5), _low(4, 5))),
+    "soft_margin_loss": (F.soft_margin_loss, (_low(4, 5), _low(4, 5).sign())),
+    "cdist": (torch.cdist, (_low(4, 5), _low(4, 5))),
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_autocast_computes_losses_in_float32(name: str) -> None:
+    func, inputs = IN_FLOAT32[name]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.stack([func(*member) for member in zip(*inputs, strict=True)])
+        got = hfta.vmap(func)(*inputs)
+    assert got.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+class Watch(TorchDispatchMode):
+    """Which operators write a new tensor of at least ``size`` entries."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and first.numel() >= self.size and not func.is_view:
+            self.calls.append(func.name())
+        return output
+
+
+@pytest.mark.parametrize("transform", ["outside", "inside"])
+def test_cross_entropy_writes_no_more_tensors_than_a_solo_run(transform: str) -> None:
+    logits, classes = torch.randn(M, 16, 100, requires_grad=True), torch.randint(100, (M, 16))
+    with Watch(logits[0].numel()) as solo:
+        F.cross_entropy(logits.detach()[0].requires_grad_(), classes[0]).backward()
+    with Watch(logits[0].numel()) as array:
+        if transform == "outside":
+            hfta.vmap(F.cross_entropy)(logits, classes).sum().backward()
+        else:
+            hfta.vmap(torch.func.grad(F.cross_entropy))(logits.detach(), classes)
+    assert array.calls == solo.calls
+
+
+MANY_CLASSES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "rows": ((6, 1500), (6,), {}),
+    "one row": ((1500,), (), {}),
+    "images": ((2, 1500, 3), (2, 3), {"reduction": "sum"}),
+    "losses of all rows": ((6, 1500), (6,), {"reduction": "none"}),
+    "weights": ((6, 1500), (6,), {"weight": torch.rand(1500, dtype=torch.float64)}),
+    "weights of members": ((6, 1500), (6,), {"weight": torch.rand(M, 1500, dtype=torch.float64)}),
+    "smoothed": ((6, 1500), (6,), {"label_smoothing": 0.1}),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", MANY_CLASSES)
+def test_compiled_cross_entropy_of_many_classes_is_that_of_a_loop(name: str, dim: int) -> None:
+    torch.compiler.reset()
+    shape, rows, options = MANY_CLASSES[name]
+    logits, classes = torch.randn(M, *shape, dtype=torch.float64), torch.randint(4, (M, *rows))
+    weight = options.get("weight")
+    weights = [None] * M if weight is None else [*weight] if weight.dim() > 1 else [weight] * M
+
+    def loss(logits: Tensor, classes: Tensor, weight: Tensor | None) -> Tensor:
+        return F.cross_entropy(logits, classes, ignore_index=3, **{**options, "weight": weight})
+
+    def run(logits: Tensor) -> tuple[Tensor, Tensor]:
+        in_dims = dim, 0, 0 if weight is not None and weight.dim() > 1 else None
+        losses = hfta.vmap(loss, in_dims=in_dims)(logits.movedim(0, dim), classes, weight)
+        return losses.sum(), losses
+
+    grads, losses = torch.compile(torch.func.grad(run, has_aux=True), fullgraph=True, backend="aot_eager")(logits)
+    for member, own in enumerate(zip(classes, weights, strict=True)):
+        grad = torch.func.grad(lambda x, own=own: loss(x, *own).sum())(logits[member])
+        same = {"rtol": 1e-11, "atol": 1e-13, "equal_nan": True}
+        torch.testing.assert_close(grads[member], grad, **same)
+        torch.testing.assert_close(losses[member], loss(logits[member], *own), **same)
+
+
+def test_logits_with_the_members_inside_are_not_copied() -> None:
+    x, weight, classes = torch.randn(2, 3, 8, 8), torch.randn(M, 20, 3, 1, 1), torch.randint(20, (M, 2, 8, 8))
+
+    def loss(x: Tensor, weight: Tensor, classes: Tensor) -> Tensor:
+        return F.cross_entropy(F.conv2d(x, weight), classes)
+
+    with Watch(M * 2 * 20 * 8 * 8) as watch:
+        hfta.vmap(loss, in_dims=(None, 0, 0))(x, weight, classes)
+    assert watch.calls == ["aten::convolution", "aten::_log_softmax"]
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("indices_dim", [0, None])
+def test_the_gradient_of_tables_is_one_scatter(padding: int | None, indices_dim: int | None) -> None:
+    tables, indices = torch.randn(M, 50, 8, requires_grad=True), torch.randint(50, (M, 4) if indices_dim == 0 else (4,))
+    with Watch(50 * 8) as watch:
+        look_up = hfta.vmap(lambda w, i: F.embedding(i, w, padding), in_dims=(0, indices_dim))
+        look_up(tables, indices).sum().backward()
+    assert watch.calls == ["aten::embedding_dense_backward"]
+
+
+def test_an_index_outside_a_table_is_an_error() -> None:
+    with pytest.raises(IndexError, match="out of range"):
+        hfta.vmap(lambda w, i: F.embedding(i, w))(torch.randn(2, 4, 3), torch.tensor([[0], [-1]]))
+    with pytest.raises(IndexError, match="out of range"):
+        hfta.vmap(lambda w, i: F.embedding(i, w))(torch.randn(2, 4, 3), torch.tensor([[4], [0]]))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(hfta.TraceError, match="use sparse=False"):
+        hfta.vmap(lambda w, i: F.embedding(i, w, sparse=True))(torch.randn(2, 4, 3), torch.randint(4, (2, 5)))
+    with pytest.raises(hfta.TraceError, match="use sparse=False"):
+        hfta.vmap(lambda w, i: F.embedding_bag(i, w, sparse=True))(torch.randn(2, 4, 3), torch.randint(4, (2, 5, 1)))
+
+
+def test_renormalised_rows_are_written_into_the_tables() -> None:
+    tables, indices = 10 * torch.randn(M, 3, 5).transpose(1, 2), torch.randint(5, (M, 2))
+    expected = tables.clone()
+    for table, chosen in zip(expected, indices, strict=True):
+        F.embedding(chosen, table, max_norm=1.0)
+    hfta.vmap(lambda w, i: F.embedding(i, w, max_norm=1.0))(tables, indices)
+    torch.testing.assert_close(tables, expected)
+
+
+def test_gaussian_nll_loss_takes_small_variances_for_eps() -> None:
+    x, y = torch.randn(M, 4), torch.randn(M, 4)
+    var = torch.tensor([1e-9, 0.0, 0.5, torch.inf]).expand(M, 4).clone().requires_grad_()
+    expected = torch.stack([F.gaussian_nll_loss(*member, reduction="none") for member in zip(x, y, var, strict=True)])
+    got = hfta.vmap(lambda *a: F.gaussian_nll_loss(*a, reduction="none"))(x, y, var)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(loss[:, :3].sum(), var)[0] for loss in (got, expected)))
+    with pytest.raises(ValueError, match="var is of incorrect size"):
+        hfta.vmap(F.gaussian_nll_loss)(x, y, torch.ones(M, 3))
+    with pytest.raises(ValueError, match="negative"):
+        hfta.vmap(lambda x, y: F.gaussian_nll_loss(x, y, -1.0))(x, y)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="new in PyTorch 2.13")
+def test_linear_cross_entropy_has_a_gradient_in_chunks_too() -> None:
+    x, weight, y = torch.randn(M, 4, 3), torch.randn(M, 5, 3, requires_grad=True), torch.randint(5, (M, 4))
+    options = torch.nn.LinearCrossEntropyOptions()
+    got = hfta.vmap(lambda *a: F.linear_cross_entropy(*a, options=options))(x, weight, y)
+    expected = torch.stack([F.linear_cross_entropy(*member) for member in zip(x, weight, y, strict=True)])
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss.square().sum(), weight)[0] for loss in (got, expected)))
+
+
+def test_fractional_pooling_draws_from_the_members_key() -> None:
+    x, keys = torch.randn(1, 2, 3, 9, 9).expand(M, -1, -1, -1, -1), torch.tensor([5, 6, 5])
+
+    def pool(x: Tensor, key: Tensor) -> Tensor:
+        with hfta.routed(key):
+            return F.fractional_max_pool2d(x, 2, output_size=4)
+
+    pooled = hfta.vmap(pool)(x, keys)
+    assert torch.equal(pooled[0], pooled[2]) and not torch.equal(pooled[0], pooled[1])
+    torch.testing.assert_close(pooled[1], pool(x[1], keys[1]), rtol=0, atol=0)
+
+
+def test_ctc_in_a_vmap_of_ones_own() -> None:
+    class Recogniser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.loss = nn.Linear(4, 5), nn.CTCLoss()
+
+        def forward(self, x: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+            return self.loss(self.head(x).log_softmax(-1), *targets)
+
+    models = [Recogniser().double() for _ in range(3)]
+    params, _ = hfta.stack_params(models)
+    lengths = torch.tensor([[7, 6], [5, 7], [7, 7]]), torch.tensor([[3, 2], [1, 3], [2, 2]])
+    batch = torch.randn(3, 7, 2, 4).double(), torch.randint(1, 5, (3, 2, 3)), *lengths
+    call = lambda params, *batch: torch.func.functional_call(models[0], params, batch)  # noqa: E731
+    grads, losses = hfta.vmap(torch.func.grad_and_value(call))(params, *batch)
+    for member, model in enumerate(models):
+        loss = model(*(part[member] for part in batch))
+        loss.backward()
+        torch.testing.assert_close(losses[member], loss.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(grads["head.weight"][member], model.head.weight.grad, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,559 @@
+"""The choice of lowerings: every one computes the same, overrides and explanations, and rules that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+
+import hfta_func as hfta
+from hfta_func.rules import _choice, _lowering, conv
+from rule_cases import CONV, RULE_CASES, RuleCase
+from rule_checks import check_against_loop, member_inputs
+
+CONVOLUTION = ("convolution", "convolution_input_grad", "convolution_weight_grad")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in RULE_CASES])
+def test_every_operator_runs_as_a_loop(case: RuleCase) -> None:
+    with hfta.rules.override(all="loop"):
+        check_against_loop(case, (True,) * len(case.make()))
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "channels_last", "matmul", "windows", "loop", "wide"])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CONV])
+def test_every_lowering_of_a_convolution(case: RuleCase, lowering: str) -> None:
+    with hfta.rules.override(conv=lowering):
+        everything = (True,) * len(case.make())
+        check_against_loop(case, everything)
+        # The input alone is shared.
+        check_against_loop(case, (False, *everything[1:]))
+
+
+@pytest.mark.parametrize(
+    ("lowering", "convolutions", "groups"),
+    [
+        *(("grouped", 1, 3), ("channels_last", 1, 3), ("wide", 1, 1), ("loop", 3, 1), ("matmul", 0, None)),
+        *(("windows", 0, None), (None, 1, 3)),
+    ],
+)
+def test_a_forced_lowering_is_what_runs(
+    lowering: str | None, convolutions: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, backward = torch.convolution, torch.ops.aten.convolution_backward.default
+    forwards, backwards = [], []
+
+    def watched(*args):  # type: ignore[no-untyped-def]
+        forwards.append((args[8], args[0].is_contiguous(memory_format=torch.channels_last)))
+        return plain(*args)
+
+    def watched_backward(*args):  # type: ignore[no-untyped-def]
+        backwards.append((args[9], args[1].is_contiguous(memory_format=torch.channels_last)))
+        return backward(*args)
+
+    monkeypatch.setattr(conv, "_plain", watched)
+    monkeypatch.setattr(conv, "_convolution_backward", watched_backward)
+    shared = lowering == "wide"
+    x, weight = torch.randn(*(() if shared else (3,)), 2, 4, 5, 5), torch.randn(3, 6, 4, 3, 3, requires_grad=True)
+    with hfta.rules.override(conv=lowering) if lowering else contextlib.nullcontext():
+        hfta.vmap(torch.conv2d, (None if shared else 0, 0))(x, weight).sum().backward()
+    expected = [(groups, lowering == "channels_last")] * convolutions
+    assert forwards == expected
+    # The gradient of a plain convolution belongs to PyTorch.
+    assert backwards == (expected if lowering in ("channels_last", "loop") else [])
+
+
+@pytest.mark.parametrize("lowering", ["matmul", "windows", "loop"])
+@pytest.mark.parametrize("op", CONVOLUTION)
+def test_directions_of_a_convolution_have_lowerings_of_their_own(op: str, lowering: str) -> None:
+    def func(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.conv2d(x, weight, padding=1)
+
+    inputs = torch.randn(3, 2, 4, 5, 5), torch.randn(3, 6, 4, 3, 3)
+    with hfta.rules.override(**{op: lowering}):
+        choices = {choice.op: choice.lowering for choice in hfta.rules.explain(hfta.vmap(func), *inputs)}
+        check_against_loop(
+            RuleCase("conv2d", func, lambda: (torch.randn(2, 4, 5, 5).double(), torch.randn(6, 4, 3, 3).double())),
+            (True, True),
+        )
+    assert choices.pop(op) == lowering and lowering not in choices.values()
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "channels_last", "matmul", "windows", "loop"])
+def test_second_derivatives_and_tangents_of_every_lowering(lowering: str) -> None:
+    x, weight = torch.randn(2, 1, 2, 4, 4).double(), torch.randn(2, 3, 2, 3, 3).double()
+
+    def func(x: Tensor, weight: Tensor) -> Tensor:
+        return hfta.vmap(lambda x, weight: torch.conv2d(x, weight, padding=1, stride=2).tanh())(x, weight)
+
+    with hfta.rules.override(conv=lowering):
+        x.requires_grad_(), weight.requires_grad_()
+        assert torch.autograd.gradgradcheck(func, (x, weight))
+        _, tangent = torch.func.jvp(func, (x.detach(), weight.detach()), (x.detach(), weight.detach()))
+    _, expected = torch.func.jvp(func, (x.detach(), weight.detach()), (x.detach(), weight.detach()))
+    torch.testing.assert_close(tangent, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("space", "kernel", "stride", "padding", "dilation", "taps"),
+    [
+        ((1, 1), 3, 1, 1, 1, (1, 1)),
+        ((2, 2), 3, 2, 1, 1, (3, 3)),
+        ((2, 1), 3, 1, 1, 1, (3, 3)),
+        ((2, 1), 7, 1, 3, 1, (3, 1)),
+        ((2, 2), 7, 1, 3, 1, (3, 3)),
+        ((1, 1), 3, 1, 2, 2, (1, 1)),
+        ((4, 4), 3, 1, 1, 1, (3, 3)),
+        ((3, 3), 4, 2, 1, 1, (4, 4)),
+        ((1, 1), 3, 1, 2, 1, (3, 3)),
+    ],
+)
+def test_taps_that_see_only_padding_are_left_out(
+    space: tuple[int, int], kernel: int, stride: int, padding: int, dilation: int, taps: tuple[int, int]
+) -> None:
+    def func(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.conv2d(x, weight, stride=stride, padding=padding, dilation=dilation)
+
+    def make() -> tuple[Tensor, Tensor]:
+        return torch.randn(2, 3, *space).double(), torch.randn(4, 3, kernel, kernel).double()
+
+    case = RuleCase("cropped", func, make)
+    check_against_loop(case, (True, True))
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.aten.convolution.default:
+                seen.append(tuple(args[1].shape[2:]))
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), hfta.rules.override(conv="grouped"):
+        hfta.vmap(func)(*member_inputs(case, (True, True)))
+    assert seen == [taps]
+
+
+@pytest.mark.parametrize(
+    ("num_models", "transposed", "size", "expected"),
+    [
+        (2, False, 10, ("loop", "loop", "matmul")),
+        (2, True, 5, ("loop", "loop", "matmul")),
+        (2, False, 18, ("loop", "loop", "loop")),
+        (2, True, 9, ("loop", "loop", "loop")),
+        (1, False, 18, ("grouped", "grouped", "grouped")),
+    ],
+)
+def test_large_filters_stay_in_the_cache(
+    num_models: int, transposed: bool, size: int, expected: tuple[str, str, str]
+) -> None:
+    operator = torch.conv_transpose2d if transposed else torch.conv2d
+
+    def func(x: Tensor, weight: Tensor) -> Tensor:
+        return operator(x, weight, stride=2, padding=1)
+
+    def make() -> tuple[Tensor, Tensor]:
+        return torch.randn(2, 128, size, size).double(), torch.randn(128, 128, 4, 4).double() / 2**5
+
+    case = RuleCase("large", func, make)
+    inputs = [x[:num_models] for x in member_inputs(case, (True, True))]
+    gradients = hfta.vmap(torch.func.grad(lambda *inputs: func(*inputs).sin().sum(), argnums=(0, 1)))
+    chosen = {choice.op: choice.lowering for choice in hfta.rules.explain(gradients, *inputs)}
+    assert tuple(chosen[f"convolution{direction}"] for direction in ("", "_input_grad", "_weight_grad")) == expected
+    check_against_loop(case, (True, True))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.layers = nn.ModuleList([nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.features(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+def _array() -> tuple[hfta.TrainStep, hfta.TrainState, Tensor]:
+    models = [_Model().double() for _ in range(3)]
+    step = hfta.make_train_step(models[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
+    return step, step.init(*hfta.stack_params(models), seeds=[0, 1, 2]), torch.randn(3, 4, 2, 6, 6).double()
+
+
+def _paths(explanation: hfta.rules.Explanation, op: str) -> dict[str, str]:
+    return {choice.module: choice.lowering for choice in explanation if choice.op == op}
+
+
+def test_explain_names_modules_and_reasons() -> None:
+    step, state, x = _array()
+    explanation = hfta.rules.explain(step, state, x)
+    assert set(_paths(explanation, "convolution")) == {"features.0", "layers.0.0", "layers.1.0"}
+    assert set(_paths(explanation, "linear")) == {"head"}
+    text = str(explanation).splitlines()
+    assert text[0].split() == "operator module members shapes of one member (* shared) lowering reason".split()
+    line = next(line for line in text if "features.0" in line)
+    assert "[4, 2, 6, 6], [4, 2, 3, 3]" in line and "group" in line
+    assert all(choice.num_models == 3 and choice.reason for choice in explanation)
+
+
+@pytest.mark.exhaustive
+def test_overrides_of_submodules_reach_eager_and_compiled_steps() -> None:
+    step, state, x = _array()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    expected, _ = step(state, x)
+    compiled(state, x)
+    for modules in ("layers.1", ["features", "layers.0"]):
+        with hfta.rules.override(modules=modules, conv="loop"):
+            eager = hfta.rules.explain(step, state, x)
+            chosen = {path for path, lowering in _paths(eager, "convolution").items() if lowering == "loop"}
+            assert chosen == ({"layers.1.0"} if modules == "layers.1" else {"features.0", "layers.0.0"})
+            before = counter.frame_count
+            recorded = _choice._recorded = _choice.Explanation()
+            try:
+                after, _ = compiled(state, x)
+            finally:
+                _choice._recorded = None
+            assert counter.frame_count == before + 1
+            # The compiler runs rules several times, first to find the shapes and without the modules.
+            assert {c.module for c in recorded if c.lowering == "loop" and c.module} >= chosen
+            for path, param in after.params.items():
+                torch.testing.assert_close(param, expected.params[path], rtol=1e-11, atol=1e-12)
+    before = counter.frame_count
+    compiled(state, x)
+    assert counter.frame_count == before
+
+
+def test_the_latest_override_that_matches_decides() -> None:
+    step, state, x = _array()
+    with hfta.rules.override(all="loop"), hfta.rules.override(modules="layers.0", conv="matmul") as inner:
+        chosen = _paths(hfta.rules.explain(step, state, x), "convolution")
+        assert chosen == {"features.0": "loop", "layers.0.0": "matmul", "layers.1.0": "loop"}
+        inner.remove()
+        assert set(_paths(hfta.rules.explain(step, state, x), "convolution").values()) == {"loop"}
+    assert "loop" not in _paths(hfta.rules.explain(step, state, x), "batch_norm").values()
+
+
+@pytest.mark.parametrize(
+    ("lowerings", "message"),
+    [
+        (
+            {"convolve": "loop"},
+            "no operator or family is called 'convolve'; name an operator, 'all', or one of the families .*'conv'",
+        ),
+        ({"conv": "fast"}, "'conv' has no lowering 'fast'; choose one of .*'grouped'.*'loop'.*'matmul'"),
+        ({}, "override needs at least one lowering; pass for example conv='loop'"),
+    ],
+)
+def test_overrides_that_make_no_sense(lowerings: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hfta.rules.override(**lowerings)
+
+
+def test_the_first_rows_that_match_decide() -> None:
+    for op, rows in _lowering.TABLE.items():
+        assert {row.lowering for row in rows} <= hfta.rules._lowering.known_lowerings(op), op
+        assert all(row.reason and "\n" not in row.reason for row in rows), op
+
+
+def test_install_from_many_threads() -> None:
+    hfta.rules.uninstall()
+    inputs = torch.randn(3, 2, 3, 5, 5), torch.randn(3, 4, 3, 2, 2)
+    results, errors, barrier = [], [], threading.Barrier(8)
+
+    def run() -> None:
+        try:
+            barrier.wait()
+            for _ in range(20):
+                hfta.rules.install()
+                results.append(hfta.vmap(torch.conv2d)(*inputs))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and all(torch.equal(result, results[0]) for result in results)
+    assert hfta.rules.is_installed()
+
+
+def test_uninstall_inside_a_compiled_function() -> None:
+    def func(x: Tensor, weight: Tensor) -> Tensor:
+        y = hfta.vmap(torch.conv2d)(x, weight)
+        hfta.rules.uninstall()
+        return hfta.vmap(torch.relu)(y)
+
+    inputs = torch.randn(3, 2, 3, 5, 5), torch.randn(3, 4, 3, 2, 2)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="rules cannot change inside a graph"):
+        torch.compile(func, fullgraph=True, backend="aot_eager")(*inputs)
+    # Where graphs may break it runs between two of them, and the next use installs again.
+    broken = torch.compile(func, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(broken(*inputs), torch.stack(list(map(torch.conv2d, *inputs))).relu())
+    # A graph keeps the rules that it was compiled with.
+    compiled = torch.compile(hfta.vmap(torch.conv2d), fullgraph=True, backend="aot_eager")
+    before = compiled(*inputs)
+    hfta.rules.uninstall()
+    assert torch.equal(compiled(*inputs), before)
+
+
+_TWO_COPIES = """
+import sys, torch
+import hfta_func as first
+first.rules.install()
+for name in [name for name in sys.modules if name.split(".")[0] == "hfta_func"]:
+    del sys.modules[name]
+import hfta_func as second
+assert second is not first and not second.rules.is_installed()
+calls = []
+for copy in (first, second):
+    rules = copy.rules._registry.RULES
+    def counted(call, *args, rule=rules["convolution"].rule, copy=copy):
+        calls.append(copy)
+        return rule(call, *args)
+    rules["convolution"] = rules["convolution"]._replace(rule=counted)
+first.rules.uninstall()
+first.rules.install()
+second.rules.install()
+inputs = torch.randn(3, 2, 3, 5, 5), torch.randn(3, 4, 3, 2, 2)
+expected = torch.stack(list(map(torch.conv2d, *inputs)))
+for lowering in ("grouped", "matmul"):
+    with second.rules.override(conv=lowering):
+        torch.testing.assert_close(second.vmap(torch.conv2d)(*inputs), expected)
+assert calls == [second, second], "the copy installed last serves"
+second.rules.uninstall()
+with first.rules.override(conv="matmul"):
+    torch.testing.assert_close(first.vmap(torch.conv2d)(*inputs), expected)
+assert calls[2:] == [first], "the earlier copy serves again"
+first.rules.uninstall()
+torch.testing.assert_close(torch.vmap(torch.conv2d)(*inputs), expected)
+assert len(calls) == 3
+"""
+
+
+_UNINSTALLED = """
+import torch
+import hfta_func as hfta
+from hfta_func.rules import _install
+hfta.vmap(torch.sin)(torch.ones(3))
+hfta.rules.uninstall()
+def refused(*args):
+    raise AssertionError("a rule is still in force")
+_install._unwrap = refused
+log_probs, targets = torch.randn(3, 5, 4).log_softmax(-1), torch.randint(0, 4, (3, 5))
+run = torch.compile(torch.func.vmap(torch.nn.functional.nll_loss), fullgraph=True, backend="aot_eager")
+expected = torch.stack(list(map(torch.nn.functional.nll_loss, log_probs, targets)))
+torch.testing.assert_close(run(log_probs, targets), expected)
+"""
+
+
+@pytest.mark.exhaustive
+def test_uninstalled_rules_are_gone_from_compilers() -> None:
+    done = subprocess.run([sys.executable, "-c", _UNINSTALLED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.exhaustive
+def test_two_copies_of_the_package() -> None:
+    done = subprocess.run([sys.executable, "-c", _TWO_COPIES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.exhaustive
+def test_compiled_products_with_one_column_stay_within_their_results():
+    # Inductor's sums for them overwrote the next block of memory.
+    def factory():
+        return nn.Sequential(
+            *(nn.Conv2d(3, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)),
+            *(nn.Conv2d(16, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.2)),
+            nn.Conv2d(32, 1, 4, bias=False),
+        )
+
+    def loss_fn(model, batch):
+        return nn.functional.softplus(-model(batch)).mean()
+
+    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.1))
+    run = torch.compile(step, fullgraph=True, dynamic=False)
+    state = other = step.init(*hfta.init_params(factory, seeds=range(4)), seeds=range(4))
+    for batch in torch.randn(5, 4, 8, 3, 16, 16):
+        state, metrics = run(state, batch)
+        other, expected = step(other, batch)
+        torch.testing.assert_close(metrics["loss"], expected["loss"])
+
+
+@pytest.mark.parametrize("width", [8, 64])
+def test_linear_weights_get_gradients_of_any_size(width: int) -> None:
+    """Small and large layers take different ways, and what large ones get lies in memory as their weights do."""
+    params = [torch.randn(3, *shape, dtype=torch.float64, requires_grad=True) for shape in ((width, width), (width,))]
+    x = torch.randn(3, 5, width, dtype=torch.float64, requires_grad=True)
+    tensors = (x, *params)
+    found = torch.autograd.grad(hfta.vmap(F.linear)(*tensors).sin().sum(), tensors)
+    expected = torch.autograd.grad(
+        torch.stack([F.linear(*own) for own in zip(*tensors, strict=True)]).sin().sum(), tensors
+    )
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    assert found[1].is_contiguous() or width == 8
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "convolution", "convolution_input_grad", "convolution_weight_grad"])
+def test_nothing_large_is_a_loop_when_compiled(op: str) -> None:
+    # A thousand rows, or a thousand images and 2 MB of filters.
+    shapes = ((1 << 10, 1 << 10), (1 << 10,)), ((1 << 10, 1 << 8, 4, 4), (1 << 8, 1 << 8, 3, 3))
+    options = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    own = (shapes[0], ()) if op == "layer_norm" else (shapes[1], options)
+    case = _lowering.Case(op, 4, "cpu", torch.float32, own[0], (False, False), own[1], False, False)
+    for compiling in (False, True):
+        decided = next(row for row in _lowering.TABLE[op] if row.when(case._replace(compiling=compiling)))
+        assert (decided.lowering == "loop") is not compiling
+
+
+@pytest.mark.parametrize("op", CONVOLUTION)
+def test_what_is_small_is_a_product_when_compiled(op: str) -> None:
+    options = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    small = _lowering.Case(
+        op, 4, "cpu", torch.float32, ((8, 16, 8, 8), (16, 16, 3, 3)), (False, False), options, False, True
+    )
+    others = {
+        "not compiled": small._replace(compiling=False),
+        "in many members": small._replace(num_models=64),
+        "in groups": small._replace(shapes=((8, 32, 8, 8), (16, 16, 3, 3)), options=(*options[:-1], 2)),
+        "in lower precision": small._replace(dtype=torch.bfloat16),
+        "on XLA": small._replace(device="xla"),
+    }
+    assert _decided(small) == "windows"
+    assert {name: _decided(case) == "windows" for name, case in others.items()} == dict.fromkeys(others, False)
+
+
+def _decided(case: _lowering.Case) -> str:
+    return next(row for row in _lowering.TABLE[case.op] if row.when(case)).lowering
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape"),
+    [
+        pytest.param(lambda: [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, stride=2)], (3, 9, 8), id="strided"),
+        pytest.param(lambda: [nn.Conv2d(3, 8, (3, 2), dilation=2, padding=1)], (3, 9, 8), id="dilated"),
+        pytest.param(lambda: [nn.Conv2d(3, 8, 3, stride=2, dilation=2)], (3, 9, 8), id="strided and dilated"),
+        pytest.param(
+            lambda: [nn.ConvTranspose2d(3, 6, 4, 2, 1), nn.ConvTranspose2d(6, 2, 3, 3, 1, output_padding=2)],
+            (3, 4, 5),
+            id="transposed",
+        ),
+        pytest.param(lambda: [nn.Conv1d(3, 4, 5, padding=2), nn.ConvTranspose1d(4, 2, 5, 2)], (3, 11), id="sequences"),
+        pytest.param(lambda: [nn.Conv3d(2, 4, 3, stride=(1, 2, 1), padding=1)], (2, 4, 5, 6), id="volumes"),
+    ],
+)
+def test_small_convolutions_of_a_graph(layers: Any, shape: tuple[int, ...]) -> None:
+    torch.compiler.reset()
+    step = hfta.make_train_step(nn.Sequential(*layers()), lambda model, x: model(x).sin().mean(), hfta.sgd(lr=0.1))
+    state = step.init(*hfta.init_params(lambda: nn.Sequential(*layers()), seeds=range(3)), seeds=range(3))
+    batch = torch.randn(3, 2, *shape)
+    run = torch.compile(step, fullgraph=True, dynamic=False)
+    (found, metrics), (code, *_) = run_and_get_code(run, state, batch)
+    with hfta.rules.override(all="loop"):
+        expected, other = step(state, batch)
+    # A filter with stride that is dilated too is PyTorch's.
+    whole = layers()[0].stride != (2, 2) or layers()[0].dilation == (1, 1)
+    assert ("contiguous_convolution" in code or "convolution_backward" in code) is not whole
+    torch.testing.assert_close(metrics["loss"], other["loss"])
+    torch.testing.assert_close(found.params, expected.params)
+
+
+@pytest.mark.parametrize("space", [(1, 1), (6, 6)])
+def test_exported_convolutions_take_any_batch(space: tuple[int, int]) -> None:
+    class Array(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 64, 32, 3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return hfta.vmap(lambda x, weight: torch.conv2d(x, weight, padding=1))(x, self.weight)
+
+    array = Array()
+    sizes = ({1: torch.export.Dim("batch", min=2, max=4096)},)
+    program = torch.export.export(array, (torch.randn(3, 16, 32, *space),), dynamic_shapes=sizes)
+    for batch in (2, 300):
+        x = torch.randn(3, batch, 32, *space)
+        torch.testing.assert_close(program.module()(x), array(x))
+    # What other runtimes know.
+    assert not any("as_strided" in str(node.target) for node in program.graph.nodes)
+
+
+POINTWISE, STRIDED, PADDED, UPWARDS = (
+    ([1], [0], [1], False, [0], 1),
+    ([2, 2], [1, 1], [1, 1], False, [0, 0], 1),
+    ([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    ([2, 2], [1, 1], [1, 1], True, [0, 0], 1),
+)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "options", "forward", "input_grad", "weight_grad"),
+    [
+        pytest.param((64, 128, 512), (1024, 128, 1), POINTWISE, *["sample_matmul"] * 3, id="of points"),
+        pytest.param((64, 64, 8, 8), (64, 64, 3, 3), PADDED, *["grouped"] * 3, id="of images"),
+        pytest.param((64, 128, 4, 4), (256, 128, 3, 3), STRIDED, "grouped", "matmul", "matmul", id="few pixels"),
+        pytest.param((64, 512, 1, 1), (512, 512, 3, 3), PADDED, *["matmul"] * 3, id="one pixel"),
+        pytest.param((64, 512, 4, 4), (512, 512, 3, 3), PADDED, "grouped", "loop", "grouped", id="large filters"),
+        pytest.param((128, 512, 4, 4), (512, 256, 4, 4), UPWARDS, "loop", "grouped", "grouped", id="large, transposed"),
+        pytest.param((128, 3, 64, 64), (64, 3, 4, 4), STRIDED, "grouped", "loop", "loop", id="three channels"),
+        pytest.param((128, 64, 32, 32), (64, 3, 4, 4), UPWARDS, "loop", "grouped", "loop", id="to three channels"),
+    ],
+)
+def test_the_table_of_a_gpu(x: Any, weight: Any, options: Any, forward: str, input_grad: str, weight_grad: str) -> None:
+    """As measured on one, where kernels for convolutions in groups may be missing."""
+    for op, expected in (("", forward), ("_input_grad", input_grad), ("_weight_grad", weight_grad)):
+        op = f"convolution{op}"
+        case = _lowering.Case(op, 8, "cuda", torch.float32, (x, weight), (False, False), options, False, False)
+        assert next(row for row in _lowering.TABLE[op] if row.when(case)).lowering == expected, op
+
+
+@pytest.mark.exhaustive
+def test_compilers_leave_the_layout_of_convolutions_alone() -> None:
+    """Inductor would convert to channels-last and back around convolutions that it knows."""
+    with hfta.rules.override(conv="grouped"):
+        step = hfta.make_train_step(_images(), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
+        state = step.init(*hfta.init_params(_images, seeds=range(3)), seeds=range(3))
+        batch = torch.randn(3, 4, 3, 8, 8)
+        run = torch.compile(step, fullgraph=True, dynamic=False)
+        (found, metrics), (code, *_) = run_and_get_code(run, state, batch)
+        expected, other = step(state, batch)
+    assert "contiguous_convolution" in code
+    assert "extern_kernels.convolution" not in code
+    torch.testing.assert_close(metrics["loss"], other["loss"])
+    torch.testing.assert_close(found.params, expected.params)
+
+
+def _images() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 1, groups=2), nn.ConvTranspose2d(4, 2, 3, 2))
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "twice"])
+def test_compiled_convolutions_have_all_derivatives(order: str) -> None:
+    def value(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.conv2d(x, weight, bias, padding=1).sin().sum()
+
+    def derivative(*args: Tensor) -> Tensor:
+        if order == "forward":
+            return torch.func.jvp(value, args, tuple(x.cos() for x in args))[1]
+        if order == "reverse":
+            return torch.func.grad(value, argnums=(0, 1, 2))(*args)
+        first = torch.func.grad(value, argnums=(0, 1, 2))
+        return torch.func.grad(lambda *own: sum(x.square().sum() for x in first(*own)), argnums=(0, 1, 2))(*args)
+
+    inputs = [torch.randn(3, *shape, dtype=torch.float64) for shape in ((2, 4, 5, 5), (6, 4, 3, 3), (6,))]
+    found = torch.compile(hfta.vmap(derivative), fullgraph=True, backend="aot_eager")(*inputs)
+    torch.testing.assert_close(found, hfta.vmap(derivative)(*inputs))

@@ -1,0 +1,480 @@
+"""Recurrent layers as modules: settings, lowerings, dropout, packed sequences, precisions, training."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import hfta_func as hfta
+from hfta_func import random
+from hfta_func.rules import _registry
+
+# What PyTorch has to say about a projection on the CPU is not this package's concern.
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+
+M, T, N, I, H = 3, 5, 4, 3, 6  # noqa: E741
+LENGTHS = torch.tensor([5, 3, 3, 1])
+
+KINDS = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn_tanh": nn.RNN,
+    "rnn_relu": lambda *args, **kwargs: nn.RNN(*args, nonlinearity="relu", **kwargs),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "deep, both directions": {"num_layers": 2, "bidirectional": True},
+    "batch first, no biases": {"batch_first": True, "bias": False, "num_layers": 2},
+}
+ROWS = [*itertools.product(KINDS, SETTINGS), ("lstm", "projected"), ("lstm", "projected, deep, both directions")]
+SETTINGS["projected"] = {"proj_size": 2}
+SETTINGS["projected, deep, both directions"] = {"proj_size": 2, "num_layers": 2, "bidirectional": True}
+
+
+def layers(kind: str, dtype: torch.dtype = torch.float64, **settings: Any) -> list[nn.Module]:
+    return [KINDS[kind](I, H, **settings).to(dtype) for _ in range(M)]
+
+
+def array_of(modules: list[nn.Module]) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+    """What one member computes, and the members' parameters."""
+    params, _ = hfta.stack_params(modules)
+    apply = hfta.functional(modules[0])
+
+    def member(params: dict[str, Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+        output = apply(params, {}, *args, **kwargs)[0]
+        return optree.tree_leaves(output)
+
+    return member, {path: param.detach().requires_grad_() for path, param in params.items()}
+
+
+def loop(member: Callable[..., Any], params: dict[str, Tensor], *args: Tensor) -> list[Tensor]:
+    members = [member({path: p[i] for path, p in params.items()}, *(x[i] for x in args)) for i in range(M)]
+    return [torch.stack(column) for column in zip(*members, strict=True)]
+
+
+def gradients(outputs: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor, ...]:
+    weights = [torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).reshape(y.shape) for y in outputs]
+    total = sum(((y * y * w).sum().double() for y, w in zip(outputs, weights, strict=True)), torch.zeros(()))
+    return torch.autograd.grad(total, wanted)
+
+
+def compare(member: Callable[..., Any], params: dict[str, Tensor], *args: Tensor, tolerance: float = 1e-11) -> None:
+    """Outputs and gradients of the array are those of the members one by one."""
+    args = tuple(x.detach().requires_grad_() for x in args)
+    wanted = [*args, *params.values()]
+    got, expected = hfta.vmap(member)(params, *args), loop(member, params, *args)
+    assert [y.dtype for y in got] == [y.dtype for y in expected]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    found = gradients(got, wanted), gradients(expected, wanted)
+    torch.testing.assert_close(*found, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("lowering", ["batched", "loop"])
+@pytest.mark.parametrize(("kind", "setting"), ROWS)
+def test_modules(kind: str, setting: str, lowering: str) -> None:
+    member, params = array_of(layers(kind, **SETTINGS[setting]))
+    with hfta.rules.override(recurrent=lowering):
+        compare(member, params, torch.randn(M, T, N, I).double())
+
+
+@pytest.mark.parametrize("lowering", ["batched", "loop"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_in_single_precision(kind: str, lowering: str) -> None:
+    member, params = array_of(layers(kind, torch.float32, num_layers=2))
+    with hfta.rules.override(recurrent=lowering):
+        compare(member, params, torch.randn(M, T, N, I), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_given_and_single_samples(kind: str) -> None:
+    member, params = array_of(layers(kind, num_layers=2))
+
+    def from_states(params: dict[str, Tensor], x: Tensor, h: Tensor, c: Tensor) -> list[Tensor]:
+        return member(params, x, (h, c) if kind == "lstm" else h + 0 * c)
+
+    compare(from_states, params, torch.randn(M, T, N, I).double(), *torch.randn(2, M, 2, N, H).double())
+    compare(from_states, params, torch.randn(M, T, I).double(), *torch.randn(2, M, 2, H).double())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, N, I), (T, 1, I), (1, 1, I), (T, 0, I)])
+def test_extreme_shapes(kind: str, shape: tuple[int, ...]) -> None:
+    member, params = array_of(layers(kind, bidirectional=True))
+    compare(member, params, torch.randn(M, *shape).double())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_steps_at_all(kind: str) -> None:
+    member, params = array_of(layers(kind))
+    with pytest.raises(RuntimeError, match="Expected sequence length to be larger than 0 in RNN"):
+        hfta.vmap(member)(params, torch.randn(M, 0, N, I).double())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cells_as_modules(kind: str) -> None:
+    make = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}.get(kind)
+    modules = [
+        make(I, H).double() if make else nn.RNNCell(I, H, nonlinearity=kind.partition("_")[2]).double()
+        for _ in range(M)
+    ]
+    member, params = array_of(modules)
+    compare(member, params, torch.randn(M, N, I).double())
+    compare(member, params, torch.randn(M, I).double())
+
+
+def packed_member(module: nn.Module, lengths: Tensor, **options: Any) -> Callable[..., Any]:
+    apply = hfta.functional(module)
+
+    def member(params: dict[str, Tensor], x: Tensor, key: Tensor | None = None) -> list[Tensor]:
+        packed = pack_padded_sequence(x, lengths, **options)
+        (output, state), _ = apply(params, {}, packed, key=key)
+        assert isinstance(output, PackedSequence)
+        padded, _ = pad_packed_sequence(
+            output, padding_value=0.5, **{k: options[k] for k in options if k == "batch_first"}
+        )
+        return [padded, *(state if isinstance(state, tuple) else (state,))]
+
+    return member
+
+
+@pytest.mark.parametrize("lowering", ["batched", "loop"])
+@pytest.mark.parametrize(("kind", "setting"), ROWS)
+def test_packed_sequences(kind: str, setting: str, lowering: str) -> None:
+    modules = layers(kind, **SETTINGS[setting])
+    batch_first = {"batch_first": True} if SETTINGS[setting].get("batch_first") else {}
+    _, params = array_of(modules)
+    x = torch.randn(M, *((N, T, I) if batch_first else (T, N, I))).double()
+    with hfta.rules.override(recurrent=lowering):
+        compare(packed_member(modules[0], LENGTHS, **batch_first), params, x)
+        unsorted = packed_member(modules[0], LENGTHS[[2, 0, 3, 1]], enforce_sorted=False, **batch_first)
+        compare(unsorted, params, x)
+
+
+def test_many_gradients_of_packed_data() -> None:
+    x = torch.randn(T, N, 2).double().requires_grad_()
+    data, sizes = pack_padded_sequence(x, LENGTHS)[:2]
+    along = torch.randn(M, *data.shape).double()
+    grads = hfta.vmap(lambda v: torch.autograd.grad(data, x, v, retain_graph=True)[0])(along)
+    expected = [pad_packed_sequence(PackedSequence(v, sizes))[0] for v in along]
+    torch.testing.assert_close(grads, torch.stack(expected), rtol=0, atol=0)
+
+
+def test_lengths_per_member_are_refused() -> None:
+    lengths = LENGTHS.expand(M, N)
+    with pytest.raises(hfta.TraceError, match="each member has its own lengths of packed sequences"):
+        hfta.vmap(lambda x, lengths: torch._VF._pack_padded_sequence(x, lengths, False)[0])(
+            torch.randn(M, T, N, I), lengths
+        )
+    _, params = array_of(layers("gru"))
+    sizes = torch.tensor([4, 3, 3, 1, 1]).expand(M, T)
+    params = {path: p.detach() for path, p in params.items()}
+
+    def packed(params: dict[str, Tensor], x: Tensor, sizes: Tensor) -> Tensor:
+        hx = x.new_zeros(1, N, H)
+        return torch.gru(x, sizes, hx, list(params.values()), True, 1, 0.0, False, False)[0]
+
+    with pytest.raises(hfta.TraceError, match="each member has its own batch_sizes of packed sequences"):
+        hfta.vmap(packed)(params, torch.randn(M, 12, I).double(), sizes)
+
+
+class Deep(nn.Module):
+    """A recurrent layer with dropout, as a function of its input alone."""
+
+    def __init__(self, kind: str, p: float = 0.5, **settings: Any):
+        super().__init__()
+        self.layer = KINDS[kind](I, H, num_layers=3, dropout=p, **settings)
+
+    def forward(self, x: Any) -> list[Tensor]:
+        output, state = self.layer(x)
+        states = state if isinstance(state, tuple) else (state,)
+        return [output.data if isinstance(output, PackedSequence) else output, *states]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_between_layers_is_the_members_own(kind: str, bidirectional: bool, packed: bool) -> None:
+    modules = [Deep(kind, bidirectional=bidirectional).double() for _ in range(M)]
+    params, _ = hfta.stack_params(modules)
+    apply, keys, x = hfta.functional(modules[0]), random.keys([1, 2, 1]), torch.randn(M, T, N, I).double()
+    x[2] = x[0]
+    params = {path: torch.stack((p[0], p[1], p[0])) for path, p in params.items()}
+
+    def member(params: dict[str, Tensor], key: Tensor, x: Tensor) -> list[Tensor]:
+        return apply(params, {}, pack_padded_sequence(x, LENGTHS) if packed else x, key=key)[0]
+
+    got = hfta.vmap(member)(params, keys, x)
+    for i in range(M):
+        own = {path: p[i : i + 1] for path, p in params.items()}
+        alone = hfta.vmap(member)(own, keys[i : i + 1], x[i : i + 1])
+        torch.testing.assert_close([y[0] for y in alone], [y[i] for y in got], rtol=1e-11, atol=1e-11)
+        solo = member({path: p[i] for path, p in params.items()}, keys[i], x[i])
+        torch.testing.assert_close(solo, [y[i] for y in got], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close([y[0] for y in got], [y[2] for y in got], rtol=1e-11, atol=1e-11)
+    other = hfta.vmap(member)(params, random.keys([5, 6, 7]), x)
+    assert (other[0] - got[0]).abs().max() > 1e-3
+
+
+def test_dropout_between_layers_has_rate_and_scale_of_torch() -> None:
+    # With weights that pass on what they get, outputs show the masks of both gaps.
+    module = nn.RNN(64, 64, num_layers=3, dropout=0.25, nonlinearity="relu", bias=False)
+    for path, param in module.named_parameters():
+        nn.init.eye_(param) if "weight_ih" in path else nn.init.zeros_(param)
+    module.requires_grad_(False)
+    params, _ = hfta.stack_params([module] * M)
+    apply = hfta.functional(module)
+    keys, x = random.keys([1, 2, 3]), torch.ones(20, 10, 64)
+    output = hfta.vmap(lambda p, key: apply(p, {}, x, key=key)[0][0])(params, keys)
+    assert output.unique().tolist() == pytest.approx([0.0, 0.75**-2])
+    rates = (output > 0).double().mean((1, 2, 3))
+    torch.testing.assert_close(rates, torch.full((M,), 0.75**2).double(), atol=0.02, rtol=0)
+    for i in range(M):
+        solo = apply({path: p[i] for path, p in params.items()}, {}, x, key=keys[i])[0][0]
+        assert torch.equal(solo > 0, output[i] > 0)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_dropout_draws_nothing(kind: str, p: float) -> None:
+    modules = [Deep(kind, p).double().train(p == 0) for _ in range(M)]
+    member, params = array_of(modules)
+    x, keys = torch.randn(M, T, N, I).double(), random.keys([1, 2, 3])
+    got = hfta.vmap(lambda params, x, key: member(params, x, key=key))(params, x, keys)
+    expected = [torch.stack(column) for column in zip(*(m(y) for m, y in zip(modules, x, strict=True)), strict=True)]
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_dropout_without_a_key_is_refused() -> None:
+    member, params = array_of([Deep("gru") for _ in range(M)])
+    with pytest.raises(hfta.RandomnessError, match=r"torch\.gru draws the dropout between its layers"):
+        hfta.vmap(member)(params, torch.randn(M, T, N, I))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_of_probability_one(kind: str) -> None:
+    modules = [Deep(kind, 1.0).double() for _ in range(M)]
+    member, params = array_of(modules)
+    x, keys = torch.randn(M, T, N, I).double(), random.keys([1, 2, 3])
+    outputs = hfta.vmap(lambda params, x, key: member(params, x, key=key))(params, x, keys)
+    assert all(y.isfinite().all() for y in outputs)
+
+
+def test_shared_weights_join_the_batch() -> None:
+    module = nn.LSTM(I, H, 2, bidirectional=True).double()
+    params = {path: param.detach() for path, param in module.named_parameters()}
+    apply, x = hfta.functional(module), torch.randn(M, T, N, I).double()
+    for member in (lambda x: apply(params, {}, x)[0], lambda x: packed_member(module, LENGTHS)(params, x)):
+        expected = [optree.tree_leaves(member(one)) for one in x]
+        got = optree.tree_leaves(hfta.vmap(member)(x))
+        torch.testing.assert_close(got, [torch.stack(y) for y in zip(*expected, strict=True)], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_per_sample(kind: str) -> None:
+    """The gradient inside vmap, of weights that all members share."""
+    module = KINDS[kind](I, H, 2)
+    params = {path: param.detach() for path, param in module.named_parameters()}
+    apply, x = hfta.functional(module), torch.randn(M, T, N, I)
+    grads = hfta.vmap(torch.func.grad(lambda p, x: apply(p, {}, x)[0][0].square().sum()), in_dims=(None, 0))(params, x)
+    for i in range(M):
+        module.zero_grad()
+        module(x[i])[0].square().sum().backward()
+        for path, param in module.named_parameters():
+            torch.testing.assert_close(grads[path][i], param.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("setting", ["plain", "deep, both directions"])
+def test_second_derivatives(kind: str, setting: str) -> None:
+    """Forward over reverse, reverse over reverse, and autograd twice agree with autograd on the members."""
+    if kind == "rnn_relu":
+        torch.manual_seed(5)
+    member, params = array_of(layers(kind, **SETTINGS[setting]))
+    x = torch.randn(M, T, N, I).double()
+    along = {path: torch.randn_like(p) for path, p in params.items()}
+
+    def total(params: dict[str, Tensor], run: Callable[..., Any]) -> Tensor:
+        return sum((y.sin().sum() for y in run(params, x)), torch.zeros(()).double())
+
+    def slope(params: dict[str, Tensor], run: Callable[..., Any]) -> Tensor:
+        grads = torch.autograd.grad(total(params, run), list(params.values()), create_graph=True)
+        return sum((g * v).sum() for g, v in zip(grads, along.values(), strict=True))  # type: ignore[return-value]
+
+    def in_loop(params: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+        return loop(member, params, x)
+
+    expected = torch.autograd.grad(slope(params, in_loop), list(params.values()))
+    array = hfta.vmap(member)
+    twice = torch.autograd.grad(slope(params, array), list(params.values()))
+    torch.testing.assert_close(twice, expected, rtol=1e-10, atol=1e-10)
+    grad = torch.func.grad(lambda p: total(p, array))
+    plain = {path: p.detach() for path, p in params.items()}
+    forward = torch.func.jvp(grad, (plain,), (along,))[1]
+    torch.testing.assert_close(tuple(forward.values()), expected, rtol=1e-10, atol=1e-10)
+    inner = torch.func.grad(lambda p: sum((grad(p)[path] * along[path]).sum() for path in p))(plain)
+    torch.testing.assert_close(tuple(inner.values()), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("lowering", ["batched", "loop"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_jvp(kind: str, lowering: str) -> None:
+    member, params = array_of(layers(kind, torch.float32))
+    params = {path: p.detach().double() for path, p in params.items()}
+    x = torch.randn(M, T, N, I).double()
+    along = {path: torch.randn_like(p) for path, p in params.items()}
+    with hfta.rules.override(recurrent=lowering):
+        tangents = torch.func.jvp(lambda p: hfta.vmap(member)(p, x), (params,), (along,))[1]
+    step = 1e-6
+    above, below = (loop(member, {path: p + s * along[path] for path, p in params.items()}, x) for s in (step, -step))
+    expected = [(a - b) / (2 * step) for a, b in zip(above, below, strict=True)]
+    torch.testing.assert_close(tangents, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_jvp_of_the_layer_with_a_fused_kernel() -> None:
+    member, params = array_of(layers("lstm", torch.float32, num_layers=2))
+    x, along = torch.randn(2, M, T, N, I)
+    tangents = torch.func.jvp(lambda x: hfta.vmap(member)(params, x), (x,), (along,))[1]
+    double = {path: p.detach().double() for path, p in params.items()}
+    exact = torch.func.jvp(lambda x: hfta.vmap(member)(double, x), (x.double(),), (along.double(),))[1]
+    torch.testing.assert_close(tangents, [y.float() for y in exact], rtol=1e-4, atol=1e-5)
+
+
+def runs_in_bfloat16(layer: nn.Module, x: Tensor) -> bool:
+    """Whether PyTorch has a kernel for it; that of oneDNN needs AVX-512."""
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            layer(x)
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("kind", "setting"), ROWS)
+def test_autocast(kind: str, setting: str) -> None:
+    modules = layers(kind, torch.float32, **SETTINGS[setting])
+    member, params = array_of(modules)
+    x = torch.randn(M, T, N, I, requires_grad=True)
+    members = [] if kind == "lstm" and not runs_in_bfloat16(modules[0], x[0]) else [member]
+    if not SETTINGS[setting].get("batch_first"):
+        members.append(packed_member(modules[0], LENGTHS))
+    if not members:
+        pytest.skip("PyTorch itself does not run it in bfloat16 on this processor")
+    for one in members:
+        results = []
+        for lowering in ("batched", "loop"):
+            with hfta.rules.override(recurrent=lowering), torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs = hfta.vmap(one)(params, x)
+            results.append((outputs, gradients(outputs, [x, *params.values()])))
+        (got, got_grads), (expected, expected_grads) = results
+        assert [y.dtype for y in got] == [y.dtype for y in expected]
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.03)
+        for found, exact in zip(got_grads, expected_grads, strict=True):
+            assert found.dtype == exact.dtype
+            assert (found - exact).norm() <= 0.05 * exact.norm()
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.thirds
+@pytest.mark.parametrize(("kind", "dynamic"), [("lstm", None), ("lstm", True), ("gru", True)])
+def test_under_compile(kind: str, dynamic: bool | None) -> None:
+    modules = [Deep(kind, bidirectional=True) for _ in range(M)]
+    params, _ = hfta.stack_params(modules)
+    apply, keys = hfta.functional(modules[0]), random.keys([1, 2, 3])
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        outputs = hfta.vmap(lambda p, x, key: apply(p, {}, x, key=key)[0])(params, x, keys)
+        return sum(y.square().sum() for y in outputs)  # type: ignore[return-value]
+
+    function = compiled(torch.func.grad_and_value(loss))
+    for size in (4, 7):
+        x = torch.randn(M, 2, size, I)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 2)
+        torch.testing.assert_close(
+            function(params, x), torch.func.grad_and_value(loss)(params, x), rtol=1e-4, atol=1e-4
+        )
+    # What PyTorch's compiler does with recurrent layers elsewhere is as before.
+    assert not torch._dynamo.config.allow_rnn
+
+
+class Classifier(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.layer = KINDS[kind](I, H, num_layers=2, bidirectional=True)
+        self.head = nn.Linear(2 * H, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, _ = self.layer(x)
+        return self.head(output[-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_that_of_torch(kind: str) -> None:
+    models = [Classifier(kind).double() for _ in range(M)]
+    rates = [0.1, 0.2, 0.3]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.cross_entropy(model(inputs), targets)
+
+    step = hfta.make_train_step(models[0], loss_fn, hfta.sgd(lr=rates, momentum=0.9))
+    state = step.init(*hfta.stack_params(models), seeds=[0, 1, 2])
+    optimizers = [torch.optim.SGD(m.parameters(), lr, 0.9) for m, lr in zip(models, rates, strict=True)]
+    for _ in range(10):
+        batch = torch.randn(M, T, N, I).double(), torch.randint(2, (M, N))
+        state, metrics = step(state, batch)
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = loss_fn(model, (batch[0][i], batch[1][i]))
+            loss.backward()
+            optimizer.step()
+            torch.testing.assert_close(metrics["loss"][i], loss.detach(), rtol=1e-10, atol=1e-10)
+    for i, model in enumerate(models):
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(state.params[path][i], param.detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_nan_stays_with_its_member() -> None:
+    member, params = array_of(layers("lstm", num_layers=2))
+    x = torch.randn(M, T, N, I).double()
+    clean = hfta.vmap(member)(params, x)
+    clean_grads = gradients(clean, list(params.values()))
+    x[1, 2, 0, 0] = torch.nan
+    got = hfta.vmap(member)(params, x)
+    grads = gradients(got, list(params.values()))
+    for one, other in zip((*clean, *clean_grads), (*got, *grads), strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[2], other[2])
+
+
+def test_the_table_chooses_by_the_size_of_the_weights() -> None:
+    def lowering(size: int, dtype: torch.dtype = torch.float32) -> str:
+        module = nn.LSTM(I, size, dtype=dtype)
+        params, _ = hfta.stack_params([module] * 16)
+        apply = hfta.functional(module)
+        choices = hfta.rules.explain(
+            hfta.vmap(lambda p, x: apply(p, {}, x)[0][0]), params, torch.randn(16, 2, 2, I, dtype=dtype)
+        )
+        (choice,) = [one for one in choices if one.op == "lstm.input"]
+        return choice.lowering
+
+    assert lowering(16) == "batched" and lowering(128) == "loop" and lowering(128, torch.float64) == "batched"
+    # Every lowering of a recurrent operator is reachable by name.
+    assert all(
+        hfta.rules._lowering.known_lowerings(op) == {"batched", "loop"}
+        for op in _registry.RULES
+        if op.startswith("gru.")
+    )

@@ -1,0 +1,416 @@
+"""Steps that are compiled in another process while they train."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from hfta_func import CompileWarning
+from hfta_func.run import background, compiler, graphs
+from hfta_func.workers import process
+
+M = 3
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+
+def arrayed(loss: Any = loss_fn, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+    step = hfta.make_train_step(make(), loss, hfta.sgd(lr=[0.01, 0.02, 0.03]), **options)
+    return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cache of its own, no patience for being compiled or for what it may cost, and no yielding to other tests."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
+    for name in ("_PATIENCE", "_COMPILING", "_COMPILING_A_LEAF"):
+        monkeypatch.setattr(background, name, 0)
+    monkeypatch.setattr(background, "_FIRST", 1)
+    monkeypatch.setattr(compiler, "Process", lambda *args, low_priority, **options: process.Process(*args, **options))
+    # Steps of tests are too small for a comparison to mean anything.
+    monkeypatch.setattr(background, "_TRIAL", 1_000_000)
+    torch.compiler.reset()
+    yield
+    last = compiler.Compiler._last
+    worker = last() if last is not None else None
+    if worker is not None:
+        worker.end()
+
+
+def the_graph(quick: Any) -> Any:
+    """What becomes of the step for the only shape so far."""
+    return next(iter(quick._shapes.values()), None)
+
+
+def ended(quick: Any) -> bool:
+    """Whether it has been given up."""
+    return bool(quick._shapes) and the_graph(quick)._ended
+
+
+def until(quick: Any, wanted: Any, call: Any, seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not wanted(quick):
+        assert time.monotonic() < end, "nothing came of it"
+        call()
+        time.sleep(0.02)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="False")
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_goes_over_to_a_graph_and_on_with_the_same_results(donate: bool) -> None:
+    step, state = arrayed(donate=donate)
+    other, own = arrayed(donate=donate)
+    quick = hfta.compile(step)
+    done = 0
+
+    def call() -> None:
+        nonlocal state, own, done
+        x = torch.randn(M, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(done))
+        (state, found), (own, expected) = quick(state, x), other(own, x)
+        torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-9, atol=1e-9)
+        done += 1
+
+    until(quick, lambda quick: quick.is_compiled, call)
+    for _ in range(5):
+        call()
+    for one, two in zip(optree.tree_leaves(state), optree.tree_leaves(own), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+    # Another shape is not compiled yet, and nobody waits for it.
+    start = time.monotonic()
+    quick(optree.tree_map(torch.clone, state), torch.ones(M, 2, 4, dtype=torch.float64))
+    assert not quick.is_compiled and time.monotonic() - start < 2
+    call()
+    assert quick.is_compiled
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_on_a_gpu_a_step_in_place_is_replayed(donate: bool) -> None:
+    """Elsewhere the same function runs, without a replay."""
+    (step, state), (_, own) = arrayed(donate=donate), arrayed(donate=donate)
+    chosen = graphs.options(step, state, "cuda")
+    assert chosen == graphs.options(step.many, state, "cuda")
+    assert any("cudagraphs" in name for name in chosen[0]) is donate and chosen[-1] == {}
+    run, tensors = graphs.graph(step, chosen[0]), optree.tree_leaves(state)
+    for number in range(3):
+        x = torch.randn(M, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        (state, found), (own, expected) = run(state, x), step(own, x)
+        torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-9, atol=1e-9)
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9), state, own)
+    same = [a is b for a, b in zip(tensors, optree.tree_leaves(state), strict=True)]
+    assert all(same) is donate
+
+
+def test_the_other_process_says_at_once_that_there_is_a_graph() -> None:
+    worker = compiler.Compiler(*arrayed(), torch.ones(M, 5, 4, dtype=torch.float64))
+    until(worker, lambda worker: worker.answer() is not None, lambda: None)
+    first = worker.answer()
+    assert first is not None and compiler.Compiler.busy()
+    until(worker, lambda _: not compiler.Compiler.busy(), lambda: None)
+    second = worker.answer()
+    assert second is not None and second["options"] == first["options"] and second["seconds"] < first["seconds"]
+
+
+@pytest.mark.exhaustive
+def test_functions_of_a_notebook_are_sent_too() -> None:
+    scale = 2.0
+    step, state = arrayed(lambda model, x: scale * model(x).square().mean())
+    quick = hfta.compile(step)
+    until(quick, lambda quick: quick.is_compiled, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
+
+
+SCALE = 2.0
+
+
+def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"one": 1.0}
+    step, state = arrayed(lambda model, x: SCALE * weights["one"] * model(x).square().mean())
+    batch = torch.ones(M, 5, 4, dtype=torch.float64)
+    run = graphs.graph(step, {"cpp.vec_isa_ok": True})
+    run(state, batch)
+    other = state._replace(params={name: param.float() for name, param in state.params.items()})
+
+    def refused(state: hfta.TrainState, batch: Tensor) -> bool:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            try:
+                run(state, batch)
+            except RuntimeError as error:
+                return "recompile" in str(error)
+        return False
+
+    assert not refused(state, batch)
+    with hfta.rules.override(all="loop"):
+        assert refused(state, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "SCALE", 3.0)
+        assert refused(state, batch)
+    assert refused(other, batch) and refused(state, batch[:, :2]) and not refused(state, batch)
+    weights["one"] = 5.0
+    assert refused(state, batch)
+
+
+def test_a_call_checks_little_of_what_the_graph_rests_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, list[Any]] = {}
+
+    def seen(guards: Any, may_change: Any = graphs.may_change) -> list[bool]:
+        found = may_change(guards)
+        kept["all"] = list(guards)
+        kept["checked"] = [guard for guard, is_kept in zip(guards, found, strict=True) if is_kept]
+        return found
+
+    monkeypatch.setattr(graphs, "may_change", seen)
+    step, state = arrayed()
+    graphs.graph(step, {"cpp.vec_isa_ok": True})(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    tensors = [{g.name for g in kept[which] if g.guard_type == "TENSOR_MATCH"} for which in ("all", "checked")]
+    assert {name for name in tensors[0] if name.startswith("args")} <= tensors[1]
+    assert not any("_forward_hooks" in guard.name and "'model'" in guard.name for guard in kept["checked"])
+    assert len(kept["checked"]) < len(kept["all"]) / 3
+
+
+def test_what_cannot_be_sent_goes_on_eagerly(recwarn: Any) -> None:
+    lock = __import__("threading").Lock()
+    step, state = arrayed(lambda model, x: model(x).square().mean() + 0 * bool(lock))
+    quick = hfta.compile(step)
+    with pytest.warns(
+        CompileWarning, match="cannot be sent to another process, TypeError: cannot pickle '_thread.lock'"
+    ):
+        for _ in range(3):
+            quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    assert not quick.is_compiled
+
+
+@pytest.mark.exhaustive
+def test_what_cannot_be_compiled_goes_on_eagerly_and_says_why() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return model(x).square().mean()
+
+    step, state = arrayed(loss)
+    quick = hfta.compile(step)
+    with pytest.warns(CompileWarning, match="goes on eagerly: Unsupported: .*graph_break") as caught:
+        until(quick, ended, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+
+
+@pytest.mark.exhaustive
+def test_without_a_compiler_one_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho no compiler here >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    step, state = arrayed()
+    quick = hfta.compile(step)
+    with pytest.warns(CompileWarning, match="goes on eagerly") as caught:
+        until(quick, ended, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
+    assert "\n" not in str(caught[0].message)
+
+
+def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "Process", process.Process)
+    step, state = arrayed()
+    quick = hfta.compile(step)
+    for _ in range(2):
+        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    (worker,) = the_graph(quick)._worker._pool._workers
+    # Once it has begun: one that dies while it starts is started again.
+    until(quick, lambda _: the_graph(quick)._worker._pool.busy(), lambda: None)
+    assert os.getpriority(os.PRIO_PROCESS, worker.pid) == 19
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.warns(CompileWarning, match="goes on eagerly: its worker died, worker 0 with status -9"):
+        until(quick, ended, lambda: quick(state, torch.ones(M, 5, 4, dtype=torch.float64)))
+    quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+
+
+@pytest.mark.exhaustive
+def test_a_graph_that_is_not_in_the_cache_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    quick = hfta.compile(step)
+    quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    graph = the_graph(quick)
+    monkeypatch.setattr(graph, "_ask", lambda *args: {"options": {}, "seconds": 0.0})
+    with pytest.warns(CompileWarning, match="LookupError: the graph is not in PyTorch's cache"):
+        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    assert not quick.is_compiled
+
+
+def test_a_slower_graph_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    quick = hfta.compile(step)
+    quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    (graph,) = quick._shapes.values()
+    monkeypatch.setattr(background, "_TRIAL", 3)
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.2)
+        return step(*args)
+
+    graph._run = slow
+    for _ in range(4):
+        quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
+    assert not quick.is_compiled and len(graph._compiled) == 3
+
+
+@pytest.mark.parametrize(("left", "goes"), [(None, False), (10, False), (100_000, True)])
+def test_it_goes_over_where_that_pays(left: int | None, goes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_PATIENCE", 7)
+    monkeypatch.setattr(background, "is_compiler_loaded", lambda: True)
+    graph = background._Graph(lambda *args: None)
+    graph._eager, graph._spent = [0.001], 6.9
+    answer = {"seconds": 1.0}
+    assert graph._pays(answer, left) is goes
+    graph._spent = 7.0
+    assert graph._pays(answer, left) is (goes or left is None)
+    assert not graph._pays({"seconds": 100.0}, left)
+
+
+@pytest.mark.parametrize(("left", "begins"), [(None, False), (25_000, False), (30_000, True)])
+def test_compiling_begins_where_it_may_pay(left: int | None, begins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_COMPILING": 16.0, "_COMPILING_A_LEAF": 1.0, "_FIRST": 3}.items():
+        monkeypatch.setattr(background, name, value)
+    _, state = arrayed()
+    graph = background._Graph(lambda *args: None)
+    # The first step is slow, and says nothing.
+    graph._eager, graph._spent = [1.0], 9.9
+    assert not graph._may_pay(state, left)
+    graph._eager = [1.0, 0.001, 0.001]
+    assert graph._may_pay(state, left) is begins
+    graph._spent = 10.0
+    assert graph._may_pay(state, left) is (begins or left is None)
+
+
+@pytest.fixture
+def two_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_training_lends_a_thread_while_the_other_process_works(
+    monkeypatch: pytest.MonkeyPatch, two_threads: None
+) -> None:
+    seen: list[int] = []
+    graph = background._Graph(lambda *args: seen.append(torch.get_num_threads()))
+    _, state = arrayed()
+    answers = iter([None, None, None, {"seconds": 1.0}])
+    monkeypatch.setattr(graph, "_ask", lambda *args: next(answers))
+    monkeypatch.setattr(graph, "_pays", lambda *args: False)
+    graph._worker = object()  # pyright: ignore
+    for processors, after in ((4, 0.0), (2, 1e9), (2, 0.0), (2, 0.0)):
+        monkeypatch.setattr(background, "cores", lambda count=processors: [*range(count)])
+        monkeypatch.setattr(background, "_COMPILING", after)
+        graph(state, None, None)
+    # With processors to spare; too early; while it waits; with an answer.
+    assert seen == [2, 2, 1, 2] and torch.get_num_threads() == 2
+    # What one thread less takes says nothing about the step.
+    assert len(graph._eager) == 3
+
+
+@pytest.mark.parametrize(("processors", "affords", "yields"), [(2, False, True), (1, False, None), (1, True, False)])
+def test_a_single_processor_is_shared_once_that_pays(
+    processors: int, affords: bool, yields: bool | None, monkeypatch: pytest.MonkeyPatch, two_threads: None
+) -> None:
+    made: list[bool] = []
+
+    class Worker:
+        def __init__(self, *args: Any, yields: bool):
+            made.append(yields)
+
+        @staticmethod
+        def busy() -> bool:
+            return False
+
+    torch.set_num_threads(1)
+    monkeypatch.setattr(background, "Compiler", Worker)
+    monkeypatch.setattr(background, "cores", lambda: [*range(processors)])
+    graph = background._Graph(lambda *args: None)
+    monkeypatch.setattr(graph, "_affords", lambda *args: affords)
+    graph._eager = [0.001]
+    _, state = arrayed()
+    assert graph._ask(state, None, None) is None
+    assert made == ([] if yields is None else [yields])
+
+
+def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    data, asked = torch.randn(20, 4, dtype=torch.float64), []
+
+    def loader() -> hfta.ArrayLoader:
+        return hfta.ArrayLoader(data, 5, seeds=range(M))
+
+    monkeypatch.setattr(background._Graph, "_ask", lambda self, state, batch, left: asked.append(left))
+    compiled = hfta.fit(step, state, loader(), epochs=2, progress=False, compile=True)
+    assert asked == [8, 7, 6, 5, 4, 3, 2, 1]
+    plain = hfta.fit(step, state, loader(), epochs=2, progress=False)
+    assert torch.equal(compiled.history["loss"], plain.history["loss"])
+
+
+def test_bad_input() -> None:
+    step, _ = arrayed()
+    with pytest.raises(TypeError, match="step is a int; pass what make_train_step"):
+        hfta.compile(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="compiled in the background already"):
+        hfta.compile(hfta.compile(step))
+    with pytest.raises(ValueError, match="steps is -1; it must be an integer"):
+        hfta.compile(step, steps=-1)
+
+
+@pytest.mark.exhaustive
+def test_it_is_the_step_to_whoever_asks() -> None:
+    step, state = arrayed()
+    quick = pickle.loads(pickle.dumps(hfta.compile(step, steps=3)))
+    assert quick.trainable == step.trainable and quick.batch_dims == 0
+    assert hfta.plan(quick, state, torch.ones(M, 5, 4, dtype=torch.float64)).num_models >= 1
+
+
+def test_the_other_process_ends_with_this_one(tmp_path: pathlib.Path) -> None:
+    program = f"""
+import sys, time; sys.path[:0] = {sys.path!r}
+import test_background as t, torch, hfta_func as hfta
+t.background._COMPILING = t.background._COMPILING_A_LEAF = 0
+step, state = t.arrayed()
+quick = hfta.compile(step)
+for _ in range(4):
+    quick(state, torch.ones(3, 5, 4, dtype=torch.float64))
+(worker,) = t.the_graph(quick)._worker._pool._workers
+while not worker.pid:
+    time.sleep(0.01)
+print(worker.pid)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout, done.stderr
+    assert not pathlib.Path(f"/proc/{int(done.stdout)}").exists()
+
+
+def test_calls_of_deep_models_are_compiled_apart_from_their_kernels() -> None:
+    def apart(layers: int) -> list[bool | None]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
+        step = hfta.make_train_step(model, lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
+        state = step.init(*hfta.stack_params([model]), seeds=[0])
+        return [found.get("cpp_wrapper_build_separate") for found in graphs.options(step, state, "cpu")]
+
+    # Ways after the first call kernels from Python.
+    assert apart(8) == [False, None, None]
+    assert apart(9) == [True, None, None]

@@ -1,0 +1,263 @@
+"""What is done after every epoch, also by a run that goes on from a file."""
+
+import builtins
+import os
+import sys
+
+import pytest
+import torch
+
+import hfta_func as hfta
+
+SEEDS = [5, 3, 8, 1]
+NAN, INF = float("nan"), float("inf")
+
+
+def factory():
+    return torch.nn.Linear(3, 2)
+
+
+@pytest.fixture
+def run():
+    """``run(table, epochs=..., ...)``: training in which a metric takes given values, ``table[epoch][member]``."""
+    step = hfta.make_train_step(factory(), lambda model, batch: model(batch).square().mean(), hfta.sgd(lr=0.1))
+    first = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
+    batches = list(hfta.ArrayLoader(torch.randn(6, 3), 3, seeds=SEEDS))
+
+    def fit(table, **options):
+        values = torch.tensor(table)
+        states = []
+
+        def evaluate(state):
+            states.append(state)
+            return {"score": values[int(state.step.max()) // 2 - 1], "pair": torch.zeros(4, 2)}
+
+        options = {"epochs": len(table), "progress": False, **options}
+        return *hfta.fit(step, first, batches, evaluate=evaluate, **options), states
+
+    return fit
+
+
+def stopped_after(values, patience, min_delta=0.0):
+    """The epoch after which one member stops, or None: the rule in plain Python."""
+    best, waited = INF, 0
+    for epoch, value in enumerate(values, start=1):
+        if value < best - min_delta:
+            best, waited = value, 0
+        else:
+            waited += 1
+        if waited == patience:
+            return epoch
+    return None
+
+
+CURVES = [
+    [5.0, 4.0, 3.0, 2.0, 1.0, 0.5, 0.2, 0.1],  # always better
+    [5.0, 4.9, 4.8, 4.7, 4.6, 4.5, 4.4, 4.3],  # better by little
+    [5.0, 6.0, 4.0, 4.0, NAN, 3.9, 7.0, 8.0],  # up and down
+    [NAN, INF, INF, 2.0, 2.0, 2.0, 2.0, 1.0],  # no number at first
+]
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3, 4])
+@pytest.mark.parametrize("min_delta", [0.0, 0.25])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_early_stopping(run, tmp_path, patience, min_delta, mode):
+    sign = 1 if mode == "min" else -1
+    table = [[sign * value for value in row] for row in zip(*CURVES, strict=True)]
+    callbacks = [hfta.early_stopping("score", patience, min_delta, mode)]
+    expected = [stopped_after(curve, patience, min_delta) for curve in CURVES]
+    state, _, states = run(table, callbacks=callbacks)
+    assert state.step.tolist() == [2 * (stop or len(table)) for stop in expected]
+    assert state.active.tolist() == [stop is None for stop in expected]
+    for member, stop in enumerate(expected):
+        if stop is not None:
+            assert torch.equal(state.params["weight"][member], states[stop - 1].params["weight"][member])
+    # Nothing is lost where a run is broken off: a new callback sees the old history.
+    for epochs in range(1, len(table) + 1):
+        callbacks = [hfta.early_stopping("score", patience, min_delta, mode)]
+        resumed, *_ = run(table, epochs=epochs, callbacks=callbacks, resume=tmp_path / "run.safetensors")
+    assert torch.equal(resumed.params["weight"], state.params["weight"])
+    assert torch.equal(resumed.active, state.active)
+
+
+def test_a_run_ends_when_all_members_have_stopped(run):
+    _, history, _ = run([[1.0] * 4] * 9, callbacks=[hfta.early_stopping("score", 2)])
+    assert len(history) == 3
+
+
+def test_members_that_were_stopped_stay_so(run):
+    table = [[1.0, 1.0, 1.0, 1.0], [1.0, 0.9, 1.0, 1.0], [0.1, 0.8, 0.1, 0.1], [0.1, 0.7, 0.05, 0.01]]
+    state, *_ = run(table, callbacks=[hfta.early_stopping("score", 1)])
+    assert state.active.tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hfta.early_stopping("loss", 0), "patience is 0; it must be at least 1 epoch"),
+        (lambda: hfta.early_stopping("loss", 1, mode="low"), "mode is 'low'; it must be 'min' or 'max'"),
+        (lambda: hfta.keep_best("best", "loss", "low"), "mode is 'low'; it must be 'min' or 'max'"),
+        (lambda: hfta.keep_checkpoints("runs", keep=0), "keep is 0 and every is 1; both must be at least 1"),
+        (lambda: hfta.keep_checkpoints("runs", every=0), "keep is 3 and every is 0; both must be at least 1"),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: hfta.early_stopping("accuracy", 2), lambda p: hfta.keep_best(p, "accuracy")]
+)
+def test_a_metric_that_is_not_there(run, tmp_path, make):
+    with pytest.raises(KeyError, match="epoch 1 has no metric 'accuracy'; it has loss, finite, score, pair"):
+        run([[1.0] * 4], callbacks=[make(tmp_path / "best")])
+
+
+def test_keep_checkpoints(run, tmp_path):
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    others = ["epoch-000001-best.safetensors", "epoch-0000002.safetensors", "epoch-1.safetensors", "notes.txt"]
+    for other in [*others, "epoch-000077.safetensors"]:
+        (folder / other).touch()
+    (folder / "epoch-000001.safetensors").symlink_to("notes.txt")
+    names = []
+
+    def look(state, history):
+        names.append([n for n in range(1, 77) if (folder / f"epoch-{n:06d}.safetensors").is_file() and n > 1])
+
+    callbacks = [hfta.keep_checkpoints(folder, keep=2, every=2), look]
+    state, _, states = run([[1.0] * 4] * 7, callbacks=callbacks)
+    assert names == [[], [2], [2], [2, 4], [2, 4], [4, 6], [4, 6]]
+    own = [f"epoch-0000{n}.safetensors" for n in ("01", "04", "06", "77")]
+    assert sorted(os.listdir(folder)) == sorted([*others, *own])
+    for epoch in (4, 6):
+        path = folder / f"epoch-{epoch:06d}.safetensors"
+        loaded = hfta.load(path, like=state)
+        assert torch.equal(loaded.params["weight"], states[epoch - 1].params["weight"])
+        assert hfta.read_metadata(path)["metadata"] == {"epoch": epoch}
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_keep_best(run, tmp_path, mode, broken_off):
+    sign = 1 if mode == "min" else -1
+    curves = [[3, 2, 1, 1], [0.1, 2, 3, 4], [NAN, 5, NAN, 4], [NAN, NAN, NAN, NAN]]
+    table = [[sign * float(value) for value in row] for row in zip(*curves, strict=True)]
+    path = tmp_path / "best.safetensors"
+    path.write_bytes(b"of another run")
+    states = []
+    for epochs in range(1, 5) if broken_off else [4]:
+        callbacks = [hfta.keep_best(path, "score", mode)]
+        state, _, new = run(table, epochs=epochs, callbacks=callbacks, resume=tmp_path / "run")
+        states += new
+        # What is there may be ahead of the run: a process that ends here does the epoch once more.
+        if broken_off and epochs == 3:
+            held = path.read_bytes()
+            (tmp_path / "copy").write_bytes((tmp_path / "run").read_bytes())
+    best = [3, 1, 4, 1]
+    loaded = hfta.load(path, like=state)
+    for member, epoch in enumerate(best):
+        for path_, param in loaded.params.items():
+            assert torch.equal(param[member], states[epoch - 1].params[path_][member])
+        assert int(loaded.step[member]) == 2 * epoch
+    record = hfta.read_metadata(path)["metadata"]
+    assert record["epoch"] == best and (record["metric"], record["mode"]) == ("score", mode)
+    assert record["value"][:3] == pytest.approx([sign * 1.0, sign * 0.1, sign * 4.0]) and record["value"][3] == "nan"
+    if broken_off:
+        written = path.read_bytes()
+        assert held != written
+        os.replace(tmp_path / "copy", tmp_path / "run")
+        run(table, callbacks=[hfta.keep_best(path, "score", mode)], resume=tmp_path / "run")
+        assert path.read_bytes() == written
+
+
+def test_checkpoints_after_the_millionth_epoch(run, tmp_path):
+    names = [f"epoch-{epoch}.safetensors" for epoch in (999_998, 999_999, 1_000_000)]
+    for name in names:
+        (tmp_path / name).touch()
+    state, history, _ = run([[1.0] * 4])
+    history.epochs *= 1_000_000
+    hfta.keep_checkpoints(tmp_path, keep=2)(state, history)
+    assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
+
+
+def test_keep_best_refuses_other_files(run, tmp_path):
+    state, history, _ = run([[1.0] * 4] * 2)
+    path = tmp_path / "best.safetensors"
+    for metadata in (
+        {},
+        {"value": [1.0] * 4, "epoch": [1, 2]},
+        {"value": None, "epoch": [1] * 4},
+        {"value": ["a"] * 4},
+    ):
+        hfta.save(state, path, metadata=metadata)
+        with pytest.raises(
+            hfta.CheckpointError, match=r"best.safetensors is not a file of keep_best; pass a file of its"
+        ):
+            hfta.keep_best(path, "score")(state, history)
+
+
+def test_infinite_values_are_compared_after_a_break(run, tmp_path):
+    table = [[INF, -INF, NAN, 1.0], [1.0, 0.0, INF, NAN]]
+    for epochs in (1, 2):
+        run(table, epochs=epochs, callbacks=[hfta.keep_best(tmp_path / "best", "score")], resume=tmp_path / "run")
+    found = hfta.read_metadata(tmp_path / "best")["metadata"]
+    assert found["epoch"] == [2, 1, 2, 1] and found["value"] == [1.0, "-inf", "inf", 1.0]
+
+
+def test_tensorboard(run, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    table = [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
+    run(table, callbacks=[hfta.tensorboard(tmp_path)])
+    events = events.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert {tag.split("/")[0] for tag in events.Tags()["scalars"]} == {"loss", "finite", "score"}
+    for member in range(4):
+        scalars = events.Scalars(f"score/{member}")
+        assert [(event.step, event.value) for event in scalars] == [(1, table[0][member]), (2, table[1][member])]
+
+
+def test_tensorboard_with_a_writer(run):
+    calls = []
+
+    class Writer:
+        def add_scalar(self, *call):
+            calls.append(call)
+
+        def flush(self):
+            calls.append("flush")
+
+    run([[1.0, 2.0, 3.0, 4.0]], callbacks=[hfta.tensorboard(Writer())])
+    assert [call for call in calls if call[0].startswith("score")] == [(f"score/{i}", i + 1.0, 1) for i in range(4)]
+    assert calls[-1] == "flush"
+
+
+def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
+    imported = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.startswith("tensorboard"):
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+        return imported(name, *args, **kwargs)
+
+    for name in [name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ImportError, match=r"^tensorboard is not installed; pip install 'hfta_func\[tensorboard\]'"):
+        hfta.tensorboard(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (4, 2), (4, 4)])
+@pytest.mark.parametrize("make", [lambda path: hfta.early_stopping("m", 1), lambda path: hfta.keep_best(path, "m")])
+def test_a_metric_that_is_not_one_number_per_model(run, tmp_path, make, shape):
+    history = hfta.History(torch.tensor(SEEDS))
+    history.epochs = [{"m": torch.zeros(shape)}]
+    _, _, (state,) = run([[1.0, 2.0, 3.0, 4.0]])
+    path = tmp_path / "best.safetensors"
+    with pytest.raises(
+        ValueError, match=r"metric 'm' has shape \[.*\] per epoch; a callback needs one number per model"
+    ):
+        make(path)(state, history)
+    assert not path.exists()

@@ -1,0 +1,633 @@
+"""The loop: what it records, what it shows, and what callbacks may change."""
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import threading
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hfta_func as hfta
+from hfta_func.files import checkpoint
+
+SEEDS = [5, 3, 8]
+NAN = float("nan")
+
+
+def loss_fn(model, batch):
+    output = model(batch[0])
+    return F.mse_loss(output, batch[1]), {"size": output.abs().mean(), "output": output.mean(0)}
+
+
+@pytest.fixture
+def setting():
+    """A step, its first state, and a loader of three batches."""
+
+    def factory():
+        return torch.nn.Linear(4, 2)
+
+    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=[0.1, 0.2, 0.3]))
+    state = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
+    loader = hfta.ArrayLoader((torch.randn(12, 4), torch.randn(12, 2)), 4, seeds=SEEDS)
+    return step, state, loader
+
+
+def by_hand(step, state, loader, epochs):
+    """The same training without the loop: the last state, and the step's metrics in every epoch."""
+    history = []
+    for epoch in range(epochs):
+        history.append([])
+        for batch in loader.batches(epoch):
+            state, metrics = step(state, batch)
+            history[-1].append(metrics)
+    return state, history
+
+
+def test_state_and_history(setting):
+    step, state, loader = setting
+    before = {path: param.clone() for path, param in state.params.items()}
+    result = hfta.fit(step, state, loader, epochs=3, progress=False)
+    expected, metrics = by_hand(step, state, loader, 3)
+    for path, param in expected.params.items():
+        assert torch.equal(result.state.params[path], param)
+        assert torch.equal(state.params[path], before[path])
+    assert result.state.step.tolist() == [9, 9, 9]
+    assert len(result.history) == 3
+    for name, shape in (("loss", (3, 3)), ("size", (3, 3)), ("finite", (3, 3)), ("output", (3, 3, 2))):
+        means = torch.stack([torch.stack([one[name].float() for one in epoch]).mean(0) for epoch in metrics])
+        assert result.history[name].shape == shape
+        torch.testing.assert_close(result.history[name], means)
+    assert len(set(result.history["loss"].flatten().tolist())) == 9
+
+
+def test_a_second_call_goes_on(setting):
+    step, state, loader = setting
+    expected, _ = by_hand(step, state, loader, 3)
+    state, _ = hfta.fit(step, state, loader, epochs=1, progress=False)
+    state, history = hfta.fit(step, state, loader, epochs=2, progress=False)
+    assert all(torch.equal(state.params[path], param) for path, param in expected.params.items())
+    assert len(history) == 2
+
+
+def test_frame(setting):
+    step, state, loader = setting
+    _, history = hfta.fit(step, state, loader, epochs=2, progress=False)
+    frame = history.frame(lr=[0.1, 0.2, 0.3], name=["a", "b", "c"], width=torch.tensor([1, 2, 3]))
+    assert list(frame.columns) == ["member", "seed", "lr", "name", "width", "epoch", "loss", "finite", "size"]
+    assert frame["member"].tolist() == [0, 1, 2] * 2
+    assert frame["seed"].tolist() == SEEDS * 2
+    assert frame["lr"].tolist() == [0.1, 0.2, 0.3] * 2
+    assert frame["name"].tolist() == ["a", "b", "c"] * 2
+    assert frame["width"].tolist() == [1, 2, 3] * 2
+    assert frame["epoch"].tolist() == [1] * 3 + [2] * 3
+    assert frame["loss"].tolist() == history["loss"].flatten().tolist()
+    assert frame["finite"].tolist() == [1.0] * 6
+    assert frame.index.tolist() == list(range(6))
+
+
+def test_frame_with_a_column_of_another_length(setting):
+    step, state, loader = setting
+    _, history = hfta.fit(step, state, loader, epochs=1, progress=False)
+    with pytest.raises(ValueError, match="column lr has 2 values but the array has 3 models"):
+        history.frame(lr=[0.1, 0.2])
+
+
+def test_frame_without_pandas(setting, monkeypatch):
+    step, state, loader = setting
+    _, history = hfta.fit(step, state, loader, epochs=0, progress=False)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"^pandas is not installed; pip install 'hfta_func\[plot\]'$"):
+        history.frame()
+
+
+def test_frame_before_the_first_epoch(setting):
+    step, state, loader = setting
+    result = hfta.fit(step, state, loader, epochs=0, progress=False)
+    assert len(result.history) == 0
+    assert result.history.frame().empty
+    assert result.state is state
+
+
+def test_evaluate(setting):
+    step, state, loader = setting
+    test = torch.randn(6, 4), torch.randn(6, 2)
+    evaluate = hfta.make_eval_step(
+        torch.nn.Linear(4, 2), lambda model, batch: {"error": F.l1_loss(model(batch[0]), batch[1])}
+    )
+    states = []
+    result = hfta.fit(
+        step,
+        state,
+        loader,
+        epochs=2,
+        evaluate=lambda state: evaluate(state, test),
+        callbacks=[lambda state, history: states.append(state)],
+        progress=False,
+    )
+    assert result.history["error"].shape == (2, 3)
+    for errors, state in zip(result.history["error"], states, strict=True):
+        assert torch.equal(errors, evaluate(state, test)["error"])
+    assert "error" in result.history.frame().columns
+
+
+def test_callbacks(setting):
+    step, state, loader = setting
+    calls = []
+
+    def record(state, history):
+        calls.append((len(history), state.step.tolist(), sorted(history.epochs[-1])))
+
+    def stop_the_second(state, history):
+        if len(history) == 1:
+            return state._replace(active=torch.tensor([True, False, True]))
+
+    result = hfta.fit(step, state, loader, epochs=3, callbacks=[stop_the_second, record], progress=False)
+    names = ["finite", "loss", "output", "size"]
+    assert calls == [(1, [3, 3, 3], names), (2, [6, 3, 6], names), (3, [9, 3, 9], names)]
+    once, _ = by_hand(step, state, loader, 1)
+    thrice, _ = by_hand(step, state, loader, 3)
+    for path, param in result.state.params.items():
+        assert torch.equal(param[1], once.params[path][1])
+        assert torch.equal(param[::2], thrice.params[path][::2])
+
+
+def test_callbacks_see_what_earlier_ones_returned(setting):
+    step, state, loader = setting
+    seen = []
+    hfta.fit(
+        step,
+        state,
+        loader,
+        epochs=1,
+        callbacks=[
+            lambda state, history: hfta.with_hyperparams(state, lr=[1.0, 2.0, 3.0]),
+            lambda state, history: seen.append(state.opt_state.hyperparams["lr"].tolist()),
+        ],
+        progress=False,
+    )
+    assert seen == [[1.0, 2.0, 3.0]]
+
+
+def test_progress_shows_mean_and_spread(setting, capsys):
+    step, state, loader = setting
+    _, history = hfta.fit(step, state, loader, epochs=2)
+    shown = capsys.readouterr().err
+    assert "epoch 2/2" in shown
+    assert "6/6" in shown
+    for name in ("loss", "size"):
+        mean, spread = history[name][-1].mean(), history[name][-1].std(correction=0)
+        assert spread > 0
+        assert f"{name} {mean:.4f} ± {spread:.4f}" in shown
+    assert "output" not in shown and "finite" not in shown
+
+
+def test_progress_names_members_that_are_not_finite(setting, capsys):
+    step, state, _ = setting
+    inputs, targets = torch.randn(3, 4, 4), torch.randn(3, 4, 2)
+    inputs[1, 0, 0] = float("nan")
+    result = hfta.fit(step, state, [(inputs, targets)], epochs=1)
+    assert "1 not finite" in capsys.readouterr().err
+    assert result.history["finite"].tolist() == [[1.0, 0.0, 1.0]]
+    for path, param in result.state.params.items():
+        assert torch.equal(param[1], state.params[path][1])
+        assert not torch.equal(param[0], state.params[path][0])
+
+
+def test_no_progress(setting, capsys):
+    step, state, loader = setting
+    hfta.fit(step, state, loader, epochs=1, progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_loaders_without_a_length(setting):
+    step, state, loader = setting
+
+    class Stream:
+        def __iter__(self):
+            return loader.batches(0)
+
+    result = hfta.fit(step, state, Stream(), epochs=2, progress=False)
+    assert result.state.step.tolist() == [6, 6, 6]
+
+
+@pytest.mark.parametrize("make", [list, lambda: iter(())])
+def test_loader_without_batches(setting, make):
+    step, state, _ = setting
+    with pytest.raises(
+        ValueError, match="the loader has no batch; pass an iterable that yields its batches in every epoch"
+    ):
+        hfta.fit(step, state, make(), epochs=1, progress=False)
+
+
+def test_loader_that_can_be_gone_through_only_once(setting):
+    step, state, loader = setting
+    with pytest.raises(ValueError, match="the loader has no batch"):
+        hfta.fit(step, state, loader.batches(0), epochs=2, progress=False)
+
+
+def test_it_ends_when_no_member_is_active(setting):
+    step, state, loader = setting
+
+    def stop(state, history):
+        return state._replace(active=torch.tensor([len(history) < stop_after for stop_after in (1, 2, 2)]))
+
+    state, history = hfta.fit(step, state, loader, epochs=9, callbacks=[stop], progress=False)
+    assert len(history) == 2 and state.step.tolist() == [3, 6, 6]
+    again = hfta.fit(step, state, loader, epochs=9, progress=False)
+    assert again.state is state and len(again.history) == 0
+
+
+def failing_batches():
+    """Three batches: in the second and third the loss of member 1 is NaN, in the third the gradient of member 2."""
+    batches = [(torch.randn(3, 4, 4), torch.randn(3, 4, 2), torch.ones(3, 2, 4)) for _ in range(3)]
+    for batch in batches[1:]:
+        batch[0][1, 0] = NAN
+    batches[2][2][2] = 0.0
+    return batches
+
+
+def with_penalty(model, batch):
+    inputs, targets, weights = batch
+    return F.mse_loss(model(inputs), targets) + (model.weight * weights).square().sum().sqrt()
+
+
+def test_failures():
+    def factory():
+        return torch.nn.Linear(4, 2)
+
+    step = hfta.make_train_step(factory(), with_penalty, hfta.sgd(lr=0.01))
+    state = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
+    batches = failing_batches()
+    _, history = hfta.fit(step, state, batches, epochs=2, progress=False)
+    assert history.failures == [
+        (1, 3, 1, 1, "loss"),
+        (2, 8, 1, 2, "gradient"),
+        (1, 3, 2, 4, "loss"),
+        (2, 8, 2, 5, "gradient"),
+    ]
+    assert history.failures[0]._fields == ("member", "seed", "epoch", "step", "cause")
+    assert sorted(history.epochs[0]) == ["finite", "loss"]
+    state = state._replace(active=torch.tensor([True, False, True]))
+    _, history = hfta.fit(step, state, batches, epochs=1, progress=False)
+    assert history.failures == [(2, 8, 1, 2, "gradient")]
+    # The step at which a member is frozen counts, those after it do not; the new state may be in the old one's place.
+    step = hfta.make_train_step(factory(), with_penalty, hfta.sgd(lr=0.01), nonfinite="freeze", donate=True)
+    state = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
+    state, history = hfta.fit(step, state, batches, epochs=2, progress=False)
+    assert history.failures == [(1, 3, 1, 1, "loss"), (2, 8, 1, 2, "gradient")]
+    assert state.active.tolist() == [True, False, False]
+
+
+def test_a_loss_scale_that_overflows_is_a_failure():
+    def factory():
+        return torch.nn.Linear(4, 2)
+
+    scale = hfta.LossScale(init_scale=[1.0, 3e38, 1.0])
+    step = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=0.01), loss_scale=scale, batch_dims=None)
+    state = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
+    _, history = hfta.fit(step, state, [(10 * torch.randn(4, 4), torch.randn(4, 2))], epochs=1, progress=False)
+    assert history.failures == [(1, 3, 1, 0, "overflow")]
+
+
+class Breaks:
+    """A step that does something at its ``n``-th call."""
+
+    def __init__(self, step, calls, action):
+        self.step, self.left, self.action = step, calls, action
+
+    def __call__(self, state, batch):
+        self.left -= 1
+        if self.left == 0:
+            self.action()
+        return self.step(state, batch)
+
+
+def press():
+    signal.raise_signal(signal.SIGINT)
+
+
+def same(a, b):
+    """Whether two results are the same to the bit."""
+    assert [list(metrics) for metrics in a.history.epochs] == [list(metrics) for metrics in b.history.epochs]
+    # Compared as bytes, so that one NaN is another.
+    first, second = (
+        optree.tree_map(
+            lambda leaf: (leaf.dtype, leaf.view(torch.uint8).tolist()), (result.state, result.history.epochs)
+        )
+        for result in (a, b)
+    )
+    return first == second and a.history.failures == b.history.failures
+
+
+def anew(loader):
+    return hfta.ArrayLoader(loader.data, 4, seeds=SEEDS)
+
+
+@pytest.mark.parametrize("calls", range(1, 7))
+def test_ctrl_c_ends_the_run_after_the_step_and_it_resumes(setting, tmp_path, calls):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+    handler = signal.getsignal(signal.SIGINT)
+    options = {"epochs": 2, "progress": False}
+    result = hfta.fit(Breaks(step, calls, press), state, loader, resume=path, **options)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert result.state.step.tolist() == [calls] * 3
+    assert len(result.history) == (calls - 1) // 3
+    assert same(result, hfta.fit(None, state, loader, epochs=len(result.history), resume=path, progress=False))
+    result = hfta.fit(step, state, anew(loader), resume=path, **options)
+    assert not result.history.interrupted
+    assert same(result, hfta.fit(step, state, anew(loader), **options))
+    assert os.listdir(tmp_path) == ["run.safetensors"]
+
+
+def test_ctrl_c_without_a_file(setting):
+    step, state, loader = setting
+    result = hfta.fit(Breaks(step, 4, press), state, loader, epochs=9, progress=False)
+    assert result.state.step.tolist() == [4] * 3 and len(result.history) == 1
+    assert result.history.interrupted
+
+
+def test_ctrl_c_during_evaluation_ends_the_run_after_the_epoch(setting, tmp_path):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+
+    def evaluate(state):
+        press()
+        return {}
+
+    result = hfta.fit(step, state, loader, epochs=9, evaluate=evaluate, resume=path, progress=False)
+    assert len(result.history) == 1 and result.state.step.tolist() == [3] * 3
+    assert result.history.interrupted
+    assert hfta.load(path, like=state).step.tolist() == [3] * 3
+
+
+def test_a_second_ctrl_c_interrupts_at_once(setting):
+    step, state, loader = setting
+    handler = signal.getsignal(signal.SIGINT)
+
+    def twice():
+        press()
+        press()
+
+    with pytest.raises(KeyboardInterrupt):
+        hfta.fit(Breaks(step, 4, twice), state, loader, epochs=9, progress=False)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_other_handlers_of_ctrl_c_stay(setting, handler):
+    step, state, loader = setting
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        result = hfta.fit(Breaks(step, 4, press), state, loader, epochs=2, progress=False)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(result.history) == 2
+
+
+def test_other_threads(setting):
+    step, state, loader = setting
+    results = []
+    thread = threading.Thread(target=lambda: results.append(hfta.fit(step, state, loader, epochs=2, progress=False)))
+    thread.start()
+    thread.join()
+    assert same(results[0], hfta.fit(step, state, anew(loader), epochs=2, progress=False))
+
+
+def test_a_finished_run_returns_at_once_and_more_epochs_go_on(setting, tmp_path, capsys):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+    first = hfta.fit(step, state, loader, epochs=2, resume=path, progress=False)
+    for epochs in (2, 1):
+        assert same(first, hfta.fit(None, state, anew(loader), epochs=epochs, resume=path, progress=False))
+    assert not same(
+        first, hfta.fit(step, state, anew(loader), epochs=3, progress=False)._replace(history=first.history)
+    )
+    longer = hfta.fit(step, state, anew(loader), epochs=3, resume=path)
+    assert same(longer, hfta.fit(step, state, anew(loader), epochs=3, progress=False))
+    assert "9/9" in capsys.readouterr().err
+
+
+def test_the_file_is_written_every_so_many_steps(setting, tmp_path):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+    held = []
+
+    class Watched:
+        def __iter__(self):
+            for batch in loader.batches(0):
+                yield batch
+                held.append(int(hfta.load(path, like=state).step[0]) if path.exists() else 0)
+
+    hfta.fit(step, state, Watched(), epochs=2, resume=path, save_every=2, progress=False)
+    assert held == [0, 2, 2, 3, 5, 5]
+
+
+def crash():
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("calls", range(1, 8))
+def test_loaders_that_do_not_tell_their_position_skip_batches(setting, tmp_path, calls):
+    step, state, loader = setting
+    batches = list(loader.batches(0))
+    path = tmp_path / "run.safetensors"
+    options = {"epochs": 2, "resume": path, "save_every": 1, "progress": False}
+    if calls < 7:
+        with pytest.raises(ZeroDivisionError):
+            hfta.fit(Breaks(step, calls, crash), state, batches, **options)
+    result = hfta.fit(step, state, batches, **options)
+    assert same(result, hfta.fit(step, state, batches, epochs=2, progress=False))
+
+
+class Shuffled:
+    """As torchdata's StatefulDataLoader: its position holds the state of a generator."""
+
+    def __init__(self, batches, seed):
+        self.batches, self.order, self.given = batches, torch.Generator().manual_seed(seed), 0
+
+    def __iter__(self):
+        self.start = self.order.get_state()
+        order = torch.randperm(len(self.batches), generator=self.order).tolist()
+        for number in order[self.given :]:
+            self.given += 1
+            yield self.batches[number]
+        self.start, self.given = self.order.get_state(), 0
+
+    def state_dict(self):
+        return {"generator": self.start, "given": self.given, "worker": None}
+
+    def load_state_dict(self, state_dict):
+        self.order.set_state(state_dict["generator"])
+        self.given = state_dict["given"]
+
+
+@pytest.mark.parametrize("calls", [2, 5, 6, 7])
+def test_loaders_whose_position_holds_tensors(setting, tmp_path, calls):
+    step, state, loader = setting
+    batches = [*loader.batches(0), *loader.batches(1)]
+    options = {"epochs": 2, "resume": tmp_path / "run.safetensors", "save_every": 1, "progress": False}
+    with pytest.raises(ZeroDivisionError):
+        hfta.fit(Breaks(step, calls, crash), state, Shuffled(batches, 1), **options)
+    result = hfta.fit(step, state, Shuffled(batches, 2), **options)
+    assert same(result, hfta.fit(step, state, Shuffled(batches, 1), epochs=2, progress=False))
+
+
+def test_loaders_whose_position_cannot_be_kept(setting, tmp_path):
+    step, state, loader = setting
+    shuffled = Shuffled(list(loader.batches(0)), 1)
+    shuffled.state_dict = lambda: {"generator": shuffled.order}
+    with pytest.raises(TypeError, match="a Generator cannot be saved; use numbers, strings, lists, dicts or tensors"):
+        hfta.fit(step, state, shuffled, epochs=1, resume=tmp_path / "run.safetensors", progress=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_failures_and_uneven_metrics_survive(tmp_path):
+    def factory():
+        return torch.nn.Linear(4, 2)
+
+    step = hfta.make_train_step(factory(), with_penalty, hfta.sgd(lr=0.01))
+    state = step.init(*hfta.init_params(factory, SEEDS), seeds=SEEDS)
+    batches = failing_batches()
+
+    def evaluate(state):
+        # Some epochs have a metric that others have not.
+        return {"every other": state.step.double()} if int(state.step[0]) % 2 else {}
+
+    options = {"evaluate": evaluate, "progress": False}
+    path = tmp_path / "run.safetensors"
+    for epochs, calls in itertools.product(range(1, 4), (1, 2, 3)):
+        hfta.fit(Breaks(step, calls, press), state, batches, epochs=epochs, resume=path, save_every=2, **options)
+    result = hfta.fit(step, state, batches, epochs=5, resume=path, **options)
+    assert same(result, hfta.fit(step, state, batches, epochs=5, **options))
+    assert [failure.epoch for failure in result.history.failures] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    with pytest.raises(KeyError, match="epoch 2 has no metric 'every other'; it has loss, finite"):
+        result.history["every other"]
+
+
+def test_files_that_hold_no_such_run(setting, tmp_path):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+    options = {"epochs": 1, "resume": path, "progress": False}
+    hfta.save(state, path)
+    with pytest.raises(hfta.CheckpointError, match=r"run.safetensors holds a state but no run; start from it with fit"):
+        hfta.fit(step, state, loader, **options)
+    path.unlink()
+    hfta.fit(step, state, loader, **options)
+    other = hfta.make_train_step(torch.nn.Linear(4, 2), loss_fn, hfta.sgd(lr=0.1, momentum=0.9))
+    with pytest.raises(hfta.StateError, match=r"does not fit like: 3 paths differ(.|\n)*momentum"):
+        hfta.fit(other, other.init(state.params, seeds=SEEDS), loader, **options)
+    another = state._replace(keys=hfta.random.keys([5, 3, 9]))
+    with pytest.raises(
+        hfta.StateError, match=r"a run with seeds \[5, 3, 8\] but the state has \[5, 3, 9\]; use a file of its own"
+    ):
+        hfta.fit(step, another, loader, **options)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(hfta.CheckpointError, match=r"run\.safetensors is damaged"):
+        hfta.fit(step, state, loader, **options)
+
+
+def spoil(held, *keys, value):
+    for key in keys[:-1]:
+        held = held[key]
+    held[keys[-1]] = value
+
+
+@pytest.mark.parametrize("position", [True, False])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *(
+            [],
+            ["run"],
+            ["run", "history"],
+            ["run", "running"],
+            ["run", "history", "epochs"],
+            ["run", "history", "failures"],
+        ),
+        *(["run", "history", "epochs", 0], ["run", "history", "epochs", 0, 0], ["run", "history", "epochs", 0, 1]),
+        *(["run", "history", "epochs", 0, 1, "loss"], ["run", "running", "batches"], ["run", "running", "sums"]),
+        *(
+            ["run", "running", "sums", "loss"],
+            ["run", "loader"],
+            ["run", "loader", "epoch"],
+            ["run", "loader", "batches"],
+        ),
+    ],
+    ids=lambda keys: ".".join(map(str, keys)) or "all",
+)
+def test_files_whose_run_makes_no_sense(setting, tmp_path, keys, position):
+    step, state, loader = setting
+    path = tmp_path / "run.safetensors"
+    hfta.fit(Breaks(step, 5, press), state, loader, epochs=2, resume=path, progress=False)
+    _, metadata = checkpoint.read(path, state)
+    about = {"metadata": metadata}
+    for value in (-1, 5, "abc", [1], {"a": 1}, {}, [None], True, 1.5):
+        spoil(about, "metadata", *keys, value=value)
+        checkpoint.write(path, state, about["metadata"])
+        # Whatever is not noticed must be as good as what fit writes.
+        with contextlib.suppress(hfta.CheckpointError, hfta.StateError):
+            batches = anew(loader) if position else list(loader.batches(0))
+            _, history = hfta.fit(step, state, batches, epochs=2, resume=path, progress=False)
+            assert len(history) == 2 or value in (5, True), (keys, value)
+
+
+@pytest.mark.parametrize(("resume", "save_every"), [(None, 1), ("run", 0)])
+def test_save_every_needs_a_file_and_a_number(setting, resume, save_every):
+    step, state, loader = setting
+    with pytest.raises(
+        ValueError, match=f"save_every is {save_every} and resume is {resume}; pass at least 1, and a file"
+    ):
+        hfta.fit(step, state, loader, epochs=1, resume=resume, save_every=save_every)
+
+
+def test_loader_whose_only_batch_is_not_full(setting):
+    step, state, _ = setting
+    loader = hfta.ArrayLoader((torch.zeros(2, 3), torch.zeros(2, 2)), 4, seeds=[0, 1, 2], drop_last=True)
+    with pytest.raises(ValueError, match="no larger batch_size than there are rows if it has drop_last"):
+        hfta.fit(step, state, loader, epochs=1, progress=False)
+
+
+@pytest.mark.parametrize("epochs", [-1, 2.5, "3", None])
+def test_epochs_that_are_no_number_of_epochs(setting, epochs):
+    step, state, loader = setting
+    with pytest.raises(ValueError, match=rf"epochs is {epochs!r}; it must be an integer, at least 0"):
+        hfta.fit(step, state, loader, epochs=epochs, progress=False)
+
+
+@pytest.mark.parametrize("metrics", [None, 0.5, {"score": 0.5}])
+def test_evaluation_without_metrics(setting, metrics):
+    step, state, loader = setting
+    with pytest.raises(ValueError, match=r"evaluate returned .*; return a dict of tensors, one number per model each"):
+        hfta.fit(step, state, loader, epochs=1, evaluate=lambda state: metrics, progress=False)
+
+
+def test_evaluation_that_hides_what_the_step_reports(setting):
+    step, state, loader = setting
+    with pytest.raises(ValueError, match="evaluate returned 'loss', which the step reports too; give it another name"):
+        hfta.fit(step, state, loader, epochs=1, evaluate=lambda state: {"loss": torch.zeros(3)}, progress=False)
+
+
+def test_callbacks_that_are_none(setting):
+    step, state, loader = setting
+    with pytest.raises(ValueError, match=r"callbacks is a single function; pass a list of them, \[callback\]"):
+        hfta.fit(step, state, loader, epochs=1, callbacks=lambda state, history: None, progress=False)
+    with pytest.raises(hfta.StateError, match=r"expected a TrainState, .* but got bool"):
+        hfta.fit(step, state, loader, epochs=1, callbacks=[lambda state, history: True], progress=False)
+
+
+def test_training_something_that_is_no_state(setting):
+    step, state, loader = setting
+    with pytest.raises(hfta.StateError, match=r"expected a TrainState, .* but got Stacked"):
+        hfta.fit(step, hfta.Stacked(state.params, state.buffers), loader, epochs=1, progress=False)
+
+
+def test_a_metric_before_the_first_epoch():
+    with pytest.raises(KeyError, match="no metric 'loss', because no epoch has ended"):
+        hfta.History(torch.tensor([1]))["loss"]

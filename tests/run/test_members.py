@@ -1,0 +1,213 @@
+"""Members that a run keeps, drops or adds: each trains, is reported and is given back as it would be alone."""
+
+import pytest
+import torch
+
+import hfta_func as hfta
+from member_runs import DATA, SEEDS, M, Run, assert_same, stop
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_epoch_of_each_member_is_given_back(mode, donate):
+    states = []
+    run = Run(donate=donate)
+    keep = lambda state, history: states.append(hfta.take(state, slice(None)))  # noqa: E731
+    state, history = run.fit(6, keep, stop(e4=[2]), restore_best=("mse", mode))
+    values = history["mse"]
+    best = values.argmin(0) if mode == "min" else values.argmax(0)
+    assert len(set(best.tolist())) > 1 or mode == "max"
+    for member, epoch in enumerate(best.tolist()):
+        assert_same(hfta.take(state.params, member), hfta.take(states[epoch].params, member))
+        assert_same(hfta.take(state.buffers, member), hfta.take(states[epoch].buffers, member))
+    assert_same(run.evaluate(state)["mse"], values.gather(0, best[None])[0])
+    assert state.active.tolist() == [True, True, False, True]
+
+
+def test_the_best_epochs_go_on_where_they_were_left(tmp_path):
+    whole, _ = Run().fit(6, restore_best="mse")
+    path = tmp_path / "run.safetensors"
+    Run().fit(3, restore_best="mse", resume=path)
+    state, _ = Run().fit(6, restore_best="mse", resume=path)
+    assert_same(state.params, whole.params)
+    with pytest.raises(hfta.CheckpointError, match="holds a run that cannot be read"):
+        Run().fit(3, resume=tmp_path / "other.safetensors")
+        Run().fit(6, restore_best="mse", resume=tmp_path / "other.safetensors")
+
+
+@pytest.mark.exhaustive(ids="donate|batches|every")
+@pytest.mark.parametrize("way", ["eager", "donate", "batches", "every step"])
+def test_without_the_inactive_members_the_others_train_the_same(way, tmp_path):
+    plain = Run()
+    expected, reported = plain.fit(7, stop(e2=[0, 2], e5=[3]))
+    run = Run(donate=way == "donate")
+    options = {"resume": tmp_path / "run", "save_every": 1} if way == "every step" else {}
+    sizes = []
+
+    def step(state, batch):
+        sizes.append(hfta.num_models(state.params))
+        return run.step(state, batch)
+
+    step.batch_dims = 0
+    run.loader = [*run.loader] if way == "batches" else run.loader
+    if way == "batches":
+        plain.loader = run.loader
+        expected, reported = plain.fit(7, stop(e2=[0, 2], e5=[3]))
+    seen = []
+    look = lambda state, history: seen.append(hfta.num_models(state))  # noqa: E731
+    state, history = hfta.fit(
+        *(step, run.state, run.loader), epochs=7, evaluate=run.evaluate, callbacks=[stop(e2=[0, 2], e5=[3]), look],
+        progress=False, compact=True, **options,
+    )  # fmt: skip
+    assert sizes == [4] * 6 + [2] * 9 + [1] * 6 and seen == [4] * 7
+    assert_same(state._replace(opt_state=()), expected._replace(opt_state=()))
+    assert_same(history["mse"], reported["mse"])
+    loss, other = history["loss"], reported["loss"]
+    trained = torch.tensor([[True] * 4] * 2 + [[False, True, False, True]] * 3 + [[False, True, False, False]] * 2)
+    assert torch.equal(~loss.isnan(), trained)
+    assert_same(loss[trained], other[trained])
+
+
+@pytest.mark.exhaustive
+def test_a_member_that_is_active_again_trains_again():
+    def back(state, history):
+        active = torch.tensor([True, True, True, True] if len(history) in (1, 4) else [False, True, False, False])
+        return state._replace(active=active)
+
+    expected, _ = Run().fit(6, back)
+    state, history = Run().fit(6, back, compact=True)
+    assert_same(state.params, expected.params)
+    assert history["loss"].isnan().sum(1).tolist() == [0, 0, 3, 3, 0, 3]
+
+
+def test_failures_name_members_of_the_whole_array():
+    def spoil(state, history):
+        if len(history) == 2:
+            state.params["0.weight"][3] = torch.nan
+            return state._replace(active=torch.tensor([False, True, False, True]))
+
+    _, history = Run().fit(4, spoil, compact=True)
+    assert {failure.member for failure in history.failures} == {3}
+    assert {failure.seed for failure in history.failures} == {9}
+
+
+def test_a_run_follows_members_that_are_dropped():
+    def drop(state, history):
+        return hfta.take(state, {2: [3, 0, 1], 4: [1]}[len(history)]) if len(history) in (2, 4) else None
+
+    state, history = Run().fit(6, drop, restore_best="mse")
+    expected, reported = Run([5]).fit(6, restore_best="mse")
+    assert_same(state.params, expected.params)
+    assert_same(history["loss"][:, :1], reported["loss"])
+    assert history["loss"].isnan().sum(0).tolist() == [0, 2, 4, 2]
+    assert history.members.tolist() == [0] and history.seeds.tolist() == SEEDS
+    frame = history.frame(name=list("abcd"))
+    assert len(frame) == 24 and frame[frame.member == 2].loss.count() == 2
+
+
+def test_a_run_follows_members_that_are_added():
+    def grow(state, history):
+        if len(history) == 2:
+            new = [Run([seed]).state for seed in (77, 78)]
+            return hfta.take(hfta.concat([new[0], state, new[1]]), [0, 4, 1, 5])
+        return None
+
+    state, history = Run().fit(5, grow, hfta.early_stopping("mse", patience=3), restore_best="mse")
+    assert history.seeds.tolist() == [*SEEDS, 77, 78] and history.members.tolist() == [4, 3, 0, 5]
+    assert history.since.tolist() == [0, 0, 0, 0, 2, 2] and history["mse"].shape == (5, 6)
+    for place, (seed, epochs) in enumerate([(77, 3), (9, 5), (5, 5), (78, 3)]):
+        expected, reported = Run([seed]).fit(epochs, restore_best="mse")
+        assert_same(hfta.take(state.params, place), expected.params)
+        column = history["mse"][:, history.members[place]]
+        assert column[: 5 - epochs].isnan().all()
+        assert_same(column[5 - epochs :], reported["mse"][:, 0])
+
+
+@pytest.mark.exhaustive
+def test_a_run_whose_members_changed_goes_on_from_its_file(tmp_path):
+    def change(state, history):
+        if len(history) == 2:
+            return hfta.concat([hfta.take(state, [3, 1]), Run([77]).state])
+        return None
+
+    whole, reported = Run().fit(6, change, restore_best="mse")
+    path = tmp_path / "run.safetensors"
+    for epochs in (2, 3, 6):
+        state, history = Run().fit(epochs, change, restore_best="mse", resume=path, save_every=1)
+    assert_same(state.params, whole.params)
+    assert_same(history["mse"], reported["mse"])
+    assert history.members.tolist() == [3, 1, 4]
+    with pytest.raises(hfta.StateError, match="holds a run with seeds"):
+        Run([5, 3, 8, 10]).fit(7, resume=path)
+
+
+def test_loaders_with_rows_of_their_own_follow_too():
+    own = [[0, 1, 2], range(12), [5], range(4, 12)]
+    run, alone = Run(), Run([9])
+    run.loader = hfta.ArrayLoader(DATA, 5, seeds=SEEDS, rows=own)
+    state, _ = run.fit(4, lambda state, history: hfta.take(state, [3]) if len(history) == 2 else None)
+    batches = [batch for epoch in range(4) for batch in run.loader.take([3]).batches(epoch)]
+    alone.loader = batches
+    expected, _ = alone.fit(1)
+    assert_same(state.params, expected.params)
+
+
+def test_plateaus_follow_members():
+    def drop(state, history):
+        return hfta.take(state, [2, 0]) if len(history) == 3 else None
+
+    callback = hfta.schedules.plateau("mse", factor=0.5, patience=0)
+    run, twin = Run(), Run([8, 5])
+    state, _ = run.fit(6, drop, callback)
+    expected, _ = twin.fit(6, callback)
+    assert_same(state.params, expected.params)
+
+
+def test_bad_uses(tmp_path):
+    with pytest.raises(
+        hfta.StateError, match="dropped some of the 2 members with seed 1, and the run cannot tell which"
+    ):
+        Run([1, 1, 2]).fit(2, lambda state, history: hfta.take(state, [1, 2]))
+    with pytest.raises(ValueError, match="mode is 'best'; it must be 'min' or 'max'"):
+        Run().fit(1, restore_best=("mse", "best"))
+    with pytest.raises(KeyError, match="epoch 1 has no metric 'accuracy'; it has"):
+        Run().fit(1, restore_best="accuracy")
+    with pytest.raises(hfta.StateError, match=r"keep_best does not follow members that come or go, so use fit\("):
+        Run().fit(
+            3,
+            hfta.keep_best(tmp_path / "best", "mse"),
+            lambda state, history: hfta.take(state, [1, 2]) if len(history) == 1 else None,
+        )
+    run = Run()
+    run.loader = hfta.ArrayLoader(DATA, 5, seeds=SEEDS, folds=2)
+    with pytest.raises(hfta.HyperparameterError, match="make a loader for them"):
+        run.fit(2, lambda state, history: hfta.concat([state, Run([1]).state]))
+
+
+def test_averages_are_those_of_the_members():
+    state = Run().state
+    weights = torch.tensor([1.0, 2.0, 0.0, 5.0]).double()
+    found = hfta.average(state, weights)
+    for path, leaf in state.params.items():
+        expected = sum(weight * own for weight, own in zip(weights / 8, leaf, strict=True))
+        assert_same(found.params[path], expected.expand(M, *leaf.shape[1:]))
+    assert torch.equal(found.buffers["1.num_batches_tracked"], state.buffers["1.num_batches_tracked"])
+    assert found.opt_state is state.opt_state
+    matrix = torch.rand(M, M).double()
+    mixed = hfta.average(state.params, matrix)
+    for member in range(M):
+        assert_same(hfta.take(mixed, member), hfta.take(hfta.average(state.params, matrix[member]), member))
+    assert_same(hfta.average(state.params), hfta.average(state.params, [3] * M))
+    low = {"a": torch.full((300, 1), 1.0).bfloat16()}
+    assert hfta.average(low)["a"].eq(1).all()
+
+
+def test_a_bad_member_spoils_its_own_averages_only():
+    tree = {"a": torch.tensor([[1.0, 2.0], [float("nan"), 3.0], [5.0, float("inf")]])}
+    assert_same(hfta.average(tree, [1, 0, 0])["a"], tree["a"][:1].expand(3, 2))
+    found = hfta.average(tree, [[1, 0, 0], [1, 1, 0], [1, 0, 1]])["a"]
+    nan = float("nan")
+    assert_same(found, torch.tensor([[1.0, 2.0], [nan, 2.5], [3.0, nan]]))
+    for bad in ([1, 2], [-1, 1, 1], [0, 0, 0], [nan, 1, 1], [[1, 0, 0], [0, 0, 0], [0, 0, 1]], 1.0):
+        with pytest.raises(hfta.HyperparameterError, match="weights"):
+            hfta.average(tree, bad)

@@ -1,0 +1,315 @@
+"""Mixed precision: autocast in the step, a loss scale per member, parameters in bfloat16."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from hfta_func.step.amp import round_stochastically
+from hfta_func.testing import assert_matches_solo
+
+M, N = 3, 8
+NORMS = {
+    "batch": lambda: nn.BatchNorm2d(8),
+    "instance": lambda: nn.InstanceNorm2d(8, affine=True),
+    "group": lambda: nn.GroupNorm(2, 8),
+    "layer": lambda: nn.LayerNorm([8, 4, 4]),
+    "rms": lambda: nn.RMSNorm([8, 4, 4]),
+    "local response": lambda: nn.LocalResponseNorm(2),
+    "none": nn.Identity,
+}
+
+
+def _model(norm: str = "batch") -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), NORMS[norm](), nn.Tanh(), nn.Flatten(), nn.Linear(128, 5))
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def _batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(M, N, 1, 4, 4), torch.randint(5, (M, N))) for _ in range(steps)]
+
+
+def _array(factory: Any = _model, optimizer: Any = None, **options: Any) -> tuple[Any, hfta.TrainStep, hfta.TrainState]:
+    members = [factory() for _ in range(M)]
+    step = hfta.make_train_step(members[0], options.pop("loss", _loss), optimizer or hfta.sgd(lr=0.1), **options)
+    return members, step, step.init(*hfta.stack_params(members), seeds=[5, 6, 7])
+
+
+# PyTorch says so of itself where the member runs alone.
+@pytest.mark.exhaustive(ids="aot_eager")
+@pytest.mark.thirds
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", NORMS)
+def test_autocast_is_that_of_torch(norm: str, dtype: torch.dtype, backend: str | None) -> None:
+    torch._dynamo.reset()
+    # 1.0 is no loss scale.
+    members, step, state = _array(lambda: _model(norm), autocast=dtype, loss_scale=1.0)
+    run = step if backend is None else torch.compile(step, fullgraph=True, backend=backend)
+    (batch,) = _batches(1)
+    state, metrics = run(state, batch)
+    for i, member in enumerate(members):
+        optimizer = torch.optim.SGD(member.parameters(), lr=0.1)
+        with torch.autocast("cpu", dtype=dtype):
+            loss = _loss(member, (batch[0][i], batch[1][i]))
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(metrics["loss"][i], loss.detach().to(metrics["loss"].dtype), rtol=1e-2, atol=1e-3)
+        exact = nn.utils.parameters_to_vector(member.parameters())
+        mine = torch.cat([state.params[path][i].flatten() for path, _ in member.named_parameters()])
+        # One update of a few hundredths, of which a relative 2^-8 is lost.
+        torch.testing.assert_close(mine, exact, rtol=0, atol=2e-3)
+    assert all(param.dtype == torch.float32 for param in state.params.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_members_under_autocast_are_arrays_of_one(dtype: torch.dtype) -> None:
+    _, step, state = _array(autocast=dtype)
+    assert_matches_solo(step, state, _batches(3), rtol=2e-2)
+
+
+def test_defaults_of_a_loss_scale_are_those_of_torch() -> None:
+    theirs = inspect.signature(torch.amp.GradScaler).parameters
+    ours = inspect.signature(hfta.LossScale).parameters
+    assert {name: own.default for name, own in ours.items()} == {name: theirs[name].default for name in ours}
+
+
+def test_evaluation_under_autocast() -> None:
+    def logits(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch)
+
+    members = [_model("none") for _ in range(M)]
+    inputs = torch.randn(N, 1, 4, 4)
+    half = hfta.make_eval_step(members[0], logits, autocast=torch.bfloat16)(hfta.stack_params(members), inputs)
+    assert half["logits"].dtype == torch.bfloat16
+
+
+def _steep(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """A loss whose slope is the batch's own."""
+    return _loss(model, batch[:2]) * batch[2]
+
+
+@pytest.mark.exhaustive(ids="^True")
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_member_has_a_gradient_scaler(compiled: bool, donate: bool) -> None:
+    torch._dynamo.reset()
+    knobs = {
+        "init_scale": [2.0**16, 2.0**10, 2.0**4],
+        "growth_factor": [2.0, 4.0, 2.0],
+        "backoff_factor": [0.5, 0.25, 0.5],
+        "growth_interval": [2, 3, 4],
+    }
+    members, step, state = _array(
+        lambda: _model("none"), loss=_steep, autocast=torch.float16, loss_scale=hfta.LossScale(**knobs), donate=donate
+    )
+    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    scalers = [torch.amp.GradScaler("cpu", **{name: values[i] for name, values in knobs.items()}) for i in range(M)]
+    optimizers = [torch.optim.SGD(member.parameters(), lr=0.1) for member in members]
+    slopes = torch.tensor([[1.0, 1.0, 1.0], [1e6, 1.0, 1.0], [1.0, 1e6, 1.0], [1.0, 1.0, 1.0], [1e4, 1.0, 1e6]])
+    skipped = set()
+    for number, (inputs, targets) in enumerate(_batches(15)):
+        slope = slopes[number % 5]
+        before = optree.tree_map(torch.clone, state)
+        state, metrics = run(state, (inputs, targets, slope))
+        for i, (member, scaler, optimizer) in enumerate(zip(members, scalers, optimizers, strict=True)):
+            assert metrics["loss_scale"][i] == scaler.get_scale()
+            old = [parameter.detach().clone() for parameter in member.parameters()]
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = _steep(member, (inputs[i], targets[i], slope[i]))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            stood_still = all(torch.equal(a, b) for a, b in zip(old, member.parameters(), strict=True))
+            overflow = metrics["failure"][i] == hfta.Failure.OVERFLOW
+            assert overflow == stood_still
+            if overflow:
+                skipped.add(i)
+                assert all(torch.equal(state.params[path][i], before.params[path][i]) for path in state.params)
+            # The next steps start from the same numbers, so that roundings do not grow.
+            with torch.no_grad():
+                for path, parameter in member.named_parameters():
+                    parameter.copy_(state.params[path][i])
+        assert state.loss_scale.scale.tolist() == [scaler.get_scale() for scaler in scalers]
+        assert state.loss_scale.growth_tracker.tolist() == [scaler._get_growth_tracker() for scaler in scalers]
+    assert skipped
+
+
+def test_a_scale_that_is_a_power_of_two_changes_nothing() -> None:
+    members, step, state = _array(lambda: _model("none"))
+    scaled = hfta.make_train_step(members[0], _loss, hfta.sgd(lr=0.1), loss_scale=[2.0, 1024.0, 2.0**-10])
+    other = scaled.init(*hfta.stack_params(members), seeds=[5, 6, 7])
+    for batch in _batches(3):
+        state, plain = step(state, batch)
+        other, metrics = scaled(other, batch)
+        assert torch.equal(plain["loss"], metrics["loss"])
+    assert all(torch.equal(state.params[path], other.params[path]) for path in state.params)
+    assert other.loss_scale.scale.tolist() == [2.0, 1024.0, 2.0**-10]
+
+
+def test_a_gradient_that_fails_at_a_scale_of_one_has_failed() -> None:
+    _, step, state = _array(
+        loss=_steep, autocast=torch.float16, nonfinite="freeze", loss_scale=hfta.LossScale([1.0, 4.0, 4.0])
+    )
+    (batch,) = _batches(1)
+    state, metrics = step(state, (*batch, torch.tensor([float("inf"), float("inf"), 1.0])))
+    # An infinite loss is no matter of scale.
+    assert metrics["failure"].tolist() == [hfta.Failure.LOSS, hfta.Failure.LOSS, hfta.Failure.NONE]
+    _, step, state = _array(
+        loss=_root, autocast=torch.float16, nonfinite="freeze", loss_scale=hfta.LossScale([1.0, 4.0, 4.0])
+    )
+    state, metrics = step(state, torch.tensor([0.0, 0.0, 1.0]))
+    assert metrics["failure"].tolist() == [hfta.Failure.GRADIENT, hfta.Failure.OVERFLOW, hfta.Failure.NONE]
+    assert state.active.tolist() == [False, True, True]
+    assert state.loss_scale.scale.tolist() == [1.0, 2.0, 4.0]
+
+
+def _root(model: nn.Module, x: Tensor) -> Tensor:
+    """A finite loss whose gradient is infinite at 0."""
+    weight = next(model.parameters())
+    return (weight * x).abs().sum().float().sqrt()
+
+
+def test_float16_has_a_loss_scale_unless_told_otherwise() -> None:
+    assert _array(autocast=torch.float16)[2].loss_scale.scale.tolist() == [2.0**16] * M
+    assert _array(autocast=torch.bfloat16)[2].loss_scale == ()
+    assert _array()[2].loss_scale == ()
+
+
+def test_scales_follow_their_members() -> None:
+    _, _, state = _array(autocast=torch.float16, loss_scale=hfta.LossScale([2.0, 4.0, 8.0], growth_interval=[1, 2, 3]))
+    chosen = hfta.take(state, [2, 0])
+    assert chosen.loss_scale.scale.tolist() == [8.0, 2.0]
+    assert chosen.loss_scale.hyperparams["growth_interval"].tolist() == [3.0, 1.0]
+    changed = hfta.with_hyperparams(state, growth_interval=5)
+    assert changed.loss_scale.hyperparams["growth_interval"].tolist() == [5.0] * M
+
+
+def test_states_with_and_without_a_scale_do_not_mix() -> None:
+    _, plain, state = _array()
+    _, scaled, other = _array(loss_scale=4.0)
+    (batch,) = _batches(1)
+    with pytest.raises(hfta.StateError, match=r"the state has no loss scale but this step needs one"):
+        scaled(state, batch)
+    with pytest.raises(hfta.StateError, match=r"the state has a loss scale but this step needs none"):
+        plain(other, batch)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"init_scale": 0.0}, "init_scale is 0.0; it must be positive"),
+        ({"growth_factor": [2.0, 0.5]}, "model 1: growth_factor is 0.5; it must be at least 1"),
+        ({"backoff_factor": 2.0}, "backoff_factor is 2.0; it must be"),
+        ({"growth_interval": 0}, "growth_interval is 0.0; it must be at least 1"),
+    ],
+)
+def test_numbers_out_of_range(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(hfta.HyperparameterError, match=message):
+        hfta.LossScale(**knobs)
+
+
+def test_scales_of_the_wrong_length() -> None:
+    with pytest.raises(hfta.HyperparameterError, match="init_scale has 2 values but the array has 3 models"):
+        _array(loss_scale=[1.0, 2.0])
+
+
+def test_rounding_is_right_on_average() -> None:
+    keys = hfta.random.keys(range(M))
+    values = torch.tensor([1.0, 1.0 + 2**-9, -1.0 - 2**-8, 3.14159, 1e-30, 0.0, float("inf"), float("nan")])
+    wide = {"w": values.repeat(20000).expand(M, -1).contiguous()}
+    rounded = round_stochastically(keys, torch.zeros_like(keys), wide, {"w": wide["w"].bfloat16()})["w"]
+    draws = rounded.float().reshape(M, 20000, 8)
+    exact = values.bfloat16().float() == values
+    assert torch.equal(draws[..., exact], values[exact].expand(M, 20000, -1))
+    assert draws[..., 7].isnan().all()
+    mean = draws[..., :6].double().mean(1)
+    # The standard error of a mean of 20000 draws from two neighbours is at most 2^-8 / (2 sqrt(20000)) of the value.
+    torch.testing.assert_close(mean, values[:6].double().expand(M, -1), rtol=6 * 2**-8 / 2 / 20000**0.5, atol=0)
+    assert not torch.equal(draws[0, :, 1], draws[1, :, 1])
+
+
+@pytest.mark.exhaustive(ids="True")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parameters_in_bfloat16_take_small_steps(compiled: bool) -> None:
+    torch._dynamo.reset()
+
+    def factory() -> nn.Module:
+        layer = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
+        nn.init.ones_(layer.weight)
+        return layer
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model.weight.float().sum()
+
+    options = {"loss": loss, "optimizer": hfta.sgd(lr=2.0**-14, momentum=[0.0, 0.0, 0.0])}
+    final = {}
+    for stochastic in (False, True):
+        _, step, state = _array(factory, stochastic_rounding=stochastic, **options)
+        run = torch.compile(step, fullgraph=True) if compiled else step
+        for _ in range(64):
+            state, _ = run(state, torch.zeros(M, 1))
+        final[stochastic] = state
+    # 64 steps of 2^-14, each a 64th of the distance between numbers below 1.
+    assert (final[False].params["weight"] == 1).all()
+    assert final[True].params["weight"].dtype == torch.bfloat16
+    torch.testing.assert_close(
+        final[True].params["weight"].double().mean((1, 2)), torch.full((M,), 1 - 2.0**-8).double(), rtol=0, atol=2e-3
+    )
+    assert final[True].opt_state.momentum["weight"].dtype == torch.float32
+
+
+def test_rounded_members_are_arrays_of_one() -> None:
+    def factory() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, 5)).bfloat16()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
+
+    _, step, state = _array(factory, loss=loss, optimizer=hfta.adam(lr=1e-2), stochastic_rounding=True)
+    assert all(leaf.dtype != torch.bfloat16 for leaf in optree.tree_leaves(state.opt_state))
+    assert_matches_solo(step, state, _batches(3), rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"autocast": torch.float32}, "autocast is torch.float32; it must be torch.bfloat16, torch.float16, or None"),
+        (
+            {"stochastic_rounding": True},
+            "stochastic_rounding is for bfloat16 parameters, and this model has none",
+        ),
+        ({"nonfinite": "ignore"}, "nonfinite is 'ignore'; it must be 'skip', 'freeze' or 'raise'"),
+    ],
+)
+def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _array(**options)
+
+
+def test_members_that_stand_still_keep_what_is_rounded() -> None:
+    def factory() -> nn.Module:
+        return nn.Linear(4, 2).bfloat16()
+
+    step = hfta.make_train_step(
+        factory(), lambda model, x: model(x).float().square().mean(), hfta.adam(lr=0.1), stochastic_rounding=True
+    )
+    state = step.init(*hfta.init_params(factory, seeds=range(3)), seeds=range(3))
+    state = state._replace(active=torch.tensor([True, False, True]))
+    after, _ = step(state, torch.ones(3, 5, 4, dtype=torch.bfloat16))
+    for part in ("params", "opt_state"):
+        for one, two in zip(*(optree.tree_leaves(getattr(x, part)) for x in (state, after)), strict=True):
+            assert torch.equal(one[1], two[1])
+    assert not torch.equal(after.params["weight"][0], state.params["weight"][0])

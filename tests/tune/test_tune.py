@@ -1,0 +1,794 @@
+"""Studies: a trial gives the same result whatever trains beside it, and nothing is lost when a study is broken off."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import pathlib
+import random
+import signal
+import sqlite3
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+import hfta_func as hfta
+
+optuna = pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]'")
+from optuna.distributions import CategoricalDistribution, FloatDistribution  # noqa: E402
+
+from hfta_func import tune  # noqa: E402
+from hfta_func.tune import folder  # noqa: E402
+from studies import SCHEDULERS, SPACE, STUDY, Net, X, Y, build, error, loss_fn, told  # noqa: E402
+
+FLAT = {name: SPACE[name] for name in ("lr", "momentum")}
+SIX = STUDY | {"nonfusible": (), "trials": 6, "epochs": 1, "max_models": 8}
+
+
+@pytest.mark.exhaustive(ids="median|population")
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_results_are_the_same_however_trials_are_packed(scheduler: str) -> None:
+    alone = tune.run(build, SPACE, scheduler=SCHEDULERS[scheduler], batch=11, max_models=1, **STUDY)
+    assert len(alone.trials) == 11 and not any(trial.status == "running" for trial in alone.trials)
+    for size in (3, 16):
+        array = tune.run(build, SPACE, scheduler=SCHEDULERS[scheduler], batch=11, max_models=size, **STUDY)
+        if scheduler == "asynchronous":
+            # Who goes on depends on who came first, but never on what a trial does.
+            values = [dict(enumerate(trial.values)) for trial in alone.trials]
+            for trial, expected in zip(array.trials, values, strict=True):
+                for rung, value in enumerate(trial.values):
+                    assert value == pytest.approx(expected.get(rung, value), rel=1e-9)
+        else:
+            assert told(array) == told(alone)
+            assert array.best.number == alone.best.number
+            mine, other = (study.state(study.best.number).params for study in (array, alone))
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+def by_hand(config: Mapping[str, Any], epochs: int) -> float:
+    """What plain PyTorch makes of a configuration without noise."""
+    found = build({"width": config["width"]}, {name: [value] for name, value in config.items() if name != "width"})
+    _, history = hfta.fit(found.step, found.state, found.loader, epochs=epochs, evaluate=found.evaluate, progress=False)
+    return float(history["error"][-1, 0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", ["SamplerSession", "Study", "Status"])
+def test_ctrl_c_while_a_study_is_set_up_ends_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, where: str
+) -> None:
+    module = sys.modules["hfta_func.tune.run"]
+    made = getattr(module, where)
+
+    def pressed(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return made(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, where, pressed)
+        study = tune.run(build, FLAT, resume=tmp_path / "study", **SIX)
+    assert study.interrupted and not study.trials
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert told(tune.run(build, FLAT, resume=tmp_path / "study", **SIX)) == told(tune.run(build, FLAT, **SIX))
+
+
+def test_hyperband_finds_the_winner_of_hfht() -> None:
+    study = tune.run(build, SPACE, scheduler=tune.hyperband(), max_models=8, **STUDY | {"trials": 0})
+    assert len(study.trials) == 9 + 5 + 3
+    # HFHT trains the survivors of every rung again from the start.
+    start, winners = 0, {}
+    for count, rungs in ((9, (1, 3, 9)), (5, (3, 9)), (3, (9,))):
+        left = list(range(start, start + count))
+        start += count
+        for place, rung in enumerate(rungs):
+            values = {number: by_hand({**study.trials[number].params, "seed": 0}, rung) for number in left}
+            left = sorted(left, key=values.__getitem__)
+            left = left[: max(1, len(left) // 3)] if place + 1 < len(rungs) else left
+        winners |= {number: values[number] for number in left}
+    assert {trial.number for trial in study.trials if trial.status == "complete"} == set(winners)
+    assert study.best.number == min(winners, key=winners.__getitem__)
+    assert study.best.values[-1][0] == pytest.approx(min(winners.values()), rel=1e-9)
+    frame = study.frame()
+    assert list(frame.trial) == list(range(17)) and (frame.seconds > 0).all()
+    assert study.optuna.best_trial.number == study.best.number
+
+
+class Killed(BaseException):
+    """Ends a study without any of its handlers."""
+
+
+@pytest.mark.exhaustive(ids="halving|population|median|none")
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_study_that_is_killed_goes_on(
+    scheduler: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = {"halving": lambda: optuna.samplers.TPESampler(seed=3, n_startup_trials=2, constant_liar=True)}.get(
+        scheduler, lambda: None
+    )
+    options = STUDY | {"scheduler": SCHEDULERS[scheduler], "max_models": 4}
+    expected = tune.run(build, SPACE, sampler=sampler(), **options)
+    calls, draws = 0, random.Random(1)
+    wait = 0
+
+    def killing(kind: Any, name: str) -> None:
+        inner = getattr(kind, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls, wait
+            wait -= 1
+            if wait == 0:
+                calls += 1
+                raise Killed
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, call)
+
+    for kind, name in (
+        (hfta, "save"), (hfta, "fit"), (folder.atomic, "replacing"), (folder.os, "remove"),
+        (optuna.study.Study, "add_trial"), (optuna.study.Study, "tell"), (optuna.trial.Trial, "report"),
+    ):  # fmt: skip
+        killing(kind, name)
+    storage = f"sqlite:///{tmp_path}/study.db"
+    while True:
+        wait = draws.randrange(1, 60)
+        try:
+            study = tune.run(
+                build, SPACE, sampler=sampler(), storage=storage, name="study", resume=tmp_path / "study", **options
+            )
+            break
+        except Killed:
+            pass
+    monkeypatch.undo()
+    assert calls >= 2
+    assert [(t.params, t.status, t.values) for t in study.trials] == [
+        (t.params, t.status, t.values) for t in expected.trials
+    ]
+    for mine, other in zip(
+        study.state(study.best.number).params.values(),
+        expected.state(expected.best.number).params.values(),
+        strict=True,
+    ):
+        assert torch.equal(mine, other)
+    shown = optuna.load_study(storage=storage, study_name="study").trials
+    # Optuna keeps what was asked for; who copies others goes on with something else.
+    assert [trial.user_attrs.get("params", trial.params) for trial in shown] == [t.params for t in expected.trials]
+    assert [trial.params for trial in shown] == [trial.params for trial in expected.optuna.trials]
+    states = {"complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL"}
+    assert [trial.state.name for trial in shown] == [states[trial.status] for trial in expected.trials]
+    assert [trial.values for trial in shown if trial.state.name == "COMPLETE"] == [
+        list(trial.values[-1]) for trial in expected.trials if trial.status == "complete"
+    ]
+    # What is left are the states that the index names.
+    index = json.loads((tmp_path / "study" / "members.json").read_bytes())
+    named = {block["file"] for group in index["groups"] for block in group["blocks"]}
+    assert named == {path.name for path in (tmp_path / "study").glob("*.safetensors")}
+
+
+def test_another_study_is_refused(tmp_path: pathlib.Path) -> None:
+    storage, folder = f"sqlite:///{tmp_path}/study.db", tmp_path / "study"
+    options = STUDY | {"trials": 3, "epochs": 1, "max_models": 4}
+    tune.run(build, SPACE, storage=storage, name="study", resume=folder, **options)
+    with pytest.raises(ValueError, match="holds a study whose trials is 3, not 4; pass another folder, or"):
+        tune.run(build, SPACE, resume=folder, **options | {"trials": 4})
+    other = SPACE | {"lr": FloatDistribution(1e-3, 0.3)}
+    with pytest.raises(ValueError, match=r"holds a study whose space is .*; pass another folder"):
+        tune.run(build, other, resume=folder, **options)
+    with pytest.raises(ValueError, match="the storage has another study 'study', whose space is"):
+        tune.run(build, other, storage=storage, name="study", **options)
+    with pytest.raises(ValueError, match="a storage keeps studies by name; pass name="):
+        tune.run(build, SPACE, storage=storage, **options)
+
+
+def test_a_trial_that_raises_fails_alone() -> None:
+    def failing(model: nn.Module, batch: Any, hparams: Any) -> Tensor:
+        if (hparams["power"] > 2).item():
+            raise RuntimeError("power is above 2")
+        return loss_fn(model, batch)
+
+    def build_failing(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        if any(width > 5 for width in members["width"]):
+            raise ValueError("no width above 5")
+        seeds = members["seed"]
+        step = hfta.make_train_step(Net(4).double(), failing, hfta.sgd(lr=0.1), chunk_size=1)
+        params = hfta.init_params(lambda: Net(4).double(), seeds)
+        state = step.init(*params, seeds=seeds, hparams={"power": members["power"]})
+        return tune.Array(step, state, hfta.ArrayLoader((X, Y), 16, seeds=seeds))
+
+    table = {"power": [1.0, 3.0, 2.0, 1.0, 1.0], "width": [4, 4, 4, 6, 4]}
+    population = tune.population(build_failing, table, max_models=8)
+    population.fit(2)
+    assert [member.status for member in population.members] == ["alive", "failed", "alive", "failed", "alive"]
+    assert "power is above 2" in (population.members[1].error or "")
+    assert population.members[3].error == "ValueError: no width above 5"
+    assert [member.epoch for member in population.members] == [2, 0, 2, 0, 2]
+    alone = tune.population(build_failing, [{"power": 2.0, "width": 4}], max_models=1)
+    alone.fit(2)
+    assert alone.members[0].metrics[-1]["loss"] == pytest.approx(population.members[2].metrics[-1]["loss"])
+    with pytest.raises(ValueError, match="no width above 5"):
+        population.add([{"power": 1.0, "width": 7}])
+
+
+def test_values_that_are_not_finite_lose() -> None:
+    def metric(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        found = error(model, batch)["error"]
+        return {"error": torch.where(found > 0.47, torch.nan, found)}
+
+    def build_nan(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+        evaluate = hfta.make_eval_step(Net(fixed["width"]).double(), metric, batch_dims=None)
+        return found._replace(evaluate=lambda state: evaluate(state, (X, Y)))
+
+    study = tune.run(build_nan, SPACE, scheduler=tune.halving(), max_models=16, **STUDY)
+    first = [trial.values[0][0] for trial in study.trials]
+    assert sum(map(math.isnan, first)) >= 3
+    going = [trial.number for trial in study.trials if len(trial.values) > 1]
+    assert going and not any(math.isnan(first[number]) for number in going)
+    study = tune.run(build_nan, SPACE, max_models=16, **STUDY | {"epochs": 1})
+    lost = [trial for trial in study.trials if math.isnan(trial.values[0][0])]
+    assert lost and all(trial.status == "failed" for trial in lost)
+    assert lost[0].error == "error is nan after epoch 1"
+    assert {t.state.name for t in study.optuna.trials} == {"FAIL", "COMPLETE"}
+
+
+def test_seeds_are_paired_and_ranked() -> None:
+    options = STUDY | {"trials": 4, "epochs": 2, "seed": 5}
+    study = tune.run(build, SPACE, seeds=3, max_models=6, **options)
+    for trial in study.trials:
+        members = [study.population.members[member] for member in trial.members]
+        assert [member.config["seed"] for member in members] == [5, 6, 7]
+        values = torch.tensor([member.value("error") for member in members], dtype=torch.float64)
+        assert trial.values[-1][0] == pytest.approx(float(values.mean()))
+    assert hfta.num_models(study.state(0)) == 3
+    lower = tune.run(build, SPACE, seeds=3, rank="lower", max_models=6, **options)
+    for trial, plain in zip(lower.trials, study.trials, strict=True):
+        # Small values are better, so the cautious end of the interval is the upper one.
+        assert trial.values[-1][0] > plain.values[-1][0]
+
+
+def test_trials_are_ranked_by_pairs_of_seeds() -> None:
+    """Of two that lose as much on average, the one that loses with every seed is worse."""
+    noise = {0: [0.0, 0.0, 0.0], 1: [0.1, 0.1, 0.101], 2: [0.0, 0.301, 0.0], 3: [1.0, 1.0, 1.1]}
+
+    def metric(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"error": model.weight.sum()}
+
+    def build_fixed(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        model = nn.Linear(1, 1, bias=False).double()
+        rows = [noise[kind][seed] for kind, seed in zip(members["kind"], members["seed"], strict=True)]
+        step = hfta.make_train_step(model, lambda model, batch: 0 * model(batch).sum(), hfta.sgd(lr=0.0))
+        params = {"weight": torch.tensor(rows, dtype=torch.float64)[:, None, None]}
+        state = step.init(params, {}, seeds=members["seed"])
+        evaluate = hfta.make_eval_step(model, metric, batch_dims=None)
+        loader = hfta.ArrayLoader(X[:, :1], 16, seeds=members["seed"])
+        return tune.Array(step, state, loader, lambda state: evaluate(state, X[:, :1]))
+
+    grid = optuna.samplers.GridSampler({"kind": [0, 1, 2, 3]}, seed=1)
+    options = {"metric": "error", "direction": "minimize", "trials": 4, "epochs": 4, "seeds": 3, "progress": False}
+    for rank, going in (("mean", {0, 2}), ("paired", {0, 2}), ("lower", {0, 1})):
+        study = tune.run(
+            *(build_fixed, {"kind": CategoricalDistribution([0, 1, 2, 3])}), sampler=grid, rank=rank, max_models=12,
+            scheduler=tune.halving(eta=2, first=2), **options,
+        )  # fmt: skip
+        assert {trial.params["kind"] for trial in study.trials if trial.status == "complete"} == going, rank
+
+
+def test_a_population_is_saved_and_loaded(tmp_path: pathlib.Path) -> None:
+    table = [{"lr": 0.1, "momentum": 0.1 * number, "width": 4 + number % 2, "seed": number} for number in range(5)]
+    first = tune.population(build, table, nonfusible=["width"], max_models=2)
+    first.fit(2)
+    first.keep([0, 1, 4])
+    first.save(tmp_path)
+    first.fit(1)
+    again = tune.population(build, nonfusible=["width"], max_models=3)
+    again.load(tmp_path)
+    again.fit(1)
+    for mine, other in zip(again.members, first.members, strict=True):
+        assert (mine.status, mine.epoch, mine.config) == (other.status, other.epoch, other.config)
+        assert all(a == pytest.approx(b) for a, b in zip(mine.metrics, other.metrics, strict=True))
+    torch.testing.assert_close(again.state(4).params, first.state(4).params, rtol=1e-9, atol=1e-12)
+    first.save(tmp_path)
+    assert len([*tmp_path.glob("*.safetensors")]) == len([block for group in first.groups for block in group.blocks])
+    with pytest.raises(ValueError, match="the population has members"):
+        again.load(tmp_path)
+    with pytest.raises(ValueError, match="holds a study whose nonfusible is"):
+        tune.population(build).load(tmp_path)
+    with pytest.raises(ValueError, match="holds no members"):
+        tune.population(build).load(tmp_path / "empty")
+
+
+def test_population_based_training_copies_and_explores() -> None:
+    study = tune.run(build, SPACE, scheduler=tune.population_based(every=1, share=0.4), max_models=16, **STUDY)
+    members = study.population.members
+    assert all(trial.status == "complete" and len(trial.values) == 9 for trial in study.trials)
+    # What they ended with; Optuna keeps what was asked for besides.
+    assert all({**trial.params, "seed": 0} == members[trial.members[0]].config for trial in study.trials)
+    changed = {t.number: t.user_attrs["params"] for t in study.optuna.trials if "params" in t.user_attrs}
+    assert changed == {m.number: study.trials[m.number].params for m in members if m.parents}
+    assert sum(len(member.parents) for member in members) >= 8
+    for member in members:
+        assert member.config["seed"] == 0 and int(study.population.state(member.number).keys[0]) == 0
+        for name in ("lr", "momentum"):
+            held = float(study.population.state(member.number).opt_state.hyperparams[name])
+            assert held == pytest.approx(member.config[name])
+            assert SPACE[name].low <= held <= SPACE[name].high
+        for _, parent in member.parents:
+            assert members[parent].config["width"] == member.config["width"]
+
+
+def test_names_that_cannot_be_changed_are_refused_before_training() -> None:
+    def build_decay(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        return build(fixed, {**members, "momentum": members["inertia"]})
+
+    space = {"lr": SPACE["lr"], "inertia": SPACE["momentum"], "width": SPACE["width"]}
+    calls: list[Any] = []
+    with pytest.raises(ValueError, match="changes hyperparameters by name, and 'inertia' is none of the state's"):
+        tune.run(build_decay, space, scheduler=tune.population_based(), callbacks=[calls.append], **STUDY)
+    assert not calls
+
+
+def test_every_group_of_two_or_more_copies() -> None:
+    pairs = tune.population_based(share=0.25).pairs
+    assert pairs({0: 1.0}) == [] and pairs({0: 1.0, 1: 2.0}) == [(0, 1)]
+    assert pairs(dict(enumerate(range(8)))) == [(0, 7), (1, 6)]
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_while_a_storage_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written then is not written again."""
+    for place, (kind, name) in enumerate(
+        [(optuna.study.Study, "add_trial"), (optuna.study.Study, "tell"), (optuna.trial.Trial, "report")]
+    ):
+        inner, calls = getattr(kind, name), []
+
+        def pressed(*args: Any, **named: Any) -> Any:
+            found = inner(*args, **named)  # noqa: B023
+            # Of the study in the storage, not of that in memory.
+            if args[0].__dict__.get("study", args[0])._storage.get_all_studies()[0].study_name == "study":
+                calls.append(1)  # noqa: B023
+                if len(calls) == 3:  # noqa: B023
+                    raise KeyboardInterrupt
+            return found
+
+        storage = f"sqlite:///{tmp_path}/{place}.db"
+        options = STUDY | {"max_models": 4, "storage": storage, "name": "study", "resume": tmp_path / str(place)}
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            patch.setattr(kind, name, pressed)
+            study = tune.run(build, SPACE, scheduler=tune.halving(), **options)
+        assert study.interrupted and len(calls) >= 3
+        study = tune.run(build, SPACE, scheduler=tune.halving(), **options)
+        shown = optuna.load_study(storage=storage, study_name="study").trials
+        assert [trial.user_attrs["trial"] for trial in shown] == [trial.number for trial in study.trials]
+        assert all(trial.state.is_finished() for trial in shown)
+
+
+def test_infinities_of_both_signs_lose() -> None:
+    def build_infinite(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def evaluate(state: Any) -> dict[str, Tensor]:
+            value = found.evaluate(state)["error"]  # type: ignore[misc]
+            signs = torch.tensor([1.0, -1.0, 0.0] * len(value))[: len(value)]
+            return {"error": torch.where(value > 0.47, signs * torch.inf, value)}
+
+        return found._replace(evaluate=evaluate)
+
+    for rank in ("mean", "lower", "paired"):
+        study = tune.run(build_infinite, FLAT, rank=rank, scheduler=tune.halving(), seeds=3, **SIX | {"epochs": 3})
+        assert any(not math.isfinite(value) for trial in study.trials for (value,) in trial.values)
+        assert all(math.isfinite(value) for trial in study.trials[1:] for (value,) in trial.values[1:])
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_ends_both_halves_of_an_array() -> None:
+    calls: list[int] = []
+
+    def build_halved(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def evaluate(state: Any) -> dict[str, Tensor]:
+            if hfta.num_models(state) == 4:
+                raise ValueError("too many")
+            calls.append(1)
+            if len(calls) == 2:
+                signal.raise_signal(signal.SIGINT)
+            return found.evaluate(state)  # type: ignore[misc]
+
+        return found._replace(evaluate=evaluate)
+
+    population = tune.population(build_halved, {"lr": [0.1] * 4, "momentum": [0.0] * 4}, max_models=4)
+    population.fit(5)
+    assert population.interrupted and [member.epoch for member in population.members] == [0] * 4
+
+
+def test_a_storage_of_another_sampler_is_refused(tmp_path: pathlib.Path) -> None:
+    options = SIX | {"storage": f"sqlite:///{tmp_path}/study.db", "name": "study"}
+    tune.run(build, FLAT, **options)
+    tune.run(build, FLAT, **options)
+    with pytest.raises(ValueError, match="the storage has another study 'study', whose trial 0 is"):
+        tune.run(build, FLAT, sampler=optuna.samplers.RandomSampler(seed=5), **options)
+    with pytest.raises(RuntimeError, match="the storage nonsense cannot be used"):
+        tune.run(build, FLAT, **options | {"storage": "nonsense"})
+
+
+def test_members_that_cannot_be_added_leave_nothing_behind() -> None:
+    def build_wide(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        if len(set(members["width"])) > 1:
+            raise ValueError("mixed")
+        return build({"width": members["width"][0]}, {name: own for name, own in members.items() if name != "width"})
+
+    table = {"lr": [0.1, 0.2], "momentum": [0.5, 0.5], "width": [4, 6]}
+    population = tune.population(build_wide, {name: values[:1] for name, values in table.items()})
+    with pytest.raises(hfta.StackError, match="'width' decides the shapes"):
+        population.add(table)
+    assert len(population.members) == 1
+    population.fit(1)
+    assert [member.epoch for member in population.members] == [1]
+
+
+def test_values_that_python_holds_for_equal_are_two_groups(tmp_path: pathlib.Path) -> None:
+    seen: list[Any] = []
+
+    def build_kinds(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        seen.append(fixed["kind"])
+        return build({}, members)
+
+    numpy = pytest.importorskip("numpy")
+    table = {"lr": numpy.array([0.1, 0.2]), "momentum": [0.0, 0.5], "kind": [1, True], "seed": numpy.arange(2)}
+    population = tune.population(build_kinds, table, nonfusible=["kind"])
+    assert [repr(kind) for kind in seen] == ["1", "True"]
+    population.save(tmp_path)
+    again = tune.population(build_kinds, nonfusible=["kind"])
+    again.load(tmp_path)
+    assert [repr(group.fixed["kind"]) for group in again.groups] == ["1", "True"]
+    population.fit(1)
+    with pytest.raises(ValueError, match="'kind' is non-fusible"):
+        population.copy([(0, 0)], kind=[1])
+    with pytest.raises(ValueError, match="lr has 2 values for 1 pairs"):
+        population.copy([(0, 0)], lr=[0.1, 0.2])
+    with pytest.raises(ValueError, match="a member copies two others"):
+        population.copy([(0, 0), (0, 0)])
+    population.add([{"lr": 0.1, "momentum": 0.0, "kind": 1}])
+    with pytest.raises(ValueError, match="member 2 has trained 0 epochs and member 0 1; fit them to the same epoch"):
+        population.copy([(2, 0)])
+
+
+def test_members_that_are_gone() -> None:
+    population = tune.population(
+        build, {"lr": [0.1, 0.2], "momentum": [0.0, 0.5], "width": [4, 6]}, nonfusible=["width"]
+    )
+    population.keep([1])
+    assert repr(population) == "<Population of 2 members (1 dropped, 1 alive)>"
+    for ask in (lambda: population.keep([0]), lambda: population.state(0), lambda: population.export(0)):
+        with pytest.raises(ValueError, match=r"member 0 is dropped, and its state is gone; those alive are \[1\]"):
+            ask()
+    with pytest.raises(ValueError, match="there is no member 2; the population has had 2"):
+        population.keep([2])
+    assert population.alive == [1]
+    with pytest.raises(ValueError, match="'width' is non-fusible, so a member cannot change it"):
+        population.copy([(1, 1)], width=[4])
+    with pytest.raises(
+        KeyError, match=r"build reads fixed\['width'\], which members differ in; pass nonfusible=\['width'\]"
+    ):
+        tune.population(lambda fixed, members: build({"width": fixed["width"]}, members), {"lr": [0.1], "width": [4]})
+
+
+def test_compiled_steps_see_few_sizes() -> None:
+    sizes = []
+
+    def build_compiled(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            sizes.append(hfta.num_models(state))
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    options = STUDY | {"trials": 9, "scheduler": tune.halving(eta=2)}
+    study = tune.run(build_compiled, SPACE, max_models=8, **options)
+    assert set(sizes) <= {1, 2, 4, 8}
+    assert told(study) == told(tune.run(build, SPACE, max_models=8, **options))
+
+
+BAD = {
+    "no fusible name": ({"nonfusible": ("lr", "momentum", "width")}, "has no fusible name"),
+    "unknown name": ({"nonfusible": ("depth",)}, "nonfusible names 'depth', but the space has lr, momentum, width"),
+    "a string": ({"nonfusible": "width"}, r"pass a list of names, \['width'\]"),
+    "direction": ({"direction": "up"}, "direction is .*; pass 'minimize' or 'maximize'"),
+    "two directions": (
+        {"metric": ("error", "error"), "direction": ("minimize", "maximize")},
+        "the directions of metric 'error' contradict each other: minimize and maximize; pass one",
+    ),
+    "trials": ({"trials": -1}, "trials is -1; pass an integer, at least 0"),
+    "no trials": ({"trials": 0}, "this scheduler has none; pass how many to try"),
+    "batch": ({"batch": -1}, "batch is -1; pass a number of trials, at least 1"),
+    "pairs": ({"rank": "paired"}, "rank is 'paired' and seeds is 1; pass at least 2"),
+    "columns": ({"metric": "lr"}, r"the space has 'lr', which is a column of study.frame\(\)"),
+    "epochs": ({"epochs": 0}, "epochs is 0; pass an integer, at least 1"),
+    "max_models": ({"max_models": 0}, "max_models is 0; pass a number of models"),
+    "metrics": ({"metric": ("error", "loss"), "scheduler": tune.halving()}, "a scheduler compares one metric"),
+    "rungs": ({"scheduler": tune.hyperband(skip_last=5)}, "skip_last=5 leaves out all rungs"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case: str) -> None:
+    options, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        tune.run(build, SPACE, **STUDY | {"max_models": 4} | options)
+
+
+def test_bad_builds() -> None:
+    def few(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        return build(fixed, {name: values[:1] for name, values in members.items()})
+
+    with pytest.raises(hfta.StateError, match=r"returned a state of 1 models for .* members"):
+        tune.run(few, SPACE, **STUDY)
+    with pytest.raises(TypeError, match=r"build returned a tuple; return tune.Array"):
+        tune.run(lambda fixed, members: (1, 2), SPACE, **STUDY)
+    with pytest.raises(KeyError, match=r"no metric 'accuracy'; it has .*error"):
+        tune.run(build, SPACE, **STUDY | {"metric": "accuracy", "epochs": 1, "max_models": 4})
+    with pytest.raises(ValueError, match=r"space\['lr'\] is a tuple; pass one of optuna.distributions"):
+        tune.run(build, {"lr": (0, 1)}, **STUDY | {"nonfusible": ()})
+
+
+def test_a_grid_is_tried_whole() -> None:
+    grid = {"lr": [0.01, 0.1], "momentum": [0.0, 0.5, 0.9]}
+    study = tune.run(build, FLAT, sampler=optuna.samplers.GridSampler(grid, seed=0), **SIX)
+    assert {tuple(trial.params.values()) for trial in study.trials} == {
+        (a, b) for a in grid["lr"] for b in grid["momentum"]
+    }
+    assert all(trial.status == "complete" for trial in study.trials)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "asked"),
+    [
+        ("TPESampler", {"n_startup_trials": 2, "constant_liar": True}, [2, 4, 6]),
+        ("CmaEsSampler", {"n_startup_trials": 2}, [2, 4, 6]),
+        ("GPSampler", {"n_startup_trials": 2}, [2, 4, 6]),
+        ("QMCSampler", {"qmc_type": "sobol", "scramble": True}, [6]),
+    ],
+)
+def test_samplers_are_asked_in_batches(kind: str, options: Mapping[str, Any], asked: list[int]) -> None:
+    sizes: list[int] = []
+
+    def search(**more: Any) -> tune.Study:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = getattr(optuna.samplers, kind)(seed=0, **options)
+        sizes.clear()
+        callback = [lambda study: sizes.append(len(study.trials))]
+        return tune.run(build, FLAT, sampler=sampler, callbacks=callback, **SIX, **more)
+
+    batch = {} if len(asked) == 1 else {"batch": 2}
+    study = search(**batch)
+    assert sizes == asked
+    if kind == "QMCSampler":
+        # The first four points of the sequence, and its first eight, have one in each part of as many.
+        assert sorted(int(trial.params["momentum"] / 0.9 * 4) for trial in study.trials[:4]) == [0, 1, 2, 3]
+    else:
+        drawn = tune.run(build, FLAT, sampler=optuna.samplers.RandomSampler(seed=0), **SIX, **batch)
+        assert [trial.params for trial in study.trials] != [trial.params for trial in drawn.trials]
+    assert told(search(**batch)) == told(study)
+
+
+def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None:
+    """From before the first epoch on, with curves, states, times and names of the objective."""
+    url, seen = f"sqlite:///{tmp_path}/study.db", []
+
+    def look() -> list[Any]:
+        seen.append(optuna.load_study(storage=url, study_name="study").trials)
+        return seen[-1]
+
+    def build_watched(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def evaluate(state: Any) -> Any:
+            look()
+            return found.evaluate(state)  # type: ignore[misc]
+
+        if fixed["width"] == 6:
+            raise RuntimeError("too wide")
+        return found._replace(evaluate=evaluate)
+
+    options = STUDY | {"epochs": 27, "storage": url, "name": "study", "max_models": 16, "scheduler": tune.halving()}
+    study = tune.run(build_watched, SPACE, callbacks=[lambda _: look()], **options)
+    # Before anything has trained, all trials are there, and those that cannot be made have failed.
+    assert [trial.state.name for trial in seen[0]] == [
+        "FAIL" if trial.params["width"] == 6 else "RUNNING" for trial in study.trials
+    ]
+    assert any(trial.state.name == "RUNNING" and trial.intermediate_values for found in seen for trial in found)
+    shown = optuna.load_study(storage=url, study_name="study")
+    assert shown.metric_names == study.optuna.metric_names == ["error"]
+    for trial, found in zip(study.trials, shown.trials, strict=True):
+        metrics = study.population.members[trial.members[0]].metrics
+        rungs = (1, 3, 9, 27)[: len(trial.values)]
+        expected = {epoch: metrics[epoch - 1]["error"] for epoch in {*rungs, *range(3, len(metrics) + 1, 3)}}
+        assert found.intermediate_values == expected
+        # What Optuna holds for the value of a trial that was stopped.
+        assert found.values == ([trial.values[-1][0]] if trial.values else None)
+        assert found.user_attrs.get("error") == trial.error
+        assert found.datetime_start < found.datetime_complete
+    assert {trial.state.name for trial in shown.trials} == {"COMPLETE", "PRUNED", "FAIL"}
+
+
+@pytest.mark.filterwarnings("ignore:PedAnovaImportanceEvaluator computes")
+def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None:
+    """Of a storage as of memory, for each of several objectives."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    options = STUDY | {"metric": ["error", "loss"], "trials": 12, "epochs": 2, "max_models": 16}
+    study = tune.run(build, SPACE, storage=url, name="study", **options)
+    shown = optuna.load_study(storage=url, study_name="study")
+    assert shown.metric_names == ["error", "loss"] and shown.directions == study.optuna.directions
+    assert [trial.number for trial in shown.best_trials] == [trial.number for trial in study.session.study.best_trials]
+    assert all(not trial.intermediate_values for trial in shown.trials)
+    for place in range(2):
+        found, expected = (
+            optuna.importance.get_param_importances(
+                one,
+                target=lambda trial: trial.values[place],  # noqa: B023
+                evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
+            )
+            for one in (shown, study.session.study)
+        )
+        assert set(found) == set(SPACE) and found == pytest.approx(expected)
+
+
+def test_a_storage_that_is_locked(tmp_path: pathlib.Path) -> None:
+    """The study ends, and goes on once it is free."""
+    file, options = tmp_path / "study.db", STUDY | {"max_models": 4, "scheduler": tune.halving()}
+    url = optuna.storages.RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": 0.1}})
+    other = sqlite3.connect(file, isolation_level=None)
+    calls = []
+
+    def lock(study: tune.Study) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            other.execute("BEGIN EXCLUSIVE")
+
+    search = functools.partial(tune.run, build, SPACE, storage=url, name="study", resume=tmp_path / "folder", **options)
+    with pytest.raises(RuntimeError, match=r"cannot be used .*locked.*; another process may have locked it"):
+        search(callbacks=[lock])
+    with pytest.raises(RuntimeError, match=r"cannot be used .*locked.*; another process may have locked it"):
+        search()
+    other.execute("ROLLBACK")
+    assert told(search()) == told(tune.run(build, SPACE, **options))
+    assert all(trial.state.is_finished() for trial in optuna.load_study(storage=url, study_name="study").trials)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheduler", ["halving", "population"])
+def test_nothing_is_compiled_anew(scheduler: str) -> None:
+    """Arrays of one size are one program, whoever is in them, whatever their hyperparameters have become."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def build_compiled(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+        return found._replace(step=torch.compile(found.step, backend=counter))
+
+    options = STUDY | {"nonfusible": (), "trials": 8, "max_models": 8}
+    study = tune.run(build_compiled, FLAT, scheduler=SCHEDULERS[scheduler], **options)
+    # Eight, and of those that are halved three and one.
+    assert counter.frame_count == {"halving": 3, "population": 1}[scheduler]
+    assert told(study) == told(tune.run(build, FLAT, scheduler=SCHEDULERS[scheduler], **options))
+
+
+def test_the_best_so_far_and_the_time_until_then(tmp_path: pathlib.Path) -> None:
+    study = tune.run(build, SPACE, scheduler=tune.halving(), max_models=4, **STUDY)
+    seconds, numbers, values = zip(*study.trajectory, strict=True)
+    assert list(values) == sorted(values, reverse=True) and list(seconds) == sorted(seconds)
+    assert values[-1] == min(value for trial in study.trials for (value,) in trial.values)
+    assert study.trials[numbers[-1]].values[-1][0] == pytest.approx(values[-1])
+    total = sum(member.seconds for member in study.population.members)
+    assert 0 < seconds[0] < seconds[-1] <= total == pytest.approx(study.frame().seconds.sum())
+
+
+def test_arrays_are_of_like_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    population = tune.population(build, {"lr": [0.1] * 9, "momentum": [0.0] * 9}, max_models=8)
+    sizes, fit = [], hfta.fit
+    monkeypatch.setattr(
+        hfta,
+        "fit",
+        lambda step, state, *args, **named: sizes.append(hfta.num_models(state)) or fit(step, state, *args, **named),
+    )
+    population.fit(1)
+    assert sizes == [5, 4]
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_ends_a_fit_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    population = tune.population(build, {"lr": [0.1] * 4, "momentum": [0.0] * 4, "seed": range(4)}, max_models=2)
+    fit, calls = hfta.fit, []
+
+    def pressed(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        found = fit(*args, **named)
+        found.history.interrupted = len(calls) == 2
+        return found
+
+    monkeypatch.setattr(hfta, "fit", pressed)
+    population.fit(3)
+    assert population.interrupted and [member.epoch for member in population.members] == [3, 3, 0, 0]
+    population.fit(3)
+    assert not population.interrupted and [member.epoch for member in population.members] == [6, 6, 3, 3]
+    alone = tune.population(build, [population.members[1].config])
+    alone.fit(6)
+    assert alone.members[0].metrics[-1] == pytest.approx(population.members[1].metrics[-1])
+
+
+def test_members_of_other_shapes_are_named() -> None:
+    def build_wide(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        return build({"width": members["width"][0]}, {name: own for name, own in members.items() if name != "width"})
+
+    table = [{"lr": 0.1, "momentum": 0.5, "width": 4}, {"lr": 0.2, "momentum": 0.5, "width": 4}]
+    population = tune.population(build_wide, table)
+    with pytest.raises(hfta.StackError, match=r"'width' decides the shapes of members.*nonfusible=\['width'\]"):
+        population.add([{"lr": 0.3, "momentum": 0.5, "width": 6}])
+
+
+def test_a_trial_that_cannot_be_made_fails_alone_even_if_it_is_asked_for_alone() -> None:
+    def build_some(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        if any(lr > 0.05 for lr in members["lr"]):
+            raise ValueError("too fast")
+        return build(fixed, members)
+
+    options = STUDY | {"trials": 6, "epochs": 1, "max_models": 4}
+    study = tune.run(build_some, SPACE, sampler=optuna.samplers.TPESampler(seed=0), batch=1, **options)
+    for trial in study.trials:
+        fast = trial.params["lr"] > 0.05
+        assert (trial.status, trial.error) == (("failed", "ValueError: too fast") if fast else ("complete", None))
+    assert {trial.status for trial in study.trials} == {"failed", "complete"}
+    with pytest.raises(RuntimeError, match="every trial failed, the first one with ValueError: too fast"):
+        tune.run(build_some, SPACE | {"lr": FloatDistribution(0.06, 0.1)}, **options)
+
+
+def test_several_objectives_have_a_front() -> None:
+    options = STUDY | {
+        "metric": ("error", "loss"),
+        "direction": ("minimize", "maximize"),
+        "epochs": 2,
+        "max_models": 16,
+    }
+    study = tune.run(build, SPACE, **options)
+    assert all(len(trial.values[-1]) == 2 for trial in study.trials)
+    values = [trial.values[-1] for trial in study.trials]
+    front = {
+        place
+        for place, (error, loss) in enumerate(values)
+        if not any(e <= error and k >= loss and (e, k) != (error, loss) for e, k in values)
+    }
+    assert {trial.number for trial in study.optuna.best_trials} == front
+    with pytest.raises(ValueError, match="there are several objectives"):
+        _ = study.best
+
+
+def test_arrays_that_do_not_fit_are_halved() -> None:
+    def build_large(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            if hfta.num_models(state) > 2:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    population = tune.population(build_large, {"lr": [0.1] * 8, "momentum": [0.0] * 8}, max_models=8)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        population.fit(1)
+    assert "an array of 8 members ran out of memory; arrays of 4 are trained instead" in {
+        str(one.message) for one in seen
+    }
+    assert [member.epoch for member in population.members] == [1] * 8
+    population.fit(1)
+    assert [member.epoch for member in population.members] == [2] * 8

@@ -1,0 +1,170 @@
+"""Arrays in other processes whose members come, go and become inactive: the same run as in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hfta_func as hfta
+from hfta_func._tree import leaves
+from hfta_func.workers.executor import Inline
+from member_runs import DATA, SEEDS, Run, assert_same, stop
+from worker_arrays import pools
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),
+    pytest.mark.usefixtures("two_cores"),
+]
+
+
+class Two(Inline):
+    """An executor of two workers, without processes."""
+
+    count = 2
+
+
+def elsewhere(way: str) -> dict[str, Any]:
+    return {"workers": 2} if way == "workers" else {"executor": Two()}
+
+
+def assert_same_run(found: hfta.Result, expected: hfta.Result) -> None:
+    assert_same(found.state._replace(opt_state=()), expected.state._replace(opt_state=()))
+    assert_same(leaves(found.state.opt_state), leaves(expected.state.opt_state))
+    for name in expected.history.epochs[0]:
+        assert_same(found.history[name], expected.history[name])
+    for name in ("seeds", "members", "since"):
+        assert torch.equal(getattr(found.history, name), getattr(expected.history, name))
+    assert found.history.failures == expected.history.failures
+
+
+def change(state: Any, history: hfta.History) -> Any:
+    """Members in another order, with a new one; as many as before, of which one is new; and a single one."""
+    if len(history) == 1:
+        return hfta.take(hfta.concat([state, Run([77]).state]), [3, 4, 0, 2, 1])
+    if len(history) == 2:
+        return hfta.concat([hfta.take(state, [4, 1, 0, 3]), Run([78]).state])
+    return hfta.take(state, [1]) if len(history) == 4 else None
+
+
+@pytest.mark.parametrize("way", ["workers", "executor"])
+def test_members_come_and_go(way: str) -> None:
+    expected = Run().fit(6, change, restore_best="mse")
+    assert_same_run(Run().fit(6, change, restore_best="mse", **elsewhere(way)), expected)
+
+
+@pytest.mark.exhaustive(ids="workers")
+@pytest.mark.parametrize("way", ["workers", "executor"])
+def test_a_run_goes_on_inside_an_epoch_with_the_members_it_had(way: str, tmp_path: Path) -> None:
+    expected = Run().fit(6, change)
+    path = tmp_path / "run.safetensors"
+
+    def broken(state: Any, batch: Any) -> Any:
+        if int(state.step.max()) == 14:
+            raise KeyboardInterrupt
+        return run.step(state, batch)
+
+    broken.batch_dims = 0  # type: ignore[attr-defined]
+    run = Run()
+    with pytest.raises(KeyboardInterrupt):
+        options = {"evaluate": run.evaluate, "callbacks": [change], "progress": False, "resume": path, "save_every": 1}
+        hfta.fit(broken, run.state, run.loader, epochs=6, **options)
+    # One member is left of four in its last epochs, fewer than there are processes.
+    for epochs in (5, 6):
+        found = Run().fit(epochs, change, resume=path, save_every=1, **elsewhere(way))
+    assert_same_run(found, expected)
+
+
+@pytest.mark.exhaustive(ids="workers")
+@pytest.mark.soak(ids="workers-(shared|batches)")
+@pytest.mark.parametrize("loader", ["own", "batches", "shared"])
+@pytest.mark.parametrize("way", ["workers", "executor"])
+def test_inactive_members_are_left_out(way: str, loader: str, tmp_path: Path) -> None:
+    def run() -> Run:
+        one = Run(batch_dims=None if loader == "shared" else 0)
+        if loader == "batches":
+            one.loader = [*one.loader]
+        elif loader == "shared":
+            one.loader = hfta.ArrayLoader(DATA, 5, shared=True)
+        return one
+
+    leave = stop(e1=[0, 2], e4=[3])
+    expected = run().fit(6, leave, compact=True)
+    assert expected.history["loss"].isnan().sum(0).tolist() == [5, 0, 5, 2]
+    one, sizes = run(), []
+    make = one.step
+
+    def step(state: Any, batch: Any) -> Any:
+        sizes.append(hfta.num_models(state))
+        return make(state, batch)
+
+    step.batch_dims = make.batch_dims  # type: ignore[attr-defined]
+    if way == "executor":
+        one.step = step
+    assert_same_run(one.fit(6, leave, compact=True, **elsewhere(way)), expected)
+    if way == "executor":
+        assert sizes == [2] * 6 + [1] * 18 + [1] * 6
+    for epochs in (2, 5, 6):
+        options = {"resume": tmp_path / "run", "save_every": 2, "compact": True}
+        found = run().fit(epochs, leave, **options, **elsewhere(way))
+    assert_same_run(found, expected)
+
+
+@pytest.mark.exhaustive(ids="workers")
+@pytest.mark.parametrize("way", ["workers", "executor"])
+def test_failures_and_errors_name_members_of_the_whole_array(way: str) -> None:
+    def spoil(state: Any, history: Any) -> Any:
+        if len(history) == 1:
+            state.params["0.weight"][3] = torch.nan
+            return state._replace(active=torch.tensor([False, True, False, True]))
+        return None
+
+    found = Run().fit(3, spoil, compact=True, **elsewhere(way))
+    assert {(failure.member, failure.seed) for failure in found.history.failures} == {(3, 9)}
+    with pytest.raises(hfta.NonFiniteError, match=r"^model 3: the "):
+        Run(nonfinite="raise").fit(3, spoil, compact=True, **elsewhere(way))
+
+
+def test_errors_in_this_process_name_members_of_the_whole_array() -> None:
+    def spoil(state: Any, history: Any) -> Any:
+        state.params["0.weight"][3] = torch.nan
+        return state._replace(active=torch.tensor([False, True, False, True]))
+
+    with pytest.raises(hfta.NonFiniteError, match=r"^model 3: the "):
+        Run(nonfinite="raise").fit(3, spoil, compact=True)
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_dies_is_started_again_with_its_members_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop(state: Any, history: Any) -> Any:
+        if len(history) == 3 and crews:
+            os.kill(crews[0]._workers[1].pid, signal.SIGKILL)
+        return hfta.take(state, [3, 0, 1]) if len(history) == 2 else None
+
+    crews: list[Any] = []
+    expected = Run().fit(5, drop)
+    crews = pools(monkeypatch)
+    assert_same_run(Run().fit(5, drop, workers=2), expected)
+
+
+def test_processes_stay_and_data_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    crews = pools(monkeypatch)
+    rows = torch.randn(20_000, 4, dtype=torch.float64)
+    run, seen = Run(), []
+    run.loader = hfta.ArrayLoader((rows, rows[:, :2].clone()), 10_000, seeds=SEEDS)
+
+    def drop(state: Any, history: Any) -> Any:
+        (pool,) = crews
+        folders = [Path(one.name) for one in pool._folder._folders]
+        files = [path.stat().st_size for folder in folders for path in folder.iterdir()]
+        seen.append((sum(size >= rows.nbytes for size in files), [one.pid for one in pool._workers], len(pool._bytes)))
+        assert max(map(len, pool._bytes.values())) < 200_000, "data is not in the function"
+        return hfta.take(state, [*range(3 - len(history))]) if len(history) < 3 else None
+
+    run.fit(3, drop, workers=2, evaluate=None)
+    assert seen[0] == seen[1] == seen[2] and seen[0][0] == 1 and seen[0][2] == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in seen[0][1]), "they end with the call"

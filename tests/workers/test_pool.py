@@ -1,0 +1,527 @@
+"""Workers that outlive a call: several fits and studies use the same ones, and those that die are replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import hfta_func as hfta
+from clocks import press_ctrl_c
+from hfta_func import tune
+from hfta_func.run import executor_trainer
+from hfta_func.tune import status
+from hfta_func.workers import executor, local, pool, process, wire
+from kills import DRIVER, KILLS, check_kills, epochs_of, kill, once, pids
+from studies import SCHEDULERS, SPACE, STUDY, build, told
+from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen")
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[hfta.WorkerPool]:
+    with pytest.MonkeyPatch.context() as patch:
+        if len(local.cores()) < 2:
+            patch.setattr(local, "cores", lambda: [0, 0])
+        with hfta.WorkerPool(2) as found:
+            yield found
+
+
+@pytest.mark.exhaustive
+def test_several_fits_use_the_same_processes(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
+    step, state = arrayed()
+    before: list[int] = []
+    for options in (
+        {},
+        {"resume": tmp_path / "run", "save_every": 2},
+        {"compile": False, "callbacks": [lambda *_: None]},
+    ):
+        found = hfta.fit(step, state, loader(), epochs=3, progress=False, executor=crew, **options)
+        assert_same(found, hfta.fit(step, state, loader(), epochs=3, progress=False))
+        before = before or pids(crew)
+        assert pids(crew) == before and not crew._bytes, "nothing is kept of a fit that has ended"
+    # The file holds the whole run, which goes on from there.
+    again = hfta.fit(step, state, loader(), epochs=5, progress=False, resume=tmp_path / "run")
+    assert_same(again, hfta.fit(step, state, loader(), epochs=5, progress=False))
+
+
+@pytest.mark.parametrize("save_every", [None, 3])
+def test_batches_of_any_kind(crew: hfta.WorkerPool, tmp_path: pathlib.Path, save_every: int | None) -> None:
+    inputs, targets = data()
+    batches = [
+        (inputs[at : at + 6], torch.stack([targets[at : at + 6] * (i + 1) for i in range(M)])) for at in range(0, 24, 6)
+    ]
+    step, state = arrayed(batch_dims=(None, 0))
+    resume = {} if save_every is None else {"resume": tmp_path / "run", "save_every": save_every}
+    found = hfta.fit(step, state, batches, epochs=3, progress=False, executor=crew, **resume)
+    assert_same(found, hfta.fit(step, state, batches, epochs=3, progress=False))
+
+
+def test_a_run_that_was_broken_off_inside_an_epoch_goes_on(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
+    step, state = arrayed()
+    calls: list[int] = []
+    submit = crew.submit
+
+    def pressed(*args: Any, **order: Any) -> int:
+        calls.append(1)
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return submit(*args, **order)
+
+    options: dict[str, Any] = {"progress": False, "resume": tmp_path / "run", "save_every": 2, "executor": crew}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crew, "submit", pressed)
+        found = hfta.fit(step, state, loader(), epochs=3, **options)
+    assert found.history.interrupted and int(found.state.step[0]) == 5, "the segment under way was the last"
+    assert_same(
+        hfta.fit(step, state, loader(), epochs=3, **options),
+        hfta.fit(step, state, loader(), epochs=3, progress=False),
+    )
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Iterator[pool.Pool]:
+    """Two workers, of which the first holds two members and the second five."""
+    with pool.Pool([process.Process(place, [0]) for place in (0, 1)], share=True, limits=[2, 5]) as found:
+        assert found.ready(60)
+        yield found
+
+
+def sizes(folder: pathlib.Path, crew: Any) -> list[set[int]]:
+    """How many members the arrays of each worker had."""
+    return [{int(path.name.split("-")[1]) for path in folder.glob(f"{pid}-*")} for pid in pids(crew)]
+
+
+@pytest.mark.exhaustive
+def test_unequal_workers_get_arrays_of_their_own_sizes(uneven: Any, tmp_path: pathlib.Path) -> None:
+    def build_noted(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            (tmp_path / f"{os.getpid()}-{len(state.keys)}").touch()
+            # Both workers train before one has trained all.
+            time.sleep(0.02)
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    options = STUDY | {"scheduler": tune.halving(), "nonfusible": ()}
+    space = {name: SPACE[name] for name in ("lr", "momentum")}
+    study = tune.run(build_noted, space, executor=uneven, **options)
+    assert told(study) == told(tune.run(build, space, max_models=4, **options))
+    small, large = sizes(tmp_path, uneven)
+    assert max(small) == 2 and max(large) == 5
+    # max_models holds for all workers besides.
+    for path in tmp_path.iterdir():
+        path.unlink()
+    tune.run(build_noted, space, executor=uneven, max_models=3, **options)
+    small, large = sizes(tmp_path, uneven)
+    assert max(small) == 2 and max(large) == 3
+
+
+@pytest.mark.exhaustive
+def test_a_fit_is_cut_in_proportion_to_what_workers_hold(uneven: Any) -> None:
+    step, state = arrayed()
+    found = hfta.fit(step, state, loader(), epochs=2, progress=False, executor=uneven)
+    assert_same(found, hfta.fit(step, state, loader(), epochs=2, progress=False))
+    assert executor_trainer._parts(7, uneven) == [(0, 5, 5), (5, 7, 2)]
+    assert executor_trainer._parts(15, uneven) == [(0, 5, 5), (5, 10, 5), (10, 11, 2), (11, 13, 2), (13, 15, 2)]
+    assert all(high - low <= limit for low, high, limit in executor_trainer._parts(50, uneven))
+    assert [low for low, *_ in executor_trainer._parts(1, uneven)] == [0]
+
+
+class Fake:
+    """A worker in this process, which answers with its own name, unless it does something else first."""
+
+    def __init__(self, name: str, first: Callable[[Fake], Any] = lambda own: None, restarts: bool = True):
+        self.name, self.first, self.restarts = name, first, restarts
+        self.starts, self.gone = 0, threading.Event()
+
+    def start(self) -> None:
+        self.starts += 1
+        if self.starts > 1 and not self.restarts:
+            self.gone.wait()
+
+    def call(self, number: int, live: Any, function: Any, arguments: bytes) -> tuple[bool, bytes]:
+        return False, self.first(self) or wire.dumps(self.name)
+
+    def kill(self) -> None:
+        self.gone.set()
+
+    def close(self) -> None:
+        pass
+
+
+def die(worker: Fake) -> None:
+    raise process.Died("for good")
+
+
+def test_a_larger_worker_stands_in_for_one_that_is_gone() -> None:
+    with pool.Pool([Fake("small", die, restarts=False), Fake("large")], limits=[2, 5]) as crew:
+        assert crew.ready(60)
+        call = crew.submit(dict, 2)
+        assert crew.wait(60) == (call, "large") and crew.deaths == 1
+
+
+def test_a_call_is_repeated_while_its_first_worker_is_still_being_mourned() -> None:
+    repeated, seen = threading.Event(), list[Any]()
+
+    class Mourner(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "died" in record.getMessage():
+                assert repeated.wait(60)
+
+    def begin(worker: Fake) -> None:
+        turns.append(worker)
+        if worker is turns[0]:
+            die(worker)
+        repeated.set()
+        while turns[0].starts < 2:
+            time.sleep(0.01)
+        # The thread of the first is done with it.
+        seen.append(crew.busy())
+
+    turns, log = list[Fake](), logging.getLogger("hfta_func.workers")
+    log.addHandler(mourner := Mourner())
+    try:
+        with pool.Pool([Fake("a", begin, restarts=False), Fake("b", begin, restarts=False)]) as crew:
+            call = crew.submit(dict)
+            assert crew.wait(60) == (call, turns[1].name) and turns[0] is not turns[1]
+            assert [name for name, _ in seen[0].values()] == [turns[1].name] and not crew.busy()
+    finally:
+        log.removeHandler(mourner)
+
+
+def test_whatever_happens_to_a_worker_its_call_is_answered() -> None:
+    def fail(worker: Fake) -> bytes:
+        if worker.starts == 1:
+            raise OSError("the line is cut")
+        return b"no pickle" if worker.starts == 2 else b""
+
+    with pool.Pool([Fake("only", fail)]) as crew:
+        call = crew.submit(dict)
+        assert crew.wait(60) == (call, "only") and crew.deaths == 2
+
+    def always(worker: Fake) -> None:
+        raise OSError("the line is cut")
+
+    with pool.Pool([Fake("only", always)]) as crew:
+        call = crew.submit(dict)
+        number, answer = crew.wait(60)
+        assert number == call and "its workers died 3 times in a row, last only OSError: the line is cut" in str(answer)
+
+
+def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
+    def slow(model: Any, batch: Any) -> Any:
+        time.sleep(0.2)
+        return loss_fn(model, batch)
+
+    def many() -> hfta.ArrayLoader:
+        return hfta.ArrayLoader(data(120), 2, seeds=range(M))
+
+    seen: list[float] = []
+
+    def press() -> None:
+        while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            time.sleep(0.01)
+        press_ctrl_c(1.0)
+
+    pressed = threading.Thread(target=press, daemon=True)
+    step, state = arrayed(loss=slow)
+    options: dict[str, Any] = {"epochs": 1, "progress": False, "resume": tmp_path / "run"}
+    pressed.start()
+    found = hfta.fit(step, state, many(), executor=crew, callbacks=[lambda *_: seen.append(1)], **options)
+    steps = {*found.state.step.tolist()}
+    assert found.history.interrupted and not seen
+    assert len(steps) == 1 and 0 < steps.pop() < 60, "all members have seen the same batches, and not the epoch"
+    quick, _ = arrayed()
+    again = hfta.fit(quick, state, many(), executor=crew, **options)
+    assert_same(again, hfta.fit(quick, state, many(), epochs=1, progress=False))
+
+
+@pytest.mark.parametrize("stops", [(4, 2), (2, 4), (None, 2), (3, None)])
+@pytest.mark.parametrize("dealt", [True, False])
+def test_parts_that_stop_after_different_steps_are_levelled(stops: tuple[int | None, int | None], dealt: bool) -> None:
+    class Uneven(executor.Inline):
+        """Stops the parts of the first segment after steps of their own."""
+
+        count, shares = 2, True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stops = [*stops]
+
+        def wait(self, timeout: float | None = None) -> tuple[int, Any]:
+            _, arguments = self._calls[min(self._calls)]
+            if self.stops:
+                cells = arguments["control"][0].tensor()
+                cells[-1] = executor_trainer.NEVER if (stop := self.stops.pop(0)) is None else stop
+            return super().wait()
+
+    step, state = arrayed()
+    batches = [
+        (inputs[None].expand(M, -1, -1), targets[None].expand(M, -1, -1))
+        for inputs, targets in zip(*(leaf.split(5) for leaf in data()), strict=True)
+    ]
+    source = loader() if dealt else batches
+    found = hfta.fit(step, state, source, epochs=2, progress=False, executor=Uneven())
+    assert_same(found, hfta.fit(step, state, loader() if dealt else batches, epochs=2, progress=False))
+
+
+def test_errors_and_failures_name_the_member(crew: hfta.WorkerPool) -> None:
+    lr = [0.01, 0.01, 0.01, 0.01, 1e300]
+    step, state = arrayed(lr)
+    found, expected = (
+        hfta.fit(step, state, loader(), epochs=3, progress=False, executor=executor) for executor in (crew, None)
+    )
+    assert found.history.failures == expected.history.failures != []
+    step, state = arrayed(lr, nonfinite="raise")
+    with pytest.raises(hfta.NonFiniteError, match=r"^model 4: the "):
+        hfta.fit(step, state, loader(), epochs=3, progress=False, executor=crew)
+
+
+@pytest.mark.exhaustive(ids="population|median|none")
+@pytest.mark.parametrize("scheduler", ["hyperband", "population", "median", "none"])
+def test_a_study_in_workers_finds_the_same(crew: hfta.WorkerPool, scheduler: str) -> None:
+    options = STUDY | {"scheduler": SCHEDULERS[scheduler], "max_models": 4}
+    found = tune.run(build, SPACE, executor=crew, **options)
+    expected = tune.run(build, SPACE, **options)
+    assert told(found) == told(expected) and found.best.number == expected.best.number
+    assert epochs_of(found) == epochs_of(expected)
+    mine, other = (study.state(study.best.number).params for study in (found, expected))
+    torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+    assert found.export(found.best.number) is not None
+    # The study trains here once its workers are gone.
+    found.population.fit(1)
+
+
+def test_both_workers_train_and_none_waits_for_the_slowest(
+    crew: hfta.WorkerPool, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hfta_func")
+    slow, gate = tmp_path / "slow", tmp_path / "gate"
+
+    def build_gated(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def step(state: Any, batch: Any) -> Any:
+            try:
+                # The first of all steps waits for what the other worker does.
+                slow.touch(exist_ok=False)
+            except FileExistsError:
+                return found.step(state, batch)
+            while not gate.exists():
+                time.sleep(0.01)
+            return found.step(state, batch)
+
+        return found._replace(step=step)
+
+    seen: list[int] = []
+    shown: list[str] = []
+
+    def look(study: tune.Study) -> None:
+        seen.append(sum(len(trial.values) for trial in study.trials))
+        if len(seen) == 3:
+            # Others see who trains what.
+            for _ in range(100):
+                shown.append(status.shown(status.read(tmp_path / "study")))
+                if "  worker " in shown[-1]:
+                    break
+                time.sleep(0.1)
+            gate.touch()
+
+    options = STUDY | {"scheduler": tune.asynchronous_halving(eta=2), "max_models": 3, "executor": crew}
+    study = tune.run(build_gated, SPACE, callbacks=[look], resume=tmp_path / "study", **options)
+    assert gate.exists() and all(trial.values for trial in study.trials)
+    assert re.search(
+        r"  worker [01]( on .*)? for \d s: trials [-\d, ]+ width=[46], epochs 1 to 1 of [123] members", shown[-1]
+    )
+    assert {f"worker {place} begins call" in caplog.text for place in (0, 1)} == {True}
+
+
+@pytest.mark.exhaustive
+def test_a_member_that_raises_or_kills_its_worker_fails_alone(crew: hfta.WorkerPool) -> None:
+    here = os.getpid()
+
+    def build_deadly(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+        found = build(fixed, members)
+
+        def evaluate(state: Any) -> Any:
+            bad = {seed: bool((state.keys == hfta.random.keys([seed])).any()) for seed in (1, 3)}
+            assert os.getpid() != here
+            if bad[1]:
+                raise ArithmeticError("too fast")
+            if bad[3]:
+                os._exit(7)
+            return found.evaluate(state)  # type: ignore[misc]
+
+        return found._replace(evaluate=evaluate)
+
+    table = {"lr": [0.1] * 3, "momentum": [0.0] * 3, "seed": [1, 2, 3]}
+    population = tune.population(build_deadly, table, max_models=3, executor=crew)
+    # In one array, which is halved.
+    population.jobs.start(population.groups[0], (0, 1, 2), dict.fromkeys(range(3), 0), 1)
+    population.fit(1)
+    assert [member.status for member in population.members] == ["failed", "alive", "failed"]
+    assert population.members[0].error == "ArithmeticError: too fast"
+    error = population.members[2].error or ""
+    assert "its workers died 3 times in a row" in error and "with status 7" in error
+
+
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="64")
+@pytest.mark.parametrize(("trials", "kills"), [(11, 1), (64, 10)])
+def test_workers_that_are_killed_change_nothing(crew: hfta.WorkerPool, trials: int, kills: int) -> None:
+    check_kills(crew, trials, kills)
+
+
+def test_ctrl_c_ends_a_study_which_goes_on(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
+    options = STUDY | {"scheduler": tune.halving(), "max_models": 2, "executor": crew, "resume": tmp_path / "study"}
+
+    def press(study: tune.Study) -> None:
+        if len(calls) < 3:
+            calls.append(1)
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+            # While the other array trains, or the next ones.
+            time.sleep(0.1)
+
+    calls: list[int] = []
+    stops = 0
+    while (study := tune.run(build, SPACE, callbacks=[press], **options)).interrupted:
+        stops += 1
+    assert stops == 3
+    del options["executor"], options["resume"]
+    assert told(study) == told(tune.run(build, SPACE, **options)) and once(study)
+
+
+@pytest.mark.exhaustive
+def test_workers_that_were_replaced_get_functions_again(crew: Any) -> None:
+    class Answer:
+        def __init__(self, base: int):
+            self.base = base
+
+        def __call__(self, power: int) -> tuple[int, int]:
+            time.sleep(0.05)
+            return self.base**power, os.getpid()
+
+    def all_of() -> list[tuple[int, int]]:
+        calls = [crew.submit(answer, power=power) for power in range(8)]
+        answers = dict(crew.wait() for _ in calls)
+        assert [answers[call][0] for call in calls] == [2**power for power in range(8)]
+        return [answers[call][1] for call in calls]
+
+    answer, deaths = Answer(2), crew.deaths
+    for name in ("both", "workers", "are", "there"):
+        crew.submit(dict, name=name)
+    while crew._alive.total() < 2:
+        time.sleep(0.01)
+    crew.forget()
+    assert set(all_of()) == set(pids(crew))
+    old = pids(crew)
+    for place in (0, 1):
+        kill(crew, place)
+    assert not {*old} & {*all_of()} and crew.deaths == deaths + 2
+    crew.forget()
+
+
+def test_what_nobody_waits_for_is_dropped(crew: hfta.WorkerPool) -> None:
+    crew.submit(time.sleep, **{})
+    crew.forget()
+    call = crew.submit(dict, seed=3)
+    assert crew.wait() == (call, {"seed": 3})
+
+
+def test_bad_input(crew: hfta.WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    options: dict[str, Any] = STUDY | {"max_models": 4}
+    with pytest.raises(ValueError, match=r"workers is 2 and there is an executor"):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2, executor=crew)
+    with pytest.raises(ValueError, match=r"workers is 2 and there is an executor"):
+        tune.run(build, SPACE, workers=2, executor=crew, **options)
+    for count, match in ((0, "workers is 0; it must be"), (999, "workers is 999, more than the .* processors")):
+        with pytest.raises(ValueError, match=match):
+            tune.run(build, SPACE, workers=count, **options)
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"build cannot be sent to workers .*lock.* move it to a module"):
+        tune.run(lambda fixed, members: lock and build(fixed, members), SPACE, executor=crew, **options)
+    # Nothing is left behind.
+    assert told(tune.run(build, SPACE, executor=crew, **options)) == told(tune.run(build, SPACE, **options))
+    with pytest.raises(hfta.WorkerError, match=r"worker 3 has torch 1.0 and this process 2"):
+        process.check_versions("worker 3", process.versions() | {"torch": "1.0"})
+    with hfta.WorkerPool(1) as closed:
+        pass
+    with pytest.raises(hfta.WorkerError, match="have been closed"):
+        closed.submit(dict)
+
+
+def test_data_is_shared_and_not_copied(crew: Any) -> None:
+    rows = torch.randn(50_000, 4, dtype=torch.float64)
+    step, state = arrayed()
+    whole = hfta.ArrayLoader((rows, rows.sum(-1, keepdim=True)), 5000, seeds=range(M))
+    sizes: list[Any] = []
+
+    def look(state: Any, history: Any) -> None:
+        sizes.extend(map(len, crew._bytes.values()))
+        folders = [pathlib.Path(one.name) for one in crew._folder._folders]
+        sizes.append(sum(path.stat().st_size for folder in folders for path in folder.iterdir()))
+
+    hfta.fit(step, state, whole, epochs=1, progress=False, callbacks=[look], executor=crew)
+    function, shared = sizes
+    assert function < 200_000 and rows.nbytes <= shared < 2 * rows.nbytes
+
+
+def abandoned() -> list[str]:
+    """Shared folders that no process holds."""
+    found = []
+    for lock in pathlib.Path("/dev/shm").glob("hfta-*/owner.lock"):
+        with contextlib.suppress(OSError), lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            found.append(lock.parent.name)
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(len(local.cores()) < 2, reason="needs two processors")
+def test_a_driver_that_is_killed_goes_on_and_its_workers_end(tmp_path: pathlib.Path) -> None:
+    order = [sys.executable, "-c", DRIVER, str(tmp_path / "study")]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    draws = random.Random(1)
+    killed = 0
+    for _ in range(KILLS):
+        pipe = subprocess.PIPE
+        with subprocess.Popen(order, env={**os.environ, **own}, stdout=pipe, stderr=pipe, text=True) as process:
+            assert process.stdout is not None
+            workers = [int(word) for word in process.stdout.readline().split()[1:]]
+            time.sleep(draws.uniform(0.1, 3.0))
+            process.kill()
+            rest, errors = process.communicate()
+        assert "Error" not in errors, "workers end without a word"
+        # At the end of the call that each is at.
+        for _ in range(600):
+            if not any(os.path.exists(f"/proc/{worker}") for worker in workers):
+                break
+            time.sleep(0.1)
+        assert not any(os.path.exists(f"/proc/{worker}") for worker in workers)
+        assert not abandoned(), "workers remove what their driver has left behind"
+        if rest.endswith("the same\n"):
+            break
+        killed += 1
+    assert killed
+    print("killed", killed)
+    done = subprocess.run(order, env={**os.environ, **own}, capture_output=True, text=True)
+    assert done.stdout.endswith("the same\n"), done.stderr[-3000:]

@@ -1,0 +1,354 @@
+"""Arrays whose parts train in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from clocks import press_ctrl_c
+from hfta_func import WorkerError
+from hfta_func.run import trainers
+from hfta_func.run.executor_trainer import ExecutorTrainer
+from hfta_func.step import allocator
+from hfta_func.workers import fork_server, local, wire
+from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn, make, pools, waits
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),
+    pytest.mark.usefixtures("two_cores"),
+]
+
+
+@pytest.mark.exhaustive(ids="True")
+@pytest.mark.parametrize("donate", [False, True])
+def test_two_processes_are_one_array(donate: bool) -> None:
+    evaluated = hfta.make_eval_step(
+        make().eval(), lambda model, batch: {"error": (model(batch[0]) - batch[1]).square().mean()}
+    )
+    options: dict[str, Any] = {
+        "epochs": 4,
+        "progress": False,
+        "evaluate": lambda state: evaluated(state, data()),
+    }
+
+    def callbacks() -> list[Any]:
+        return [hfta.early_stopping("error", patience=2), hfta.schedules.plateau("loss", patience=0)]
+
+    found, expected = (
+        hfta.fit(step, state, loader(), callbacks=callbacks(), workers=count, **options)
+        for count in (2, None)
+        for step, state in [arrayed(donate=donate)]
+    )
+    assert_same(found, expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dims", [0, None, (0, None)])
+def test_batches_of_any_kind(dims: Any) -> None:
+    inputs, targets = data()
+
+    def batches() -> list[Any]:
+        shapes = (dims, dims) if not isinstance(dims, tuple) else dims
+        whole = (inputs, targets)
+        return [
+            tuple(
+                leaf[at : at + 6] if dim is None else torch.stack([leaf[at : at + 6] * (i + 1) for i in range(M)])
+                for leaf, dim in zip(whole, shapes, strict=True)
+            )
+            for at in range(0, 24, 6)
+        ]
+
+    step, state = arrayed(batch_dims=dims)
+    found = hfta.fit(step, state, batches(), epochs=3, progress=False, workers=2, save_every=None)
+    assert_same(found, hfta.fit(step, state, batches(), epochs=3, progress=False))
+
+
+@pytest.mark.exhaustive
+def test_shared_batches_of_a_loader() -> None:
+    step, state = arrayed(batch_dims=None)
+    found, expected = (
+        hfta.fit(step, state, loader(7, shared=True), epochs=2, progress=False, workers=count)
+        for count in (3 - 1, None)
+    )
+    assert_same(found, expected)
+
+
+@pytest.mark.exhaustive
+def test_a_member_that_fails_is_named_by_its_place_in_the_array() -> None:
+    lr = [0.01, 0.01, 0.01, 0.01, 1e300]
+    step, state = arrayed(lr)
+    found, expected = (hfta.fit(step, state, loader(), epochs=3, progress=False, workers=count) for count in (2, None))
+    assert found.history.failures and {failure.member for failure in found.history.failures} == {4}
+    assert found.history.failures == expected.history.failures
+    step, state = arrayed(lr, nonfinite="raise")
+    with pytest.raises(hfta.NonFiniteError, match=r"^model 4: the "):
+        hfta.fit(step, state, loader(), epochs=3, progress=False, workers=2)
+
+
+def test_an_error_of_the_user_s_code_comes_through() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise LookupError("no such thing")
+
+    step, state = arrayed(loss=loss)
+    with pytest.raises(LookupError, match="no such thing"):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+
+
+def test_workers_keep_large_blocks() -> None:
+    # Otherwise every step of wide models pays for page faults.
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if not allocator._kept:
+            raise LookupError("large blocks go back to the system")
+        return loss_fn(model, batch)
+
+    step, state = arrayed(loss=loss)
+    hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+    with hfta.WorkerPool(1) as pool:
+        hfta.fit(step, state, loader(), epochs=1, progress=False, executor=pool)
+
+
+@pytest.mark.exhaustive
+def test_a_killed_process_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    expected = hfta.fit(step, state, loader(), epochs=4, progress=False)
+    crews = pools(monkeypatch)
+
+    def kill(state: Any, history: hfta.History) -> None:
+        worker = crews[0]._workers[len(history) % 2]
+        threading.Timer(0.001 * len(history), os.kill, (worker.pid, signal.SIGKILL)).start()
+
+    assert_same(hfta.fit(step, state, loader(), epochs=4, progress=False, callbacks=[kill], workers=2), expected)
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_always_dies_is_given_up() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        os._exit(3)
+
+    step, state = arrayed(loss=loss)
+    with pytest.raises(
+        WorkerError, match=r"^models [02] to [14]: its workers died 3 times in a row, last worker [01] with status 3"
+    ):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+
+
+def slow(model: nn.Module, batch: Any) -> Any:
+    time.sleep(0.01)
+    return loss_fn(model, batch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="None")
+@pytest.mark.parametrize("save_every", [None, 2])
+def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, save_every: int | None) -> None:
+    step, state = arrayed(loss=slow)
+    options: dict[str, Any] = {"epochs": 12, "progress": False, "save_every": save_every}
+    expected = hfta.fit(step, state, loader(), resume=tmp_path / "whole", workers=2, **options)
+    assert_same(expected, hfta.fit(step, state, loader(), **{**options, "save_every": None}))
+    stops = 0
+
+    def stop(state: Any, history: hfta.History) -> None:
+        if len(history) % 3 == 1:
+            press_ctrl_c(0.013 * (stops + 1))
+
+    while True:
+        calls = [stop] if stops < 3 else []
+        found = hfta.fit(step, state, loader(), resume=tmp_path / "run", callbacks=calls, workers=2, **options)
+        if not found.history.interrupted:
+            break
+        stops += 1
+        kept = hfta.load(tmp_path / "run", like=state)
+        assert len(set(kept.step.tolist())) == 1, "all members have seen the same batches"
+    assert stops == 3
+    assert_same(found, expected)
+    for a, b in zip(optree.tree_leaves(found.state), optree.tree_leaves(expected.state), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dims", [0, None])
+@pytest.mark.parametrize("kind", ["dealt", "batches"])
+def test_steps_while_workers_start_are_those_of_workers(
+    kind: str, dims: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = os.getpid()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with (tmp_path / "where").open("a") as file:
+            file.write(f"{os.getpid() == here} ")
+        return loss_fn(model, batch)
+
+    def run(later: int) -> tuple[hfta.Result, list[str]]:
+        """Train with workers that are ready after some pieces."""
+        left = [later]
+
+        def is_ready(self: ExecutorTrainer) -> bool:
+            left[0] -= 1
+            return left[0] < 0 and waits(self)
+
+        monkeypatch.setattr(ExecutorTrainer, "is_ready", is_ready)
+        (tmp_path / "where").write_text("")
+        batches = [data(), tuple(2 * leaf for leaf in data()), data(), data()]
+        source = loader(7 if dims is None else range(M), shared=dims is None) if kind == "dealt" else batches
+        if kind == "batches" and dims == 0:
+            source = [tuple(torch.stack([leaf] * M) for leaf in batch) for batch in batches]
+        step, state = arrayed(loss=loss, batch_dims=dims, donate=later > 2)
+        found = hfta.fit(step, state, source, epochs=3, progress=False, workers=2)
+        return found, (tmp_path / "where").read_text().split()
+
+    expected, where = run(0)
+    assert {*where} == {"False"}
+    for later in (1, 2, 3):
+        found, where = run(later)
+        assert {*where} == {"True", "False"} and where[0] == "True"
+        for a, b in zip(optree.tree_leaves(found.state), optree.tree_leaves(expected.state), strict=True):
+            assert torch.equal(a, b)
+        assert all(torch.equal(found.history[name], expected.history[name]) for name in expected.history.epochs[0])
+        assert found.history.failures == expected.history.failures
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("faster", [True, False])
+@pytest.mark.parametrize("kind", ["dealt", "batches"])
+def test_auto_tries_workers_and_takes_what_is_faster(
+    kind: str, faster: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = os.getpid()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with (tmp_path / "where").open("a") as file:
+            file.write(f"{os.getpid() == here} ")
+        time.sleep(0.3 if (os.getpid() == here) is faster else 0.0)
+        return loss_fn(model, batch)
+
+    def source() -> Any:
+        return loader() if kind == "dealt" else [tuple(torch.stack([leaf] * M) for leaf in data())] * 5
+
+    monkeypatch.setattr(trainers, "_LEAST", 0.1)
+    monkeypatch.setattr(trainers, "_TRIAL", 0.1)
+    crews = pools(monkeypatch)
+
+    step, state = arrayed(loss=loss)
+    options: dict[str, Any] = {"epochs": 6, "progress": False, "save_every": 3}
+    found = hfta.fit(step, state, source(), workers="auto", resume=tmp_path / "run", **options)
+    where = (tmp_path / "where").read_text().split()
+    assert where[0] == "True" and "False" in where, "it begins here, and tries workers"
+    assert where[-1] == str(not faster) and crews[0]._closed
+    step, state = arrayed()
+    assert_same(found, hfta.fit(step, state, source(), epochs=6, progress=False))
+
+
+@pytest.mark.exhaustive
+def test_auto_does_not_try_workers_for_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    crews = pools(monkeypatch)
+    step, state = arrayed()
+    found = hfta.fit(step, state, loader(), epochs=2, progress=False, workers="auto")
+    assert_same(found, hfta.fit(step, state, loader(), epochs=2, progress=False))
+    assert not crews
+
+
+def test_a_worker_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # The server that they are forked from imports from the same folders as this process.
+    monkeypatch.setattr(fork_server, "_server", None)
+    (tmp_path / "cloudpickle.py").write_text("raise SystemExit(5)")
+    monkeypatch.syspath_prepend(tmp_path)
+    step, state = arrayed()
+    with pytest.raises(
+        WorkerError, match=r"worker [01] died 3 times in a row while it started, last with status 5; what"
+    ):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+    with (
+        hfta.WorkerPool(1) as pool,
+        pytest.raises(WorkerError, match="worker 0 died 3 times in a row while it started"),
+    ):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, executor=pool)
+
+
+def test_bad_input() -> None:
+    step, state = arrayed()
+    for count, match in (
+        (0, "workers is 0; it must be at least 1"),
+        ("many", "workers is 'many'; it must be at least 1, 'auto'"),
+        (M + 1, f"workers is {M + 1}, more than the {M} members"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            hfta.fit(step, state, loader(), epochs=1, progress=False, workers=count)  # type: ignore[arg-type]
+    if (most := len(local.cores())) < M:
+        with pytest.raises(ValueError, match=f"workers is {most + 1}, more than the {most} processors"):
+            hfta.fit(step, state, loader(), epochs=1, progress=False, workers=most + 1)
+    lock = threading.Lock()
+    step, state = arrayed(loss=lambda model, batch: loss_fn(model, batch)[0] + 0 * bool(lock))
+    with pytest.raises(TypeError, match="the step or the loader cannot be sent to workers"):
+        hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
+
+
+@pytest.mark.exhaustive
+def test_batches_that_are_written_between_epochs_are_read_again() -> None:
+    def run(count: int | None) -> hfta.Result:
+        whole = tuple(torch.stack([leaf] * M).repeat(1, 40, 1) for leaf in data())
+
+        def change(state: Any, history: hfta.History) -> None:
+            whole[1].add_(1.0)
+
+        step, state = arrayed()
+        return hfta.fit(step, state, [whole], epochs=3, progress=False, callbacks=[change], workers=count)
+
+    assert_same(run(2), run(None))
+
+
+KILLED = """
+import sys, time
+import torch
+from hfta_func.workers.wire import Folder
+
+folder = Folder()
+folder.write(torch.zeros(9))
+print(*[one.name for one in folder._folders], flush=True)
+time.sleep(3600)
+"""
+
+
+def test_what_a_killed_process_shared_is_removed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_shared_folders", lambda: [str(tmp_path)])
+    code = f"from hfta_func.workers import wire; wire._shared_folders = lambda: [{str(tmp_path)!r}]\n" + KILLED
+    path = os.pathsep.join(filter(None, sys.path))
+    own = wire.Folder()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        (other,) = process.stdout.readline().split()
+        unfinished, foreign, linked = (tmp_path / f"hfta-{name}" for name in ("unfinished", "foreign", "linked"))
+        unfinished.mkdir()
+        foreign.mkdir()
+        (foreign / "owner.lock").touch()
+        linked.symlink_to(foreign)
+        (tmp_path / "others").mkdir()
+        with monkeypatch.context() as patch:
+            # What is not this user's stays.
+            patch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+            wire.sweep()
+            assert foreign.is_dir()
+        (foreign / "owner.lock").unlink()
+        wire.sweep()
+        assert os.path.isdir(other) and os.path.isdir(own._folders[0].name), "both live"
+        process.kill()
+        process.wait()
+    wire.sweep()
+    assert not os.path.exists(other)
+    left = {entry.name for entry in tmp_path.iterdir()}
+    assert left == {os.path.basename(own._folders[0].name), "hfta-unfinished", "hfta-foreign", "hfta-linked", "others"}
+    own.close()
+    assert not os.path.exists(own._folders[0].name)
