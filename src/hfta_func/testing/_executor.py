@@ -195,11 +195,10 @@ def _assert_same_run(got: Any, expected: Any) -> None:
     assert names[0] == names[1], f"history has the metrics {names[0]}, not {names[1]}"
     for name in names[0]:
         # A member has NaN where it has not trained.
-        columns = got.history[name], expected.history[name]
-        assert torch.equal(*map(torch.isnan, columns)), (
-            f"members of history['{name}'] have not trained in the same epochs"
-        )
-        assert_close(*(column.nan_to_num().T for column in columns), f"history['{name}']", 1e-10)
+        column, other = got.history[name], expected.history[name]
+        same = torch.equal(column.isnan(), other.isnan())
+        assert same, f"members of history['{name}'] have not trained in the same epochs"
+        assert_close(column.nan_to_num().T, other.nan_to_num().T, f"history['{name}']", 1e-10)
     for name in ("seeds", "members", "since"):
         assert_close(getattr(got.history, name), getattr(expected.history, name), f"history.{name}", 0.0)
     assert got.history.failures == expected.history.failures, f"failures are {got.history.failures}"

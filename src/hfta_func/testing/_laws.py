@@ -34,14 +34,14 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 def assert_close(got: Any, expected: Any, name: str, rtol: float) -> None:
     """Raise unless two trees have the same structure, shapes and dtypes, and values that differ by less than ``rtol``."""
-    places, other = paths(got, name), paths(expected, name)
-    assert places == other, f"{name} has the leaves {places}, not {other}"
-    for path, a, b in zip(places, leaves(got), leaves(expected), strict=True):
+    names, expected_names = paths(got, name), paths(expected, name)
+    assert names == expected_names, f"{name} has the leaves {names}, not {expected_names}"
+    for path, a, b in zip(names, leaves(got), leaves(expected), strict=True):
         kinds = [f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__qualname__ for x in (a, b)]
         assert kinds[0] == kinds[1], f"{path} is {kinds[0]}, not {kinds[1]}"
         if isinstance(a, Tensor) and not difference(a, b) <= rtol:
             far = (a - b).abs().nan_to_num(torch.inf) if a.dtype != torch.bool else (a ^ b).int()
-            place = [int(x) for x in torch.unravel_index(far.argmax(), a.shape)]
-            one, two = (x[tuple(place)].item() for x in (a, b))
-            member = f"model {place[0]}: " if place else ""
-            raise AssertionError(f"{member}{path}{place} is {one!r}, not {two!r}")
+            index = [int(x) for x in torch.unravel_index(far.argmax(), a.shape)]
+            one, two = (x[tuple(index)].item() for x in (a, b))
+            member = f"model {index[0]}: " if index else ""
+            raise AssertionError(f"{member}{path}{index} is {one!r}, not {two!r}")

@@ -128,9 +128,9 @@ def _check_hyperparams(
     for name, value in held.items():
         assert value.dtype == torch.float64 and value.dim() == 1, f"{name} is {value.dtype} {list(value.shape)}"
     columns = {
-        f"{name}[{place}]" if isinstance(values[0], tuple) else name: list(column)
+        f"{name}[{position}]" if isinstance(values[0], tuple) else name: list(column)
         for name, values in given.items()
-        for place, column in enumerate(zip(*(v if isinstance(v, tuple) else (v,) for v in values), strict=True))
+        for position, column in enumerate(zip(*(v if isinstance(v, tuple) else (v,) for v in values), strict=True))
     }
     for name, column in columns.items():
         own = any(value.tolist() == column for value in held.values())

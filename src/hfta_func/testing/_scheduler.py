@@ -67,7 +67,7 @@ def _study(make: Callable[[], Any], cohort: Any, failing: set[int], draws: rando
             else:
                 values[trial].append(-float(trial * 7 % len(numbers)) + len(values[trial]))
         now = cohort._replace(
-            values={trial: tuple(found) for trial, found in values.items()},
+            values={trial: tuple(reports) for trial, reports in values.items()},
             **{"ended": frozenset(ended), "params": {t: dict(p) for t, p in params.items()}, "space": dict(SPACE)},
         )
         verdicts = _decided(make, now)
@@ -77,7 +77,7 @@ def _study(make: Callable[[], Any], cohort: Any, failing: set[int], draws: rando
                 copied.add((trial, len(values[trial])))
                 params[trial] |= verdict.changes
     with law("some trial reaches its last rung"):
-        reached = [len(found) for found in values.values()]
+        reached = [len(reports) for reports in values.values()]
         assert failing or len(rungs) in reached, f"of rungs {rungs} the trials have reached {reached}"
 
 

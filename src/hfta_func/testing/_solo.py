@@ -60,9 +60,9 @@ def assert_matches_solo(
         solo = take(state, [member])
         for batch in batches:
             solo, _ = step(solo, take_batch(dims, batch, slice(member, member + 1)))
-        for path, mine, alone in zip(paths(solo, "state"), leaves(take(after, [member])), leaves(solo), strict=True):
-            found = difference(mine, alone)
-            assert found <= rtol, (
-                f"model {member}: {path} differs from the solo run by {found:.3g} of its magnitude, more than {rtol:g}"
+        for path, leaf, alone in zip(paths(solo, "state"), leaves(take(after, [member])), leaves(solo), strict=True):
+            error = difference(leaf, alone)
+            assert error <= rtol, (
+                f"model {member}: {path} differs from the solo run by {error:.3g} of its magnitude, more than {rtol:g}"
             )
     return after
