@@ -170,8 +170,8 @@ def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, train
         kind, option = ("shared", "shared_params") if trained else ("frozen", "share_frozen")
         raise StackError(
             f"model {member}: the {kind} '{path}' is not that of model 0, from which it differs by up to {most:.3g}, "
-            f"e.g. {tensor[index].item():.6g} and {first[index].item():.6g} at {list(index)}; members that share a base start "
-            f"from one set of weights: load it once, or leave out {option}"
+            f"e.g. {tensor[index].item():.6g} and {first[index].item():.6g} at {list(index)}; members that share a base "
+            f"start from one set of weights: load it once, or leave out {option}"
         )
 
 
