@@ -24,13 +24,13 @@ SEEDS = [3, 5, 8]
 
 
 def assert_callback(make: Callable[[], Callback], *, epochs: int = 4) -> None:
-    """Hold a callback against its laws, in a short run of three small models whose only metric is ``"loss"``.
+    """Check that a callback keeps its laws, in a short run of three small models whose only metric is ``"loss"``.
 
-    The laws: it takes ``(state, history)``; it returns None or the next state; it writes neither of both; and a run that goes
-    on from a file, with a callback made anew, gets the same bits as a run without a break.
+    The laws: it takes ``(state, history)``; it returns None or the next state; it writes neither of them; and a run resumed
+    from a file, with a new callback, gives the same bits as a run without a break.
 
     Args:
-        make: Makes the callback; one that writes files is given a folder of its own each time.
+        make: Makes the callback. If the callback writes files, give it another folder each time.
         epochs: Number of epochs.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What law-suites share: a law that is broken is named, with the place and both values."""
+"""Shared code of the law-suites: errors that name the broken law, the element and both values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hfta_func._tree import leaves, paths
 
 @contextlib.contextmanager
 def law(name: str, about: str = "") -> Iterator[None]:
-    """Raise what goes wrong inside as an AssertionError that names the law and what it was tried on."""
+    """Convert errors inside the block to an AssertionError that names the law and the input."""
     try:
         yield
     except Exception as error:
@@ -24,7 +24,7 @@ def law(name: str, about: str = "") -> Iterator[None]:
 
 def difference(a: Tensor, b: Tensor) -> float:
     """Largest difference, relative to the largest magnitude."""
-    # XLA would compile this for every shape.
+    # On XLA, this would be compiled for every shape.
     a, b = a.detach().cpu(), b.detach().cpu()
     if a.numel() == 0 or torch.equal(a, b):
         return 0.0
