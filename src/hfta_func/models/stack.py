@@ -242,7 +242,7 @@ def _stack(
             first, base = model, base_of(model) if share_frozen else {}
             shared = shared_of(model, shared_params)
         differing = check_same_structure(model, first, member, numbers)
-        numbers |= {path: [first_named] * member for path, (_, first_named) in differing.items() if path not in numbers}
+        numbers |= {path: [first_value] * member for path, (_, first_value) in differing.items() if path not in numbers}
         for path, values in numbers.items():
             values.append(differing[path][0] if path in differing else values[0])
         for leaves, named, first_named in (

@@ -16,16 +16,16 @@ from hfta_func.testing._laws import assert_close, law
 
 
 def assert_rule(op: Callable[..., Any], inputs: Sequence[Any], *, rtol: float = 1e-10) -> None:
-    """Hold an operator under ``vmap`` against a Python loop over the members.
+    """Check that an operator under ``vmap`` computes what a Python loop over the members computes.
 
-    The laws: outputs and gradients are the loop's in float64 for every mix of batched and shared inputs, wherever the model
-    axis is; an array of one, an array of arrays, and gradients inside ``vmap`` are, too; so is what autocast and
-    ``torch.compile(fullgraph=True, backend="aot_eager")`` make of it; and no operator runs member by member for lack of a
-    rule. Gradients that the operator does not have alone are not asked for.
+    The laws: outputs and gradients equal the loop's in float64 for every mix of batched and shared inputs and every position
+    of the model axis; so do those of an array of one, an array of arrays, gradients inside ``vmap``, autocast, and
+    ``torch.compile(fullgraph=True, backend="aot_eager")``; and no operator runs member by member because it lacks a rule.
+    Gradients that the operator itself does not support are not tested.
 
     Args:
         op: The operator, or any function of one member's tensors that returns a tensor or a tuple of tensors.
-        inputs: Its arguments: tensors ``[M, ...]`` in which members differ, and other values as they are.
+        inputs: Its arguments: tensors ``[M, ...]`` that differ between members, and other values.
         rtol: Largest difference allowed, relative to the largest magnitude in each tensor.
 
     Raises:
