@@ -194,10 +194,10 @@ def draw(case: Case, array: pandas.DataFrame, solo: pandas.DataFrame, row: dict[
         alone, together = (_curves(ax, run, metric, colors) for run, colors in reversed(runs))
         ax.set(xlabel="epoch", ylabel=LABELS.get(metric, f"test {metric}"))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for place, (run, colors) in enumerate(runs):
+    for position, (run, colors) in enumerate(runs):
         values = final(run, case.metric)
-        right.scatter(place + numpy.linspace(-0.2, 0.2, count), values, c=colors, s=22, zorder=2)
-        right.hlines(numpy.mean(values), place - 0.3, place + 0.3, color="black", linewidth=1.2, zorder=3)
+        right.scatter(position + numpy.linspace(-0.2, 0.2, count), values, c=colors, s=22, zorder=2)
+        right.hlines(numpy.mean(values), position - 0.3, position + 0.3, color="black", linewidth=1.2, zorder=3)
     right.set(
         xticks=[0, 1], xticklabels=["array", "solo"], xlim=(-0.5, 1.5), ylabel=f"{middle.get_ylabel()}, last epoch"
     )

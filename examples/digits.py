@@ -134,8 +134,8 @@ def compare(
             after, _ = step(after, batch)
 
     def loop() -> None:
-        for model, optimizer, own in zip(models, optimizers, alone, strict=True):
-            for batch in own:
+        for model, optimizer, member_batches in zip(models, optimizers, alone, strict=True):
+            for batch in member_batches:
                 optimizer.zero_grad()
                 loss_fn(model, batch).backward()
                 optimizer.step()

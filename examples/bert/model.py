@@ -29,7 +29,7 @@ class BERT(nn.Module):
         vocabulary: Different tokens.
         length: Tokens of the longest sequence.
         sizes: BERT-Medium's by default.
-        causal: Whether a place sees only itself and those before it.
+        causal: Whether a token attends only to itself and earlier tokens.
         dropout: Of embeddings, attention and feed-forward layers.
 
     References:

@@ -32,7 +32,7 @@ _MAY_CHANGE = {"epochs", "data", "device", "hfta", "compile", "chunk_size", "eva
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What every example takes; those that differ from example to example are added by its own class."""
+    """The flags that every example takes; examples add others in subclasses."""
 
     seeds: Annotated[
         tuple[int, ...], Flag("seed of weights, order of the data, and noise", low=-(2**63), high=2**63 - 1)

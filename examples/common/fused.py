@@ -22,7 +22,7 @@ def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
     Args:
         task: What to train.
         flags: The flags of the array.
-        keep: File that holds the run, to go on with if it is there.
+        keep: File that holds the run; training continues from it if it exists.
     """
     device, model = find_device(flags.device), task.factory()
     step, state, loader = prepare(task, flags, device, **({"chunk_size": "auto"} if flags.chunk_size == "auto" else {}))
@@ -32,7 +32,7 @@ def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
     )
 
     def test(state: hfta.TrainState) -> Metrics:
-        # Every batch draws its own.
+        # Every batch gets different noise.
         numbers = itertools.count()
 
         def metrics(rows: Batch) -> Metrics:
@@ -47,7 +47,7 @@ def train(task: Task, flags: Flags, keep: Path | None) -> Outcome:
 def prepare(
     task: Task, flags: Flags, device: torch.device, **options: Any
 ) -> tuple[hfta.TrainStep, hfta.TrainState, hfta.ArrayLoader]:
-    """The step, with further options of it, the state before the first one, and the batches of an array."""
+    """The step of an array, made with further ``options``, the initial state, and the loader."""
     try:
         loader = make_loader(task.train, task.training_batch, flags, device)
         step = hfta.make_train_step(
@@ -65,13 +65,13 @@ def prepare(
 
 
 def initial(factory: Callable[[], nn.Module], seeds: Sequence[int], device: torch.device) -> hfta.Stacked:
-    """What ``torch.manual_seed(seed); factory()`` makes for every seed, stacked, on the device."""
+    """The models that ``torch.manual_seed(seed); factory()`` makes for the seeds, stacked, on the device."""
     stacked = hfta.init_params(factory, seeds)
     return hfta.Stacked(*({path: leaf.to(device) for path, leaf in tree.items()} for tree in stacked))
 
 
 def make_loader(data: Batch, transform: Callable[[Batch], Batch], flags: Flags, device: torch.device) -> Any:
-    """Batches in every member's own order; a last one that is not full is left out, so that one shape is compiled."""
+    """Batches in a different order for every member; a smaller last batch is left out, so that only one shape is compiled."""
     size = min(flags.batch_size, len(data[0]))
     return hfta.ArrayLoader(data, size, seeds=flags.seeds, drop_last=True, device=device, transform=transform)
 
@@ -79,7 +79,7 @@ def make_loader(data: Batch, transform: Callable[[Batch], Batch], flags: Flags, 
 def fit(
     step: Callable[..., Any], state: Any, loader: Any, test: Callable[[Any], Metrics], flags: Flags, keep: Path | None
 ) -> tuple[Any, list[Metrics], Metrics]:
-    """``hfta.fit`` with a line for every epoch; returns the state, the history, and the last test."""
+    """``hfta.fit`` that prints a line for every epoch; returns the state, the history, and the last test metrics."""
     clock, finished, last = Clock(state.keys.device), [], {}
 
     def after_epoch(state: Any) -> Metrics:
@@ -106,25 +106,25 @@ def fit(
         raise BadInput(first_line(error)) from None
 
 
-def adam(knobs: dict[str, tuple[Any, ...]], batches: int) -> hfta.GradientTransformation:
+def adam(hyperparams: dict[str, tuple[Any, ...]], batches: int) -> hfta.GradientTransformation:
     """Adam with one number per member for everything that ``knobs`` has."""
-    betas = knobs.get("beta1", 0.9), knobs.get("beta2", 0.999)
-    # The plain number 0 leaves weight decay out of the program.
-    decay = knobs.get("weight_decay", (0.0,))
-    return hfta.adam(lr=_rate(knobs, batches), betas=betas, weight_decay=decay if any(decay) else 0.0)
+    betas = hyperparams.get("beta1", 0.9), hyperparams.get("beta2", 0.999)
+    # The plain number 0 removes weight decay from the program.
+    decay = hyperparams.get("weight_decay", (0.0,))
+    return hfta.adam(lr=_rate(hyperparams, batches), betas=betas, weight_decay=decay if any(decay) else 0.0)
 
 
-def adadelta(knobs: dict[str, tuple[Any, ...]], batches: int) -> hfta.GradientTransformation:
+def adadelta(hyperparams: dict[str, tuple[Any, ...]], batches: int) -> hfta.GradientTransformation:
     """Adadelta with a learning rate per member."""
-    return hfta.adadelta(lr=_rate(knobs, batches))
+    return hfta.adadelta(lr=_rate(hyperparams, batches))
 
 
-def _rate(knobs: dict[str, tuple[Any, ...]], batches: int) -> hfta.PerModel:
-    if "gamma" not in knobs:
-        return knobs["lr"]
+def _rate(hyperparams: dict[str, tuple[Any, ...]], batches: int) -> hfta.PerModel:
+    if "gamma" not in hyperparams:
+        return hyperparams["lr"]
     # Schedules count updates, the flag counts epochs.
-    steps = [epochs * batches for epochs in knobs["step_size"]]
-    return hfta.schedules.step_lr(knobs["lr"], step_size=steps, gamma=knobs["gamma"])
+    steps = [epochs * batches for epochs in hyperparams["step_size"]]
+    return hfta.schedules.step_lr(hyperparams["lr"], step_size=steps, gamma=hyperparams["gamma"])
 
 
 OPTIMIZERS = {"adam": adam, "adadelta": adadelta}

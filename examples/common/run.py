@@ -26,7 +26,7 @@ def run_task(
     """An example that is a :class:`Task`; returns the exit status."""
 
     def train(way: str) -> Train:
-        # Without --hfta nothing of the package is imported.
+        # Without --hfta the package is not imported.
         return lambda flags, keep: importlib.import_module(f"examples.common.{way}").train(make(flags), flags, keep)
 
     return run(name, argv, flags, train("fused"), train("solo"), about)
@@ -37,7 +37,7 @@ def run(name: str, argv: Sequence[str] | None, flags: type[Flags], array: Train,
 
     Args:
         name: What files are named after.
-        argv: The command line, or None for the process's own.
+        argv: The command line, or None for that of the process.
         flags: The flags that the example takes.
         array: Trains an array.
         solo: Trains one member by itself.
@@ -53,7 +53,7 @@ def run(name: str, argv: Sequence[str] | None, flags: type[Flags], array: Train,
 
 
 def _check(shared: Flags) -> None:
-    """Refuse now what would be missed only when training is over."""
+    """Raise errors now that would otherwise come only after training."""
     find_device(shared.device)
     if shared.resume and shared.save is None:
         raise BadInput("--resume needs --save DIR, the folder that holds the run")
@@ -69,22 +69,22 @@ def _run(name: str, arrays: list[Array], array: Train, solo: Train) -> int:
     last: dict[int, Metrics] = {}
     rows: list[dict[str, Any]] = []
     try:
-        for members, own in arrays:
-            if own.compile and own.apart() != before:
-                # The compiler keeps only some versions of one function.
+        for members, flags in arrays:
+            if flags.compile and flags.apart() != before:
+                # The compiler keeps only a limited number of versions of one function.
                 torch.compiler.reset()
-            before = own.apart()
+            before = flags.apart()
             try:
-                outcome = _train(name, array if own.hfta else solo, members, own)
+                outcome = _train(name, array if flags.hfta else solo, members, flags)
             except Interrupted as error:
-                rows += _rows(error.history, {}, members, own)
+                rows += _rows(error.history, {}, members, flags)
                 raise
-            rows += _rows(outcome.history, outcome.last, members, own)
+            rows += _rows(outcome.history, outcome.last, members, flags)
             last |= {number: {k: v[i] for k, v in outcome.last.items()} for i, number in enumerate(members)}
-            if own.save is not None:
+            if flags.save is not None:
                 for kind, models in outcome.models.items():
                     for member, model in zip(members, models, strict=True):
-                        save(model.state_dict(), own.save / f"{name}-{kind}-{member}.pt")
+                        save(model.state_dict(), flags.save / f"{name}-{kind}-{member}.pt")
         table = _write(rows, shared.out / f"{name}.csv")
         picture = _draw(rows, shared.out / f"{name}.png")
     except KeyboardInterrupt:
@@ -125,7 +125,7 @@ def _train(name: str, train: Train, members: list[int], flags: Flags) -> Outcome
 
 
 def _ranges(members: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2+5``, so that names of files stay short."""
+    """``[0, 1, 2, 5]`` as ``0-2+5``, to keep file names short."""
     runs: list[list[int]] = []
     for member in members:
         if runs and member == runs[-1][1] + 1:
@@ -136,7 +136,7 @@ def _ranges(members: list[int]) -> str:
 
 
 def _check_resumed(flags: Flags, keep: Path) -> None:
-    """Refuse to go on with a run that was begun with other flags, which are in a file beside it."""
+    """Refuse to resume a run that was started with other flags, which are in a file beside it."""
     beside, given = keep.with_suffix(".json"), json.dumps(flags.lasting())
     if not keep.exists():
         beside.write_text(given)
@@ -157,22 +157,23 @@ def _check_resumed(flags: Flags, keep: Path) -> None:
 
 
 def _rows(history: list[Metrics], last: Metrics, members: list[int], flags: Flags) -> list[dict[str, Any]]:
-    """One row for each epoch of every member; of its last one with its last test."""
+    """One row per epoch and member; a member's last row includes its last test metrics."""
     rows = []
-    for place, member in enumerate(members):
-        knobs = {name: values[place] for name, values in flags.per_model().items()}
+    for position, member in enumerate(members):
+        hyperparams = {name: values[position] for name, values in flags.per_model().items()}
         head = {
             "member": member,
-            "seed": knobs.pop("seeds"),
+            "seed": hyperparams.pop("seeds"),
             "how": "array" if flags.hfta else "solo",
             "models": len(members),
         }
-        head |= {**flags.apart(), **knobs}
+        head |= {**flags.apart(), **hyperparams}
         epochs = [
-            {name: float(values[place]) for name, values in metrics.items() if values.dim() == 1} for metrics in history
+            {name: float(values[position]) for name, values in metrics.items() if values.dim() == 1}
+            for metrics in history
         ]
         if epochs:
-            epochs[-1] |= {name: float(values[place]) for name, values in last.items()}
+            epochs[-1] |= {name: float(values[position]) for name, values in last.items()}
         rows += [{**head, "epoch": number, **metrics} for number, metrics in enumerate(epochs, 1)]
     return rows
 

@@ -86,7 +86,7 @@ def fit(
     generators = _generators(device)
 
     def tested() -> Metrics:
-        # Noise of its own, so that training draws the same with this test and without.
+        # The test draws other noise, so that training draws the same with and without it.
         noise = {name: read() for name, (read, _) in generators.items()}
         seed_noise(device, flags.seeds[0])
         metrics = single(test())
@@ -129,13 +129,13 @@ def seed_noise(device: torch.device, seed: int) -> None:
 
 
 def _generators(device: torch.device) -> Generators:
-    found: Generators = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
+    generators: Generators = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+        generators["cuda"] = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     if device.type == "xla":
         xla = importlib.import_module("torch_xla.core.xla_model")
-        found["xla"] = xla.get_rng_state, xla.set_rng_state
-    return found
+        generators["xla"] = xla.get_rng_state, xla.set_rng_state
+    return generators
 
 
 def _order(flags: Flags, epoch: int, rows: int) -> Iterator[Tensor]:
@@ -147,7 +147,7 @@ def _order(flags: Flags, epoch: int, rows: int) -> Iterator[Tensor]:
 
 def _restore(keep: Path, parts: dict[str, Any], generators: Generators) -> list[Metrics]:
     try:
-        # Each part moves its own to the device; states of generators stay on the CPU.
+        # Each part moves its tensors to the device; states of generators stay on the CPU.
         kept = torch.load(keep, map_location="cpu", weights_only=True)
         for name, part in parts.items():
             part.load_state_dict(kept[name])
@@ -165,16 +165,16 @@ def single(metrics: Metrics) -> Metrics:
 
 def make_optimizer(name: str, model: nn.Module, flags: Flags, **kernels: bool) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer of a model, and its schedule by epochs; ``kernels`` is ``fused=True`` or ``foreach=True``."""
-    knobs = {name: values[0] for name, values in flags.per_model().items()}
+    hyperparams = {name: values[0] for name, values in flags.per_model().items()}
     try:
         if name == "adam":
-            betas = knobs.get("beta1", 0.9), knobs.get("beta2", 0.999)
-            decay = knobs.get("weight_decay", 0.0)
-            options = {"lr": knobs["lr"], "betas": betas, "weight_decay": decay}
+            betas = hyperparams.get("beta1", 0.9), hyperparams.get("beta2", 0.999)
+            decay = hyperparams.get("weight_decay", 0.0)
+            options = {"lr": hyperparams["lr"], "betas": betas, "weight_decay": decay}
             optimizer = torch.optim.Adam(model.parameters(), **options, **kernels)
         else:
-            optimizer = torch.optim.Adadelta(model.parameters(), lr=knobs["lr"], **kernels)
+            optimizer = torch.optim.Adadelta(model.parameters(), lr=hyperparams["lr"], **kernels)
     except ValueError as error:
         raise BadInput(str(error)) from None
-    every, gamma = knobs.get("step_size", 1), knobs.get("gamma", 1.0)
+    every, gamma = hyperparams.get("step_size", 1), hyperparams.get("gamma", 1.0)
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, every, gamma)

@@ -1,4 +1,4 @@
-"""What an example trains, in terms of one ordinary model, and what both ways to train it need."""
+"""The description of an example in terms of one ordinary model, and what both ways to train it need."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Task(NamedTuple):
     Args:
         factory: Makes one model.
         loss_fn: The loss of one model.
-        metric_fn: Means over the samples of a batch. The last metric is the one that the last line reports.
-        optimizer: ``"adam"`` or ``"adadelta"``; the flags give its numbers.
-        train: One row per sample.
-        test: Likewise.
-        prepare: Makes a batch of rows what the model takes, on the device.
-        augment: Changes a training batch at random, before.
+        metric_fn: Means over the samples of a batch. The last line of the output reports the last metric.
+        optimizer: ``"adam"`` or ``"adadelta"``; the flags give its hyperparameters.
+        train: Training data, one row per sample.
+        test: Test data, one row per sample.
+        prepare: Converts a batch of rows to the model's input, on the device.
+        augment: Changes a training batch at random, before ``prepare``.
         derive: Further metrics, from the means over all test samples.
     """
 
@@ -75,7 +75,7 @@ def find_device(name: str) -> torch.device:
     """The device of that name.
 
     Raises:
-        BadInput: if there is none.
+        BadInput: if there is no such device.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device cuda: PyTorch finds no CUDA device here; --device cpu runs everywhere")
@@ -88,7 +88,7 @@ def find_device(name: str) -> torch.device:
 
 
 def execute(device: torch.device) -> None:
-    """Have a device that only records operations run them."""
+    """Run recorded operations on a device that only records them until then."""
     if device.type == "xla":
         importlib.import_module("torch_xla").sync()
 
@@ -109,7 +109,7 @@ def save(content: Any, path: Path) -> None:
         with open(part, "wb") as file:
             torch.save(content, file)
         os.replace(part, path)
-    # torch.save turns some failures of the disk into its own.
+    # torch.save raises some disk failures as RuntimeError.
     except (OSError, RuntimeError) as error:
         raise BadInput(
             f"{path} cannot be written: {first_line(error)}; give --save a folder that has room and is not read-only"
@@ -127,11 +127,11 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """An epoch begins."""
+        """Start timing an epoch."""
         self._start = time.perf_counter()
 
     def seconds(self) -> float:
-        """Since it began, with all work that the device was given."""
+        """Seconds since then, after waiting for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self.device.type == "xla":

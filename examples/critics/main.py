@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.out.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(rows).to_csv(flags.out / f"critics-{flags.critics}.csv", index=False)
     last = torch.tensor([row["return"] for row in rows if row["step"] == max(row["step"] for row in rows)])
-    spread = f" ± {last.std():.1f}" if len(last) > 1 else ""
-    print(f"{flags.critics}: return {last.mean():.1f}{spread}, {sum(speeds) / len(speeds):.0f} updates a second")
+    deviation = f" ± {last.std():.1f}" if len(last) > 1 else ""
+    print(f"{flags.critics}: return {last.mean():.1f}{deviation}, {sum(speeds) / len(speeds):.0f} updates a second")
     return 0
 
 

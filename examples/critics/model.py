@@ -66,7 +66,7 @@ class Loop(nn.Module):
 
 
 class CriticLoss(nn.Module):
-    """The sum of the critics' losses: they are independent, so its gradient is each one's own."""
+    """The sum of the critics' losses; critics are independent, so its gradient holds the gradient of each."""
 
     gamma = 0.99
 
@@ -206,5 +206,5 @@ class Agent:
         self._actor_loss(batch)
         self.actor_optimizer.step()
         with torch.no_grad():
-            for target, own in ((self.target_actor, self.actor), (self.target_critics, self.critics)):
-                torch._foreach_lerp_([*target.parameters()], [*own.parameters()], self.tau)
+            for target, trained in ((self.target_actor, self.actor), (self.target_critics, self.critics)):
+                torch._foreach_lerp_([*target.parameters()], [*trained.parameters()], self.tau)

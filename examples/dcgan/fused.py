@@ -1,4 +1,4 @@
-"""An array of DCGANs through the lower-level functions: two stacked models, two optimizers, and a step of its own."""
+"""An array of DCGANs through the lower-level functions: two stacked models, two optimizers, and a custom step."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python examples/ensemble/main.py
     python examples/ensemble/main.py --data friedman --lr 0.01 --patience 20 --epochs 200
 
-Every member has a bag of rows of its own and stops early by itself; all train as one array.
+Every member has its own bootstrap sample of the rows and stops early; all train as one array.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ def forest(flags: argparse.Namespace, data: tuple[Batch, Batch, Batch]) -> Quali
     return quality(trees.mean(0), (trees.var(0) + left).sqrt(), data[2][1], seconds)
 
 
-def draw(found: dict[str, Quality], path: Path) -> None:
+def draw(qualities: dict[str, Quality], path: Path) -> None:
     """The calibration: how many targets the intervals hold, against how many they should."""
     figure = Figure(figsize=(5, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="calibrated")
-    for name, each in found.items():
+    for name, each in qualities.items():
         axes.plot(LEVELS.tolist(), each.coverage.tolist(), marker="o", markersize=3, label=name)
     axes.set(xlabel="share that the interval should hold", ylabel="share of test targets that it holds")
     axes.set(xlim=(0, 1), ylim=(0, 1), title="Central intervals of the predicted distributions")
@@ -153,27 +153,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     targets = data[2][1]
     outputs, seconds = train(flags, data, flags.members, bootstrap=True)
     alone, own_seconds = train(flags, data, 1, bootstrap=False)
-    found = {
+    qualities = {
         f"ensemble of {flags.members}": quality(*mixture(outputs), targets, seconds),
         "one network": quality(*mixture(alone), targets, own_seconds),
         "random forest": forest(flags, data),
     }
-    inside = {name: dict(zip(LEVELS.tolist(), each.coverage.tolist(), strict=True)) for name, each in found.items()}
+    inside = {name: dict(zip(LEVELS.tolist(), each.coverage.tolist(), strict=True)) for name, each in qualities.items()}
     table = pandas.DataFrame(
         {
-            "model": [*found],
-            "rmse": [each.rmse for each in found.values()],
-            "nll": [each.nll for each in found.values()],
-            "inside 90 %": [each.coverage[17].item() for each in found.values()],
-            "calibration error": [(each.coverage - LEVELS).abs().mean().item() for each in found.values()],
-            "seconds": [each.seconds for each in found.values()],
+            "model": [*qualities],
+            "rmse": [each.rmse for each in qualities.values()],
+            "nll": [each.nll for each in qualities.values()],
+            "inside 90 %": [each.coverage[17].item() for each in qualities.values()],
+            "calibration error": [(each.coverage - LEVELS).abs().mean().item() for each in qualities.values()],
+            "seconds": [each.seconds for each in qualities.values()],
         }
     )
     print(table.round(3).to_string(index=False))
     flags.out.mkdir(parents=True, exist_ok=True)
     table.to_csv(flags.out / "ensemble.csv", index=False)
     pandas.DataFrame(inside).rename_axis("level").to_csv(flags.out / "ensemble-calibration.csv")
-    draw(found, flags.out / "ensemble.png")
+    draw(qualities, flags.out / "ensemble.png")
     return 0
 
 

@@ -39,18 +39,18 @@ def array(flags: argparse.Namespace, data: Batch, test: Batch, rows: list[list[T
     # Clients of one seed begin with the same network.
     seeds = [seed for seed in range(flags.seeds) for _ in range(flags.clients)]
     state = step.init(*hfta.init_params(Classifier, seeds), seeds=range(count))
-    own = [each for clients in rows for each in clients]
-    loader = hfta.ArrayLoader(data, flags.batch_size, seeds=range(count), rows=own)
+    shares = [each for clients in rows for each in clients]
+    loader = hfta.ArrayLoader(data, flags.batch_size, seeds=range(count), rows=shares)
     measure = hfta.make_eval_step(Classifier(), accuracy)
-    found: list[Tensor] = []
+    accuracies: list[Tensor] = []
     callbacks = [
-        hfta.averaging(seeds, weights=[len(each) for each in own]),
-        lambda state, history: found.append(
+        hfta.averaging(seeds, weights=[len(each) for each in shares]),
+        lambda state, history: accuracies.append(
             measure(hfta.take(state, range(0, count, flags.clients)), test)["accuracy"]
         ),
     ]
     hfta.fit(step, state, loader, epochs=flags.rounds, callbacks=callbacks, progress=False)
-    return torch.stack(found), len(loader)
+    return torch.stack(accuracies), len(loader)
 
 
 def loop(
@@ -58,7 +58,7 @@ def loop(
 ) -> list[float]:
     """The same in plain PyTorch, one client after another; the accuracy after each round."""
     torch.manual_seed(seed)
-    model, common, found = Classifier(), Classifier(), []
+    model, common, accuracies = Classifier(), Classifier(), []
     sizes = [len(rows) for rows in clients]
     for _ in range(flags.rounds):
         total = [torch.zeros_like(value) for value in common.parameters()]
@@ -71,13 +71,13 @@ def loop(
                 optimizer.zero_grad()
                 loss_fn(model, (data[0][batch], data[1][batch])).backward()
                 optimizer.step()
-            for value, own in zip(total, model.parameters(), strict=True):
-                value += own.detach() * (size / sum(sizes))
+            for value, param in zip(total, model.parameters(), strict=True):
+                value += param.detach() * (size / sum(sizes))
         for value, mean in zip(common.parameters(), total, strict=True):
             value.data.copy_(mean)
         with torch.no_grad():
-            found.append(float(accuracy(common, test)))
-    return found
+            accuracies.append(float(accuracy(common, test)))
+    return accuracies
 
 
 def fedavg(flags: argparse.Namespace) -> None:
@@ -121,7 +121,7 @@ def peers(flags: argparse.Namespace) -> None:
         print(f"  {name:20s}{'  '.join(shown)}")
     print("in brackets what is expected of groups at random; a grid is exact after 2 rounds")
 
-    own = shards(data[1], flags.peers, flags.alpha, 0)
+    shares = shards(data[1], flags.peers, flags.alpha, 0)
     measure = hfta.make_eval_step(Classifier(), accuracy)
     trained = {
         "alone": mixing.dropouts(grid, 1.0),
@@ -132,7 +132,7 @@ def peers(flags: argparse.Namespace) -> None:
     same = begin._replace(params=hfta.init_params(Classifier, [0] * flags.peers).params)
     print(f"accuracy after {flags.rounds} rounds: of the average of all peers, of the worst peer; distance")
     for name, groups in trained.items():
-        loader = hfta.ArrayLoader(data, flags.batch_size, seeds=range(flags.peers), rows=own)
+        loader = hfta.ArrayLoader(data, flags.batch_size, seeds=range(flags.peers), rows=shares)
         start = time.perf_counter()
         state, _ = hfta.fit(step, same, loader, epochs=flags.rounds, callbacks=[hfta.averaging(groups)], progress=False)
         seconds = time.perf_counter() - start

@@ -40,11 +40,11 @@ def load() -> tuple[Batch, Batch]:
 
 
 def shards(labels: Tensor, clients: int, alpha: float, seed: int) -> list[Tensor]:
-    """The rows of each client: those of every label are dealt in shares of a Dirichlet distribution.
+    """The rows of each client: rows of every label are divided in shares of a Dirichlet distribution.
 
     Args:
         labels: The label of each row.
-        clients: How many shards; no row is in two.
+        clients: Number of shards, which have no rows in common.
         alpha: Concentration; below 1, most clients have few labels, and some many more rows than others.
         seed: Decides the shares.
     """
@@ -54,10 +54,10 @@ def shards(labels: Tensor, clients: int, alpha: float, seed: int) -> list[Tensor
         rows = (labels == label).nonzero().flatten()
         shares = generator.dirichlet([alpha] * clients)
         owner[rows] = torch.tensor(generator.choice(clients, len(rows), p=shares))
-    found = [(owner == client).nonzero().flatten() for client in range(clients)]
-    # A client without a row would have nothing to train on, and takes one from whoever has most.
+    client_rows = [(owner == client).nonzero().flatten() for client in range(clients)]
+    # A client needs at least one row, so an empty one takes a row from the largest client.
     for client in range(clients):
-        if not len(found[client]):
-            most = max(range(clients), key=lambda other: len(found[other]))
-            found[client], found[most] = found[most][:1], found[most][1:]
-    return found
+        if not len(client_rows[client]):
+            most = max(range(clients), key=lambda other: len(client_rows[other]))
+            client_rows[client], client_rows[most] = client_rows[most][:1], client_rows[most][1:]
+    return client_rows

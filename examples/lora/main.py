@@ -4,7 +4,7 @@
     python examples/lora/main.py --ranks 2 8 --lr 0.003 0.01 --size small --limit 200
 
 The base is trained here, on Python's own manual, character by character. The adapters then teach it the code of Python's
-library, in a mix with what it has seen before: each adapter has rows of its own. The best one is written in the format of
+library, in a mix with what it has seen before: each adapter trains on its own rows. The best one is written in the format of
 peft, and the base beside it in that of transformers.
 """
 
@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     state = step.init(adapters.params, adapters.buffers, seeds=seeds)
     both = tuple(torch.cat(pair) for pair in zip(code, manual, strict=True))
-    own = [mixed(len(code[0]), len(manual[0]), mix) for _, mix, _ in grid]
-    loader = hfta.ArrayLoader(both, args.batch_size, seeds=seeds, rows=own)
+    member_rows = [mixed(len(code[0]), len(manual[0]), mix) for _, mix, _ in grid]
+    loader = hfta.ArrayLoader(both, args.batch_size, seeds=seeds, rows=member_rows)
     begin = time.perf_counter()
     state, history = hfta.fit(
         *(step, state, loader),
@@ -91,15 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress=args.progress,
     )
     print(f"{len(grid)} adapters took {time.perf_counter() - begin:.1f} s; perplexity on code:")
-    found = history["entropy"][-1].exp().tolist()
+    perplexities = history["entropy"][-1].exp().tolist()
     print("rank  manual  " + "".join(f"lr {lr:<9g}" for lr in args.lr))
     for number, (rank, mix) in enumerate(itertools.product(args.ranks, args.mixes)):
-        row = found[number * len(args.lr) : (number + 1) * len(args.lr)]
+        row = perplexities[number * len(args.lr) : (number + 1) * len(args.lr)]
         print(f"{rank:<6d}{mix:<8g}" + "".join(f"{value:<12.4f}" for value in row))
-    best = min(range(len(grid)), key=lambda i: found[i] if math.isfinite(found[i]) else math.inf)
+    best = min(range(len(grid)), key=lambda i: perplexities[i] if math.isfinite(perplexities[i]) else math.inf)
     adapters.export(state, best).save_pretrained(args.out / "adapter")
     base.save_pretrained(args.out / "base")
-    print(f"Best: {found[best]:.4f} by rank {grid[best][0]}, lr {grid[best][2]:g}, {grid[best][1]:.0%} manual; "
+    print(f"Best: {perplexities[best]:.4f} by rank {grid[best][0]}, lr {grid[best][2]:g}, {grid[best][1]:.0%} manual; "
           f"written to {args.out / 'adapter'}")  # fmt: skip
     return 0
 
@@ -139,7 +139,7 @@ def rows(part: str, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 
 def mixed(code: int, manual: int, share: float) -> list[int]:
-    """The rows of an adapter, as many as there are of code: a share of them is of the manual, whose rows come after those."""
+    """The rows of an adapter, as many as there are rows of code; a share is from the manual, whose rows follow the code's."""
     if not 0 <= share <= 1 or round(share * code) > manual:
         raise SystemExit(
             f"--mixes has {share:g}, but the manual has {manual} rows to take the place of {code}; choose less"
@@ -176,7 +176,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         nargs="+",
         default=[0.0, 0.25],
-        help="shares of rows that are of the manual in place of code",
+        help="shares of rows that are from the manual instead of code",
     )
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2, 3e-2])
     parser.add_argument("--epochs", type=int, default=3, help="of the adapters")

@@ -55,13 +55,13 @@ def metric_fn(model: nn.Module, batch: Batch) -> Metrics:
     """Accuracy; of parts also the mean over clouds of intersection over union, averaged over the parts that occur."""
     clouds, labels = batch
     logits, _ = model(clouds)
-    found = logits.argmax(1)
-    metrics = {"accuracy": (found == labels).float().mean()}
+    predicted = logits.argmax(1)
+    metrics = {"accuracy": (predicted == labels).float().mean()}
     if labels.dim() == 1:
         return metrics
     parts = torch.arange(logits.shape[1], device=labels.device)[:, None]
-    here, there = found.unsqueeze(1) == parts, labels.unsqueeze(1) == parts
-    both, either = ((here & there).sum(-1).float(), (here | there).sum(-1))
+    predicted_parts, true_parts = predicted.unsqueeze(1) == parts, labels.unsqueeze(1) == parts
+    both, either = ((predicted_parts & true_parts).sum(-1).float(), (predicted_parts | true_parts).sum(-1))
     occurs = (either > 0).float()
     iou = ((both / either.clamp(min=1)) * occurs).sum(1) / occurs.sum(1)
     return {"iou": iou.mean(), **metrics}

@@ -26,7 +26,7 @@ def dense(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Transform(nn.Module):
-    """A matrix for each cloud, found from the cloud (STN3d, STNkd); it begins near the identity."""
+    """Predicts a matrix for each cloud (STN3d, STNkd), which starts near the identity."""
 
     def __init__(self, channels: int, sizes: Sizes):
         super().__init__()

@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = sum(member.seconds for member in study.population.members)
     else:
         cohorts = (scheduler or tune.Scheduler()).cohorts(trials, epochs)
-        asking = SamplerSession(space, ["maximize"], None, args.seed)
-        configs = [{**asking.ask(), "seed": args.seed} for cohort in cohorts for _ in range(cohort.trials)]
+        sampler = SamplerSession(space, ["maximize"], None, args.seed)
+        configs = [{**sampler.ask(), "seed": args.seed} for cohort in cohorts for _ in range(cohort.trials)]
         workers = 1 if args.mode == "serial" else len(os.sched_getaffinity(0))
         with tempfile.TemporaryDirectory() as folder, mapped(train_alone, workers) as run:
             rows = search(
@@ -131,7 +131,7 @@ def build(
     )
 
     def test(state: hfta.TrainState) -> dict[str, torch.Tensor]:
-        # Every batch draws its own, as where a member trains alone.
+        # Every batch gets different noise, as when a member trains alone.
         numbers = itertools.count()
         return task.derive(
             evaluate(
@@ -195,7 +195,7 @@ def train_alone(task: tuple[str, Any, str, int, Mapping[str, Any], int]) -> tupl
 
 @contextlib.contextmanager
 def mapped(work: Callable[[Any], Any], workers: int) -> Iterator[Callable[[list[Any]], list[Any]]]:
-    """A ``map`` of some work over tasks: here, or in processes of one thread each."""
+    """A ``map`` of a function over tasks, in this process or in processes of one thread each."""
     if workers == 1:
         yield lambda tasks: [work(task) for task in tasks]
         return

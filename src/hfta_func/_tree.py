@@ -24,17 +24,17 @@ def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Any:
 
 
 def is_shared(node: Any) -> bool:
-    """Whether a part of a tree has no model axis."""
+    """Whether a node of a tree holds shared leaves, which have no model axis."""
     return isinstance(node, Shared)
 
 
 def without_shared(tree: Tree) -> Any:
-    """The tree without what its members share."""
+    """The tree without shared leaves."""
     return optree.tree_map(lambda leaf: () if is_shared(leaf) else leaf, tree, is_leaf=is_shared)
 
 
 def shared_paths(tree: Tree, name: str) -> set[str]:
-    """Those of :func:`paths` whose leaves have no model axis."""
+    """The :func:`paths` of shared leaves."""
     return set(paths(tree, name)) - set(paths(without_shared(tree), name))
 
 
@@ -59,11 +59,11 @@ def num_models(tree: Tree) -> int:
         4
     """
     tree = without_shared(tree)
-    found = [*zip(paths(tree, "tree"), leaves(tree), strict=True)]
-    for path, leaf in found:
+    named = [*zip(paths(tree, "tree"), leaves(tree), strict=True)]
+    for path, leaf in named:
         if not isinstance(leaf, Tensor):
             raise StackError(f"{path} is a {type(leaf).__qualname__}; every leaf must be a tensor [M, ...]")
-    sizes = {path: (leaf.shape[0] if leaf.dim() else None) for path, leaf in found}
+    sizes = {path: (leaf.shape[0] if leaf.dim() else None) for path, leaf in named}
     if not sizes:
         raise StackError("tree has no tensors, so it has no members; pass the result of stack_params or a state")
     (first, size), *rest = sizes.items()
@@ -85,7 +85,7 @@ def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:
         index: One member (the result is an array of one), a slice, a list of members, or a boolean mask ``[M]``.
 
     Returns:
-        A tree of the same structure with new leaves ``[len(index), ...]``; what members share is copied as it is.
+        A tree of the same structure with new leaves ``[len(index), ...]``; shared leaves are copied.
 
     Raises:
         StackError: if no member is selected or an index is out of range.
@@ -103,17 +103,17 @@ def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:
     return optree.tree_map(taken, tree, is_leaf=is_shared)  # pyright: ignore
 
 
-def put(tree: T, places: Tensor, part: T) -> T:
-    """The inverse of :func:`take`: the tree with the members of ``part`` at ``places``, and what these share."""
+def put(tree: T, index: Tensor, part: T) -> T:
+    """The inverse of :func:`take`: the tree with the members of ``part`` at ``index``, and the shared leaves of ``part``."""
 
-    def placed(old: Any, new: Any) -> Any:
-        return new if is_shared(old) else old.index_copy(0, places, new)
+    def replaced(old: Any, new: Any) -> Any:
+        return new if is_shared(old) else old.index_copy(0, index, new)
 
-    return optree.tree_map(placed, tree, part, is_leaf=is_shared)  # pyright: ignore
+    return optree.tree_map(replaced, tree, part, is_leaf=is_shared)  # pyright: ignore
 
 
 def indices(index: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:
-    """The places, from 0 to ``count - 1``, of the members that :func:`take` selects."""
+    """The indices, from 0 to ``count - 1``, of the members that :func:`take` selects."""
     if isinstance(index, slice):
         chosen = torch.arange(count)[index]
     else:
@@ -142,8 +142,8 @@ def concat(trees: Sequence[T]) -> T:
         trees: Stacked trees or states of the same structure.
 
     Raises:
-        StackError: if the list is empty or two trees differ in structure, shape or dtype, or in what members share; it
-            names the leaf.
+        StackError: if the list is empty or two trees differ in structure, shape or dtype, or in shared leaves; it names
+            the leaf.
 
     Example:
         >>> concat([{"bias": torch.zeros(1, 2)}, {"bias": torch.ones(1, 2)}])
@@ -153,9 +153,9 @@ def concat(trees: Sequence[T]) -> T:
         raise StackError("nothing to join; pass at least one array")
     for position, tree in enumerate(trees):
         num_models(tree)
-        found = difference(tree, trees[0], "tree", f"array {position}", "array 0")
-        if found is not None:
-            raise StackError(f"{found}; join arrays of the same model, optimizer and step options")
+        mismatch = difference(tree, trees[0], "tree", f"array {position}", "array 0")
+        if mismatch is not None:
+            raise StackError(f"{mismatch}; join arrays of the same model, optimizer and step options")
     joined, shared = [], shared_paths(trees[0], "tree")
     for path, *column in zip(paths(trees[0], "tree"), *map(leaves, trees), strict=True):
         if path in shared:
@@ -206,16 +206,16 @@ def difference(tree: Tree, other: Tree, name: str, owner: str, other_owner: str)
     """Describe the first difference between the structures of two trees called ``name``; None if they are the same."""
     if optree.tree_structure(tree) == optree.tree_structure(other):
         return None
-    mine, theirs = paths(tree, name), paths(other, name)
-    for here, there, found, missing in ((mine, theirs, owner, other_owner), (theirs, mine, other_owner, owner)):
-        for path in here:
+    pair = (paths(tree, name), owner), (paths(other, name), other_owner)
+    for (present, holder), (others, missing) in (pair, pair[::-1]):
+        for path in present:
             # A leaf that the other tree divides further is reported by one of its parts, in the other pass.
-            if path not in there and not any(part.startswith((f"{path}[", f"{path}.")) for part in there):
-                return f"{found} has {path} but {missing} does not"
+            if path not in others and not any(part.startswith((f"{path}[", f"{path}.")) for part in others):
+                return f"{holder} has {path} but {missing} does not"
     # The leaves have the same paths, so two of their containers have different types.
-    for mine, theirs in zip(optree.tree_accessors(tree), optree.tree_accessors(other), strict=True):
-        for depth, (here, there) in enumerate(zip(mine, theirs, strict=True)):
-            if here.type is not there.type:
-                types = f"a {here.type.__qualname__} in {owner} but a {there.type.__qualname__} in {other_owner}"
-                return f"{mine[:depth].codify(name)} is {types}"
+    for accessor, other_accessor in zip(optree.tree_accessors(tree), optree.tree_accessors(other), strict=True):
+        for depth, (a, b) in enumerate(zip(accessor, other_accessor, strict=True)):
+            if a.type is not b.type:
+                types = f"a {a.type.__qualname__} in {owner} but a {b.type.__qualname__} in {other_owner}"
+                return f"{accessor[:depth].codify(name)} is {types}"
     return f"{name} has other empty containers in {owner} than in {other_owner}"

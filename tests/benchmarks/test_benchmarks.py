@@ -642,7 +642,7 @@ def test_the_readme_shows_the_fastest_alternative(bench):
 
 
 def test_no_alternative_is_hidden(bench):
-    """Each is shown at the largest M it was measured at, and wherever all were; processes of both kinds are one alternative."""
+    """Each is shown at the largest M it was measured at, and where all were; processes of both kinds count as one."""
     row = {"ratio": 1.0, "alike": 0.0}
     sizes = {"2": ["HFTA", "processes"], "4": ["JAX", "processes"], "8": ["process per core"], "16": ["array"]}
     sizes = {count: {"rows": dict.fromkeys(modes, row)} for count, modes in sizes.items()}

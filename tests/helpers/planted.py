@@ -257,7 +257,7 @@ PLANTED = [
     ),
     Planted(
         "updates of members that stand still are counted",
-        *("optim/_leafwise.py", "new = where(keep, new, {name: getattr(held, name) for name in new})", "pass"),
+        *("optim/_leafwise.py", "new = where(keep, new, {name: getattr(opt_state, name) for name in new})", "pass"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
@@ -734,7 +734,7 @@ PLANTED = [
     ),
     Planted(
         "quantised bases of models are compared as if they were plain",
-        *("models/sharing.py", "if len(parts(mine)) > 1 and", "if False and"),
+        *("models/sharing.py", "if len(parts(tensor)) > 1 and", "if False and"),
         "test_quantised.py::test_equal_bases_are_one_and_others_are_named",
     ),
     Planted(
@@ -857,7 +857,11 @@ PLANTED = [
     ),
     Planted(
         "a state keeps the numbers among its buffers too",
-        *("models/scalar_attributes.py", "return buffers | places if places else buffers", "return buffers"),
+        *(
+            "models/scalar_attributes.py",
+            "return buffers | placeholders if placeholders else buffers",
+            "return buffers",
+        ),
         "test_numbers.py::test_the_state_carries_them_as_hparams",
     ),
     Planted(
@@ -874,8 +878,8 @@ PLANTED = [
         "a state without its numbers trains with those of the model",
         *(
             "models/stack.py",
-            "                if is_place(held[path]):",
-            "                if is_place(held[path]) and False:",
+            "                if is_placeholder(leaves[path]):",
+            "                if is_placeholder(leaves[path]) and False:",
         ),
         "test_numbers.py::test_models_without_the_state_are_refused_without_their_numbers",
     ),

@@ -187,7 +187,7 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(_kernel.AT_ONCE)))
+        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(_kernel.MAX_INLINE_LEAVES)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)

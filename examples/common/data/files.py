@@ -1,4 +1,4 @@
-"""Original archives: found or downloaded, checked, and read without unpacking."""
+"""Original archives: located or downloaded, checked, and read without unpacking."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def obtain(source: Source, folder: Path) -> Path:
         if not source.digest:
             raise BadInput(f"there is no {path}; get it from {source.urls[0]} and put it there")
         _download(source, path)
-    elif source.digest and (found := _digest(path, source.digest)) != source.digest:
-        raise BadInput(f"{path} has {found} instead of {source.digest}; remove it to download it again")
+    elif source.digest and (digest := _digest(path, source.digest)) != source.digest:
+        raise BadInput(f"{path} has {digest} instead of {source.digest}; remove it to download it again")
     return path
 
 
@@ -71,8 +71,8 @@ def _download(source: Source, path: Path) -> None:
                 with urllib.request.urlopen(url, timeout=60) as response, open(part, "wb") as file:
                     while block := response.read(1 << 20):
                         file.write(block)
-                if (found := _digest(part, source.digest)) != source.digest:
-                    raise ValueError(f"has {found} instead of {source.digest}")
+                if (digest := _digest(part, source.digest)) != source.digest:
+                    raise ValueError(f"has {digest} instead of {source.digest}")
             return
         except (OSError, ValueError, http.client.HTTPException) as error:
             failures.append(f"{url}: {first_line(error)}")

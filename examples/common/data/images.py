@@ -76,7 +76,7 @@ def cifar10(folder: Path, size: int, limit: int | None) -> Images:
     """CIFAR-10 from its binary version: one byte of label and 3x32x32 of image a row."""
     path = obtain(CIFAR10, folder)
     names = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
-    found = {}
+    contents = {}
     with reading(path), tarfile.open(path) as archive:
         for entry in archive:
             name = entry.name.rpartition("/")[2]
@@ -84,8 +84,8 @@ def cifar10(folder: Path, size: int, limit: int | None) -> Images:
                 content = numpy.frombuffer(file.read(), "uint8")
                 if content.size % 3073 or not content.size or content[::3073].max() > 9:
                     raise ValueError(f"{name} is no sequence of images")
-                found[name] = torch.from_numpy(content.copy()).view(-1, 3073)
-        rows = torch.cat([found[name] for name in names[:5]]), found[names[5]]
+                contents[name] = torch.from_numpy(content.copy()).view(-1, 3073)
+        rows = torch.cat([contents[name] for name in names[:5]]), contents[names[5]]
     train, test = ((part[:, 1:].reshape(-1, 3, 32, 32), part[:, 0]) for part in rows)
     return Images(train, test, 10)
 

@@ -141,16 +141,16 @@ def surfaces(points: int, train: int, test: int, noise: float = 0.01) -> Clouds:
         noise: Standard deviation of every coordinate.
     """
     generator = torch.Generator().manual_seed(0)
-    own, other = (_clouds(count, points, noise, generator) for count in (train, test))
-    return Clouds(own, other, len(SURFACES), sum(map(len, SURFACES.values())))
+    train, test = (_clouds(count, points, noise, generator) for count in (train, test))
+    return Clouds(train, test, len(SURFACES), sum(map(len, SURFACES.values())))
 
 
 def _clouds(count: int, points: int, noise: float, generator: torch.Generator) -> Labelled:
     clouds, classes = torch.empty(count, 3, points), torch.arange(count) % len(SURFACES)
     parts, first = torch.empty(count, points, dtype=torch.int64), 0
     for label, groups in enumerate(SURFACES.values()):
-        here = classes == label
-        shape = int(here.sum()), points
+        chosen_rows = classes == label
+        shape = int(chosen_rows.sum()), points
         pieces = [(surface, first + part) for part, group in enumerate(groups) for surface in group]
         first += len(groups)
         if shape[0]:
@@ -160,7 +160,10 @@ def _clouds(count: int, points: int, noise: float, generator: torch.Generator) -
             samples = torch.stack([surface.sample(u) for surface, _ in pieces])
             chosen = samples.gather(0, which.expand(1, 3, -1, -1))[0].movedim(0, 1)
             stretch = 0.7 + 0.6 * torch.rand(shape[0], 3, 1, generator=generator)
-            clouds[here], parts[here] = chosen * stretch, torch.tensor([part for _, part in pieces])[which]
+            clouds[chosen_rows], parts[chosen_rows] = (
+                chosen * stretch,
+                torch.tensor([part for _, part in pieces])[which],
+            )
     angle = 2 * math.pi * torch.rand(count, 1, generator=generator)
     x, y, z = clouds.unbind(1)
     clouds = torch.stack([angle.cos() * x - angle.sin() * y, angle.sin() * x + angle.cos() * y, z], 1)

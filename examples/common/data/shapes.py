@@ -39,7 +39,7 @@ def load(name: str, folder: Path, points: int, limit: int | None = None, categor
     if name == "surfaces":
         return surfaces(points, *(min(count, limit or count) for count in (1300, 260)))
     train, test, classes, parts = LOADERS[name](folder, points, category)
-    train, test = ((clouds[:limit], own[:limit], pieces[:limit]) for clouds, own, pieces in (train, test))
+    train, test = ((clouds[:limit], labels[:limit], pieces[:limit]) for clouds, labels, pieces in (train, test))
     return Clouds(train, test, classes, parts)
 
 

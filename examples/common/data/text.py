@@ -1,4 +1,4 @@
-"""Text as sequences of tokens: inputs ``[N, L]`` and, one place on, targets ``[N, L]``."""
+"""Text as sequences of tokens: inputs ``[N, L]`` and targets ``[N, L]``, shifted by one token."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def topics(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def wikitext2(folder: Path) -> tuple[list[str], list[str]]:
-    """WikiText-2 in words; lines end with a token of their own."""
+    """WikiText-2 in words; lines end with a special token."""
     path = obtain(WIKITEXT2, folder)
     with reading_zip(path) as archive:
         files = [archive.read(f"wikitext-2/wiki.{part}.tokens").decode() for part in ("train", "test")]

@@ -1,4 +1,4 @@
-"""Adapters of ``peft`` over one base: M of them, of differing rank, scale, dropout and targets, as one array and back."""
+"""M adapters of ``peft`` over one base as an array; they may differ in rank, scale, dropout and targets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfta_func.models.sharing import base_of, check_same_base
 
 _NAME = "default"
 _FREE = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
-"""Settings that change nothing in a forward pass."""
+"""Settings that do not affect a forward pass."""
 _OF_LORA = {"r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora"}
 _TARGETS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 _RANKED = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -30,10 +30,9 @@ class Adapters:
     """M adapters over one base, made by :func:`stack_adapters`.
 
     Attributes:
-        model: The model to make steps with, ``share_frozen=True``; its base is the one that was given.
-        params: What is trained, ``[M, ...]`` each; where ranks differ, padded with zeros, which training leaves alone.
-        buffers: Numbers of the members in which they differ, such as scales and dropout rates; a training state has them in
-            ``hparams``.
+        model: The model to make steps with, with ``share_frozen=True``; its base is the given one.
+        params: Trained parameters ``[M, ...]``. Smaller ranks are padded with zeros, which training does not change.
+        buffers: Numbers in which members differ, such as scales and dropout rates; in a training state, ``hparams``.
         configs: The configuration of each adapter.
     """
 
@@ -42,7 +41,7 @@ class Adapters:
         self.configs, self._base = list(configs), base
 
     def take(self, index: Any) -> Adapters:
-        """Some of the adapters, as :func:`take` selects members of a state."""
+        """A selection of the adapters, as :func:`take` selects members of a state."""
         params, buffers = take((self.params, self.buffers), index)
         kept = take({"": torch.arange(len(self.configs))}, index)[""].tolist()
         return Adapters(self.model, params, buffers, [self.configs[i] for i in kept], self._base)
@@ -67,10 +66,10 @@ class Adapters:
         made = _made(self._base, self.configs[index], f"adapter {index}")
         base = base_of(made)
         memo: dict[int, Any] = {id(tensor): tensor for tensor in base.values()}
-        for path, own in made.named_parameters():
+        for path, param in made.named_parameters():
             if path not in base:
-                part = params[path][0][tuple(slice(size) for size in own.shape)]
-                memo[id(own)] = nn.Parameter(part.detach().clone())
+                part = params[path][0][tuple(slice(size) for size in param.shape)]
+                memo[id(param)] = nn.Parameter(part.detach().clone())
         return copy.deepcopy(made, memo)
 
 
@@ -82,14 +81,14 @@ def stack_adapters(
 ) -> Adapters:
     """Stack M adapters of ``peft`` over one base, which is held once.
 
-    Members of LoRA may differ in rank, ``lora_alpha``, dropout and in the layers that they adapt.
+    LoRA adapters may differ in rank, ``lora_alpha``, dropout and in the layers that they adapt.
 
     Args:
         base: The model that all adapters share, with ``adapters``; or M models of ``peft`` with one adapter each, over equal
             bases; or one with M adapters.
         adapters: A ``peft`` configuration for each new adapter, or the folder of a saved one.
-        seeds: One integer for each new adapter: it is the one that ``torch.manual_seed(seed); get_peft_model(base, config)``
-            makes. By default PyTorch's generator goes on.
+        seeds: One integer for each new adapter, which is then initialised as by
+            ``torch.manual_seed(seed); get_peft_model(base, config)``. By default PyTorch's generator is used as it is.
 
     Returns:
         :class:`Adapters`. As under ``get_peft_model``, the base's parameters no longer require grad.
@@ -113,25 +112,24 @@ def stack_adapters(
     """
     _peft()
     if adapters is None:
-        found = _given([base] if isinstance(base, nn.Module) else [*base])
+        plain, members = _given([base] if isinstance(base, nn.Module) else [*base])
     elif isinstance(base, nn.Module):
-        found = base, _new(base, adapters, seeds)
+        plain, members = base, _new(base, adapters, seeds)
     else:
         raise StackError(f"base is a {type(base).__qualname__}; pass one model with adapters, or M models without")
-    plain, members = found
     configs = [member.peft_config[_NAME] for member in members]
     _check_configs(configs)
     trained = [{path: p for path, p in member.named_parameters() if p.requires_grad} for member in members]
     layers = [_layers(member) for member in members]
     same = all(
-        _numbers(own) == _numbers(layers[0]) and _shapes(one) == _shapes(trained[0])
-        for own, one in zip(layers, trained, strict=True)
+        _numbers(adapted) == _numbers(layers[0]) and _shapes(params) == _shapes(trained[0])
+        for adapted, params in zip(layers, trained, strict=True)
     )
     model, buffers = (members[0], {}) if same else _union(plain, configs, layers)
     params: Params = {}
-    for path, own in model.named_parameters():
-        if own.requires_grad:
-            params[path] = torch.stack([_padded(one.get(path), own, path, i) for i, one in enumerate(trained)])
+    for path, param in model.named_parameters():
+        if param.requires_grad:
+            params[path] = torch.stack([_padded(one.get(path), param, path, i) for i, one in enumerate(trained)])
     for i, one in enumerate(trained):
         for path in one.keys() - params.keys():
             raise StackError(f"adapter {i} trains '{path}', which adapter 0 does not; train the same in all of them")
@@ -171,7 +169,7 @@ def _new(base: nn.Module, adapters: Sequence[Any], seeds: Sequence[int] | None) 
 
 
 def _made(base: nn.Module, config: Any, title: str, seed: int | None = None, draws: bool = False) -> Any:
-    """A new adapter; the global generator goes on only if it ``draws`` without a seed."""
+    """A new adapter; it changes the global generator only if it ``draws`` without a seed."""
     if not isinstance(config, _peft().PeftConfig):
         raise StackError(
             f"{title} is a {type(config).__qualname__}; pass a peft configuration, or the folder of an adapter"
@@ -192,14 +190,14 @@ def _made(base: nn.Module, config: Any, title: str, seed: int | None = None, dra
     for module in made.modules():
         for name, param in [*module.named_parameters(recurse=False)]:
             if param.requires_grad and id(param) in shared:
-                # A bias of the base that the adapter trains is its own.
+                # A bias of the base that the adapter trains must not be shared.
                 setattr(module, name, nn.Parameter(param.detach().clone()))
                 param.requires_grad_(False)
     return made.train(base.training)
 
 
 def _given(models: list[Any]) -> tuple[nn.Module, list[Any]]:
-    """The plain base of models of peft, and a model for each adapter, over it."""
+    """The plain base of models of peft, and a model over it for each adapter."""
     peft, plain, members = _peft(), None, []
     for number, model in enumerate(models):
         if not isinstance(model, peft.PeftModel):
@@ -209,11 +207,11 @@ def _given(models: list[Any]) -> tuple[nn.Module, list[Any]]:
         if len(models) > 1 and len(model.peft_config) != 1:
             raise StackError(f"model {number} has {len(model.peft_config)} adapters; give every model one")
         copied = _over(model)
-        own = copied.base_model.unload() if hasattr(copied.base_model, "unload") else copied.get_base_model()
+        base = copied.base_model.unload() if hasattr(copied.base_model, "unload") else copied.get_base_model()
         if plain is None:
-            plain = own
+            plain = base
         else:
-            _check_bases(own, plain, number)
+            _check_bases(base, plain, number)
         for name, config in model.peft_config.items():
             member = _made(plain, config, f"adapter {len(members)}")
             peft.set_peft_model_state_dict(member, peft.get_peft_model_state_dict(model, adapter_name=name), _NAME)
@@ -223,13 +221,17 @@ def _given(models: list[Any]) -> tuple[nn.Module, list[Any]]:
     return plain, members
 
 
-def _check_bases(mine: nn.Module, theirs: nn.Module, number: int) -> None:
-    own, others = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (mine, theirs))
-    if _shapes(own) != _shapes(others):
-        path = next(path for path in {**others, **own} if _shapes(own).get(path) != _shapes(others).get(path))
+def _check_bases(base: nn.Module, first: nn.Module, number: int) -> None:
+    tensors, first_tensors = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (base, first))
+    if _shapes(tensors) != _shapes(first_tensors):
+        path = next(
+            path
+            for path in {**first_tensors, **tensors}
+            if _shapes(tensors).get(path) != _shapes(first_tensors).get(path)
+        )
         raise StackError(f"model {number}: '{path}' of the base is not of the shape of model 0's; use one base")
-    for path, tensor in own.items():
-        check_same_base(tensor, others[path], path, number)
+    for path, tensor in tensors.items():
+        check_same_base(tensor, first_tensors[path], path, number)
 
 
 def _check_configs(configs: Sequence[Any]) -> None:
@@ -265,21 +267,21 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _union(base: nn.Module, configs: Sequence[Any], layers: Sequence[Mapping[str, Any]]) -> tuple[Any, Params]:
-    """A model with all adapted layers of all members, of the largest rank, and the members' own scales and dropout rates."""
+    """A model with the adapted layers of all members and the largest rank, and the members' scales and dropout rates."""
     config = copy.deepcopy(configs[0])
     prefix = "base_model.model."
-    names = {path.removeprefix(prefix) for own in layers for path in own}
+    names = {path.removeprefix(prefix) for member in layers for path in member}
     config.target_modules = "|".join(map(re.escape, sorted(names)))
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.rank_pattern, config.alpha_pattern = {}, {}
-    numbers = [_numbers(own) for own in layers]
-    config.r = max(layer.r[_NAME] for own in layers for layer in own.values())
-    # Some rate above 0, so that there are layers for it.
-    config.lora_dropout = max(rate for own in numbers for _, rate in own.values())
+    numbers = [_numbers(member) for member in layers]
+    config.r = max(layer.r[_NAME] for member in layers for layer in member.values())
+    # A rate above 0 makes peft add dropout layers.
+    config.lora_dropout = max(rate for member in numbers for _, rate in member.values())
     model = _made(base, config, "the array of adapters")
     buffers: Params = {}
     for path, layer in _layers(model).items():
-        scales, rates = zip(*(own.get(path, (0.0, 0.0)) for own in numbers), strict=True)
+        scales, rates = zip(*(member.get(path, (0.0, 0.0)) for member in numbers), strict=True)
         like = next(p for p in layer.parameters() if p.requires_grad)
         if len({*scales}) == 1:
             layer.scaling[_NAME] = scales[0]
@@ -287,14 +289,14 @@ def _union(base: nn.Module, configs: Sequence[Any], layers: Sequence[Mapping[str
             del layer.scaling
             layer.scaling = _Scale(scales[0])
             buffers[f"{path}.scaling.value"] = torch.tensor(scales, dtype=torch.float64, device=like.device)
-        # The rates of one layer may be equal, but not those of all: the layer made has the largest.
+        # The dropout layers were made with the largest rate of all, so each needs its members' rates.
         if isinstance(layer.lora_dropout[_NAME], nn.Dropout):
             buffers[f"{path}.lora_dropout.{_NAME}.p"] = torch.tensor(rates, dtype=torch.float64, device=like.device)
     return model, buffers
 
 
 class _Scale(nn.Module):
-    """The scale of one layer, looked up like peft's dict of them by adapter."""
+    """The scale of one layer, indexed like peft's dict of scales by adapter."""
 
     def __init__(self, value: float):
         super().__init__()
@@ -304,13 +306,13 @@ class _Scale(nn.Module):
         return self.value
 
 
-def _padded(tensor: Tensor | None, own: Tensor, path: str, member: int) -> Tensor:
-    """A member's parameter with zeros up to the shape of the array's."""
+def _padded(tensor: Tensor | None, like: Tensor, path: str, member: int) -> Tensor:
+    """A member's parameter, padded with zeros to the shape of the array's parameter."""
     ranked = any(name in path.split(".") for name in _RANKED)
     if tensor is None and ranked:
-        return torch.zeros_like(own)
-    if tensor is None or (tensor.shape != own.shape and not ranked):
-        found = "missing" if tensor is None else list(tensor.shape)
-        raise StackError(f"adapter {member}: '{path}' is {found} but in adapter 0 it is {list(own.shape)}")
-    pairs = zip(reversed(tensor.shape), reversed(own.shape), strict=True)
-    return F.pad(tensor.detach(), [size for mine, other in pairs for size in (0, other - mine)])
+        return torch.zeros_like(like)
+    if tensor is None or (tensor.shape != like.shape and not ranked):
+        shape = "missing" if tensor is None else list(tensor.shape)
+        raise StackError(f"adapter {member}: '{path}' is {shape} but in adapter 0 it is {list(like.shape)}")
+    pairs = zip(reversed(tensor.shape), reversed(like.shape), strict=True)
+    return F.pad(tensor.detach(), [size for small, large in pairs for size in (0, large - small)])

@@ -1,7 +1,7 @@
-"""What a model keeps in plain attributes, which belong to no member and so must carry nothing from call to call.
+"""Plain attributes of a model, which belong to no member and so must carry no state from call to call.
 
-Within a call they may: a loss function reads an auxiliary loss that a layer has left, a layer a table that is always the
-same. After a call everything is put back, and a model that would compute something else without it is refused.
+Within a call they may carry values, such as an auxiliary loss that a layer assigns and the loss function reads. After a call
+all attributes are restored, and a model whose results depend on what an earlier call has assigned is refused.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _CHILDREN = ("_parameters", "_buffers", "_modules")
 _WHOLE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 Undoing = tuple[Any, "str | None", Any]
-"""A module, the name of an attribute and what it was; or a container, None and a copy of what it was."""
+"""A module, the name of an attribute and its old value; or a container, None and a copy of its old content."""
 
 
 class Attributes:
-    """The plain attributes of a model's modules, and what is in them, as they are when this is made."""
+    """A record of the plain attributes of a model's modules, and of their contents, at the time when it is made."""
 
     def __init__(self, model: nn.Module):
-        # A path, what stands there, and a copy; namespaces are the attributes of an object, by name.
+        # Each entry has a path, the object there, and a copy; namespaces are the attributes of an object, by name.
         self._namespaces: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[str, Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
@@ -56,7 +56,7 @@ class Attributes:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
-            # Those of inference mode count no writes.
+            # Tensors made in inference mode count no writes.
             if not value.is_inference():
                 self._tensors.append((path, value, writes(value)))
         elif isinstance(value, dict | list | tuple | set | collections.deque):
@@ -68,35 +68,35 @@ class Attributes:
             self._hold_names(f"{path}.", value)
 
     def changed(self) -> dict[str, Any]:
-        """What is now at each path where something has been assigned, added, removed or written in place."""
-        found: dict[str, Any] = {}
+        """The current values at all paths that have been assigned, added, removed or written in place."""
+        changes: dict[str, Any] = {}
         for prefix, _, names, before in self._namespaces:
-            # Most are as they were, and quickly passed over.
+            # Most are unchanged, which this test finds out quickly.
             if len(names) != len(before) or (before and any(map(operator.is_not, names.values(), before.values()))):
                 for name in {**before, **names}:
                     if names.get(name, UNSET) is not before.get(name, UNSET):
-                        found[prefix + name] = names.get(name, UNSET)
-        found |= {path: held for path, held, before in self._containers if _differ(held, before)}
-        return found | self.written()
+                        changes[prefix + name] = names.get(name, UNSET)
+        changes |= {path: held for path, held, before in self._containers if _differ(held, before)}
+        return changes | self.written()
 
     def written(self) -> dict[str, Tensor]:
         """The tensors that have been written in place, by path."""
         return {path: tensor for path, tensor, count in self._tensors if writes(tensor) != count}
 
     def undoing(self, paths: Collection[str]) -> list[Undoing]:
-        """What :func:`undo` needs to put back what stood at ``paths``."""
-        found: dict[str, Undoing] = {}
+        """What :func:`undo` needs to restore the values at ``paths``."""
+        changes: dict[str, Undoing] = {}
         for prefix, owner, names, before in self._namespaces:
             for path in paths:
                 name = path.removeprefix(prefix)
-                if path.startswith(prefix) and "." not in name and (name in before or path not in found):
-                    own = isinstance(owner, nn.Module)
-                    found[path] = (owner, name, before.get(name, UNSET)) if own else (names, None, before)
-        return [*found.values(), *((held, None, before) for path, held, before in self._containers if path in paths)]
+                if path.startswith(prefix) and "." not in name and (name in before or path not in changes):
+                    is_module = isinstance(owner, nn.Module)
+                    changes[path] = (owner, name, before.get(name, UNSET)) if is_module else (names, None, before)
+        return [*changes.values(), *((held, None, before) for path, held, before in self._containers if path in paths)]
 
 
 def undo(changes: Iterable[Undoing]) -> None:
-    """Put back what was assigned, added or removed; a compiler traces this."""
+    """Restore what was assigned, added or removed; a compiler traces this."""
     for owner, name, before in changes:
         if name is None:
             owner.clear()
@@ -116,24 +116,24 @@ def _differ(held: Any, before: Any) -> bool:
 
 
 def check_no_carrying(run: Callable[[Body, bool], Any], make: Callable[[], Body]) -> None:
-    """Raise a StateError if a call computes something else because of what an earlier call has left in attributes.
+    """Raise a StateError if results of a call depend on what an earlier call has assigned to attributes.
 
     Args:
         run: ``run(body, altered)`` calls a model on one of two inputs and returns all results.
-        make: Makes a body that nobody has called.
+        make: Makes a body that has not been called.
     """
-    found: dict[tuple[bool, bool], Any] = {}
+    outcomes: dict[tuple[bool, bool], Any] = {}
     for first in (False, True):
-        # Each input once on a new model and once on one that the other input has gone through.
+        # Each input runs once on a new model, and once on a model that has already run the other input.
         body = make()
         attributes = Attributes(body.model)
         for altered in (first, not first):
             results = run(body, altered)
-            found[altered, altered is first] = _copied((attributes.changed(), results))
+            outcomes[altered, altered is first] = _copied((attributes.changed(), results))
     for altered in (False, True):
-        (alone, results), (after, others) = found[altered, True], found[altered, False]
+        (alone, results), (after, others) = outcomes[altered, True], outcomes[altered, False]
         differing = {path for path in alone.keys() & after.keys() if not _agree(alone[path], after[path])}
-        # Members that run as one could not write different values into one tensor.
+        # Members that run as one cannot write different values into one tensor.
         carried = differing | (alone.keys() ^ after.keys()) | attributes.written().keys()
         if carried or not _agree(results, others):
             names = ", ".join(map(repr, sorted(carried or alone)))
@@ -148,9 +148,9 @@ def _copied(tree: Any) -> Any:
 
 
 def _agree(a: Any, b: Any) -> bool:
-    """Equality of two results, up to the rounding of kernels that do not repeat their bits."""
-    (mine, spec), (theirs, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
-    return spec == other and all(map(_alike, mine, theirs))
+    """Equality of two results, up to the rounding of kernels whose results are not reproducible to the bit."""
+    (leaves, spec), (other_leaves, other_spec) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return spec == other_spec and all(map(_alike, leaves, other_leaves))
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -36,8 +36,8 @@ def functional(model: nn.Module, *, share_frozen: bool = False) -> Callable[...,
 
     Args:
         model: A module, for code, settings and train mode; it is copied, without its parameters' storage.
-        share_frozen: Use the base of ``model``, see :func:`stack_params`, for all members; ``params`` and ``buffers`` hold
-            the rest.
+        share_frozen: Use the base of ``model`` for all members, see :func:`stack_params`; ``params`` and ``buffers`` contain
+            only the rest.
 
     Returns:
         ``apply(params, buffers, *args, key=None, **kwargs) -> (output, new_buffers)`` for ONE member's parameters.
@@ -46,7 +46,7 @@ def functional(model: nn.Module, *, share_frozen: bool = False) -> Callable[...,
 
     Raises:
         StackError: if a lazy module has not been run yet.
-        StateError: from ``apply``, if the model has no parameter or buffer of a name that it is given.
+        StateError: from ``apply``, if it is given a parameter or buffer that the model does not have.
         RandomnessError: from ``apply`` with a key, if the model calls a random operator that cannot draw from a key.
 
     Example:
@@ -69,17 +69,16 @@ def bind(
 ) -> Callable[..., tuple[Any, Params]]:
     """``func(model, *args, **kwargs)`` as a pure function ``(params, buffers, *args, key=None, **kwargs)``.
 
-    ``func`` gets an ordinary module that holds the given tensors, to call, take apart or read as it likes. ``checkpoint``
-    names submodules to rematerialise in the backward pass, see :func:`make_train_step`. ``training`` sets train or eval
-    mode; None keeps the model's own. Look-up tables with ``max_norm`` shorten rows of the given parameters if ``renorms``
-    holds, else of copies. With ``share_frozen`` the model's own base is used besides the given tensors, or those for its
-    paths that are among the given ``params``.
+    ``func`` receives an ordinary module that holds the given tensors. ``checkpoint`` names submodules to rematerialise in
+    the backward pass, see :func:`make_train_step`. ``training`` sets train or eval mode; None keeps the mode of the model.
+    Look-up tables with ``max_norm`` shorten rows of the given parameters if ``renorms`` is True, else of copies. With
+    ``share_frozen`` the base of the model is used for paths that are not in ``params``.
     """
     return Bound(model, func, checkpoint, training, renorms, share_frozen)
 
 
 class Bound:
-    """What :func:`bind` returns."""
+    """The pure function that :func:`bind` returns."""
 
     def __init__(
         self,
@@ -99,16 +98,16 @@ class Bound:
         self._start(inner)
 
     def _start(self, inner: nn.Module, numbers: tuple[str, ...] = ()) -> None:
-        """Have the calls run the code of a skeleton, in which some numbers are buffers."""
+        """Use a skeleton for all calls, in which the ``numbers`` are buffers."""
         self._inner, self._numbers = inner, numbers
         self._shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
         self._holders, self._rewritten = _holders(inner), () if self._renorms else tables_with_max_norm(inner)
         self._trained = {path for path, param in inner.named_parameters() if param.requires_grad}
-        # A call puts its tensors into a module, so calls at the same time, of other threads, need modules of their own.
+        # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
         self._harmless: set[str] = set()
         self._undoing: list[Undoing] = []
-        # What runs if members have numbers of their own, by the paths of these.
+        # Variants in which some numbers are buffers because members differ in them, by the paths of these numbers.
         self._others: dict[tuple[str, ...], Bound] = {}
 
     def _make(self) -> Body:
@@ -126,10 +125,10 @@ class Bound:
         if len(buffers) > self._count and not self._numbers:
             return self._numbered(params, buffers, *args, key=key, **kwargs)
         if torch.compiler.is_compiling():
-            # Exports that are no compilation run it as it is.
+            # Exports that do not compile need no tracing of checkpoints.
             if torch.compiler.is_dynamo_compiling():
                 trace_through_checkpoint()
-            results = self._call(self._first[0], self._besides(params), params, buffers, args, kwargs, key)
+            results = self._call(self._first[0], self._base_without(params), params, buffers, args, kwargs, key)
             undo(self._undoing)
             return results
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
@@ -147,12 +146,12 @@ class Bound:
         return results
 
     def _numbered(self, params: Params, buffers: Params, *args: Any, **kwargs: Any) -> Any:
-        """A call for members that have numbers of their own among the buffers."""
+        """A call whose buffers include numbers in which members differ."""
         numbers = tuple([path for path in buffers if path not in self._holders])
         self._prepare(numbers)
         return self._others[numbers](params, buffers, *args, **kwargs)
 
-    # The compiler runs it while it traces, which cannot copy modules.
+    # The compiler cannot trace copies of modules, so it runs this while it traces.
     @constant_to_compiler
     def _prepare(self, numbers: tuple[str, ...]) -> bool:
         if numbers not in self._others:
@@ -169,13 +168,13 @@ class Bound:
             yield {}
             return
         for leaf in (*params.values(), *buffers.values()):
-            check_device(self._besides(params), leaf.device)
+            check_device(self._base_without(params), leaf.device)
             break
         with self._base.reading({path: params[path] for path in self._base.tensors if path in params}) as shared:
             yield shared
 
-    def _besides(self, params: Params) -> Mapping[str, Tensor]:
-        """The model's own base, as far as it is not among those given."""
+    def _base_without(self, params: Params) -> Mapping[str, Tensor]:
+        """The base of the model without the paths in ``params``."""
         return {} if self._base is None else {k: v for k, v in self._base.tensors.items() if k not in params}
 
     def _call(
@@ -200,7 +199,7 @@ class Bound:
                 f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
             )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        mode = routing(key, _everywhere(numbers, args) if numbers else ())
+        mode = routing(key, _numbers_in_call(numbers, args) if numbers else ())
         with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
@@ -214,7 +213,7 @@ class Bound:
         return output, {path: tensors[f"model.{path}"] for path in buffers}
 
     def _examine(self, *given: Any) -> None:
-        """Raise a StateError if the model carries something in attributes from call to call, by calling it with member 0."""
+        """Raise a StateError if attributes carry state from call to call, which calls with member 0 find out."""
 
         def part(leaf: Any, factor: float) -> Any:
             if not isinstance(leaf, Tensor):
@@ -225,23 +224,23 @@ class Bound:
         def run(body: Body, altered: bool) -> Any:
             params, buffers, args, kwargs, key = given
             factor = 0.5 if altered else 1
-            # Halves are in the range of anything that is a probability, a variance or a mask.
+            # Halved values are still valid as probabilities, variances and masks.
             params = {path: part(param, factor if path in self._trained else 1) for path, param in params.items()}
             args, kwargs = pytree.tree_map(lambda leaf: part(leaf, factor), (args, kwargs))
             buffers = {path: part(buffer, 1) for path, buffer in buffers.items()}
             torch.manual_seed(altered)
             key = None if key is None else part(key, 1) + altered
-            return self._call(body, self._besides(params), params, buffers, args, kwargs, key)
+            return self._call(body, self._base_without(params), params, buffers, args, kwargs, key)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
             check_no_carrying(run, self._make)
 
 
-def _everywhere(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:
-    """Numbers of the member's own, and those that a loss finds among its arguments, in the hparams of a state."""
-    held = [arg[path] for arg in args if isinstance(arg, dict) for path in numbers if path in arg]
-    return [*numbers.values(), *held]
+def _numbers_in_call(numbers: Mapping[str, Tensor], args: Any) -> list[Tensor]:
+    """The numbers as attributes, and the same numbers in the ``hparams`` among a loss's arguments."""
+    arguments = [arg[path] for arg in args if isinstance(arg, dict) for path in numbers if path in arg]
+    return [*numbers.values(), *arguments]
 
 
 def _with_attributes(body: Body) -> tuple[Body, Attributes]:
@@ -249,32 +248,32 @@ def _with_attributes(body: Body) -> tuple[Body, Attributes]:
 
 
 def tables_with_max_norm(model: nn.Module) -> tuple[str, ...]:
-    """The paths of look-up tables that shorten rows in place before they read them."""
+    """The paths of look-up tables that shorten rows in place when they read them."""
     tables = {id(module.weight) for module in model.modules() if getattr(module, "max_norm", None) is not None}
     return tuple(path for path, parameter in model.named_parameters() if id(parameter) in tables)
 
 
 def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All paths of each parameter or buffer, one for each module that holds it, by the first of them."""
+    """All paths of each parameter or buffer (one for each module that holds it) by its first path."""
     # ``functional_call(tie_weights=True)`` would list a module with two paths twice, and fail to restore its tensors.
-    found: dict[int, list[str]] = {}
+    paths: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         for name, tensor in own_tensors(module).items():
             if tensor is not None:
-                found.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
-    return {names[0]: tuple(names) for names in found.values()}
+                paths.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
+    return {names[0]: tuple(names) for names in paths.values()}
 
 
 def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> nn.Module:
-    """A copy of the model whose parameters and buffers have shapes but no storage; it holds what members share."""
+    """A copy of the model whose parameters and buffers have no storage, except shared ones."""
     check_materialised(model)
     memo: dict[int, Any] = {}
-    for own in model.parameters():
-        memo[id(own)] = nn.Parameter(_without_storage(own), requires_grad=own.requires_grad)
-    for own in model.buffers():
-        memo[id(own)] = _without_storage(own)
-    memo |= {id(own): own for own in base_of(model).values()} if share_frozen else {}
-    memo |= {id(own): own for own in shared_of(model, shared_params).values()}
+    for leaf in model.parameters():
+        memo[id(leaf)] = nn.Parameter(_without_storage(leaf), requires_grad=leaf.requires_grad)
+    for leaf in model.buffers():
+        memo[id(leaf)] = _without_storage(leaf)
+    memo |= {id(leaf): leaf for leaf in base_of(model).values()} if share_frozen else {}
+    memo |= {id(leaf): leaf for leaf in shared_of(model, shared_params).values()}
     made = {path: computed(module) for path, module in model.named_modules()}
     memo |= {id(tensor): torch.empty(0) for tensors in made.values() for tensor in tensors.values()}
     copied = copy.deepcopy(model, memo)
@@ -284,14 +283,18 @@ def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequenc
     return copied
 
 
-def _without_storage(own: Tensor) -> Tensor:
-    # Tensors of other classes, such as quantised ones, may know no way to be like one on another device.
-    plain = type(own) in (Tensor, nn.Parameter, nn.Buffer)
-    return torch.empty_like(own, device="meta") if plain else torch.empty(own.shape, dtype=own.dtype, device="meta")
+def _without_storage(tensor: Tensor) -> Tensor:
+    # Tensors of other classes, such as quantised ones, may not support empty_like on the meta device.
+    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return (
+        torch.empty_like(tensor, device="meta")
+        if plain
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    )
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """An outline of the model, to be called with other tensors."""
+    """An outline of the model that can be called with other tensors."""
     copied = outline(model)
     check_no_backward_hooks(model)
     for module in copied.modules():

@@ -1,4 +1,4 @@
-"""Which calls of a model are cheap enough to be made again for the backward pass."""
+"""Decides which calls of a model are cheap enough to be repeated in the backward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfta_func.calls.scalar_args import numbered
 
 
 def routing(key: Tensor | None, numbers: Sequence[Tensor] = ()) -> routed:
-    """``routed(key)``, or :class:`numbered`; inside a block of :class:`Recalls` ``routed`` notes what can be made again."""
+    """``routed(key)``, or :class:`numbered`; inside a block of :class:`Recalls`, a mode that notes repeatable calls."""
     if numbers:
         return numbered(key, numbers=numbers)
     running = recalls()
@@ -32,13 +32,13 @@ class _Noting(routed):
         super().__init__(key)
         self._recalls = recalls
         self._interpreter = _torch.current_interpreter() if self.depth else None
-        # Of several members, rules note what they normalise.
+        # With several members, batching rules note normalisations.
         self._noted = _CHEAP if self.depth else _CHEAP_ALONE
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function, and note its result if it is cheap."""
+        """Call a function, and note its result if it is cheap to recompute."""
         result = super().__torch_function__(func, types, args, kwargs)
         if (noted := self._noted.get(func)) is not None and isinstance(result, Tensor):
             given, elementwise = noted(args, kwargs or {})
@@ -57,13 +57,13 @@ class _Noting(routed):
         leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
         dims: list[int | None] = [None] * len(leaves)
         if (inner := self._interpreter) is not None:
-            for place, leaf in enumerate(leaves):
+            for position, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
-                    leaves[place], dims[place] = _torch.unwrap_batched(leaf, self.depth)
+                    leaves[position], dims[position] = _torch.unwrap_batched(leaf, self.depth)
             result, dim = _torch.unwrap_batched(result, self.depth)
             if dim is None:
                 return
-            # Of elements that lie side by side in all arguments, no level of vmap is needed.
+            # An elementwise function needs no level of vmap if all arguments have the model axis in one position.
             tensors = (isinstance(leaf, Tensor) for leaf in leaves)
             elementwise = elementwise and set(itertools.compress(dims, tensors)) == {dim}
 
@@ -72,11 +72,11 @@ class _Noting(routed):
                 args, kwargs = optree.tree_unflatten(spec, leaves)
                 return func(*args, **kwargs)
             with _torch.vmap_level(inner.batch_size(), inner.randomness()) as level:
-                own = (
+                wrapped = (
                     leaf if at is None else _torch.add_batch_dim(leaf, at, level)
                     for leaf, at in zip(leaves, dims, strict=True)
                 )
-                args, kwargs = optree.tree_unflatten(spec, own)
+                args, kwargs = optree.tree_unflatten(spec, wrapped)
                 return _torch.unwrap_batched(func(*args, **kwargs), level)[0]
 
         self._recalls.note(call, leaves, result)
@@ -91,7 +91,7 @@ def _as_it_is(args: Any, kwargs: Any) -> Any:
 
 
 def _without_running_statistics(args: Any, kwargs: Any) -> Any:
-    """Batch normalisation by the statistics of the batch, which changes no others."""
+    """Batch normalisation with the statistics of the batch, without updates of running statistics."""
     given = inspect.signature(F.batch_norm).bind(*args, **kwargs)
     if given.arguments.get("training"):
         given.arguments |= {"running_mean": None, "running_var": None}
@@ -103,9 +103,11 @@ _ACTIVATIONS = (
     "selu", "sigmoid", "silu", "softplus", "softsign", "tanh", "tanhshrink",
 )  # fmt: skip
 _CHEAP: dict[Any, Callable[[Any, Any], Any]] = {
-    **{found: _elementwise for name in _ACTIVATIONS for found, _ in spellings(name)},
-    **{found: _as_it_is for name in ("contiguous", "flatten", "prelu", "reshape") for found, _ in spellings(name)},
+    **{function: _elementwise for name in _ACTIVATIONS for function, _ in spellings(name)},
+    **{
+        function: _as_it_is for name in ("contiguous", "flatten", "prelu", "reshape") for function, _ in spellings(name)
+    },
 }
-"""Functions whose result costs about as much to make as to read: what they are called with again, and whether that acts on
-elements one by one."""
+"""Functions whose results cost about as much to compute as to read, each with a function that returns the arguments to repeat
+the call with, and whether the call is elementwise."""
 _CHEAP_ALONE = {**_CHEAP, F.batch_norm: _without_running_statistics, F.layer_norm: _as_it_is}

@@ -45,7 +45,7 @@ def rematerialise(model: nn.Module, chosen: bool | Sequence[str]) -> None:
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Paths of the blocks of a model, as :func:`make_train_step` defines them."""
+    """Paths of the blocks of a model, as defined in :func:`make_train_step`."""
     children = [name for name, child in model.named_children() if _is_block(child)]
     return list(_elements(model, "")) or children or [""]
 
@@ -82,7 +82,7 @@ def _rematerialised(part: nn.Module, path: str) -> Callable[..., Any]:
 
 
 Fixed = frozenset[tuple[int, str]]
-"""Buffers that all members share and no call may write, by the identity of their module and their name there."""
+"""Shared buffers, which no call may write, by the identity of their module and their name in it."""
 
 _Running = tuple[nn.Module, list[bool], Fixed]
 _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("running", default=None)
@@ -91,14 +91,14 @@ _OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_ch
 
 @contextlib.contextmanager
 def checkpoints_of(model: nn.Module, fixed: Fixed) -> Iterator[list[bool]]:
-    """A block in which parts run twice and the model's own :func:`torch.utils.checkpoint.checkpoint` works.
+    """A block in which rematerialisation and the model's calls of :func:`torch.utils.checkpoint.checkpoint` work.
 
     Args:
         model: The model that is called.
-        fixed: Its buffers of which the second run needs no copies.
+        fixed: Its buffers that the second run need not copy.
 
     Yields:
-        A list, which has an entry for each of the model's own calls.
+        A list that gets an entry for each call of ``checkpoint`` by the model.
     """
     _torch.intercept_checkpoint(_checkpoint)
     calls: list[bool] = []
@@ -116,7 +116,7 @@ def _elsewhere() -> Callable[..., Any]:
 
 @_torch.constant_to_compiler
 def trace_through_checkpoint() -> bool:
-    """Have the compilation that is going on call functions under ``checkpoint`` plainly: it plans memory itself."""
+    """Make the current compilation ignore ``checkpoint``, because a compiled graph plans its memory itself."""
     before = _torch.trace_checkpoint(_traced)
     if before is not _traced:
         _torch.until_compiled(lambda: _torch.trace_checkpoint(before))
@@ -129,14 +129,14 @@ def _traced(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``torch.utils.checkpoint.checkpoint`` is while a model runs, and outside of all models."""
+    """The replacement of ``torch.utils.checkpoint.checkpoint``, inside and outside of models."""
     running = _running.get()
     if running is None:
         return _elsewhere()(function, *args, **kwargs)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     if not only_vmap():
         return function(*args, **kwargs)
-    # A reentrant one would call a backward pass for all members; the gradients are the same.
+    # A reentrant checkpoint would run one backward pass for all members; the gradients are the same without.
     options.pop("use_reentrant", None)
     model, calls, _ = running
     calls.append(True)
@@ -148,33 +148,33 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _run_twice(
     part: nn.Module, where: str, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: dict[str, Any]
 ) -> Any:
-    """``forward(*args, **kwargs)``, which uses the tensors of ``part``, now and again in the backward pass."""
+    """Run ``forward(*args, **kwargs)``, which uses the tensors of ``part``, and run it again in the backward pass."""
     mode = next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
-    site, out_spec, watch = mode.site, None, current()
+    site, out_spec, alias_facts = mode.site, None, current()
     running = _running.get()
     fixed: Fixed = running[2] if running is not None else frozenset()
     base, buffers = _buffers_of(part, fixed)
     params = {**dict(part.named_parameters()), **base}
-    # The first run updates the buffers; later runs start from copies of what the first one found.
-    found = {name: buffer.clone() for name, buffer in buffers.items()}
-    leaves, spec = pytree.tree_flatten((mode.key, mode.skipped, params, found, args, kwargs))
-    numbers = [place for place, leaf in enumerate(leaves) if mode.is_number(leaf)]
-    own_numbers = [name for name, buffer in buffers.items() if mode.is_number(buffer)]
+    # The first run updates the buffers; later runs start from copies of their values before it.
+    buffers_before = {name: buffer.clone() for name, buffer in buffers.items()}
+    leaves, spec = pytree.tree_flatten((mode.key, mode.skipped, params, buffers_before, args, kwargs))
+    numbers = [position for position, leaf in enumerate(leaves) if mode.is_number(leaf)]
+    buffer_numbers = [name for name, buffer in buffers.items() if mode.is_number(buffer)]
 
     def run(*leaves: Any) -> tuple[Any, ...]:
         nonlocal out_spec
-        key, skipped, params, found, args, kwargs = pytree.tree_unflatten(leaves, spec)
+        key, skipped, params, buffers_before, args, kwargs = pytree.tree_unflatten(leaves, spec)
         # Levels are numbered by depth, so tensors of the surrounding levels also fit those of the first run.
-        own = buffers if out_spec is None else {name: buffer.clone() for name, buffer in found.items()}
-        tensors = {**params, **own}
-        # A backward pass may run in a thread of its own.
-        again = contextlib.nullcontext() if watch is None else watched(watch.known)
-        given = [*(leaves[place] for place in numbers), *(own[name] for name in own_numbers)]
+        run_buffers = buffers if out_spec is None else {name: buffer.clone() for name, buffer in buffers_before.items()}
+        tensors = {**params, **run_buffers}
+        # A backward pass may run in another thread.
+        again = contextlib.nullcontext() if alias_facts is None else watched(alias_facts.known)
+        given = [*(leaves[position] for position in numbers), *(run_buffers[name] for name in buffer_numbers)]
         with again, mode.again(key, site, given) as inner, checkpoints_of(part, fixed):
             inner.skipped = skipped
             with _torch.reparametrized(part, tensors, tie_weights=True):
                 output = forward(*args, **kwargs)
-        held = {**own, **{name: params[name] for name in base}}
+        held = {**run_buffers, **{name: params[name] for name in base}}
         replaced = {name: tensors[name] for name, buffer in held.items() if tensors[name] is not buffer}
         outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site, inner.skipped))
         return tuple(outputs)
@@ -199,12 +199,12 @@ def _run_twice(
 
 
 def _buffers_of(part: nn.Module, fixed: Fixed) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The buffers of a part by name: those that are fixed, and the others."""
-    found: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    """The buffers of a part by name: the fixed ones, and the others."""
+    split: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for name, buffer in part.named_buffers():
         owner, _, attribute = name.rpartition(".")
-        found[(id(part.get_submodule(owner)), attribute) not in fixed][name] = buffer
-    return found
+        split[(id(part.get_submodule(owner)), attribute) not in fixed][name] = buffer
+    return split
 
 
 def _outside_vmap(
@@ -244,7 +244,7 @@ def _checkpointed(
 
     outputs = _torch.checkpoint(guarded, *leaves, use_reentrant=False, **options)
     is_over = True
-    # An error that passes through it leaves its hooks in force, in PyTorch 2.9, for as long as somebody holds the error.
+    # If an error passed through it, PyTorch 2.9 would keep its hooks active for as long as the error is referenced.
     if failed:
         raise failed.pop()
     return outputs

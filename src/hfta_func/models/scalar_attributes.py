@@ -1,7 +1,7 @@
-"""Numbers that modules keep in plain attributes, such as dropout rates, and in which members of one array may differ.
+"""Numbers in plain attributes of modules, such as dropout rates, in which members of one array may differ.
 
-Stacked, they are buffers ``float64[M]`` under the path of the attribute, and a call finds its member's number, a tensor
-without axes, where the module keeps its own. A training state holds them in ``hparams``, and in ``buffers`` empty *places*.
+Stacked, they are buffers ``float64[M]`` under the path of the attribute. In a call, the attribute is the member's number as a
+tensor without axes. A training state holds them in ``hparams``, and empty *placeholders* in ``buffers``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is a plain number of Python's."""
+    """Whether this is a plain Python number, and no bool."""
     return isinstance(value, float) or type(value) is int
 
 
 def is_own(module: nn.Module, name: str) -> bool:
-    """Whether a number of this name can be a member's own: classes are shared by members, and found before buffers."""
+    """Whether members may differ in this attribute: not if its class has the name too, which would hide a buffer."""
     return is_number(vars(module).get(name)) and name not in MODULE_ATTRIBUTES and not hasattr(type(module), name)
 
 
 def numbers_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Who holds each number that can be a member's own, and under which name, by path."""
+    """The module and attribute name of each number in which members may differ, by path."""
     return {
         f"{path}.{name}" if path else name: (module, name)
         for path, module in model.named_modules()
@@ -44,7 +44,7 @@ def numbers_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def rates_of(model: nn.Module) -> frozenset[str]:
-    """The paths of those that are dropout rates of PyTorch's layers, which have to be between 0 and 1."""
+    """The paths of dropout rates of PyTorch's layers, which must be between 0 and 1."""
     kinds = {"p": _DROPOUTS, "dropout": (nn.MultiheadAttention, nn.RNNBase)}
     return frozenset(
         path for path, (module, name) in numbers_of(model).items() if isinstance(module, kinds.get(name, ()))
@@ -52,53 +52,53 @@ def rates_of(model: nn.Module) -> frozenset[str]:
 
 
 def hold(model: nn.Module, paths: Iterable[str]) -> None:
-    """Make buffers of numbers, for calls with other values; raises a StateError if the model has no such number."""
-    places = numbers_of(model)
+    """Replace numbers by buffers, so that calls can set them; raises a StateError if the model has no such number."""
+    owners = numbers_of(model)
     for path in paths:
-        if path not in places:
+        if path not in owners:
             raise StateError(f"the model has no parameter or buffer '{path}'; pass what stack_params returns for it")
-        module, name = places[path]
+        module, name = owners[path]
         delattr(module, name)
         module.register_buffer(name, torch.empty((), dtype=torch.float64, device="meta"))
 
 
 def assign(model: nn.Module, numbers: Mapping[str, Tensor]) -> None:
-    """Give a model numbers of its own."""
-    places = numbers_of(model)
+    """Set numbers of a model."""
+    owners = numbers_of(model)
     for path, number in numbers.items():
-        module, name = places[path]
+        module, name = owners[path]
         setattr(module, name, number.item())
 
 
-def place_for(number: Tensor) -> Tensor:
-    """What stands for a number ``[M]`` among the buffers of a training state: ``[M, 0]``."""
+def placeholder_for(number: Tensor) -> Tensor:
+    """The placeholder ``[M, 0]`` for a number ``[M]`` in the buffers of a training state."""
     return number.new_empty(*number.shape, 0)
 
 
-def is_place(leaf: Tensor) -> bool:
-    """Whether this stands for a number that lies elsewhere."""
+def is_placeholder(leaf: Tensor) -> bool:
+    """Whether a buffer is a placeholder for a number in ``hparams``."""
     return leaf.shape[1:] == (0,)
 
 
 def filled(buffers: Params, hparams: Params) -> Params:
-    """Buffers with the numbers of ``hparams`` in their places."""
+    """Buffers whose placeholders are replaced by the numbers in ``hparams``."""
     if not hparams:
         return buffers
-    numbers = {path: hparams[path] for path in hparams if path in buffers and is_place(buffers[path])}
+    numbers = {path: hparams[path] for path in hparams if path in buffers and is_placeholder(buffers[path])}
     return buffers | numbers if numbers else buffers
 
 
 def emptied(buffers: Params, hparams: Params, like: Params) -> Params:
-    """Buffers with the places that ``like`` has for numbers of ``hparams``."""
+    """The inverse of :func:`filled`: buffers with the placeholders that ``like`` has."""
     if not hparams:
         return buffers
-    places = {path: like[path] for path in hparams if path in like and is_place(like[path])}
-    return buffers | places if places else buffers
+    placeholders = {path: like[path] for path in hparams if path in like and is_placeholder(like[path])}
+    return buffers | placeholders if placeholders else buffers
 
 
 @contextlib.contextmanager
 def explained(mode: routed, numbers: Mapping[str, Tensor]) -> Iterator[None]:
-    """A block in the mode, in which errors say what a number of the members' own cannot do."""
+    """A block in the mode, whose errors name numbers that must be Python numbers but are tensors, as members differ."""
     before = {path: writes(number) for path, number in numbers.items()}
     try:
         with mode:
@@ -107,13 +107,13 @@ def explained(mode: routed, numbers: Mapping[str, Tensor]) -> Iterator[None]:
         if isinstance(error, HFTAError | Diverged):
             raise
         given = called_with(error)
-        found = [path for path, number in numbers.items() if any(leaf is number for leaf in given)]
-        if not found and ".item()" not in str(error) and not isinstance(error, TypeError):
+        named = [path for path, number in numbers.items() if any(leaf is number for leaf in given)]
+        if not named and ".item()" not in str(error) and not isinstance(error, TypeError):
             raise
-        names, text = ", ".join(map(repr, found or numbers)), str(error).partition("\n")[0]
+        names, text = ", ".join(map(repr, named or numbers)), str(error).partition("\n")[0]
         raise TraceError(
             f"{user_code_location(error)} needs a Python number where it has a tensor, and {names} "
-            f"{'is' if found else 'may be'} why: "
+            f"{'is' if named else 'may be'} why: "
             f"members differ in it, so it is a tensor in calls; compute with it as with one, or give all models the same"
             f"{'' if text.startswith('vmap:') else f' ({text})'}"
         ) from error
@@ -123,7 +123,7 @@ def explained(mode: routed, numbers: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def changed(path: str) -> StateError:
-    """The error of a model that assigns or writes a number of the members' own."""
+    """The error if a model assigns or writes a number in which members differ."""
     return StateError(
         f"the model changes its number '{path}' in a call, and members differ in it; make it a buffer, "
         f"self.register_buffer(name, tensor) in __init__, and write a tensor to that"

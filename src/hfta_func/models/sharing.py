@@ -1,4 +1,4 @@
-"""What members share: parameters that are not trained and their buffers, held once, without a model axis."""
+"""Shared tensors, held once and without a model axis: the base (frozen parameters and their buffers), shared parameters."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from hfta_func._types import StackError, StateError
 
 
 def base_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that all members share, by path: frozen parameters, and buffers of modules that train none of their own."""
+    """The base by path: frozen parameters, and buffers of modules without trained parameters of their own."""
     base: dict[str, Tensor] = {path: param for path, param in model.named_parameters() if not param.requires_grad}
-    own = {
+    unshared = {
         id(buffer)
         for module in model.modules()
         if any(p.requires_grad for p in module.parameters(recurse=False))
         for buffer in module.buffers(recurse=False)
     }
-    return base | {path: buffer for path, buffer in model.named_buffers() if id(buffer) not in own}
+    return base | {path: buffer for path, buffer in model.named_buffers() if id(buffer) not in unshared}
 
 
 def shared_of(model: nn.Module, shared_params: Sequence[str]) -> dict[str, Tensor]:
-    """The parameters that members share and train, by path.
+    """The shared parameters that are trained, by path.
 
     Args:
         model: The model.
-        shared_params: Paths of parameters, or of submodules, all of whose trained parameters are meant.
+        shared_params: Paths of parameters, or of submodules for all of their trained parameters.
 
     Raises:
-        StackError: if a path has no trained parameter, or one that a forward would write.
+        StackError: if a path has no trained parameter, or a forward pass would write one.
     """
     every = dict(model.named_parameters(remove_duplicate=False))
     chosen: set[int] = set()
     for path in shared_params:
-        found = [param for name, param in every.items() if name == path or name.startswith(f"{path}.")]
-        if not found:
+        params = [param for name, param in every.items() if name == path or name.startswith(f"{path}.")]
+        if not params:
             raise StackError(
                 f"shared_params names '{path}', which is no parameter or submodule with parameters of the model"
             )
-        trained = [param for param in found if param.requires_grad]
+        trained = [param for param in params if param.requires_grad]
         if not trained:
             raise StackError(
                 f"shared_params names '{path}', which does not require grad; share_frozen=True shares what is not trained"
@@ -57,29 +57,29 @@ def shared_of(model: nn.Module, shared_params: Sequence[str]) -> dict[str, Tenso
 
 
 def statistics_of(model: nn.Module) -> list[nn.Module]:
-    """The modules whose running statistics all members share, so that no call may write them."""
+    """The modules whose running statistics are shared, so no call may write them."""
     known = {id(tensor) for tensor in base_of(model).values()}
     tracking = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
     return [module for module in tracking if id(getattr(module, "running_mean", None)) in known]
 
 
 class Base:
-    """The base of a model, for its calls to read.
+    """The base of a model, which its calls read and must not write.
 
     Args:
         model: The model.
-        training: The mode of the calls; None is the model's own.
+        training: Train or eval mode of the calls; None keeps the mode of the model.
 
     Raises:
-        StackError: if a forward would write the base, or nothing can be trained over it.
+        StackError: if a forward pass would write the base, or the base has no gradient (inference mode).
     """
 
     def __init__(self, model: nn.Module, training: bool | None):
         self.tensors = base_of(model)
         self.buffers = [path for path, _ in model.named_buffers() if path in self.tensors]
         self._tried = False
-        places = places_of(model)
-        self._places = [(path, *places[path], tensor) for path, tensor in self.tensors.items()]
+        slots = places_of(model)
+        self._places = [(path, *slots[path], tensor) for path, tensor in self.tensors.items()]
         known = {id(tensor) for tensor in self.tensors.values()}
         for path, module in model.named_modules():
             held = [name for name, tensor in own_tensors(module).items() if id(tensor) in known]
@@ -104,9 +104,9 @@ class Base:
 
     @contextlib.contextmanager
     def reading(self, given: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """A block that reads the tensors, or those given for the same paths.
+        """A block that reads the base, with the ``given`` tensors in place of those with the same paths.
 
-        In the first one, a write raises a StateError before anything is changed.
+        In the first block, a write raises a StateError before anything is changed.
         """
         tensors = {**self.tensors, **given}
         for path, held, name, tensor in self._places:
@@ -123,7 +123,7 @@ class Base:
                 if writes(part) != count:
                     raise _written(path)
             return
-        # Not every operator says what it writes: batch normalisation does not. Weights in 8 bits are not what those write.
+        # Some operators, such as batch normalisation, do not declare what they write; they write floating-point buffers only.
         copies = {path: tensors[path].clone() for path in self.buffers if tensors[path].is_floating_point()}
         read = {**tensors, **copies}
         with refusing_writes(read, _written):
@@ -135,7 +135,7 @@ class Base:
         self._tried = True
 
     def check_kept(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], prefix: str) -> None:
-        """Raise a StateError if a forward has put other buffers in place of the base's."""
+        """Raise a StateError if a forward pass has replaced buffers of the base."""
         for path in self.buffers:
             if after[prefix + path] is not before[path]:
                 raise _written(path)
@@ -148,35 +148,35 @@ def _written(path: str) -> StateError:
     )
 
 
-def _same(mine: Tensor, theirs: Tensor) -> Tensor:
-    return (mine == theirs) | ((mine != mine) & (theirs != theirs))
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | ((a != a) & (b != b))
 
 
-def check_same_base(mine: Tensor, theirs: Tensor, path: str, member: int, trained: bool = False) -> None:
-    """Raise a StackError unless a model and model 0, whose tensors have one shape, share this one or hold equal values."""
-    if mine is theirs:
+def check_same_base(tensor: Tensor, first: Tensor, path: str, member: int, trained: bool = False) -> None:
+    """Raise a StackError unless a model and model 0 have the same tensor, or equal values; the shapes must be equal."""
+    if tensor is first:
         return
-    if len(parts(mine)) > 1 and len(parts(mine)) == len(parts(theirs)):
-        for own, other in zip(parts(mine), parts(theirs), strict=True):
-            check_same_base(own, other, path, member, trained)
+    if len(parts(tensor)) > 1 and len(parts(tensor)) == len(parts(first)):
+        for part, first_part in zip(parts(tensor), parts(first), strict=True):
+            check_same_base(part, first_part, path, member, trained)
         return
-    if mine.data_ptr() == theirs.data_ptr() and mine.stride() == theirs.stride():
+    if tensor.data_ptr() == first.data_ptr() and tensor.stride() == first.stride():
         return
-    mine, theirs = mine.detach(), theirs.detach()
-    same = _same(mine, theirs)
+    tensor, first = tensor.detach(), first.detach()
+    same = _same(tensor, first)
     if not bool(same.all()):
-        place = tuple(int(i) for i in (~same).nonzero()[0])
-        most = (mine.double() - theirs.double()).abs().nan_to_num(torch.inf).max().item()
+        index = tuple(int(i) for i in (~same).nonzero()[0])
+        most = (tensor.double() - first.double()).abs().nan_to_num(torch.inf).max().item()
+        kind, option = ("shared", "shared_params") if trained else ("frozen", "share_frozen")
         raise StackError(
-            f"model {member}: the {'shared' if trained else 'frozen'} '{path}' is not that of model 0, from which it differs "
-            f"by up to {most:.3g}, e.g. "
-            f"{mine[place].item():.6g} and {theirs[place].item():.6g} at {list(place)}; members that share a base start from "
-            f"one set of weights: load it once, or leave out {'shared_params' if trained else 'share_frozen'}"
+            f"model {member}: the {kind} '{path}' is not that of model 0, from which it differs by up to {most:.3g}, "
+            f"e.g. {tensor[index].item():.6g} and {first[index].item():.6g} at {list(index)}; members that share a base "
+            f"start from one set of weights: load it once, or leave out {option}"
         )
 
 
 def check_device(base: Mapping[str, Tensor], device: torch.device) -> None:
-    """Raise a StateError if a shared tensor is not where the members are."""
+    """Raise a StateError if a shared tensor is not on the device of the members."""
     for path, tensor in base.items():
         if tensor.device != device:
             raise StateError(

@@ -13,7 +13,7 @@ from hfta_func import random
 from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import Params, StackError, StateError
-from hfta_func.models.scalar_attributes import assign, is_place, numbers_of, rates_of
+from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
 from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
 
@@ -21,7 +21,7 @@ from hfta_func.models.structure import check_materialised, check_same_structure,
 class Stacked(NamedTuple):
     """Parameters and buffers of M models, each leaf ``[M, ...]`` by its path in the module.
 
-    The leaves do not require grad. A tied parameter is held once, under its first path. A number in which the models differ,
+    The leaves do not require grad. A tied parameter has one leaf, under its first path. A number in which the models differ,
     such as a dropout rate, is a buffer ``float64[M]`` under the path of the attribute, for example ``"1.p"``.
     """
 
@@ -34,21 +34,20 @@ def stack_params(
 ) -> Stacked:
     """Stack the parameters and buffers of M models of one architecture.
 
-    The models may also differ in numbers that their modules keep in attributes, such as dropout rates: floats, or integers
-    where another model has a float. A training state carries these in ``hparams``, see :meth:`TrainStep.init`.
+    The models may also differ in numbers in attributes of their modules, such as dropout rates: floats, or integers where
+    another model has a float. A training state holds these numbers in ``hparams``, see :meth:`TrainStep.init`.
 
     Args:
         models: At least one module; the modules are not changed.
         share_frozen: Leave out the *base*: parameters that do not require grad, and buffers of modules that have no
-            trained parameter of their own. It must be the same in all models, and steps made with ``share_frozen=True``
-            hold it once.
-        shared_params: Leave out these parameters, too, which members share and train together, see
-            :func:`make_train_step`. They must be the same in all models.
+            trained parameter of their own. The base must be equal in all models; steps made with
+            ``share_frozen=True`` hold it once.
+        shared_params: Also leave out these parameters, which members share and train together, see
+            :func:`make_train_step`. They must be equal in all models.
 
     Raises:
-        StackError: if there is no model, a lazy module has not been run yet, or two models differ in anything but these
-            numbers and the values of their parameters and buffers, or in the base. It names the member, the path and both
-            values.
+        StackError: if there is no model, a lazy module has not been run yet, or two models differ in more than these
+            numbers and the values of parameters and buffers, or in the base. It names the member, the path and both values.
 
     Example:
         >>> params, buffers = stack_params([torch.nn.Linear(2, 10) for _ in range(3)])
@@ -78,8 +77,8 @@ def init_params(
         factory: Makes one model, for example ``lambda: MLP(64, 10)``.
         seeds: One integer per member.
         share_frozen: Leave out what all members share, as :func:`stack_params` does.
-        shared_params: Leave out these parameters. Whatever ``factory`` makes of them, members start from those of the model
-            that :func:`make_train_step` is given.
+        shared_params: Leave out these parameters. Members start from their values in the model that is passed to
+            :func:`make_train_step`, not from those that ``factory`` makes.
 
     Raises:
         HyperparameterError: if a seed is not an integer.
@@ -100,7 +99,7 @@ def init_params(
 
     def build() -> Iterable[nn.Module]:
         for seed in values:
-            # By name, as PyTorch warns of several GPUs otherwise.
+            # With a list of GPUs, because PyTorch would otherwise warn if there are several.
             with torch.random.fork_rng(range(torch.cuda.device_count())):
                 torch.manual_seed(seed)
                 model = factory()
@@ -112,14 +111,14 @@ def init_params(
 def unstack_params(
     model: nn.Module, params: Params, buffers: Params, *, share_frozen: bool = False, shared: Params | None = None
 ) -> list[nn.Module]:
-    """Make M ordinary modules with storage of their own: the inverse of :func:`stack_params`.
+    """Make M ordinary modules with separate storage: the inverse of :func:`stack_params`.
 
     Args:
         model: Any module of the architecture, for code, settings, ties and ``requires_grad``; it is not changed.
         params: Stacked parameters ``[M, ...]``.
         buffers: Stacked buffers ``[M, ...]``.
-        share_frozen: The array was stacked with ``share_frozen=True``: the modules hold the very base of ``model``, which
-            must be that of the array.
+        share_frozen: The array was stacked with ``share_frozen=True``. The modules use the same tensors as ``model`` for the
+            base, which must be that of the array.
         shared: Parameters that members share, by path, as in ``state.shared.params``; all modules hold one copy of them.
 
     Raises:
@@ -137,17 +136,17 @@ def unstack_params(
 
 
 def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params) -> list[nn.Module]:
-    """Modules that hold copies of their parts, and the very tensors in ``shared``; the rest is that of ``model``."""
+    """Modules with copies of their parameters and buffers, and the tensors in ``shared``; the rest is from ``model``."""
     members = [_member(model, params, buffers, shared, index) for index in range(num_models((params, buffers)))]
-    own = dict(model.named_buffers())
-    numbers = {path: leaf for path, leaf in buffers.items() if path not in own}
+    named = dict(model.named_buffers())
+    numbers = {path: leaf for path, leaf in buffers.items() if path not in named}
     for index, member in enumerate(members if numbers else ()):
         assign(member, {path: leaf[index] for path, leaf in numbers.items()})
     return members
 
 
 class Shapes(NamedTuple):
-    """Shapes of a member's parameters and buffers by path; paths tied to one of those, of the base, numbers and rates."""
+    """Shapes of a member's parameters and buffers by path, its ties, and the paths of the base, numbers and dropout rates."""
 
     params: dict[str, torch.Size]
     buffers: dict[str, torch.Size]
@@ -158,7 +157,7 @@ class Shapes(NamedTuple):
 
 
 def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> Shapes:
-    """Shapes and ties of one model, none of whose modules may be lazy."""
+    """The :class:`Shapes` of a model, which must not contain lazy modules that have not been run."""
     check_materialised(model)
     base = frozenset({*(base_of(model) if share_frozen else ()), *shared_of(model, shared_params)})
     params = {path: parameter.shape for path, parameter in model.named_parameters() if path not in base}
@@ -166,64 +165,64 @@ def shapes(model: nn.Module, share_frozen: bool = False, shared_params: Sequence
     return Shapes(params, buffers, ties(model), base, frozenset(numbers_of(model)), rates_of(model))
 
 
-def check_stacked(stacked: tuple[Params, Params], own: Shapes) -> None:
-    """Raise a StackError unless parameters and buffers are those of a model, whose shapes are ``own``."""
-    found = _mismatch(stacked, own)
-    if found:
+def check_stacked(stacked: tuple[Params, Params], expected: Shapes) -> None:
+    """Raise a StackError unless parameters and buffers fit a model with shapes ``expected``."""
+    mismatch = _mismatch(stacked, expected)
+    if mismatch:
         raise StackError(
-            f"{found}; pass the model that the array was stacked from, and the same share_frozen and shared_params"
+            f"{mismatch}; pass the model that the array was stacked from, and the same share_frozen and shared_params"
         )
 
 
-def check_state(stacked: tuple[Params, Params], own: Shapes) -> None:
-    """Raise a StateError unless parameters and buffers are those of a step's model, whose shapes are ``own``."""
-    found = _mismatch(stacked, own)
-    if found:
+def check_state(stacked: tuple[Params, Params], expected: Shapes) -> None:
+    """Raise a StateError unless parameters and buffers fit a step's model with shapes ``expected``."""
+    mismatch = _mismatch(stacked, expected)
+    if mismatch:
         raise StateError(
-            f"{found}; the state and the step must be of the same model, made with the same share_frozen and shared_params"
+            f"{mismatch}; the state and the step must be of the same model, made with the same share_frozen and shared_params"
         )
 
 
-def _mismatch(stacked: tuple[Params, Params], own: Shapes) -> str:
+def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
     """Describe the first difference between an array and a model; empty if there is none."""
-    for held, expected in zip(stacked, (own.params, own.buffers), strict=True):
-        for path in {**expected, **held}:
-            if path not in held:
+    for leaves, expected in zip(stacked, (model.params, model.buffers), strict=True):
+        for path in {**expected, **leaves}:
+            if path not in leaves:
                 return f"'{path}' is in the model but not in the array"
-            if path in own.base:
+            if path in model.base:
                 return f"'{path}' is in the array but members share it; stack them with share_frozen=True, or shared_params"
-            if path in own.ties:
-                return f"'{path}' is in the array but the model ties it to '{own.ties[path]}'"
-            if path not in expected and path in own.numbers and held is stacked[1]:
-                if is_place(held[path]):
+            if path in model.ties:
+                return f"'{path}' is in the array but the model ties it to '{model.ties[path]}'"
+            if path not in expected and path in model.numbers and leaves is stacked[1]:
+                if is_placeholder(leaves[path]):
                     raise StateError(
                         f"'{path}' is a number of each member's own, and lies in the state's hparams under this path; leave "
                         f"it there, and where params and buffers are wanted without a state, pass *hfta.stacked(state)"
                     )
-                if held[path].dim() == 1:
+                if leaves[path].dim() == 1:
                     continue
             if path not in expected:
                 return f"'{path}' is in the array but not in the model"
-            if held[path].shape[1:] != expected[path]:
-                return f"'{path}' is {list(held[path].shape[1:])} per member but {list(expected[path])} in the model"
+            if leaves[path].shape[1:] != expected[path]:
+                return f"'{path}' is {list(leaves[path].shape[1:])} per member but {list(expected[path])} in the model"
     return ""
 
 
 def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, index: int) -> nn.Module:
-    # A deep copy that takes its tensors from the memo keeps ties, views of weights and plain attributes.
+    # A deep copy with tensors from the memo keeps ties, views of weights and plain attributes.
     memo: dict[int, Any] = {}
-    for path, own in model.named_parameters():
-        # What is not in the array is shared.
-        made = nn.Parameter(params[path][index].detach().clone(), own.requires_grad) if path in params else own
-        memo[id(own)] = shared.get(path, made)
-    for path, own in model.named_buffers():
-        memo[id(own)] = buffers[path][index].detach().clone() if path in buffers else shared.get(path, own)
-    for own in model.modules():
-        memo |= {id(tensor): tensor.detach().clone() for tensor in computed(own).values()}
+    for path, leaf in model.named_parameters():
+        # A parameter that is not in the array is shared.
+        made = nn.Parameter(params[path][index].detach().clone(), leaf.requires_grad) if path in params else leaf
+        memo[id(leaf)] = shared.get(path, made)
+    for path, leaf in model.named_buffers():
+        memo[id(leaf)] = buffers[path][index].detach().clone() if path in buffers else shared.get(path, leaf)
+    for leaf in model.modules():
+        memo |= {id(tensor): tensor.detach().clone() for tensor in computed(leaf).values()}
     member = copy.deepcopy(model, memo)
-    for own in member.modules():
-        for name, compute in weight_hooks(own).items():
-            setattr(own, name, compute())
+    for leaf in member.modules():
+        for name, compute in weight_hooks(leaf).items():
+            setattr(leaf, name, compute())
     return member
 
 
@@ -243,14 +242,14 @@ def _stack(
             first, base = model, base_of(model) if share_frozen else {}
             shared = shared_of(model, shared_params)
         differing = check_same_structure(model, first, member, numbers)
-        numbers |= {path: [theirs] * member for path, (_, theirs) in differing.items() if path not in numbers}
+        numbers |= {path: [first_value] * member for path, (_, first_value) in differing.items() if path not in numbers}
         for path, values in numbers.items():
             values.append(differing[path][0] if path in differing else values[0])
-        for held, mine, theirs in (
+        for leaves, named, first_named in (
             (stacked.params, dict(model.named_parameters()), dict(first.named_parameters())),
             (stacked.buffers, dict(model.named_buffers()), dict(first.named_buffers())),
         ):
-            for path, tensor, other in pairs(mine, theirs, member):
+            for path, tensor, other in pairs(named, first_named, member):
                 _check_tensors(tensor, other, path, member)
                 if path in base:
                     check_same_base(tensor, other, path, member)
@@ -260,8 +259,8 @@ def _stack(
                         check_same_base(tensor, other, path, member, trained=True)
                     continue
                 if member == 0:
-                    held[path] = torch.empty(count, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
-                held[path][member].copy_(tensor.detach())
+                    leaves[path] = torch.empty(count, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                leaves[path][member].copy_(tensor.detach())
     if first is None:
         raise StackError("no models to stack; pass at least one")
     device = next((leaf.device for tree in stacked for leaf in tree.values()), None)
@@ -270,9 +269,9 @@ def _stack(
     return stacked
 
 
-def _check_tensors(mine: Tensor, theirs: Tensor, path: str, member: int) -> None:
+def _check_tensors(tensor: Tensor, first: Tensor, path: str, member: int) -> None:
     for what in ("shape", "dtype", "device", "requires_grad"):
-        a, b = getattr(mine, what), getattr(theirs, what)
+        a, b = getattr(tensor, what), getattr(first, what)
         if a != b:
             shown = [list(value) if what == "shape" else value for value in (a, b)]
             name = f"'{path}'" if what == "shape" else f"the {what} of '{path}'"

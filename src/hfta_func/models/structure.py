@@ -1,7 +1,7 @@
-"""Compares models beyond the values of their parameters: classes, modes, ties, and settings outside the tensors.
+"""Compares models beyond the values of their parameters: classes, modes, ties, hooks and other settings.
 
-An array runs the *first* model's code for every member, so whatever that code reads besides parameters and buffers must
-be equal in all models.
+An array runs the *first* model's code for every member, so everything that the code reads besides parameters and buffers
+must be equal in all models.
 """
 
 from __future__ import annotations
@@ -38,25 +38,27 @@ def check_same_structure(
     Args:
         model: The member.
         first: Member 0.
-        member: Its place.
-        varied: Numbers in which other members differ.
+        member: Its index.
+        varied: Paths of numbers in which other members differ.
 
     Returns:
-        The numbers in which the two differ, by path: the member's and member 0's.
+        The numbers in which the two differ, by path: the member's and member 0's number.
 
     Raises:
-        StackError: It names the first other difference. Integers count as such, unless another member has a float there.
+        StackError: if there is another difference; it names the first one. Integers must be equal, unless another member
+            has a float there.
     """
     numbers: dict[str, tuple[float, float]] = {}
-    own, others = dict(model.named_modules()), dict(first.named_modules())
-    # Hooks may be methods of any module; modules of one path are compared here.
-    known = {(id(own[path]), id(others[path])): (own[path], others[path]) for path in own.keys() & others.keys()}
-    for path, mine, theirs in pairs(own, others, member, "module "):
-        numbers |= _check_module(mine, theirs, path, member, known, varied)
-    mine, theirs = ties(model), ties(first)
-    for path in {**theirs, **mine}:
-        if mine.get(path) != theirs.get(path):
-            holder, other, target = (member, 0, mine[path]) if path in mine else (0, member, theirs[path])
+    modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
+    # Hooks may be methods of any module; modules with the same path are compared by the loop.
+    common = [(modules[path], first_modules[path]) for path in modules.keys() & first_modules.keys()]
+    known = {(id(module), id(other)): (module, other) for module, other in common}
+    for path, module, other in pairs(modules, first_modules, member, "module "):
+        numbers |= _check_module(module, other, path, member, known, varied)
+    tied, first_tied = ties(model), ties(first)
+    for path in {**first_tied, **tied}:
+        if tied.get(path) != first_tied.get(path):
+            holder, other, target = (member, 0, tied[path]) if path in tied else (0, member, first_tied[path])
             raise StackError(
                 f"model {holder} ties '{path}' to '{target}' but model {other} does not; tie the same parameters in all "
                 f"models"
@@ -65,7 +67,7 @@ def check_same_structure(
 
 
 def check_materialised(model: nn.Module, owner: str = "") -> None:
-    """Raise a StackError if this is no module, or a lazy module of it has not seen its first input."""
+    """Raise a StackError if this is not a module, or contains a lazy module that has not been run yet."""
     if not isinstance(model, nn.Module):
         what = getattr(model, "__qualname__", type(model).__qualname__)
         raise StackError(f"{what} is not a torch.nn.Module; pass a model, such as a factory makes when it is called")
@@ -76,39 +78,39 @@ def check_materialised(model: nn.Module, owner: str = "") -> None:
             )
 
 
-def pairs(mine: Mapping[str, T], theirs: Mapping[str, T], member: int, kind: str = "") -> Iterator[tuple[str, T, T]]:
-    """What a model and model 0 have under each path; a StackError names a path that only one of them has."""
-    for path in {**theirs, **mine}:
-        if path not in mine or path not in theirs:
-            missing, holder = (member, 0) if path not in mine else (0, member)
+def pairs(named: Mapping[str, T], first: Mapping[str, T], member: int, kind: str = "") -> Iterator[tuple[str, T, T]]:
+    """The items of a model and of model 0 for each path; a StackError names a path that only one of them has."""
+    for path in {**first, **named}:
+        if path not in named or path not in first:
+            missing, holder = (member, 0) if path not in named else (0, member)
             raise StackError(
                 f"model {missing} has no {kind}'{path}' but model {holder} has one; models in one array must have the same "
                 f"modules, parameters and buffers"
             )
-        yield path, mine[path], theirs[path]
+        yield path, named[path], first[path]
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """The first path of every parameter or buffer with several paths, by each of the others."""
+    """For each parameter or buffer with several paths, its first path by each of the other paths."""
     first: dict[int, str] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {path: found for path, tensor in named if (found := first.setdefault(id(tensor), path)) != path}
+    return {path: first_path for path, tensor in named if (first_path := first.setdefault(id(tensor), path)) != path}
 
 
 def computed(module: nn.Module) -> dict[str, Tensor]:
-    """The plain attributes that were computed from parameters, by hooks of PyTorch's or in a forward pass."""
+    """The plain attributes that were computed from parameters, by hooks of PyTorch or in a forward pass."""
     tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     return {name: value for name, value in tensors.items() if value.grad_fn is not None or name in weight_hooks(module)}
 
 
 def check_no_backward_hooks(model: nn.Module) -> None:
-    """Raise a StackError if the backward pass of one model would call hooks, which an array has nobody to call for."""
+    """Raise a StackError if the model has hooks for the backward pass, which an array cannot call for each member."""
     hooked = [(f"parameter '{path}'", has_hooks(parameter)) for path, parameter in model.named_parameters()]
     for path, module in model.named_modules():
         where = f"module '{path}'" if path else "the model"
         hooked.append((where, any(getattr(module, name, None) for name in _BACKWARD_HOOKS)))
-    for where, found in hooked:
-        if found:
+    for where, is_hooked in hooked:
+        if is_hooked:
             raise StackError(
                 f"{where} has a hook for the backward pass, which members that run as one do not have one by one; remove it, "
                 f"and change gradients in the optimizer: chain(...)"
@@ -116,71 +118,71 @@ def check_no_backward_hooks(model: nn.Module) -> None:
 
 
 def _check_module(
-    mine: nn.Module,
-    theirs: nn.Module,
+    module: nn.Module,
+    first: nn.Module,
     path: str,
     member: int,
     known: dict[tuple[int, int], Any],
     varied: Collection[str],
 ) -> dict[str, tuple[float, float]]:
     where = f"'{path}'" if path else "the model"
-    if _kind(mine) != _kind(theirs):
+    if _kind(module) != _kind(first):
         raise StackError(
-            f"model {member}: {where} is a {type(mine).__qualname__} but in model 0 it is a "
-            f"{type(theirs).__qualname__}; models in one array must be of one class"
+            f"model {member}: {where} is a {type(module).__qualname__} but in model 0 it is a "
+            f"{type(first).__qualname__}; models in one array must be of one class"
         )
-    if mine.training != theirs.training:
-        mode, other = ("train", "eval") if mine.training else ("eval", "train")
+    if module.training != first.training:
+        mode, other = ("train", "eval") if module.training else ("eval", "train")
         raise StackError(
             f"model {member}: {where} is in {mode} mode but in model 0 it is in {other} mode; call .train() or .eval() "
             f"on all of them"
         )
-    own = {id(tensor) for module in (mine, theirs) for tensor in own_tensors(module).values()}
+    compared = {id(tensor) for each in (module, first) for tensor in own_tensors(each).values()}
     for name in _HOOKS:
-        count, other = len(getattr(mine, name, ())), len(getattr(theirs, name, ()))
+        count, other = len(getattr(module, name, ())), len(getattr(first, name, ()))
         if count != other:
             raise StackError(
                 f"model {member}: {where} has {count} {name.strip('_')} but model 0 has {other}; register the same hooks "
                 f"on all models or on none"
             )
-        hooks = [tuple(getattr(module, name, {}).values()) for module in (mine, theirs)]
-        if not equal(hooks[0], hooks[1], own, dict(known)):
+        hooks = [tuple(getattr(each, name, {}).values()) for each in (module, first)]
+        if not equal(hooks[0], hooks[1], compared, dict(known)):
             raise StackError(
                 f"model {member}: the {name.strip('_')} of {where} are not those of model 0, whose code runs for all "
                 f"members; register hooks that hold the same values"
             )
     numbers: dict[str, tuple[float, float]] = {}
-    made = computed(mine).keys() | computed(theirs).keys()
-    for name in sorted({*vars(mine), *vars(theirs)} - MODULE_ATTRIBUTES - made):
-        a, b, label = vars(mine).get(name, UNSET), vars(theirs).get(name, UNSET), f"{path}.{name}".lstrip(".")
-        if equal(a, b, own, dict(known)):
+    computed_names = computed(module).keys() | computed(first).keys()
+    for name in sorted({*vars(module), *vars(first)} - MODULE_ATTRIBUTES - computed_names):
+        a, b, label = vars(module).get(name, UNSET), vars(first).get(name, UNSET), f"{path}.{name}".lstrip(".")
+        if equal(a, b, compared, dict(known)):
             continue
-        # Integers may be sizes.
+        # Integers may be sizes, which must be equal.
         is_real = isinstance(a, float) or isinstance(b, float) or label in varied
-        if is_real and is_own(mine, name) and is_own(theirs, name):
+        if is_real and is_own(module, name) and is_own(first, name):
             numbers[label] = a, b
             continue
         free = "; if this is no size, write it as a float" if type(a) is int and type(b) is int else ""
-        raise StackError(f"model {member}: {_setting_difference(a, b, label, own, {})}{free}")
+        raise StackError(f"model {member}: {_setting_difference(a, b, label, compared, {})}{free}")
     return numbers
 
 
 UNSET = object()
 
 
-def _setting_difference(a: Any, b: Any, path: str, own: set[int], seen: dict[tuple[int, int], Any]) -> str:
+def _setting_difference(a: Any, b: Any, path: str, compared: set[int], seen: dict[tuple[int, int], Any]) -> str:
     """Describe the first part in which two settings differ, and the cure; ``b`` is model 0's."""
     # A container may hold itself.
     seen = {**seen, (id(a), id(b)): (a, b)}
     parts, others = (_parts(a), _parts(b)) if type(a) is type(b) and not isinstance(a, nn.Module) else ({}, {})
     sequence = isinstance(a, list | tuple)
-    # Short ones, such as kernel sizes, are best shown whole.
+    # Short sequences, such as kernel sizes, are shown whole.
     whole = sequence and len(a) <= 4 and all(isinstance(value, int | float | str) for value in a)
     if parts and others and not whole and parts.keys() == others.keys():
         for key, part in parts.items():
-            if not equal(part, others[key], own, dict(seen)):
+            if not equal(part, others[key], compared, dict(seen)):
                 label = f"{path}[{key!r}]" if sequence or isinstance(a, dict) else f"{path}.{key}"
-                return _setting_difference(part, others[key], label, own, seen)
+                return _setting_difference(part, others[key], label, compared, seen)
     shown, other = _show(a), _show(b)
     cure = "models in one array must share every setting"
     if shown != other:
@@ -193,12 +195,12 @@ def _setting_difference(a: Any, b: Any, path: str, own: set[int], seen: dict[tup
 
 
 def _kind(module: nn.Module) -> Any:
-    # Each parametrized module has a class of its own, derived from the class to compare.
+    # PyTorch derives a new class for each parametrized module; its base is the class to compare.
     return type(module).__bases__ if parametrize.is_parametrized(module) else type(module)
 
 
 def _show(value: Any) -> str:
-    """A setting in a few words, without the values of arrays and without addresses."""
+    """A short description of a setting, without values of arrays and without addresses."""
     if value is UNSET:
         return "unset"
     if isinstance(value, nn.Module):
@@ -213,11 +215,11 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def equal(a: Any, b: Any, own: set[int], seen: dict[tuple[int, int], Any]) -> bool:
-    """Equality of settings; what has parts is equal if all its parts are."""
-    if a is b or (id(a), id(b)) in seen or (id(a) in own and id(b) in own):
+def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) -> bool:
+    """Equality of settings; composite settings are equal if all their parts are."""
+    if a is b or (id(a), id(b)) in seen or (id(a) in compared and id(b) in compared):
         return True
-    # Both are kept alive here, because a later object could otherwise get the same id.
+    # Keep both alive, because a later object could otherwise get the same id.
     seen[id(a), id(b)] = (a, b)
     if type(a) is not type(b):
         return False
@@ -226,7 +228,7 @@ def equal(a: Any, b: Any, own: set[int], seen: dict[tuple[int, int], Any]) -> bo
         return alike and (a.is_meta or bool(torch.equal(a, b)))
     parts, others = _parts(a), _parts(b)
     if parts is not None and others is not None:
-        return parts.keys() == others.keys() and all(equal(parts[key], others[key], own, seen) for key in parts)
+        return parts.keys() == others.keys() and all(equal(parts[key], others[key], compared, seen) for key in parts)
     if getattr(a, "shape", None) != getattr(b, "shape", None):
         return False
     same = (a == b) | ((a != a) & (b != b))
@@ -235,7 +237,7 @@ def equal(a: Any, b: Any, own: set[int], seen: dict[tuple[int, int], Any]) -> bo
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:
-    """The parts of a setting by name; None if it is compared as a whole."""
+    """The parts of a composite setting by name; None if the setting is compared as a whole."""
     if isinstance(value, dict):
         return value
     if isinstance(value, list | tuple):
@@ -250,7 +252,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, types.MethodType):
         return {name: getattr(value, name) for name in ("__func__", "__self__")}
     if isinstance(value, types.FunctionType):
-        held = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
-        return {**held, "__closure__": tuple(cell.cell_contents for cell in value.__closure__ or ())}
+        named = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
+        return {**named, "__closure__": tuple(cell.cell_contents for cell in value.__closure__ or ())}
     plain = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
     return vars(value) if plain else None

@@ -1,6 +1,6 @@
 """Functional optimizers over stacked parameters, with one value per member for every scalar.
 
-Optimizers are spelled as in ``torch.optim`` and compute the same; the rest wraps or precedes them.
+Optimizers have the names of ``torch.optim`` and compute the same; the other functions wrap or precede them.
 """
 
 from hfta_func.optim._adadelta import adadelta as adadelta

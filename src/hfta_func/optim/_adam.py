@@ -62,7 +62,8 @@ def adam(
         largest = most[0].clamp_min_(square) if most else square
         return mean / largest.sqrt().add_(k["eps"])
 
-    hyperparams, unused = hyperparams.without_zeros("weight_decay"), () if amsgrad else ("max_exp_avg_sq",)
+    hyperparams = hyperparams.without_zeros("weight_decay")
+    unused = () if amsgrad else ("max_exp_avg_sq",)
     decoupled = decoupled_weight_decay
     return leafwise(AdamState, hyperparams, rule, prepare, unused=unused, decoupled=decoupled, maximize=maximize)
 

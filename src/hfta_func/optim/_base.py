@@ -48,6 +48,15 @@ class GradientTransformation(NamedTuple):
         return recipe(self, *self)
 
 
+def by_renew(init: Callable[[Params], Tree], run: Renew) -> GradientTransformation:
+    """A transformation whose ``update`` is its :data:`Renew` without writing or applying anything."""
+
+    def update(grads: Params, opt_state: Tree, params: Params) -> tuple[Params, Tree]:
+        return run(grads, opt_state, params, None, False, False)
+
+    return GradientTransformation(init, update, run)
+
+
 def check_transformation(name: str, value: Any) -> None:
     """Raise a TypeError unless ``value``, called ``name``, is an optimizer of this package or a part of one."""
     if not isinstance(value, GradientTransformation):

@@ -1,6 +1,6 @@
-"""The rule of an optimizer as one kernel: all leaves of all members in one pass over memory.
+"""The rule of an optimizer as one kernel in C, which updates all leaves of all members in one pass over memory.
 
-The rule is followed once with symbols for its tensors, and what it does to them is written down in C.
+The rule is called once with symbolic tensors, and its operators are translated to C.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _FORMS: Mapping[Any, str] = {
     "lerp": "{0} + {2} * ({1} - {0})",
     "addcmul": "{0} + {value} * {1} * {2}",
 }
-"""What operators are in C."""
+"""The form of each operator in C."""
 
 _SAME = {operator.truediv: "div", operator.neg: "neg"}
 
 
-AT_ONCE = 16
-"""More leaves than this are one operator to a compiler, which would make a program for every one of them."""
+MAX_INLINE_LEAVES = 16
+"""With more leaves, a compiled step calls the kernel as one operator instead of generating code for every leaf."""
 
 
 class Kernel:
-    """A rule ``rule(grad, param, k, *slots) -> change``, which writes its slots, over all leaves at once.
+    """The kernel of a rule ``rule(grad, param, k, *slots) -> change`` that writes its slots.
 
     Args:
-        rule: What is done to one element.
-        num_slots: How many tensors stand beside each parameter.
+        rule: The update of one element.
+        num_slots: Number of slots, tensors that the state holds for each parameter.
     """
 
     def __init__(self, rule: Callable[..., Any], num_slots: int):
@@ -61,21 +61,21 @@ class Kernel:
         donate: bool = False,
         apply: bool = False,
     ) -> Sequence[Sequence[Tensor]] | None:
-        """Run the rule; None if there is no program for these leaves.
+        """Run the kernel; returns None if it does not support these leaves.
 
         Args:
             columns: Leaves ``[M, ...]`` of one dtype: a list of gradients, one of parameters, and one for every slot.
             numbers: The numbers by name, ``float64[M]``.
-            keep: ``bool[M]``; other members keep parameters and slots.
-            donate: Write into the parameters, with ``apply``, and slots.
+            keep: ``bool[M]``; members where it is False keep parameters and slots.
+            donate: Write into the slots and, with ``apply``, into the parameters.
             apply: Add the changes to the parameters.
 
         Returns:
-            Lists of changes, or of parameters with ``apply``, and of every slot.
+            A list of changes, or of parameters with ``apply``, and a list for every slot.
         """
         leaves, compiles = [leaf for column in columns for leaf in column], torch.compiler.is_compiling()
         dtype, width = leaves[0].dtype, len(columns[0])
-        if compiles and width <= AT_ONCE:
+        if compiles and width <= MAX_INLINE_LEAVES:
             return None
         if not all(leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves) or dtype not in rows.TYPES:
             return None
@@ -88,8 +88,8 @@ class Kernel:
             if donate and apply:
                 torch.ops.hfta_func.update_(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
                 return [*columns[1:]]
-            found = torch.ops.hfta_func.update(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
-            return [*_rows(found, width)]
+            results = torch.ops.hfta_func.update(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
+            return [*_rows(results, width)]
         if any(leaf.requires_grad for leaf in leaves) or not all(map(_is_plain, leaves[width:])):
             return None
         outs = [column if donate else [*map(torch.empty_like, column)] for column in columns[1:]]
@@ -101,7 +101,7 @@ class Kernel:
 
     @functools.cache  # noqa: B019  as long as the optimizer lives
     def source(self, names: tuple[str, ...], dtype: torch.dtype, adds: bool) -> str:
-        """The program in C; the change is added to the parameter or given back."""
+        """The program in C; with ``adds`` it adds the change to the parameter, else it returns the change."""
         graph = fx.Graph()
         tracer = GraphAppendingTracer(graph)
 
@@ -112,7 +112,7 @@ class Kernel:
         tensors = [*map(symbol, inputs)]
         k = {name: symbol(f"number{i}") for i, name in enumerate(names)}
         change = self._rule(*tensors[:2], k, *tensors[2:])
-        # The variable in C that holds what a symbol stands for; an operator in place gives it another value.
+        # The variable in C for each symbol; an in-place operator assigns to the variable of its input.
         held = {node: node.name for node in graph.nodes if node.op == "placeholder"}
         lines = [f"T {name} = {name}_[i];" for name in inputs]
         for node in graph.nodes:
@@ -137,7 +137,7 @@ class Kernel:
 
 
 def _in_c(name: str, terms: Sequence[str], options: Mapping[str, str]) -> str:
-    """One operator in C; raises if it has no form in C, or none with these arguments."""
+    """One operator in C; raises if it has no form with these arguments."""
     form = _FORMS.get(name, "")
     fields = [field for _, field, _, _ in string.Formatter().parse(form) if field]
     if {*map(str, range(len(terms))), *options} != {*fields}:
@@ -155,7 +155,7 @@ _KERNELS: weakref.WeakValueDictionary[int, Kernel] = weakref.WeakValueDictionary
 
 @constant_to_compiler
 def _source_of(number: int, names: tuple[str, ...], dtype: torch.dtype, adds: bool) -> str | None:
-    """The program of a kernel, which is known by a number so that compilers can ask for it; None if it cannot be had."""
+    """The program of a kernel, given by number for compilers; None if there is no C compiler or it fails."""
     if native.compiler() is None:
         return None
     source = _KERNELS[number].source(names, dtype, adds)
@@ -164,7 +164,7 @@ def _source_of(number: int, names: tuple[str, ...], dtype: torch.dtype, adds: bo
 
 @constant_to_compiler
 def _in_one_line(source: str) -> str:
-    """A program as an argument in a graph, which some of inductor's programs quote as it is."""
+    """A program as a string argument of a graph, without characters that inductor would have to escape."""
     return base64.b64encode(source.encode()).decode()
 
 
@@ -174,13 +174,13 @@ def _as_written(argument: str) -> str:
 
 
 def _is_plain(leaf: Tensor) -> bool:
-    """Whether a tensor lies in memory as programs read it."""
+    """Whether a tensor has the memory layout that the kernel reads."""
     return type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_contiguous()
 
 
 @constant_to_compiler
 def _define() -> bool:
-    """Make the kernel an operator that graphs call."""
+    """Define the operators by which compiled graphs call kernels."""
 
     def run(outs: list[Tensor], grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
         width, source = len(grads), _as_written(rest[-1])
@@ -211,7 +211,7 @@ def _rows(leaves: list[Tensor], width: int) -> Iterator[list[Tensor]]:
 
 
 def _stacked(numbers: Mapping[str, Tensor]) -> Tensor:
-    # A state whose leaves somebody has converted all at once holds narrower ones.
+    # If all leaves of a state were converted to another dtype, these numbers were, too.
     return torch.stack([value.to(torch.float64) for value in numbers.values()])
 
 
@@ -221,9 +221,9 @@ def _run(
     grads, params, *slots = columns
     models = numbers.shape[1]
     order = [grads, params, outs[0], *slots, *outs[1:]]
-    places = [leaf for row in zip(*order, strict=True) for leaf in row]
+    pointers = [leaf for row in zip(*order, strict=True) for leaf in row]
     run = native.program(source)
     assert run is not None
-    run([grad.numel() // models for grad in grads], models, [places, numbers, keep])
-    # Autograd notices operators only.
+    run([grad.numel() // models for grad in grads], models, [pointers, numbers, keep])
+    # Autograd does not notice writes by the kernel.
     torch.autograd.graph.increment_version([leaf for column in outs for leaf in column if not leaf.is_inference()])

@@ -11,7 +11,7 @@ from torch import Tensor
 from hfta_func._torch import can_look, inside_transform, num_dispatch_modes
 from hfta_func._tree import per_model, where, write_leaf
 from hfta_func._types import Params
-from hfta_func.optim._base import GradientTransformation, Hyperparams, zero_count
+from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, zero_count
 from hfta_func.optim._kernel import Kernel
 
 FIELDS = "step", "hyperparams"
@@ -73,123 +73,124 @@ def leafwise(
     decays = knobs.decays()
 
     def init(params: Params) -> Any:
-        held = {
+        slot_values = {
             name: {path: start(path, param) for path, param in params.items()} if name in used else {} for name in slots
         }
         count = zero_count(params)
         ones = {name: torch.ones_like(count, dtype=torch.float64) for name in carried}
-        return state(step=count, hyperparams=knobs.init(params), **ones, **held)
+        return state(step=count, hyperparams=knobs.init(params), **ones, **slot_values)
 
-    def begin(held: Any) -> tuple[_Numbers, dict[str, Tensor]]:
-        """The numbers of this update, and the fields of the next state that are one number per member."""
-        at, count = knobs.at(held.hyperparams, held.step), held.step + 1
+    def begin(opt_state: Any) -> tuple[_Numbers, dict[str, Tensor]]:
+        """The numbers of this update, and the fields of the next state that hold one number per member."""
+        at, count = knobs.at(opt_state.hyperparams, opt_state.step), opt_state.step + 1
         at |= {f"1-{name}": 1 - at[name] for name in decays}
-        after = prepare(at, count, *(getattr(held, name) for name in carried)) or ()
+        after = prepare(at, count, *(getattr(opt_state, name) for name in carried)) or ()
         at.setdefault("step", -at["lr"])
         if "weight_decay" in at:
             at["decay"] = -at["lr"] * at["weight_decay"] if decoupled else at["weight_decay"]
         return _Numbers(at), {"step": count, **dict(zip(carried, after, strict=True))}
 
-    def direct(grad: Any, param: Any, k: Mapping[str, Any], *held: Any) -> Any:
-        """The direction; updates the slots."""
+    def direct(grad: Any, param: Any, k: Mapping[str, Any], *slot_leaves: Any) -> Any:
+        """The direction of the update; writes the slots."""
         if maximize:
             grad = -grad
         decay = None if decoupled else k.get("decay")
         if decay is not None:
             grad = torch.add(grad, param, alpha=decay) if isinstance(decay, float) else grad + decay * param
-        return rule(grad, param, k, *held)
+        return rule(grad, param, k, *slot_leaves)
 
-    def whole(grad: Any, param: Any, k: Mapping[str, Any], *held: Any) -> Any:
-        """What is added to the parameter; updates the slots."""
-        moved = direct(grad, param, k, *held) * k["step"]
+    def whole(grad: Any, param: Any, k: Mapping[str, Any], *slot_leaves: Any) -> Any:
+        """The change of the parameter; writes the slots."""
+        moved = direct(grad, param, k, *slot_leaves) * k["step"]
         return moved + param * k["decay"] if decoupled and "decay" in k else moved
 
-    def change(grad: Tensor, param: Tensor, k: Mapping[str, Any], held: list[Tensor]) -> tuple[Tensor, Any]:
-        """The direction, and the factor of the parameter to add besides, or None; updates the slots."""
-        wide = [_wide(slot) for slot in held]
+    def change(grad: Tensor, param: Tensor, k: Mapping[str, Any], slot_leaves: list[Tensor]) -> tuple[Tensor, Any]:
+        """The direction, and the factor of decoupled weight decay or None; writes the slots."""
+        wide = [_wide(slot) for slot in slot_leaves]
         direction = direct(_wide(grad), _wide(param), k, *wide)
-        for slot, new in zip(held, wide, strict=True):
+        for slot, new in zip(slot_leaves, wide, strict=True):
             write_leaf(slot, new)
         return direction, k.get("decay") if decoupled else None
 
-    def functional(grad: Tensor, param: Tensor, k: Mapping[str, Any], held: list[Tensor]) -> Any:
-        """:func:`change` that returns the next slots; rules write in place, which a gradient around them does not allow."""
+    def functional(grad: Tensor, param: Tensor, k: Mapping[str, Any], slot_leaves: list[Tensor]) -> Any:
+        """Like :func:`change`, but returns new slots, since rules write in place, which an outer gradient does not allow."""
 
-        def changed(grad: Tensor, param: Tensor, k: Any, held: list[Tensor]) -> Any:
-            fresh = [slot.clone() for slot in held]
+        def changed(grad: Tensor, param: Tensor, k: Any, slot_leaves: list[Tensor]) -> Any:
+            fresh = [slot.clone() for slot in slot_leaves]
             direction, factor = change(grad, param, k, fresh)
             return direction, factor, fresh
 
         around = inside_transform() and not torch.compiler.is_compiling()
-        return (torch.func.functionalize(changed) if around else changed)(grad, param, k, held)
+        return (torch.func.functionalize(changed) if around else changed)(grad, param, k, slot_leaves)
 
     kernel = Kernel(whole, len(used))
 
-    def at_once(numbers: _Numbers, grads: Params, held: Any, params: Params, **how: Any) -> list[tuple[list[str], Any]]:
-        """What the kernel makes of all leaves of a dtype that it takes, and their paths."""
+    def at_once(
+        numbers: _Numbers, grads: Params, opt_state: Any, params: Params, **how: Any
+    ) -> list[tuple[list[str], Any]]:
+        """For each dtype that the kernel supports, the paths of its leaves and the kernel's results."""
         observed = inside_transform() or (not torch.compiler.is_compiling() and num_dispatch_modes())
         if not elementwise or observed or numbers.requires_grad:
             return []
-        trees, found = (grads, params, *(getattr(held, name) for name in used)), []
+        trees, results = (grads, params, *(getattr(opt_state, name) for name in used)), []
         for dtype in {params[path].dtype for path in grads}:
             paths = [path for path in grads if params[path].dtype == dtype]
             columns = kernel([[_real(tree[path]) for path in paths] for tree in trees], numbers.at, **how)
             if columns is not None:
                 back = _back(params[paths[0]])
-                found.append((paths, [[back(leaf) for leaf in column] for column in columns]))
-        return found
+                results.append((paths, [[back(leaf) for leaf in column] for column in columns]))
+        return results
 
     def run(
-        grads: Params, held: Any, params: Params, keep: Tensor | None, donate: bool, apply: bool
+        grads: Params, opt_state: Any, params: Params, keep: Tensor | None, donate: bool, apply: bool
     ) -> tuple[Params, Any]:
-        numbers, new = begin(held)
-        kept = None if keep is None or not can_look(keep) else keep.tolist()
-        found, after = {}, {name: {} for name in slots}
-        for paths, columns in at_once(numbers, grads, held, params, keep=keep, donate=donate, apply=apply):
-            for tree, column in zip((found, *(after[name] for name in used)), columns, strict=True):
+        numbers, new = begin(opt_state)
+        is_kept = None if keep is None or not can_look(keep) else keep.tolist()
+        results, after = {}, {name: {} for name in slots}
+        for paths, columns in at_once(numbers, grads, opt_state, params, keep=keep, donate=donate, apply=apply):
+            for tree, column in zip((results, *(after[name] for name in used)), columns, strict=True):
                 tree.update(zip(paths, column, strict=True))
         for path, grad in grads.items():
-            if path in found:
+            if path in results:
                 continue
             back = _back(grad)
-            grad, param, *own = map(_real, (grad, params[path], *(getattr(held, name)[path] for name in used)))
+            grad, param, *slot_leaves = map(
+                _real, (grad, params[path], *(getattr(opt_state, name)[path] for name in used))
+            )
             pieces = numbers.pieces(param, elementwise)
             if pieces:
-                own = own if donate else [slot.clone() for slot in own]
+                slot_leaves = slot_leaves if donate else [slot.clone() for slot in slot_leaves]
                 out = torch.zeros_like(_wide(param)) if not apply else param if donate else param.clone()
                 for row, k in pieces:
-                    if kept is None or kept[row[0].start]:
-                        direction, factor = change(grad[row], param[row], k, [slot[row] for slot in own])
+                    if is_kept is None or is_kept[row[0].start]:
+                        direction, factor = change(grad[row], param[row], k, [slot[row] for slot in slot_leaves])
                         if factor is not None:
                             out[row].add_(param[row], alpha=factor)  # pyright: ignore
                         out[row].add_(direction, alpha=k["step"])  # pyright: ignore
             else:
                 k = numbers.like(param)
-                direction, factor, fresh = functional(grad, param, k, own)
+                direction, factor, fresh = functional(grad, param, k, slot_leaves)
                 out = direction * k["step"]
                 out = out if factor is None else out + factor * param
                 out = (param + out).to(param.dtype) if apply else out
                 if keep is not None:
-                    fresh = [where(keep, slot, old) for slot, old in zip(fresh, own, strict=True)]
+                    fresh = [where(keep, slot, old) for slot, old in zip(fresh, slot_leaves, strict=True)]
                     out = where(keep, out, param) if apply else out
                 if donate:
-                    olds, news = ((param, *own), (out, *fresh)) if apply else (own, fresh)
+                    olds, news = ((param, *slot_leaves), (out, *fresh)) if apply else (slot_leaves, fresh)
                     for old, leaf in zip(olds, news, strict=True):
                         write_leaf(old, leaf)
-                    out, fresh = param if apply else out, own
-                own = fresh
-            found[path] = back(out)
-            for name, slot in zip(used, own, strict=True):
+                    out, fresh = param if apply else out, slot_leaves
+                slot_leaves = fresh
+            results[path] = back(out)
+            for name, slot in zip(used, slot_leaves, strict=True):
                 after[name][path] = back(slot)
         if keep is not None:
-            new = where(keep, new, {name: getattr(held, name) for name in new})
+            new = where(keep, new, {name: getattr(opt_state, name) for name in new})
         # Not _replace: the compiler of PyTorch 2.9 cannot return what that makes.
-        return found, state(**{name: getattr(held, name) for name in held._fields} | new | after)
+        return results, state(**{name: getattr(opt_state, name) for name in opt_state._fields} | new | after)
 
-    def update(grads: Params, held: Any, params: Params) -> tuple[Params, Any]:
-        return run(grads, held, params, None, False, False)
-
-    return GradientTransformation(init, update, run)
+    return by_renew(init, run)
 
 
 class _Numbers:
@@ -203,7 +204,7 @@ class _Numbers:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether derivatives by them are taken."""
+        """Whether derivatives with respect to these numbers are needed."""
         return any(value.requires_grad for value in self.at.values())
 
     def _by_member(self) -> list[dict[str, float]]:
@@ -213,11 +214,11 @@ class _Numbers:
         return self._members
 
     def like(self, leaf: Tensor) -> dict[str, Tensor]:
-        """Tensors that broadcast over a leaf, made once for each dtype and number of axes."""
+        """The numbers as tensors that broadcast over a leaf, made once for each dtype and number of axes."""
         leaf = _wide(leaf)
         key = (leaf.dtype, leaf.dim())
         if leaf.dtype not in self._columns:
-            # In one tensor, so that the compiler computes them once and not for every element of every leaf.
+            # Stacked, so that the compiler computes them once and not for every element of every leaf.
             columns = torch.stack([value.to(leaf.dtype) for value in self.at.values()]).unbind()
             self._columns[leaf.dtype] = dict(zip(self.at, columns, strict=True))
         if key not in self._shaped:
@@ -225,7 +226,7 @@ class _Numbers:
         return self._shaped[key]
 
     def pieces(self, leaf: Tensor, elementwise: bool) -> list[tuple[tuple[slice, ...], dict[str, float]]]:
-        """Index and floats of each member or part of one; empty where all members at once are faster."""
+        """The index and numbers of each member, or of pieces of it; empty if updating all members at once is faster."""
         size = leaf[0].numel()
         if size < _MEMBER_SIZE or not can_look(self.at["step"]):
             return []
@@ -243,10 +244,10 @@ def _real(leaf: Tensor) -> Tensor:
 
 
 def _back(leaf: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes of pairs what the leaf is."""
+    """The inverse of :func:`_real` for a leaf."""
     return torch.view_as_complex if leaf.is_complex() else lambda real: real
 
 
 def _wide(leaf: Tensor) -> Tensor:
-    """In at least 32 bits: in fewer, a decay rate such as 0.999 would be 1."""
+    """The leaf with at least 32 bits: with fewer, a decay rate such as 0.999 would round to 1."""
     return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf

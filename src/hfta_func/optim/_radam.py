@@ -66,5 +66,5 @@ def radam(
         decay_square(square, k["beta2"], grad, k["1-beta2"])
         return mean / square.sqrt().add_(k["eps"]).mul_(k["rectified"]).add_(k["plain"])
 
-    hyperparams, decoupled = hyperparams.without_zeros("weight_decay"), decoupled_weight_decay
-    return leafwise(RAdamState, hyperparams, rule, prepare, decoupled=decoupled, maximize=maximize)
+    hyperparams = hyperparams.without_zeros("weight_decay")
+    return leafwise(RAdamState, hyperparams, rule, prepare, decoupled=decoupled_weight_decay, maximize=maximize)

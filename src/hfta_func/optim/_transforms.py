@@ -1,4 +1,4 @@
-"""What stands around an optimizer: chains, clipping, weight decay, accumulation, averages and parameter groups."""
+"""Transformations to combine with optimizers: chains, clipping, weight decay, accumulation, averages, parameter groups."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hfta_func.optim._base import (
     Hyperparams,
     Range,
     apply_updates,
+    by_renew,
     check_transformation,
     renew,
     restrict,
@@ -44,29 +45,22 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     def init(params: Params) -> tuple[Any, ...]:
         return tuple(transformation.init(params) for transformation in transformations)
 
-    def update(grads: Params, state: tuple[Any, ...], params: Params) -> tuple[Params, tuple[Any, ...]]:
-        states = []
-        for transformation, held in zip(transformations, state, strict=True):
-            grads, held = transformation.update(grads, held, params)
-            states.append(held)
-        return grads, tuple(states)
-
     def run(
         grads: Params, state: Any, params: Params, keep: Tensor | None, donate: bool, apply: bool
     ) -> tuple[Params, Any]:
-        states, last = [], len(transformations) - 1
-        for number, (transformation, held) in enumerate(zip(transformations, state, strict=True)):
-            applies = apply and number == last
-            grads, held = renew(transformation, grads, held, params, keep, donate=donate, apply=applies)
-            states.append(held)
+        states = []
+        for number, (transformation, part) in enumerate(zip(transformations, state, strict=True), 1):
+            applies = apply and number == len(transformations)
+            grads, part = renew(transformation, grads, part, params, keep, donate=donate, apply=applies)
+            states.append(part)
         return grads, tuple(states)
 
-    # An empty chain does not apply anything.
-    return GradientTransformation(init, update, run if transformations else None)
+    # An empty chain has no last part that could apply the updates.
+    return by_renew(init, run) if transformations else GradientTransformation(init, lambda grads, *rest: (grads, ()))
 
 
 HyperparamState = namedtuple("HyperparamState", ["step", "hyperparams"])
-"""Numbers of updates, and hyperparameters."""
+"""Number of updates, and hyperparameters."""
 restrict(HyperparamState, max_norm=Range.POSITIVE, clip_value=Range.POSITIVE)
 
 
@@ -157,7 +151,7 @@ def _with_hyperparam(rule: Callable[[Params, Params, Tensor], Params], **spec: P
 
 
 AccumulateState = namedtuple("AccumulateState", ["seen", "hyperparams", "grads", "inner"])
-"""Numbers of gradients since the last update, ``every``, the mean of these gradients, and the optimizer's state."""
+"""Number of gradients since the last update, ``every``, the mean of these gradients, and the optimizer's state."""
 restrict(AccumulateState, every=Range.AT_LEAST_ONE)
 
 
@@ -205,7 +199,7 @@ def accumulate(optimizer: GradientTransformation, every: PerModel) -> GradientTr
 
 
 EmaState = namedtuple("EmaState", ["step", "hyperparams", "average"])
-"""Numbers of updates, ``decay``, and the averages of the parameters."""
+"""Number of updates, ``decay``, and the averages of the parameters."""
 restrict(EmaState, decay=Range.DECAY)
 
 
@@ -283,17 +277,17 @@ def partition(
         check_transformation(f"group '{name}'", group)
 
     def parts(params: Params, *trees: Params) -> Iterator[tuple[str, Any]]:
-        found: dict[str, list[str]] = {name: [] for name in groups}
+        paths_of: dict[str, list[str]] = {name: [] for name in groups}
         for path, param in params.items():
             name = _longest(label, path) if isinstance(label, Mapping) else label(path, param.shape[1:])
             if name is None:
                 continue
-            if name not in found:
+            if name not in paths_of:
                 raise HyperparameterError(
                     f"'{path}' is labelled '{name}', but the groups are {', '.join(groups)}; add an optimizer for it"
                 )
-            found[name].append(path)
-        for name, paths in found.items():
+            paths_of[name].append(path)
+        for name, paths in paths_of.items():
             if not paths:
                 raise HyperparameterError(
                     f"group '{name}' has no parameters; remove it, or label some of {[*params]} with it"
@@ -307,23 +301,22 @@ def partition(
                     f"'{name}' is not the path of a module or parameter that is trained; use one of {[*params]} or its "
                     f"beginning, or pass a function of path and shape"
                 )
-        return PartitionState({name: groups[name].init(own) for name, (own,) in parts(params, params)})
+        return PartitionState({name: groups[name].init(group) for name, (group,) in parts(params, params)})
 
     def run(
         grads: Params, state: PartitionState, params: Params, keep: Tensor | None, donate: bool, apply: bool
     ) -> tuple[Params, PartitionState]:
-        found, states = {}, {}
-        for name, (own, values) in parts(params, grads, params):
-            held = state.groups[name]
-            new, states[name] = renew(groups[name], own, held, values, keep, donate=donate, apply=apply)
-            found.update(new)
-        rest = params if apply else {path: torch.zeros_like(grad) for path, grad in grads.items() if path not in found}
-        return {path: found.get(path, rest.get(path)) for path in grads}, PartitionState(states)
+        results, states = {}, {}
+        for name, (group_grads, group_params) in parts(params, grads, params):
+            old = state.groups[name]
+            new, states[name] = renew(groups[name], group_grads, old, group_params, keep, donate=donate, apply=apply)
+            results.update(new)
+        rest = (
+            params if apply else {path: torch.zeros_like(grad) for path, grad in grads.items() if path not in results}
+        )
+        return {path: results.get(path, rest.get(path)) for path in grads}, PartitionState(states)
 
-    def update(grads: Params, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
-        return run(grads, state, params, None, False, False)
-
-    return GradientTransformation(init, update, run)
+    return by_renew(init, run)
 
 
 def _covers(name: str, path: str) -> bool:

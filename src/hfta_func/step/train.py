@@ -14,7 +14,7 @@ from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import HyperparameterError, LossError, Params, PerModel, StateError, Tree
 from hfta_func.models.functional import outline
-from hfta_func.models.scalar_attributes import place_for
+from hfta_func.models.scalar_attributes import placeholder_for
 from hfta_func.models.sharing import base_of
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import GradientTransformation, Range, check, check_transformation, per_member
@@ -269,7 +269,7 @@ class TrainStep(Compiled):
         numbers = carried | {name: value if name in known else value.to(dtype) for name, value in given.items()}
         return TrainState(
             params=params,
-            buffers=buffers | {path: place_for(value) for path, value in numbers.items() if path in known},
+            buffers=buffers | {path: placeholder_for(value) for path, value in numbers.items() if path in known},
             opt_state=self.optimizer.init(amp.widen(trained) if self.options.stochastic_rounding else trained),
             keys=keys,
             step=torch.zeros(count, dtype=torch.int64, device=keys.device),

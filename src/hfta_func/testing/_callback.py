@@ -24,13 +24,13 @@ SEEDS = [3, 5, 8]
 
 
 def assert_callback(make: Callable[[], Callback], *, epochs: int = 4) -> None:
-    """Hold a callback against its laws, in a short run of three small models whose only metric is ``"loss"``.
+    """Check that a callback keeps its laws, in a short run of three small models whose only metric is ``"loss"``.
 
-    The laws: it takes ``(state, history)``; it returns None or the next state; it writes neither of both; and a run that goes
-    on from a file, with a callback made anew, gets the same bits as a run without a break.
+    The laws: it takes ``(state, history)``; it returns None or the next state; it writes neither of them; and a run resumed
+    from a file, with a new callback, gives the same bits as a run without a break.
 
     Args:
-        make: Makes the callback; one that writes files is given a folder of its own each time.
+        make: Makes the callback. If the callback writes files, give it another folder each time.
         epochs: Number of epochs.
 
     Raises:
@@ -41,10 +41,10 @@ def assert_callback(make: Callable[[], Callback], *, epochs: int = 4) -> None:
         >>> assert_callback(lambda: early_stopping("loss", patience=1))
     """
     with tempfile.TemporaryDirectory() as folder:
-        whole, _ = _run(_watched(make()), epochs)
+        whole, _ = _run(_checked(make()), epochs)
         path = pathlib.Path(folder, "run.safetensors")
         for upto in (epochs // 2, epochs):
-            state, _ = _run(_watched(make()), upto, resume=path)
+            state, _ = _run(_checked(make()), upto, resume=path)
         with law("a run that goes on gets the same bits", f"broken off after epoch {epochs // 2}"):
             assert_close(state, whole, "state", 0.0)
 
@@ -62,17 +62,17 @@ def _run(callback: Callback, epochs: int, **options: Any) -> Any:
     return fit(step, state, loader, epochs=epochs, callbacks=[callback], progress=False, **options)
 
 
-def _watched(callback: Callback) -> Callback:
-    def watched(state: Any, history: History) -> Any:
+def _checked(callback: Callback) -> Callback:
+    def checked(state: Any, history: History) -> Any:
         about = f"epoch {len(history)}"
         before = tree_map(torch.clone, state), copy.deepcopy(history.state_dict())
         with law("it takes (state, history)", about):
-            found = callback(state, history)
+            result = callback(state, history)
         with law("it returns None or the next state", about):
-            assert found is None or type(found) is type(state), f"it returns {found!r}"
+            assert result is None or type(result) is type(state), f"it returns {result!r}"
         with law("it writes neither state nor history", about):
             assert_close(state, before[0], "state", 0.0)
             assert_close(history.state_dict()["epochs"], before[1]["epochs"], "history.epochs", 0.0)
-        return found
+        return result
 
-    return watched
+    return checked

@@ -29,20 +29,20 @@ SEEDS = [5, 3, 8, 9]
 
 
 def assert_executor(executor: Executor, *, restarts: bool = False) -> None:
-    """Hold an executor against its laws, with calls of functions and with short runs of four small models.
+    """Check that an executor keeps its laws, with calls of functions and with short runs of four small models.
 
-    The laws: every call is answered once, under its number, with what the function returned or the error that it raised;
-    calls that were dropped are not answered; a run with the executor ends as one without it, also if it goes on from a file,
-    members come, go or become inactive, or the loader is a list of batches; an error names the member by its index in the
-    whole array; and closing twice is closing once.
+    The laws: every call is answered once, under its number, with the result of the function or the error that it raised;
+    dropped calls are not answered; a run with the executor gives the same results as a run without, also if it is resumed
+    from a file, if members come, go or become inactive, or if the loader is a list of batches; an error names the member by
+    its index in the whole array; and ``close``, if there is such a method, may be called twice.
 
     Args:
-        executor: The executor, with no calls under way. If it has a method ``close``, it is closed in the end.
-        restarts: Whether it replaces a worker process that dies; then one has to, and the call that it made is answered with
-            a :class:`WorkerError` that names the worker.
+        executor: The executor, without pending calls. If it has a method ``close``, it is closed at the end.
+        restarts: Whether the executor replaces a worker process that dies. If so, a worker is made to die: its call must be
+            answered with a :class:`WorkerError` that names the worker, and later calls must be answered.
 
     Raises:
-        AssertionError: if a law is broken; it names the law and what it was tried on.
+        AssertionError: if a law is broken; it names the law and the input.
 
     Example:
         >>> from hfta_func.testing import assert_executor
@@ -194,12 +194,11 @@ def _assert_same_run(got: Any, expected: Any) -> None:
     names = [*got.history.epochs[0]], [*expected.history.epochs[0]]
     assert names[0] == names[1], f"history has the metrics {names[0]}, not {names[1]}"
     for name in names[0]:
-        # A member has NaN where it has not trained.
-        columns = got.history[name], expected.history[name]
-        assert torch.equal(*map(torch.isnan, columns)), (
-            f"members of history['{name}'] have not trained in the same epochs"
-        )
-        assert_close(*(column.nan_to_num().T for column in columns), f"history['{name}']", 1e-10)
+        # NaN marks epochs in which a member has not trained.
+        column, other = got.history[name], expected.history[name]
+        same = torch.equal(column.isnan(), other.isnan())
+        assert same, f"members of history['{name}'] have not trained in the same epochs"
+        assert_close(column.nan_to_num().T, other.nan_to_num().T, f"history['{name}']", 1e-10)
     for name in ("seeds", "members", "since"):
         assert_close(getattr(got.history, name), getattr(expected.history, name), f"history.{name}", 0.0)
     assert got.history.failures == expected.history.failures, f"failures are {got.history.failures}"

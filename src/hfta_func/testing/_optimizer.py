@@ -24,16 +24,17 @@ def assert_optimizer(
     steps: int = 20,
     rtol: float = 1e-10,
 ) -> None:
-    """Hold an optimizer against its laws, in float64.
+    """Check that an optimizer keeps its laws, in float64.
 
     The laws: ``init`` makes a NamedTuple of tensors ``[M, ...]``; ``update`` keeps its structure and writes nothing; every
-    hyperparameter is in the state, as ``float64[M]``, and is read from there; member i is an array of one; members that are
-    masked keep their bits, whatever their gradients; ``update_`` is ``update``; a hyperparameter that changes compiles
-    nothing again; and, with a reference, member i is its optimizer.
+    hyperparameter is in the state, as ``float64[M]``, and is read from there; member i is updated as in an array of one;
+    masked members keep their bits, whatever their gradients; ``update_`` computes the same as ``update``; a changed
+    hyperparameter recompiles nothing; and, with a reference, member i is updated as by the reference.
 
     Args:
         make: Makes the optimizer from hyperparameters by name, as ``hfta_func.adam`` does.
-        hyperparams: For each name one value per member, at least two that differ; such as ``betas``, a tuple per member.
+        hyperparams: For each name one value per member, of which at least two differ; for names such as ``betas``, one
+            tuple per member.
         reference: A class like those of ``torch.optim``, called with parameters and one member's values by name.
         shapes: The shapes of one member's parameters by path: a matrix, a vector and a number by default.
         steps: Number of updates.
@@ -72,10 +73,10 @@ def assert_optimizer(
             alone = _walk(optimizer([i]), take(start, [i]), rows)
             _assert_member(i, (take(params, [i]), take(state, [i])), alone, rtol)
     with law("update_ is update"):
-        own, held = tree_map(torch.clone, (start, whole.init(start)))
+        in_place_params, held = tree_map(torch.clone, (start, whole.init(start)))
         for grads in gradients:
-            update_(whole, tree_map(torch.clone, grads), held, own)
-        assert_close((own, held), (params, state), "(params, state)", rtol)
+            update_(whole, tree_map(torch.clone, grads), held, in_place_params)
+        assert_close((in_place_params, held), (params, state), "(params, state)", rtol)
     with law("masked members keep their bits"):
         _check_mask(whole, gradients, start, (params, state), rtol)
     with law("a hyperparameter that changes compiles nothing again"):
@@ -128,13 +129,13 @@ def _check_hyperparams(
     for name, value in held.items():
         assert value.dtype == torch.float64 and value.dim() == 1, f"{name} is {value.dtype} {list(value.shape)}"
     columns = {
-        f"{name}[{place}]" if isinstance(values[0], tuple) else name: list(column)
+        f"{name}[{position}]" if isinstance(values[0], tuple) else name: list(column)
         for name, values in given.items()
-        for place, column in enumerate(zip(*(v if isinstance(v, tuple) else (v,) for v in values), strict=True))
+        for position, column in enumerate(zip(*(v if isinstance(v, tuple) else (v,) for v in values), strict=True))
     }
     for name, column in columns.items():
-        own = any(value.tolist() == column for value in held.values())
-        assert own, f"'{name}' is {column} but the state holds { ({k: v.tolist() for k, v in held.items()}) }"
+        is_held = any(value.tolist() == column for value in held.values())
+        assert is_held, f"'{name}' is {column} but the state holds { ({k: v.tolist() for k, v in held.items()}) }"
     count = len(next(iter(params.values())))
     back = optimizer(range(count)[::-1])
     changed = with_hyperparams(optimizer().init(params), **back.init(params).hyperparams)
@@ -143,13 +144,19 @@ def _check_hyperparams(
 
 
 def _check_mask(optimizer: GradientTransformation, gradients: Any, start: Params, expected: Any, rtol: float) -> None:
-    own, held = tree_map(torch.clone, (start, optimizer.init(start)))
+    masked_params, held = tree_map(torch.clone, (start, optimizer.init(start)))
     keep = torch.arange(len(next(iter(start.values())))) != 1
     for grads in gradients:
-        update_(optimizer, {k: torch.where(_like(keep, v), v, torch.nan) for k, v in grads.items()}, held, own, keep)
+        update_(
+            optimizer,
+            {k: torch.where(_like(keep, v), v, torch.nan) for k, v in grads.items()},
+            held,
+            masked_params,
+            keep,
+        )
     first = start, optimizer.init(start)
     for path, got, before, after in zip(
-        paths(first, "(params, state)"), leaves((own, held)), leaves(first), leaves(expected), strict=True
+        paths(first, "(params, state)"), leaves((masked_params, held)), leaves(first), leaves(expected), strict=True
     ):
         assert torch.equal(got[1], before[1]), f"model 1: {path} is {got[1]}, not {before[1]}, though it is masked"
         assert_close(got[keep], after[keep], f"{path} of the others", rtol)
@@ -180,15 +187,15 @@ def _check_compiled(
 
 
 def _walk_reference(make: Any, values: Any, start: Params, gradients: Sequence[Params], member: int) -> Params:
-    own = {path: nn.Parameter(leaf[member].clone()) for path, leaf in start.items()}
-    other, default = make(list(own.values()), **values), torch.get_default_dtype()
+    parameters = {path: nn.Parameter(leaf[member].clone()) for path, leaf in start.items()}
+    other, default = make(list(parameters.values()), **values), torch.get_default_dtype()
     # torch.optim keeps some of its numbers in the default type.
     torch.set_default_dtype(torch.float64)
     try:
         for grads in gradients:
-            for path, parameter in own.items():
+            for path, parameter in parameters.items():
                 parameter.grad = grads[path][member].clone()
             other.step()
     finally:
         torch.set_default_dtype(default)
-    return {path: parameter.detach()[None] for path, parameter in own.items()}
+    return {path: parameter.detach()[None] for path, parameter in parameters.items()}

@@ -16,16 +16,16 @@ from hfta_func.testing._laws import assert_close, law
 
 
 def assert_rule(op: Callable[..., Any], inputs: Sequence[Any], *, rtol: float = 1e-10) -> None:
-    """Hold an operator under ``vmap`` against a Python loop over the members.
+    """Check that an operator under ``vmap`` computes what a Python loop over the members computes.
 
-    The laws: outputs and gradients are the loop's in float64 for every mix of batched and shared inputs, wherever the model
-    axis is; an array of one, an array of arrays, and gradients inside ``vmap`` are, too; so is what autocast and
-    ``torch.compile(fullgraph=True, backend="aot_eager")`` make of it; and no operator runs member by member for lack of a
-    rule. Gradients that the operator does not have alone are not asked for.
+    The laws: outputs and gradients equal the loop's in float64 for every mix of batched and shared inputs and every position
+    of the model axis; so do those of an array of one, an array of arrays, gradients inside ``vmap``, autocast, and
+    ``torch.compile(fullgraph=True, backend="aot_eager")``; and no operator runs member by member because it lacks a rule.
+    Gradients that the operator itself does not support are not tested.
 
     Args:
         op: The operator, or any function of one member's tensors that returns a tensor or a tuple of tensors.
-        inputs: Its arguments: tensors ``[M, ...]`` in which members differ, and other values as they are.
+        inputs: Its arguments: tensors ``[M, ...]`` that differ between members, and other values.
         rtol: Largest difference allowed, relative to the largest magnitude in each tensor.
 
     Raises:
@@ -36,25 +36,25 @@ def assert_rule(op: Callable[..., Any], inputs: Sequence[Any], *, rtol: float = 
         >>> assert_rule(torch.nn.functional.linear, [torch.randn(3, 4, 2), torch.randn(3, 5, 2)])
     """
     args = [_double(x) for x in inputs]
-    places = [place for place, x in enumerate(args) if isinstance(x, Tensor)]
+    positions = [position for position, x in enumerate(args) if isinstance(x, Tensor)]
     with warnings.catch_warnings():
         warnings.simplefilter("error", LoopWarning)
-        for mask in itertools.product((True, False), repeat=len(places)):
-            batched = {place for place, is_batched in zip(places, mask, strict=True) if is_batched}
+        for mask in itertools.product((True, False), repeat=len(positions)):
+            batched = {position for position, is_batched in zip(positions, mask, strict=True) if is_batched}
             if batched:
-                about = f"inputs {sorted(batched)} batched of {places}"
+                about = f"inputs {sorted(batched)} batched of {positions}"
                 with law("outputs are the loop's", about):
                     got, expected = _array(op, args, batched), _loop(op, args, batched)
                     assert_close(got, expected, "output", rtol)
                 if (alone := _alone(_grads, _loop, op, args, batched)) is not None:
                     with law("gradients are the loop's", about):
                         assert_close(_grads(_array, op, args, batched), alone, "gradient", rtol)
-        _check_compositions(op, args, set(places), rtol)
+        _check_compositions(op, args, set(positions), rtol)
 
 
 def _check_compositions(op: Callable[..., Any], args: list[Any], batched: set[int], rtol: float) -> None:
     expected = _loop(op, args, batched)
-    dims = tuple(0 if place in batched else None for place in range(len(args)))
+    dims = tuple(0 if position in batched else None for position in range(len(args)))
     mapped = vmap(lambda *values: _tuple(op(*values)), dims)
     with law("the model axis may be anywhere"):
         last = [x.movedim(0, -1) if isinstance(x, Tensor) else x for x in args]
@@ -68,7 +68,7 @@ def _check_compositions(op: Callable[..., Any], args: list[Any], batched: set[in
         flipped = _loop(op, [x.flip(0) if isinstance(x, Tensor) else x for x in args], batched)
         both = tuple(torch.stack(column) for column in zip(expected, flipped, strict=True))
         assert_close(vmap(mapped, dims)(*pair), both, "output", rtol)
-    wanted = tuple(place for place in sorted(batched) if args[place].is_floating_point())
+    wanted = tuple(position for position in sorted(batched) if args[position].is_floating_point())
     inner = torch.func.grad(lambda *values: _weighted(_tuple(op(*values))), wanted)
     if wanted and (alone := _alone(_loop, inner, args, batched)) is not None:
         with law("gradients inside vmap are the loop's"):
@@ -94,17 +94,17 @@ def _tuple(output: Any) -> tuple[Tensor, ...]:
 
 def _given(args: Sequence[Any], batched: set[int]) -> list[Any]:
     """The arguments of all members: of a tensor that they share, the first member's."""
-    return [x[0] if isinstance(x, Tensor) and place not in batched else x for place, x in enumerate(args)]
+    return [x[0] if isinstance(x, Tensor) and position not in batched else x for position, x in enumerate(args)]
 
 
 def _array(op: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tuple[Tensor, ...]:
-    dims = tuple(0 if place in batched else None for place in range(len(args)))
+    dims = tuple(0 if position in batched else None for position in range(len(args)))
     return _tuple(vmap(lambda *values: _tuple(op(*values)), dims)(*_given(args, batched)))
 
 
 def _loop(op: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tuple[Tensor, ...]:
     count, given = len(args[min(batched)]), _given(args, batched)
-    rows = [_tuple(op(*(x[i] if place in batched else x for place, x in enumerate(given)))) for i in range(count)]
+    rows = [_tuple(op(*(x[i] if position in batched else x for position, x in enumerate(given)))) for i in range(count)]
     return tuple(torch.stack(column) for column in zip(*rows, strict=True))
 
 

@@ -13,12 +13,12 @@ SPACE = {"lr": types.SimpleNamespace(low=1e-4, high=1.0, log=True, step=None)}
 
 
 def assert_scheduler(make: Callable[[], Any], *, trials: int = 9, epochs: int = 9) -> None:
-    """Hold a scheduler against its laws in studies without training, of several orders and with trials that fail.
+    """Check that a scheduler keeps its laws, in simulated studies with several orders of arrival and with failing trials.
 
-    The laws: cohorts have ascending rungs that end at ``epochs`` or before, and as many trials as asked for; the same cohort
-    gets the same verdicts from a scheduler made anew, and none of what it holds is written; verdicts are of trials that stand
-    at a rung, and valid; some trial reaches its last rung if none fails; two that are made alike have the same ``repr``, by
-    which a study that is broken off knows its scheduler.
+    The laws: cohorts have ascending rungs, none above ``epochs``, and the requested number of trials in all; a new scheduler
+    gives the same verdicts for the same cohort, and ``decide`` does not write the cohort; verdicts are valid, and only for
+    trials that have reached a rung; if no trial fails, some trial reaches its last rung; and two schedulers made alike have
+    the same ``repr``, by which a resumed study recognises its scheduler.
 
     Args:
         make: Makes the scheduler.
@@ -51,7 +51,7 @@ def assert_scheduler(make: Callable[[], Any], *, trials: int = 9, epochs: int = 
 
 
 def _study(make: Callable[[], Any], cohort: Any, failing: set[int], draws: random.Random) -> None:
-    """One cohort, in which few trials train at a time."""
+    """A simulated study of one cohort, in which few trials train at a time."""
     numbers, rungs = range(cohort.trials), cohort.rungs
     values: dict[int, list[float]] = {trial: [] for trial in numbers}
     params = {trial: {"lr": 10.0 ** -(1 + trial % 4)} for trial in numbers}
@@ -67,7 +67,7 @@ def _study(make: Callable[[], Any], cohort: Any, failing: set[int], draws: rando
             else:
                 values[trial].append(-float(trial * 7 % len(numbers)) + len(values[trial]))
         now = cohort._replace(
-            values={trial: tuple(found) for trial, found in values.items()},
+            values={trial: tuple(reports) for trial, reports in values.items()},
             **{"ended": frozenset(ended), "params": {t: dict(p) for t, p in params.items()}, "space": dict(SPACE)},
         )
         verdicts = _decided(make, now)
@@ -77,7 +77,7 @@ def _study(make: Callable[[], Any], cohort: Any, failing: set[int], draws: rando
                 copied.add((trial, len(values[trial])))
                 params[trial] |= verdict.changes
     with law("some trial reaches its last rung"):
-        reached = [len(found) for found in values.values()]
+        reached = [len(reports) for reports in values.values()]
         assert failing or len(rungs) in reached, f"of rungs {rungs} the trials have reached {reached}"
 
 

@@ -26,12 +26,12 @@ def assert_matches_solo(
     rtol: float = 1e-10,
     run: Run | None = None,
 ) -> TrainState:
-    """Train an array, and its members alone from the same state on the same batches, and compare the final states.
+    """Train an array, then train each member alone from the same state on the same batches, and compare the final states.
 
     Args:
-        step: The step; it also trains each member as an array of one, for which a compiled step compiles once more.
-        state: The initial state; it is not written, even if the step was made with ``donate=True``.
-        batches: The array's batches, of which a member alone gets its own part.
+        step: The step. It also trains each member as an array of one, for which a compiled step compiles once more.
+        state: The initial state. It is not written, even if the step was made with ``donate=True``.
+        batches: The batches of the array; a member alone is trained on its part of them.
         members: The members to compare; all by default.
         rtol: Largest difference allowed, relative to the largest magnitude in each leaf. 1e-10 suits float64; float32
             needs about 1e-3 after tens of steps, because kernels round differently and training amplifies it.
@@ -51,7 +51,7 @@ def assert_matches_solo(
         >>> state = step.init(*stack_params(models), seeds=[0, 1, 2])
         >>> state = assert_matches_solo(step, state, [torch.randn(3, 8, 4).double() for _ in range(5)])
     """
-    # Functions around a step, such as one that waits for a device, share nothing.
+    # A wrapped step, such as one that waits for a device, has no batch_dims of its own.
     batches, dims = list(batches), getattr(inspect.unwrap(step), "batch_dims", 0)
     after = tree_map(torch.clone, state)
     for batch in batches:
@@ -60,9 +60,9 @@ def assert_matches_solo(
         solo = take(state, [member])
         for batch in batches:
             solo, _ = step(solo, take_batch(dims, batch, slice(member, member + 1)))
-        for path, mine, alone in zip(paths(solo, "state"), leaves(take(after, [member])), leaves(solo), strict=True):
-            found = difference(mine, alone)
-            assert found <= rtol, (
-                f"model {member}: {path} differs from the solo run by {found:.3g} of its magnitude, more than {rtol:g}"
+        for path, leaf, alone in zip(paths(solo, "state"), leaves(take(after, [member])), leaves(solo), strict=True):
+            error = difference(leaf, alone)
+            assert error <= rtol, (
+                f"model {member}: {path} differs from the solo run by {error:.3g} of its magnitude, more than {rtol:g}"
             )
     return after
