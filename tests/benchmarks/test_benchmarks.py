@@ -54,7 +54,6 @@ def slow_path():
 
 
 @pytest.mark.soak(ids="mobilenet|pointnet|bert")
-@pytest.mark.soak(ids="mobilenet|pointnet|bert")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.usefixtures("slow_path")
 @pytest.mark.parametrize("name", bench_workloads())
@@ -72,7 +71,6 @@ def test_every_way_to_train_gives_the_losses_of_the_loop(bench, name):
     assert sweep.difference(alone, [losses[1:] for losses in expected]) < sweep.TOLERANCE
 
 
-@pytest.mark.soak(ids="mobilenet|resnet|pointnet-seg|bert-next")
 @pytest.mark.soak(ids="mobilenet|resnet|pointnet-seg|bert-next")
 @pytest.mark.parametrize("name", bench_workloads())
 def test_jax_gives_the_losses_of_the_loop(bench, name):
@@ -221,7 +219,6 @@ def test_without_a_loop_there_are_no_ratios(bench, monkeypatch, capsys):
     assert capsys.readouterr().out.count("out of memory") == 2
 
 
-@pytest.mark.soak(ids="^-1")
 @pytest.mark.soak(ids="^-1")
 @pytest.mark.parametrize("free", [-1, 2**40])
 def test_modes_that_memory_holds_together_take_turns(bench, monkeypatch, free):
@@ -426,7 +423,6 @@ def test_how_busy_a_gpu_is(bench, monkeypatch, counters):
         assert "kernels" not in found and ("sm" in found) == (counters and name == "nvmlDeviceGetUtilizationRates")
 
 
-@pytest.mark.soak(ids="processes|nan")
 @pytest.mark.soak(ids="processes|nan")
 @pytest.mark.parametrize(
     ("mode", "order", "factor"),

@@ -63,6 +63,7 @@ def ray_pool() -> Iterator[hfta.Executor]:
             ray.shutdown()
 
 
+@pytest.mark.exhaustive(ids="^ray")
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_every_executor_obeys(law: Any, executor: hfta.Executor, tmp_path: pathlib.Path) -> None:
     law(executor, tmp_path)
