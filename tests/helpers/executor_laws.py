@@ -10,16 +10,15 @@ import pytest
 import torch
 
 import hfta_func as hfta
-from hfta_func._tree import leaves
+from comparisons import assert_tensors_close, assert_trees_close
 from member_runs import Run, stop
 
 
 def assert_same_run(found: hfta.Result, expected: hfta.Result) -> None:
-    for a, b in zip(leaves(found.state), leaves(expected.state), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert_trees_close(found.state, expected.state, 1e-10, "state")
     assert [*found.history.epochs[0]] == [*expected.history.epochs[0]]
     for name in expected.history.epochs[0]:
-        torch.testing.assert_close(found.history[name], expected.history[name], rtol=1e-10, atol=1e-10, equal_nan=True)
+        assert_tensors_close(found.history[name], expected.history[name], 1e-10, f"history[{name!r}]", member_dim=1)
     for name in ("seeds", "members", "since"):
         assert torch.equal(getattr(found.history, name), getattr(expected.history, name))
     assert found.history.failures == expected.history.failures
