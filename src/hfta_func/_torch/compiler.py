@@ -63,11 +63,11 @@ class Compiled:
     @property
     def _torchdynamo_orig_callable(self) -> Callable[..., Any]:
         if "_function" not in vars(self):
-            self._function: Any = _with_own_code(self, f"{type(self).__name__}_{next(self._numbers)}")
+            self._function: Any = _with_new_code(self, f"{type(self).__name__}_{next(self._numbers)}")
         return self._function
 
 
-def _with_own_code(call: Any, name: str) -> Any:
+def _with_new_code(call: Any, name: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 

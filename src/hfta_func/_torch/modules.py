@@ -24,7 +24,7 @@ reparametrized: Any = private("torch.nn.utils.stateless", "_reparametrize_module
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_flat_weights", "_flat_weight_refs"}
 
 
-def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
+def tensors_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Parameters and buffers that a module itself holds, by name; None for a name that is registered without a tensor."""
     return {**module._parameters, **module._buffers}
 

@@ -17,9 +17,9 @@ from hfta_func._torch import (
     constant_to_compiler,
     forget_flat_weights,
     outside_transforms,
-    own_tensors,
     places_of,
     pytree,
+    tensors_of,
 )
 from hfta_func._types import Params, StateError
 from hfta_func.calls.body import Body
@@ -116,7 +116,7 @@ class Bound:
         body.places = places_of(body)
         shared = set(() if self._base is None else self._base.buffers)
         for path, module in body.model.named_modules():
-            names = [name for name in own_tensors(module) if (f"{path}.{name}" if path else name) in shared]
+            names = [name for name in tensors_of(module) if (f"{path}.{name}" if path else name) in shared]
             body.fixed |= {(id(module), name) for name in names}
         return body
 
@@ -258,7 +258,7 @@ def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
     # ``functional_call(tie_weights=True)`` would list a module with two paths twice, and fail to restore its tensors.
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules():
-        for name, tensor in own_tensors(module).items():
+        for name, tensor in tensors_of(module).items():
             if tensor is not None:
                 paths.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
     return {names[0]: tuple(names) for names in paths.values()}

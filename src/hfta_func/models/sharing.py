@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import outside_transforms, own_tensors, parts, places_of, refusing_writes, writes
+from hfta_func._torch import outside_transforms, parts, places_of, refusing_writes, tensors_of, writes
 from hfta_func._types import StackError, StateError
 
 
@@ -82,7 +82,7 @@ class Base:
         self._places = [(path, *slots[path], tensor) for path, tensor in self.tensors.items()]
         known = {id(tensor) for tensor in self.tensors.values()}
         for path, module in model.named_modules():
-            held = [name for name, tensor in own_tensors(module).items() if id(tensor) in known]
+            held = [name for name, tensor in tensors_of(module).items() if id(tensor) in known]
             where = f"'{path}' ({type(module).__qualname__})" if path else f"the model ({type(module).__qualname__})"
             tracks = getattr(module, "track_running_stats", False) and module.training and training is None
             if tracks and "running_mean" in held:

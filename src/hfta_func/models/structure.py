@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, own_tensors, weight_hooks
+from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, tensors_of, weight_hooks
 from hfta_func._types import StackError
-from hfta_func.models.scalar_attributes import is_own
+from hfta_func.models.scalar_attributes import may_differ
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ def _check_module(
             f"model {member}: {where} is in {mode} mode but in model 0 it is in {other} mode; call .train() or .eval() "
             f"on all of them"
         )
-    compared = {id(tensor) for each in (module, first) for tensor in own_tensors(each).values()}
+    compared = {id(tensor) for each in (module, first) for tensor in tensors_of(each).values()}
     for name in _HOOKS:
         count, other = len(getattr(module, name, ())), len(getattr(first, name, ()))
         if count != other:
@@ -159,7 +159,7 @@ def _check_module(
             continue
         # Integers may be sizes, which must be equal.
         is_real = isinstance(a, float) or isinstance(b, float) or label in varied
-        if is_real and is_own(module, name) and is_own(first, name):
+        if is_real and may_differ(module, name) and may_differ(first, name):
             numbers[label] = a, b
             continue
         free = "; if this is no size, write it as a float" if type(a) is int and type(b) is int else ""

@@ -102,7 +102,7 @@ def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
     return restored(_over(lambda dim, leaf: leaf if dim is None else leaf[index], dims, plain(batch)), batch)
 
 
-def spread(dims: Tree, tree: Tree) -> Tree:
+def leaf_dims(dims: Tree, tree: Tree) -> Tree:
     """One entry of ``dims`` for each leaf of a batch that :func:`plain` has made, None where there is no tensor."""
     return _over(lambda dim, leaf: dim, dims, tree)
 

@@ -17,13 +17,13 @@ from hfta_func.models.functional import bind, outline
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.sharing import base_of, shared_of
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.step.batch import check_batch, plain, spread
+from hfta_func.step.batch import check_batch, leaf_dims, plain
 from hfta_func.step.check import Rehearsal, require
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.gradients import autocasting, check_metrics, num_positional
 from hfta_func.step.members import Members, with_batch
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState, spread_shared
+from hfta_func.step.state import TrainState, expanded_shared
 
 
 def make_eval_step(
@@ -119,7 +119,7 @@ class EvalStep(Compiled):
             )
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
-        everything = spread_shared(state)
+        everything = expanded_shared(state)
         shared = {path: param for path, param in everything.items() if path not in state.params}
         if shared.keys() != self._shared:
             path = min(shared.keys() ^ self._shared)
@@ -137,7 +137,7 @@ class EvalStep(Compiled):
         keys, params, shared, buffers, hparams = members
         dims = dict.fromkeys(params, 0) | dict.fromkeys(shared, None)
         run = self._members.vmap(
-            functools.partial(self._member, batch), (0, dims, 0, 0, spread(self.options.batch_dims, tree))
+            functools.partial(self._member, batch), (0, dims, 0, 0, leaf_dims(self.options.batch_dims, tree))
         )
 
         def measure(params: Params, shared: Params) -> dict[str, Tensor]:

@@ -19,12 +19,12 @@ from hfta_func.calls.recompute import Recalls
 from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
 from hfta_func.step import amp
-from hfta_func.step.batch import copied, plain, spread
+from hfta_func.step.batch import copied, leaf_dims, plain
 from hfta_func.step.check import Rehearsal
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import Members, with_batch
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState, spread_shared
+from hfta_func.step.state import TrainState, expanded_shared
 
 # Negative, as all numbers are that this package folds into the keys of a state: the others are left to the users.
 NOISE = -(2**62)
@@ -68,7 +68,7 @@ class Gradients:
         frozen = {path: param for path, param in params.items() if path not in self._trainable}
         keys = random.fold_in(state.keys, state.step + NOISE)
         scale = () if self._options.scaling is None else state.loss_scale.scale
-        everything = spread_shared(state)
+        everything = expanded_shared(state)
         shared = {path: param for path, param in everything.items() if path not in state.params}
         given = filled(state.buffers, state.hparams)
         members = (keys, trained, shared, frozen, given, state.hparams, scale)
@@ -98,7 +98,7 @@ class Gradients:
         keys, trained, shared, frozen, buffers, hparams, scale = members
         member = functools.partial(self._member, batch)
         dims = dict.fromkeys(trained, 0) | dict.fromkeys(shared, None if together else 0)
-        run = self._members.vmap(member, (dims, 0, 0, 0, 0, spread(self._options.batch_dims, tree)))
+        run = self._members.vmap(member, (dims, 0, 0, 0, 0, leaf_dims(self._options.batch_dims, tree)))
         # One copy, whose gradient is the sum over members, or each member's own.
         trained = trained | ({path: param[0] for path, param in shared.items()} if together else shared)
 

@@ -13,7 +13,7 @@ from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import BatchError, Params, Shared, StateError, Tree
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import Stacked, check_state, shapes
-from hfta_func.step.batch import check_batch, copied, plain, restored, spread
+from hfta_func.step.batch import check_batch, copied, leaf_dims, plain, restored
 from hfta_func.step.members import Members
 from hfta_func.step.state import TrainState, stacked
 
@@ -194,7 +194,7 @@ def call(
         return run(params, buffers, *inputs["args"], key=key, **inputs["kwargs"])
 
     axes = dict.fromkeys(params, 0) | dict.fromkeys((*shared, *base), None)
-    mapped = members.vmap(member, (0, axes, 0, spread(dims, tree)))
+    mapped = members.vmap(member, (0, axes, 0, leaf_dims(dims, tree)))
     return members.guard(
         keys, lambda params, shared: mapped(keys, params | shared | base, stacked.buffers, tree), params, shared
     )

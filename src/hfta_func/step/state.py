@@ -51,10 +51,10 @@ def stacked(state: Any) -> Stacked:
         >>> [model[1].p for model in unstack_params(models[0], *stacked(state))]
         [0.1, 0.2]
     """
-    return Stacked(spread_shared(state), filled(state.buffers, getattr(state, "hparams", {})))
+    return Stacked(expanded_shared(state), filled(state.buffers, getattr(state, "hparams", {})))
 
 
-def spread_shared(state: Any) -> Params:
+def expanded_shared(state: Any) -> Params:
     """The parameters of a state or a :class:`Stacked`, ``[M, ...]``; what members share is seen M times, not copied."""
     shared = getattr(state, "shared", ())
     if not isinstance(shared, Shared):
