@@ -22,10 +22,10 @@ from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
 from hfta_func.run import background, graphs
 from hfta_func.testing import assert_matches_solo
 from rule_cases import RULE_CASES
+from rule_checks import check_against_loop
 from test_composition import check_autocast
 from test_modules import ROWS, check_every_sample
 from test_modules import pytestmark as of_modules
-from test_rules import check_against_loop
 from test_save import MODELS, train
 
 pytestmark = [

@@ -24,7 +24,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 # From bottom to top inside a folder. Files that are not named stand side by side above these and import none of each
 # other, so that families of operators and optimizers stay apart.
 FILES_IN = {
-    "_kernels": ["native", "noise"],
+    "_kernels": ["native", "operators", "noise", "nonfinite", "rows"],
     "_torch": ["_release", "levels", "dispatcher", "compiler", "guards", "modules"],
     "optim": ["_base", "_kernel", "_leafwise"],
     "calls": [
@@ -46,7 +46,6 @@ FILES_IN = {
             "_layout",
             "_aliasing",
             "_affine",
-            "_packed",
             "_products",
             "_windows",
             "_lowering",
@@ -193,7 +192,8 @@ def test_there_are_few_rooms_and_few_ways_between_them():
     ways = {(room(file), room(other)) for file in FILES for other in imports(file, FILES[file].read_text())}
     assert len(ROOMS) <= 20
     # Law-suites reach every room whose contract they test.
-    assert len({way for way in ways if way[0] != way[1] and way[0] != "testing"}) <= 77
+    # Everybody may use the types and errors.
+    assert len({way for way in ways if way[0] != way[1] and way[0] != "testing" and way[1] != "_types"}) <= 64
 
 
 def test_the_walk_sees_every_way_to_import():

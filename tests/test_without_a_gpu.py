@@ -26,7 +26,7 @@ from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
 from hfta_func.rules import _choice, _lowering
 from hfta_func.run import trainer, trainers
 from rule_cases import RULE_CASES, RuleCase
-from test_rules import check_against_loop
+from rule_checks import check_against_loop
 
 SEEDS = [11, 7, 1002]
 ALL = [pytest.param(case, id=case.name) for case in RULE_CASES]

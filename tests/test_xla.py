@@ -20,7 +20,7 @@ import hfta_func as hfta
 from cases import OPTIMIZERS, WORKLOADS, OptimizerCase, batches, loss_fn, models, ours, theirs
 from hfta_func.testing import assert_matches_solo
 from rule_cases import NORM, RULE_CASES, RuleCase
-from test_rules import M, member_inputs
+from rule_checks import M, member_inputs
 
 torch_xla = pytest.importorskip("torch_xla", reason="needs torch_xla; `make test-xla` sets it up")
 

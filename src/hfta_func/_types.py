@@ -1,4 +1,4 @@
-"""Types used throughout the package, and its errors.
+"""Types used throughout the package, its errors, and what all rooms need: optional packages, directions, tables of text.
 
 Each error also derives from a built-in one, so that ``except ValueError`` and the like keep working.
 """
@@ -6,10 +6,11 @@ Each error also derives from a built-in one, so that ``except ValueError`` and t
 from __future__ import annotations
 
 import functools
+import importlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -143,3 +144,52 @@ class LoopWarning(UserWarning):
 
 class VersionWarning(UserWarning):
     """A release of PyTorch newer than those that this package is tested with; given once, at import."""
+
+
+Direction: TypeAlias = Literal["minimize", "maximize"]
+"""Whether small or large values of a metric are better."""
+
+SIGNS: Mapping[Direction, int] = {"minimize": 1, "maximize": -1}
+"""What a metric is multiplied by so that smaller is better."""
+
+
+def direction_of(mode: str) -> Direction:
+    """The direction that PyTorch calls ``"min"`` or ``"max"``.
+
+    Raises:
+        HyperparameterError: if ``mode`` is neither.
+    """
+    directions: dict[str, Direction] = {"min": "minimize", "max": "maximize"}
+    if mode not in directions:
+        raise HyperparameterError(f"mode is {mode!r}; it must be 'min' or 'max'")
+    return directions[mode]
+
+
+def require(module: str, extra: str) -> Any:
+    """Import a module of an optional package.
+
+    Args:
+        module: The module's name.
+        extra: The extra of this package that installs it.
+
+    Raises:
+        ImportError: if the package is not installed; it names the package and the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{error.name or module} is not installed; pip install 'hfta_func[{extra}]'") from error
+
+
+def text_table(rows: Sequence[Sequence[str]], sides: str) -> str:
+    """Rows of cells as lines of text, whose columns are two spaces apart.
+
+    Args:
+        rows: The cells of each row; all rows have as many.
+        sides: For each column ``"<"`` or ``">"``: the side that its cells are aligned to.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)) for row in rows
+    )
+    return "\n".join(map(str.rstrip, lines))

@@ -1,4 +1,4 @@
-"""Callbacks for :func:`fit`; they hold no state of their own, so that a resumed run continues them."""
+"""Callbacks for :func:`fit`; they hold no state, so that a resumed run continues them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import where
-from hfta_func._types import CheckpointError, HyperparameterError, StateError
+from hfta_func._types import SIGNS, CheckpointError, HyperparameterError, StateError, direction_of, require
 from hfta_func.files.atomic import PathLike
 from hfta_func.files.checkpoint import load, plain, read_metadata, save
-from hfta_func.run.best_and_compact import Mode, is_better, sign_of
+from hfta_func.run.best_and_compact import Mode, is_better
 from hfta_func.run.history import Callback, History, present
 from hfta_func.step import mixing
 from hfta_func.step.average import average
@@ -24,7 +24,7 @@ from hfta_func.step.state import TrainState, refuse_shared
 def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "min") -> Callback:
     """Make each member inactive once it has stopped improving.
 
-    A member keeps the parameters that it has then; :func:`keep_best` saves those of its best epoch.
+    A member keeps its parameters of that epoch; :func:`keep_best` saves those of its best epoch.
 
     Args:
         metric: Name of a metric in the history, one number per member.
@@ -43,7 +43,7 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
         >>> early_stopping("loss", patience=1)(state, history).active
         tensor([ True, False])
     """
-    sign = sign_of(mode)
+    sign = SIGNS[direction_of(mode)]
     if patience < 1:
         raise ValueError(f"patience is {patience}; it must be at least 1 epoch")
 
@@ -87,15 +87,15 @@ def keep_checkpoints(directory: PathLike, keep: int = 3, every: int = 1) -> Call
         names = [f"epoch-{epoch:06d}.safetensors" for epoch in range(1, len(history) + 1)]
         save(state, folder / names[-1], metadata={"epoch": len(history)})
         with os.scandir(folder) as entries:
-            there = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
-        for name in [name for name in names if name in there][:-keep]:
+            existing = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+        for name in [name for name in names if name in existing][:-keep]:
             (folder / name).unlink(missing_ok=True)
 
     return keep_latest
 
 
 def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
-    """Keep a file with the state of each member after its own best epoch.
+    """Keep a file with the state of each member after its best epoch.
 
     ``load(path, like=state)`` reads it, and ``read_metadata(path)["metadata"]`` has each member's ``epoch`` and ``value``.
     NaN is never best; a member that has only had NaN is kept as of its first epoch. NaN and infinity are strings in
@@ -113,17 +113,17 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
         >>> import os, tempfile
         >>> callback = keep_best(os.path.join(tempfile.mkdtemp(), "best.safetensors"), "accuracy", mode="max")
     """
-    sign = sign_of(mode)
+    sign = SIGNS[direction_of(mode)]
 
     def keep(state: TrainState, history: History) -> None:
         refuse_shared(state, "keep_best")
         value = present(history, metric)[-1].double()
         epoch = torch.full_like(value, len(history), dtype=torch.int64)
         if len(history) > 1 and os.path.exists(path):
-            held = read_metadata(path)["metadata"]
+            saved = read_metadata(path)["metadata"]
             try:
-                best = torch.tensor([float(number) for number in held["value"]], dtype=torch.float64)
-                epochs = torch.tensor(held["epoch"]).view_as(best)
+                best = torch.tensor([float(number) for number in saved["value"]], dtype=torch.float64)
+                epochs = torch.tensor(saved["epoch"]).view_as(best)
             except (LookupError, TypeError, ValueError, RuntimeError):
                 raise CheckpointError(f"{path} is not a file of keep_best; pass a file of its own") from None
             if best.shape != value.shape:
@@ -136,8 +136,8 @@ def keep_best(path: PathLike, metric: str, mode: Mode = "min") -> Callback:
                 return
             state = where(better.to(state.active.device), state, load(path, like=state))
             value, epoch = torch.where(better, value, best), torch.where(better, epoch, epochs)
-        found = {"metric": metric, "mode": mode, "epoch": epoch.tolist(), "value": plain(value.tolist())}
-        save(state, path, metadata=found)
+        about = {"metric": metric, "mode": mode, "epoch": epoch.tolist(), "value": plain(value.tolist())}
+        save(state, path, metadata=about)
 
     return keep
 
@@ -150,15 +150,14 @@ def averaging(
 ) -> Callback:
     """Average members after each epoch: federated averaging, gossip, peers that come and go.
 
-    Parameters and buffers are averaged, see :func:`hfta_func.average`; optimizer state, such as momentum, and integers stay
-    each member's own. Members that are inactive are away.
+    Parameters and buffers are averaged, see :func:`hfta_func.average`; optimizer state, such as momentum, and integers are
+    not. Inactive members take no part.
 
     Args:
-        groups: ``[M]`` integers: members with the same number average among each other, and those with -1 are away and keep
-            what they have. Or a function of the round, from 0: ``hfta.mixing.grid``, ``at_random`` and ``dropouts`` make
-            some. All members by default.
-        weights: ``[M]``, such as numbers of rows; equal by default. In place of groups also ``[M, M]``, whose row ``i`` has
-            the weights of member ``i``'s own average. Or a function of the round.
+        groups: ``[M]`` integers: members with the same number are averaged, and those with -1 take no part. Or a function of
+            the round, from 0, such as ``hfta.mixing.grid``, ``at_random`` and ``dropouts`` return. By default all members.
+        weights: ``[M]``, such as numbers of rows; equal by default. Without groups also ``[M, M]``, whose row ``i`` has the
+            weights of the average that member ``i`` gets. Or a function of the round.
         every: Number of epochs from one round to the next.
 
     Raises:
@@ -176,23 +175,25 @@ def averaging(
         if len(history) % every:
             return None
         turn = len(history) // every - 1
-        own = None if weights is None else torch.as_tensor(weights(turn) if callable(weights) else weights)
+        matrix = None if weights is None else torch.as_tensor(weights(turn) if callable(weights) else weights)
         active = state.active.cpu()
-        if own is None or own.dim() < 2:
-            found = torch.zeros(len(active), dtype=torch.int64) if groups is None else mixing.at(groups, turn).cpu()
-            if found.shape != active.shape:
-                raise HyperparameterError(f"groups is {list(found.shape)} for {len(active)} models; give one per model")
-            return average(state, mixing.matrix(torch.where(active, found, -1), own))
+        if matrix is None or matrix.dim() < 2:
+            numbers = torch.zeros(len(active), dtype=torch.int64) if groups is None else mixing.at(groups, turn).cpu()
+            if numbers.shape != active.shape:
+                raise HyperparameterError(
+                    f"groups is {list(numbers.shape)} for {len(active)} models; give one per model"
+                )
+            return average(state, mixing.matrix(torch.where(active, numbers, -1), matrix))
         if groups is not None:
             raise HyperparameterError(
-                f"weights is {list(own.shape)}, which says who averages with whom; leave out groups"
+                f"weights is {list(matrix.shape)}, which says who averages with whom; leave out groups"
             )
-        if own.shape != (len(active),) * 2:
-            return average(state, own)
-        # Who is away has no weight in others' averages, and keeps its own; so does who has no weight left.
-        there = torch.where(active[:, None] & active, own.double(), 0.0)
-        alone = (there == 0).all(1) & (own != 0).any(1)
-        return average(state, torch.where(alone[:, None], torch.eye(len(active), dtype=torch.float64), there))
+        if matrix.shape != (len(active),) * 2:
+            return average(state, matrix)
+        # Inactive members have no weight in averages and keep their values; so do members left without any weight.
+        among_active = torch.where(active[:, None] & active, matrix.double(), 0.0)
+        alone = (among_active == 0).all(1) & (matrix != 0).any(1)
+        return average(state, torch.where(alone[:, None], torch.eye(len(active), dtype=torch.float64), among_active))
 
     return mix
 
@@ -211,19 +212,13 @@ def tensorboard(writer: Any) -> Callback:
         >>> callback = tensorboard(tempfile.mkdtemp())
     """
     if isinstance(writer, (str, os.PathLike)):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard is not installed; pip install 'hfta_func[tensorboard]', or pass a SummaryWriter"
-            ) from error
-        writer = SummaryWriter(os.fspath(writer))
+        writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter(os.fspath(writer))
 
     def record(state: TrainState, history: History) -> None:
         for name, values in history.epochs[-1].items():
             if values.dim() == 1:
-                there = history.members if values.shape == history.seeds.shape else torch.arange(len(values))
-                for member in there.tolist():
+                members = history.members if values.shape == history.seeds.shape else torch.arange(len(values))
+                for member in members.tolist():
                     writer.add_scalar(f"{name}/{member}", values[member].item(), len(history))
         writer.flush()
 

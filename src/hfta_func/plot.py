@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hfta_func._types import require
+
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
@@ -23,7 +25,7 @@ def bands(
 ) -> Axes:
     """Draw a metric over epochs: a line for the mean over members, a band for the central ``level`` of them.
 
-    Values that are not finite are left out; the legend counts the members that have one.
+    Values that are not finite are left out; the legend has the number of members with such values.
 
     Args:
         frame: One row per member and epoch, as :meth:`History.frame` makes it.
@@ -48,14 +50,7 @@ def bands(
         >>> ax.lines[0].get_ydata()
         array([2., 1.])
     """
-    try:
-        import pandas
-        from matplotlib import pyplot
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError(
-            f"plots need {error.name or 'pandas'}, which is not installed; pip install 'hfta_func[plot]'"
-        ) from error
+    pandas, pyplot, ticker = (require(name, "plot") for name in ("pandas", "matplotlib.pyplot", "matplotlib.ticker"))
     missing = [name for name in ("member", metric, x, by) if name is not None and name not in frame.columns]
     if missing:
         raise ValueError(f"the frame has no column '{missing[0]}'; it has {', '.join(map(str, frame.columns))}")
@@ -79,7 +74,7 @@ def bands(
     axes.set(xlabel=x, ylabel=metric)
     axes.margins(x=0.01)
     if pandas.api.types.is_integer_dtype(frame[x]):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -96,15 +96,15 @@ def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
         False
     """
     if isinstance(data, int):
-        spread = (data * _MIX2 + 2**63) % 2**64 - 2**63
+        product = (data * _MIX2 + 2**63) % 2**64 - 2**63
     else:
-        # Inductor turns a range times a number into an index expression, which must not overflow, but for this.
-        spread = (data ^ 0 if torch.compiler.is_compiling() else data) * _MIX2
-    return _hash(_hash(key + _GOLDEN) ^ spread)
+        # Without the xor, inductor turns a range times a number into an index expression, which must not overflow.
+        product = (data ^ 0 if torch.compiler.is_compiling() else data) * _MIX2
+    return _hash(_hash(key + _GOLDEN) ^ product)
 
 
 class Stream(NamedTuple):
-    """Where keys ``[...]`` start counting and by which step; every draw takes it in place of keys."""
+    """Start and stride of the counters of keys ``[...]``; every draw takes it in place of keys."""
 
     start: Tensor
     stride: Tensor
@@ -262,8 +262,8 @@ def normal(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = t
     # the logarithm cannot change the octave.
     tail = ((1 << 24) - 1) - ((draws ^ _signed_shift(draws, 63)) << 1)
     octave = torch.floor(torch.log2(tail.to(torch.float64))).to(torch.int64)
-    place = (tail << (23 - octave)) & ((1 << 23) - 1)
-    segment, within = (octave << _STEPS) + _signed_shift(place, _WITHIN), place & ((1 << _WITHIN) - 1)
+    position = (tail << (23 - octave)) & ((1 << 23) - 1)
+    segment, within = (octave << _STEPS) + _signed_shift(position, _WITHIN), position & ((1 << _WITHIN) - 1)
     # index_select, because under vmap indexing with a tensor without axes reads its value.
     start, slope = (
         table.index_select(0, segment.flatten()).reshape(segment.shape) for table in _normal_tables(draws.device)

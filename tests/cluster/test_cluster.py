@@ -22,9 +22,9 @@ import pytest
 
 import hfta_func as hfta
 from hfta_func import tune
-from test_pool import DRIVER, KILLS, check_kills, once
-from test_tune import SCHEDULERS, SPACE, STUDY, build, told
-from test_workers import arrayed, assert_same, loader
+from kills import DRIVER, KILLS, check_kills, once
+from studies import SCHEDULERS, SPACE, STUDY, build, told
+from worker_arrays import arrayed, assert_same, loader
 
 ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
 
@@ -265,8 +265,8 @@ warnings.simplefilter("ignore")
 import ray
 from ray.cluster_utils import Cluster
 from hfta_func import cluster, tune
-from test_pool import once
-from test_tune import SPACE, STUDY, build, told
+from kills import once
+from studies import SPACE, STUDY, build, told
 
 folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 seen = folder / "seen"
@@ -399,8 +399,8 @@ warnings.simplefilter("ignore")
 import ray, torch
 from torch import nn
 import hfta_func as hfta
-from hfta_func import cluster
-from hfta_func.cluster import ray_actors
+from hfta_func import cluster  # noqa: E402
+from hfta_func.cluster import ray_actors  # noqa: E402
 
 with ray_actors._on_this_machine():
     ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False,

@@ -17,9 +17,9 @@ PROGRAM = """
 import os, pathlib, signal, sys, time
 import hfta_func as hfta
 from hfta_func import cluster, tune
-from test_executors import LAWS
-from test_pool import once
-from test_tune import SPACE, STUDY, build, told
+from hfta_func.testing import assert_executor
+from kills import once
+from studies import SPACE, STUDY, build, told
 
 folder, kills = pathlib.Path(sys.argv[1]), sys.argv[2] == "kill"
 options = STUDY | {"scheduler": tune.hyperband(), "max_models": 4, "resume": folder / "study"}
@@ -42,9 +42,7 @@ def main(executor):
         raise
     expected = tune.run(build, SPACE, **options | {"resume": None})
     assert told(study) == told(expected) and once(study)
-    for law in LAWS:
-        (folder / law.__name__).mkdir()
-        law(executor, folder / law.__name__)
+    assert_executor(executor)
     return "equal"
 
 result = cluster.torchrun(main)

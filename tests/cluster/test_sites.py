@@ -43,7 +43,7 @@ METRICS = ["correct", "margin"]
 def visited(load: Any, metric_fn: Any = metric_fn, metrics: Any = METRICS, groups: Any = None, **options: Any) -> Any:
     """What a site says, in this process."""
     step = hfta.make_eval_step(models()[0], metric_fn)
-    named = {"all": sites._everyone} if groups is None else groups
+    named = {"all": sites._all_rows} if groups is None else groups
     options = {"min_count": 10, "width": 1.96, "batch_size": 16} | options
     return sites._Visit(step, hfta.stack_params(models()), tuple(metrics), named, **options)(load)
 

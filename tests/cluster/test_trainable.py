@@ -13,7 +13,7 @@ import pytest
 import hfta_func as hfta
 from hfta_func import cluster
 from hfta_func.cluster import ray_actors
-from test_tune import build
+from studies import build
 
 ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
 tune = pytest.importorskip("ray.tune", reason="needs Ray Tune; pip install 'ray[tune]'", exc_type=ImportError)

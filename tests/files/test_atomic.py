@@ -162,21 +162,21 @@ def test_what_killed_writers_left_is_removed(tmp_path):
 
 
 def test_a_new_file_that_is_taken_for_a_stale_one(tmp_path, monkeypatch):
-    def clean(file, lock=atomic._lock):
-        monkeypatch.setattr(atomic, "_lock", lock)
+    def clean(file, lock=atomic.lock):
+        monkeypatch.setattr(atomic, "lock", lock)
         # Another writer comes between the file's making and its lock.
         atomic._remove_stale(str(tmp_path))
         return lock(file)
 
-    def hold(file, lock=atomic._lock):
-        monkeypatch.setattr(atomic, "_lock", lock)
+    def hold(file, lock=atomic.lock):
+        monkeypatch.setattr(atomic, "lock", lock)
         other = stack.enter_context(open(file.name, "r+b"))
         fcntl.flock(other, fcntl.LOCK_EX)
         return lock(file)
 
     for between in (clean, hold):
         with contextlib.ExitStack() as stack:
-            monkeypatch.setattr(atomic, "_lock", between)
+            monkeypatch.setattr(atomic, "lock", between)
             hfta.save(ONES, tmp_path / "state")
         assert holds(tmp_path / "state", ONES)
         os.unlink(tmp_path / "state")
@@ -273,14 +273,14 @@ def test_a_killed_run_lets_go_of_its_file(tmp_path):
 
 
 def test_a_lock_that_was_removed_in_between_holds_nothing(tmp_path, monkeypatch):
-    def remove(file, lock=atomic._lock):
+    def remove(file, lock=atomic.lock):
         if file.name.endswith("-lock"):
-            monkeypatch.setattr(atomic, "_lock", lock)
+            monkeypatch.setattr(atomic, "lock", lock)
             # The run before ends now, and removes its lock.
             os.unlink(file.name)
         return lock(file)
 
-    monkeypatch.setattr(atomic, "_lock", remove)
+    monkeypatch.setattr(atomic, "lock", remove)
     with atomic.holding(tmp_path / "run"):
         assert os.listdir(tmp_path) == ["run.hfta-lock"]
         with pytest.raises(hfta.CheckpointError, match="belongs to a run"), atomic.holding(tmp_path / "run"):

@@ -71,7 +71,7 @@ PLANTED = [
     ),
     Planted(
         "what is written through a view is lost",
-        *("rules/vmap.py", "if known.front or not watch.is_torn():", "if True:"),
+        *("rules/vmap.py", "if known.models_first or not copies.is_written():", "if True:"),
         "test_promises.py::test_promise",
     ),
     Planted(
@@ -460,7 +460,7 @@ PLANTED = [
     ),
     Planted(
         "a kernel updates members that stand still",
-        *("optim/_kernel.py", "!keep || keep[model]", "1"),
+        *("_kernels/rows.py", "!keep || keep[model]", "1"),
         "test_updates.py::test_updates_in_place_are_the_same",
     ),
     Planted(
@@ -495,7 +495,7 @@ PLANTED = [
     ),
     Planted(
         "the last gradients of a leaf are not looked at",
-        *("step/failures.py", "int64_t i = 4 * part;", "int64_t i = 4 * part + 1;"),
+        *("_kernels/nonfinite.py", "int64_t i = 4 * part;", "int64_t i = 4 * part + 1;"),
         "test_failures.py::test_every_value_of_every_gradient_is_looked_at",
     ),
     Planted(
@@ -636,12 +636,16 @@ PLANTED = [
     ),
     Planted(
         "a metric that was not declared leaves its site",
-        *("cluster/sites.py", "if set(found) != set(self._metrics):", "if set(found) < set(self._metrics):"),
+        *("cluster/sites.py", "if set(measured) != set(self.metrics):", "if set(measured) < set(self.metrics):"),
         "test_sites.py::test_what_was_not_declared_stays_at_the_site",
     ),
     Planted(
         "two groups tell about the row in which they differ",
-        *("cluster/sites.py", "0 < more + less < self._min_count", "False"),
+        *(
+            "cluster/sites.py",
+            "any(0 < int((selected ^ other).sum()) < self.min_count for other in masks.values())",
+            "False",
+        ),
         "test_sites.py::test_small_groups_are_refused",
     ),
     Planted(
@@ -680,7 +684,7 @@ PLANTED = [
     ),
     Planted(
         "tensors beside views that are copies stay in memory while the model runs",
-        *("_torch/dispatcher.py", "own.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)", "pass"),
+        *("_torch/dispatcher.py", "alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)", "pass"),
         "test_save.py::test_copies_that_stand_for_views_are_not_held_beside_what_they_copy",
     ),
     Planted(
@@ -742,8 +746,8 @@ PLANTED = [
         "a call whose worker fails in another way than by dying is lost",
         *(
             "workers/pool.py",
-            "        except Exception as error:\n            # Whatever",
-            "        except Died as error:\n            # Whatever",
+            "        except Exception as error:\n            # The worker's state is unknown",
+            "        except Died as error:\n            # The worker's state is unknown",
         ),
         "test_pool.py::test_whatever_happens_to_a_worker_its_call_is_answered",
     ),
@@ -903,7 +907,7 @@ PLANTED = [
         "a process at work counts as one that has ended",
         *(
             "run/compiler.py",
-            'if is_first and "error" not in self._found:',
+            'if is_first and "error" not in self._answer:',
             "if False:",
         ),
         "test_background.py::test_the_other_process_says_at_once_that_there_is_a_graph",

@@ -24,7 +24,7 @@ from rule_cases import (
     SHAPE,
     RuleCase,
 )  # fmt: skip
-from test_rules import M, member_inputs
+from rule_checks import M, member_inputs
 
 # PyTorch says that it takes another way for LSTMs with projections.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
 from rule_cases import RuleCase
-from test_rules import check_against_loop
+from rule_checks import check_against_loop
 
 M = 3
 

@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 import hfta_func as hfta
 from hfta_func.rules import _choice, _lowering, conv
 from rule_cases import CONV, RULE_CASES, RuleCase
-from test_rules import check_against_loop, member_inputs
+from rule_checks import check_against_loop, member_inputs
 
 CONVOLUTION = ("convolution", "convolution_input_grad", "convolution_weight_grad")
 

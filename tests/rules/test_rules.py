@@ -15,8 +15,14 @@ import hfta_func as hfta
 from hfta_func.rules import _registry
 from oracle import KEYS, assert_array_is_loop
 from rule_cases import RULE_CASES, RuleCase
-
-M = 3
+from rule_checks import (
+    M,
+    as_tuple,
+    assert_close,
+    check_against_loop,
+    member_inputs,
+    outputs_of_loop,
+)
 
 
 def _masks(case: RuleCase) -> list[tuple[bool, ...]]:
@@ -32,53 +38,6 @@ CASES = [
 ALL_BATCHED = [pytest.param(case, id=case.name) for case in RULE_CASES]
 
 
-def member_inputs(case: RuleCase, mask: tuple[bool, ...]) -> list[Tensor]:
-    members = [case.make() for _ in range(M)]
-    return [
-        torch.stack(column) if batched else column[0]
-        for batched, column in zip(mask, zip(*members, strict=True), strict=True)
-    ]
-
-
-def _tuple(output: object) -> tuple[Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)  # type: ignore[return-value]
-
-
-def _objective(outputs: tuple[Tensor, ...]) -> Tensor:
-    """A scalar whose gradient reaches every entry of every differentiable output with another weight."""
-    total = outputs[0].new_zeros(())
-    for output in outputs:
-        if output.is_floating_point() and output.requires_grad:
-            weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).reshape(output.shape)
-            total = total + (output * output * weights).sum()
-    return total
-
-
-def _loop(case: RuleCase, mask: tuple[bool, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    members = [
-        _tuple(case.func(*(x[i] if batched else x for batched, x in zip(mask, inputs, strict=True)))) for i in range(M)
-    ]
-    return tuple(torch.stack(column) for column in zip(*members, strict=True))
-
-
-def _grads(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
-    wanted = [x for x in inputs if x.requires_grad]
-    return list(torch.autograd.grad(_objective(outputs), wanted, materialize_grads=True, allow_unused=True))
-
-
-def _close(got: object, expected: object, tolerance: float = 1e-11) -> None:
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-
-
-def check_against_loop(case: RuleCase, mask: tuple[bool, ...], tolerance: float = 1e-11) -> None:
-    """Outputs and gradients of an array, where ``mask`` says which inputs are per member, are those of a loop."""
-    inputs = [x.requires_grad_(x.is_floating_point()) for x in member_inputs(case, mask)]
-    expected = _loop(case, mask, inputs)
-    got = _tuple(hfta.vmap(case.func, in_dims=tuple(0 if batched else None for batched in mask))(*inputs))
-    _close(got, expected, tolerance)
-    _close(_grads(got, inputs), _grads(expected, inputs), tolerance)
-
-
 @pytest.mark.parametrize(("case", "mask"), CASES)
 def test_matches_the_loop_forward_and_backward(case: RuleCase, mask: tuple[bool, ...]) -> None:
     check_against_loop(case, mask)
@@ -89,7 +48,7 @@ def test_model_axis_anywhere(case: RuleCase) -> None:
     mask = (True,) * len(case.make())
     inputs = member_inputs(case, mask)
     last = [x.movedim(0, -1) for x in inputs]
-    _close(_tuple(hfta.vmap(case.func, in_dims=-1)(*last)), _loop(case, mask, inputs))
+    assert_close(as_tuple(hfta.vmap(case.func, in_dims=-1)(*last)), outputs_of_loop(case, mask, inputs))
 
 
 @pytest.mark.parametrize("case", ALL_BATCHED)
@@ -99,11 +58,11 @@ def test_gradient_inside_vmap(case: RuleCase) -> None:
     argnums = tuple(i for i, x in enumerate(inputs) if x.is_floating_point())
 
     def objective(*args: Tensor) -> Tensor:
-        return sum(output.square().sum() for output in _tuple(case.func(*args)) if output.is_floating_point())  # type: ignore[return-value]
+        return sum(output.square().sum() for output in as_tuple(case.func(*args)) if output.is_floating_point())  # type: ignore[return-value]
 
     grad = torch.func.grad(objective, argnums)
     expected = [torch.stack(column) for column in zip(*(grad(*(x[i] for x in inputs)) for i in range(M)), strict=True)]
-    _close(list(hfta.vmap(grad)(*inputs)), expected)
+    assert_close(list(hfta.vmap(grad)(*inputs)), expected)
 
 
 @pytest.mark.parametrize("case", ALL_BATCHED)
@@ -112,7 +71,7 @@ def test_array_of_arrays(case: RuleCase) -> None:
     arrays = [member_inputs(case, mask) for _ in range(2)]
     nested = hfta.vmap(hfta.vmap(case.func))(*(torch.stack(column) for column in zip(*arrays, strict=True)))
     for i, inputs in enumerate(arrays):
-        _close(tuple(output[i] for output in _tuple(nested)), _loop(case, mask, inputs))
+        assert_close(tuple(output[i] for output in as_tuple(nested)), outputs_of_loop(case, mask, inputs))
 
 
 @pytest.mark.exhaustive
@@ -123,14 +82,14 @@ def test_under_compile(case: RuleCase) -> None:
     inputs = member_inputs(case, mask)
     torch._dynamo.reset()
     compiled = torch.compile(hfta.vmap(case.func), fullgraph=True, backend="aot_eager")
-    _close(_tuple(compiled(*inputs)), _loop(case, mask, inputs))
+    assert_close(as_tuple(compiled(*inputs)), outputs_of_loop(case, mask, inputs))
 
 
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_an_array_of_one(case: RuleCase) -> None:
     inputs = [x[:1] for x in member_inputs(case, (True,) * len(case.make()))]
-    expected = tuple(output.unsqueeze(0) for output in _tuple(case.func(*(x[0] for x in inputs))))
-    _close(_tuple(hfta.vmap(case.func)(*inputs)), expected)
+    expected = tuple(output.unsqueeze(0) for output in as_tuple(case.func(*(x[0] for x in inputs))))
+    assert_close(as_tuple(hfta.vmap(case.func)(*inputs)), expected)
 
 
 def test_a_shared_input_is_not_repeated() -> None:

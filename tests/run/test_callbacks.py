@@ -245,7 +245,7 @@ def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match=r"TensorBoard is not installed; pip install 'hfta_func\[tensorboard\]'"):
+    with pytest.raises(ImportError, match=r"^tensorboard is not installed; pip install 'hfta_func\[tensorboard\]'"):
         hfta.tensorboard(tmp_path)
 
 

@@ -101,7 +101,7 @@ def test_frame_without_pandas(setting, monkeypatch):
     step, state, loader = setting
     _, history = hfta.fit(step, state, loader, epochs=0, progress=False)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"frames need pandas, .* pip install 'hfta_func\[plot\]'$"):
+    with pytest.raises(ImportError, match=r"^pandas is not installed; pip install 'hfta_func\[plot\]'$"):
         history.frame()
 
 

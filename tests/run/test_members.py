@@ -2,58 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import hfta_func as hfta
-
-SEEDS = [5, 3, 8, 9]
-M = len(SEEDS)
-
-
-def factory():
-    return nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2)).double()
-
-
-def loss_fn(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-def mse(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-DATA = tuple(torch.randn(12, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64) for size in (4, 2))
-
-
-class Run:
-    """A step, its state and what a run of some seeds needs."""
-
-    def __init__(self, seeds=SEEDS, **options):
-        self.step = hfta.make_train_step(factory(), loss_fn, hfta.adam(lr=0.05), **options)
-        self.loader = hfta.ArrayLoader(DATA, 5, seeds=seeds)
-        evaluate = hfta.make_eval_step(factory(), mse)
-        self.evaluate = lambda state: evaluate(state, DATA)
-        self.state = self.step.init(*hfta.init_params(factory, seeds), seeds=seeds)
-
-    def fit(self, epochs, *callbacks, **options):
-        options = {"evaluate": self.evaluate, "progress": False} | options
-        return hfta.fit(self.step, self.state, self.loader, epochs=epochs, callbacks=callbacks, **options)
-
-
-def assert_same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
-
-
-def stop(**when):
-    """Members that become inactive after an epoch, by name ``e<epoch>``."""
-
-    def callback(state, history):
-        active = state.active.clone()
-        active[when.get(f"e{len(history)}", [])] = False
-        return state._replace(active=active)
-
-    return callback
+from member_runs import DATA, SEEDS, M, Run, assert_same, stop
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func import mixing
-from test_workers import assert_same
+from worker_arrays import assert_same
 
 M = 6
 

@@ -26,59 +26,10 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution  # n
 
 from hfta_func import tune  # noqa: E402
 from hfta_func.tune import folder  # noqa: E402
+from studies import SCHEDULERS, SPACE, STUDY, Net, X, Y, build, error, loss_fn, told  # noqa: E402
 
-X = torch.randn(48, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-Y = X.sum(-1, keepdim=True).sin()
-SPACE = {
-    "lr": FloatDistribution(1e-3, 0.2, log=True),
-    "momentum": FloatDistribution(0.0, 0.9),
-    "width": CategoricalDistribution([4, 6]),
-}
 FLAT = {name: SPACE[name] for name in ("lr", "momentum")}
-STUDY = dict(nonfusible=("width",), metric="error", direction="minimize", trials=11, epochs=9, progress=False)
 SIX = STUDY | {"nonfusible": (), "trials": 6, "epochs": 1, "max_models": 8}
-
-
-class Net(nn.Sequential):
-    def __init__(self, width: int):
-        super().__init__(nn.Linear(4, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1))
-
-
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
-def error(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    return {"error": loss_fn(model, batch)}
-
-
-def build(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]], compiled: bool = False) -> tune.Array:
-    seeds = members["seed"]
-
-    def factory() -> nn.Module:
-        return Net(fixed.get("width", 4)).double()
-
-    step: Any = hfta.make_train_step(factory(), loss_fn, hfta.sgd(lr=members["lr"], momentum=members["momentum"]))
-    evaluate = hfta.make_eval_step(factory(), error, batch_dims=None)
-    state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
-    if compiled:
-        step = torch.compile(step, backend="aot_eager")
-    loader = hfta.ArrayLoader((X, Y), 16, seeds=seeds)
-    return tune.Array(step, state, loader, lambda state: evaluate(state, (X, Y)), factory())
-
-
-def told(study: tune.Study) -> list[Any]:
-    return [(trial.params, trial.status, [f"{value:.8g}" for (value,) in trial.values]) for trial in study.trials]
-
-
-SCHEDULERS = {
-    "none": None,
-    "halving": tune.halving(),
-    "hyperband": tune.hyperband(),
-    "asynchronous": tune.asynchronous_halving(),
-    "median": tune.median_stopping(every=2, startup=3),
-    "population": tune.population_based(every=3, share=0.4),
-}
 
 
 @pytest.mark.exhaustive(ids="median|population")
@@ -552,6 +503,10 @@ BAD = {
     "unknown name": ({"nonfusible": ("depth",)}, "nonfusible names 'depth', but the space has lr, momentum, width"),
     "a string": ({"nonfusible": "width"}, r"pass a list of names, \['width'\]"),
     "direction": ({"direction": "up"}, "direction is .*; pass 'minimize' or 'maximize'"),
+    "two directions": (
+        {"metric": ("error", "error"), "direction": ("minimize", "maximize")},
+        "the directions of metric 'error' contradict each other: minimize and maximize; pass one",
+    ),
     "trials": ({"trials": -1}, "trials is -1; pass an integer, at least 0"),
     "no trials": ({"trials": 0}, "this scheduler has none; pass how many to try"),
     "batch": ({"batch": -1}, "batch is -1; pass a number of trials, at least 1"),
@@ -674,7 +629,7 @@ def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None
     study = tune.run(build, SPACE, storage=url, name="study", **options)
     shown = optuna.load_study(storage=url, study_name="study")
     assert shown.metric_names == ["error", "loss"] and shown.directions == study.optuna.directions
-    assert [trial.number for trial in shown.best_trials] == [trial.number for trial in study.asking.study.best_trials]
+    assert [trial.number for trial in shown.best_trials] == [trial.number for trial in study.session.study.best_trials]
     assert all(not trial.intermediate_values for trial in shown.trials)
     for place in range(2):
         found, expected = (
@@ -683,7 +638,7 @@ def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None
                 target=lambda trial: trial.values[place],  # noqa: B023
                 evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
             )
-            for one in (shown, study.asking.study)
+            for one in (shown, study.session.study)
         )
         assert set(found) == set(SPACE) and found == pytest.approx(expected)
 

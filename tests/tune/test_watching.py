@@ -13,7 +13,7 @@ import hfta_func as hfta
 pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_func[tune]'")
 
 from hfta_func import tune
-from test_tune import SPACE, STUDY, build
+from studies import SPACE, STUDY, build
 
 
 class BrokenOff(Exception):
@@ -75,10 +75,10 @@ def test_tensorboard_has_a_run_per_trial(tmp_path: pathlib.Path) -> None:
 
 def test_without_tensorboard_or_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match="TensorBoard is not installed; pip install"):
+    with pytest.raises(ImportError, match=r"tensorboard is not installed; pip install 'hfta_func\[tensorboard\]'$"):
         tune.tensorboard("board")
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match="this needs Ray, which is not installed; pip install"):
+    with pytest.raises(ImportError, match=r"^ray is not installed; pip install 'hfta_func\[cluster\]'$"):
         tune.prometheus("first")
 
 

@@ -13,8 +13,8 @@ import torch
 import hfta_func as hfta
 from hfta_func._tree import leaves
 from hfta_func.workers.executor import Inline
-from test_members import DATA, SEEDS, Run, assert_same, stop
-from test_workers import pools, two_cores  # noqa: F401
+from member_runs import DATA, SEEDS, Run, assert_same, stop
+from worker_arrays import pools
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),

@@ -24,61 +24,12 @@ from hfta_func.run import trainers
 from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.step import allocator
 from hfta_func.workers import fork_server, local, wire
-from hfta_func.workers.pool import Pool
+from worker_arrays import M, arrayed, assert_same, data, loader, loss_fn, make, pools, waits
 
-M = 5
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs processors that can be chosen"),
     pytest.mark.usefixtures("two_cores"),
 ]
-
-
-@pytest.fixture
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines with one core run these as well, and no step is made here while workers start."""
-    monkeypatch.setattr(ExecutorTrainer, "is_ready", waits)
-    if len(local.cores()) < 2:
-        for module in (trainers, local):
-            monkeypatch.setattr(module, "cores", lambda: [0, 0])
-
-
-def waits(self: ExecutorTrainer) -> bool:
-    """Wait for workers to start."""
-    return self._owned is None or self._owned.ready(120, everyone=True)
-
-
-def make() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
-
-
-def loss_fn(model: nn.Module, batch: Any) -> Any:
-    inputs, targets = batch
-    outputs = model(inputs)
-    return (outputs - targets).square().mean(), {"size": outputs.detach().abs().mean()}
-
-
-def data(rows: int = 24) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return inputs, inputs.sum(-1, keepdim=True)
-
-
-def arrayed(lr: Any = None, loss: Any = loss_fn, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
-    lr = [0.01 / (i + 1) for i in range(M)] if lr is None else lr
-    step = hfta.make_train_step(make(), loss, hfta.sgd(lr=lr, momentum=0.5), **options)
-    return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
-
-
-def loader(seeds: Any = range(M), **options: Any) -> hfta.ArrayLoader:
-    return hfta.ArrayLoader(data(), 5, seeds=seeds, **options)
-
-
-def assert_same(one: hfta.Result, other: hfta.Result) -> None:
-    for a, b in zip(optree.tree_leaves(one.state), optree.tree_leaves(other.state), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    assert [*one.history.epochs[0]] == [*other.history.epochs[0]]
-    for name in one.history.epochs[0]:
-        torch.testing.assert_close(one.history[name], other.history[name], rtol=1e-10, atol=1e-10, equal_nan=True)
-    assert one.history.failures == other.history.failures
 
 
 @pytest.mark.exhaustive(ids="True")
@@ -167,18 +118,6 @@ def test_workers_keep_large_blocks() -> None:
     hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
     with hfta.WorkerPool(1) as pool:
         hfta.fit(step, state, loader(), epochs=1, progress=False, executor=pool)
-
-
-def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The pools that are made from now on."""
-    found, init = list[Any](), Pool.__init__
-
-    def noted(self: Pool, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
-        found.append(self)
-
-    monkeypatch.setattr(Pool, "__init__", noted)
-    return found
 
 
 @pytest.mark.exhaustive

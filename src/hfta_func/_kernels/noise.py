@@ -1,6 +1,6 @@
-"""Words of noise, each kind by one kernel in C where PyTorch's operators would take a dozen passes over memory.
+"""Words of noise by one kernel each; PyTorch's operators would take a dozen passes over memory.
 
-The arithmetic is that of :mod:`hfta_func.random`, so the bits are the same. Kernels are operators, which transforms know.
+The arithmetic is that of :mod:`hfta_func.random`, so the bits are the same. Each kernel is an operator with a batching rule.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels import native
+from hfta_func._kernels.operators import define_operator
 from hfta_func._torch import (
     VmapInterpreter,
     add_batch_dim,
@@ -25,20 +26,20 @@ from hfta_func._torch import (
 
 _HEAD = """
 #define GOLDEN 0x9E3779B97F4A7C15u
-#define SPREAD 0x94D049BB133111EBu
+#define MIX2 0x94D049BB133111EBu
 static inline uint64_t mix(uint64_t z)
 {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * SPREAD;
+    z = (z ^ (z >> 27)) * MIX2;
     return z ^ (z >> 31);
 }
 """
 _EACH = "for (int64_t i = low; i < high; i++)"
 _KEYS = "const uint64_t *start, const uint64_t *stride"
-# A store to a char may change anything, as far as a compiler knows, so what a loop reads is its own.
+# To a C compiler a store to a char may change any variable, so the loop reads local ones.
 _DRAWN = """{{
                     const uint64_t first = start[model], step = stride[model];
-                    {own}
+                    {declarations}
                     for (int64_t i = low; i < high; i++)
                         into[i] = {value};
                 }}"""
@@ -46,13 +47,13 @@ _WORD = "mix(first + step * (uint64_t)(i + 1))"
 _WORDS = native.shared_out(
     _HEAD,
     f"{_KEYS}, uint64_t *out",
-    _DRAWN.format(own="uint64_t *restrict into = out + model * sizes[0];", value=_WORD),
+    _DRAWN.format(declarations="uint64_t *restrict into = out + model * sizes[0];", value=_WORD),
 )
 _BELOW = native.shared_out(
     _HEAD,
     f"{_KEYS}, char *out, const int64_t *limit",
     _DRAWN.format(
-        own="char *restrict into = out + model * sizes[0]; const int64_t most = *limit;",
+        declarations="char *restrict into = out + model * sizes[0]; const int64_t most = *limit;",
         value=f"(int64_t){_WORD} >> 11 < most",
     ),
 )
@@ -65,14 +66,14 @@ _STREAMS = native.shared_out(
     _EACH
     + """ {
                         const int64_t at = model * sizes[0] + i;
-                        starts[at] = mix(mix(mix(key[model] + GOLDEN) ^ (uint64_t)(*first + i) * SPREAD) + GOLDEN);
+                        starts[at] = mix(mix(mix(key[model] + GOLDEN) ^ (uint64_t)(*first + i) * MIX2) + GOLDEN);
                         strides[at] = mix(starts[at] + GOLDEN) | 1;
                     }""",
 )
 
 
 def is_fast(key: Tensor) -> bool:
-    """Whether the kernels are to be called: eagerly, on a CPU. Compilers make one of the arithmetic themselves."""
+    """Whether to call the kernels: eagerly, on a CPU. A compiler makes one kernel of the arithmetic by itself."""
     return not torch.compiler.is_compiling() and key.device.type == "cpu" and not num_dispatch_modes() and _defined()
 
 
@@ -98,7 +99,7 @@ def streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _defined() -> bool:
-    """Define the operators; False where the kernels cannot be had."""
+    """Define the operators; False if the kernels cannot be compiled."""
     programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS)]
     if None in programs:
         return False
@@ -133,36 +134,24 @@ def _defined() -> bool:
 
 
 def _define(schema: str, kernel: Callable[..., Any]) -> None:
-    name = schema.partition("(")[0]
-    if hasattr(torch.ops.hfta_func, name):
-        return
-    library = torch.library.Library("hfta_func", "FRAGMENT")
-    library.define(schema)
-    operator = getattr(torch.ops.hfta_func, name).default
-
     def batched(*args: Any) -> Any:
-        """Members come first, whatever the keys' axes."""
+        """The batching rule: the model axis of every tensor moves to the front."""
         interpreter = peek_interpreter()
-        level, size = interpreter.level(), VmapInterpreter(interpreter).batchSize()
+        level, num_models = interpreter.level(), VmapInterpreter(interpreter).batchSize()
         with below_batching():
-            found = [unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in args]
-            if all(dim is None for _, dim in found):
-                # What does not belong to this level goes on when it ends.
-                return operator(*(x for x, _ in found))
-            outputs = operator(*(_expanded(x, dim, size) for x, dim in found))
+            pairs = [unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in args]
+            if all(dim is None for _, dim in pairs):
+                # Nothing is mapped at this level; an outer level may map.
+                return operator(*(x for x, _ in pairs))
+            outputs = operator(*(_expanded(x, dim, num_models) for x, dim in pairs))
         if isinstance(outputs, Tensor):
             return add_batch_dim(outputs, 0, level)
-        return tuple(add_batch_dim(one, 0, level) for one in outputs)
+        return tuple(add_batch_dim(output, 0, level) for output in outputs)
 
-    library.impl(name, kernel, "CPU")
-    library.impl(name, batched, "FuncTorchBatched")
-    _LIBRARIES.append(library)
+    operator = define_operator(schema, {"CPU": kernel, "FuncTorchBatched": batched})
 
 
-def _expanded(value: Any, dim: int | None, size: int) -> Any:
+def _expanded(value: Any, dim: int | None, num_models: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
-
-
-_LIBRARIES: list[torch.library.Library] = []
+    return value.expand(num_models, *value.shape) if dim is None else value.movedim(dim, 0)

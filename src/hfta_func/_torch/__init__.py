@@ -4,93 +4,24 @@ Each name exists in PyTorch 2.9 to 2.15, and is looked up by ``private``, which 
 have run on a later release, raise ``NEWEST`` in ``_release.py``.
 """
 
-from hfta_func._torch._release import NEWEST as NEWEST
-from hfta_func._torch._release import OLDEST as OLDEST
-from hfta_func._torch._release import check_version as check_version
-from hfta_func._torch._release import cure as cure
-from hfta_func._torch._release import is_untested as is_untested
-from hfta_func._torch._release import tested as tested
-from hfta_func._torch.compiler import Compiled as Compiled
-from hfta_func._torch.compiler import allow_recurrent_layers as allow_recurrent_layers
-from hfta_func._torch.compiler import checkpoint as checkpoint
-from hfta_func._torch.compiler import compiled_from_cache as compiled_from_cache
-from hfta_func._torch.compiler import dotted_path as dotted_path
-from hfta_func._torch.compiler import eager_unless_compiled as eager_unless_compiled
-from hfta_func._torch.compiler import expected as expected
-from hfta_func._torch.compiler import graph_hits as graph_hits
-from hfta_func._torch.compiler import intercept_checkpoint as intercept_checkpoint
-from hfta_func._torch.compiler import is_compiler_loaded as is_compiler_loaded
-from hfta_func._torch.compiler import mark_graphs as mark_graphs
-from hfta_func._torch.compiler import original as original
-from hfta_func._torch.compiler import set_compiling as set_compiling
-from hfta_func._torch.compiler import stand_for as stand_for
-from hfta_func._torch.compiler import stays as stays
-from hfta_func._torch.compiler import tell_compiler_of_overrides as tell_compiler_of_overrides
-from hfta_func._torch.compiler import trace_checkpoint as trace_checkpoint
-from hfta_func._torch.compiler import until_compiled as until_compiled
-from hfta_func._torch.compiler import untraced as untraced
-from hfta_func._torch.dispatcher import SingleLevelFunction as SingleLevelFunction
-from hfta_func._torch.dispatcher import below_autograd as below_autograd
-from hfta_func._torch.dispatcher import below_batching as below_batching
-from hfta_func._torch.dispatcher import counter as counter
-from hfta_func._torch.dispatcher import decompositions as decompositions
-from hfta_func._torch.dispatcher import default_generators as default_generators
-from hfta_func._torch.dispatcher import destroy as destroy
-from hfta_func._torch.dispatcher import draws as draws
-from hfta_func._torch.dispatcher import function_modes as function_modes
-from hfta_func._torch.dispatcher import has_tangents as has_tangents
-from hfta_func._torch.dispatcher import implement as implement
-from hfta_func._torch.dispatcher import is_alias as is_alias
-from hfta_func._torch.dispatcher import is_fallback_enabled as is_fallback_enabled
-from hfta_func._torch.dispatcher import load_decompositions as load_decompositions
-from hfta_func._torch.dispatcher import num_dispatch_modes as num_dispatch_modes
-from hfta_func._torch.dispatcher import num_libraries as num_libraries
-from hfta_func._torch.dispatcher import operator as operator
-from hfta_func._torch.dispatcher import operators_without as operators_without
-from hfta_func._torch.dispatcher import out_of_place as out_of_place
-from hfta_func._torch.dispatcher import parts as parts
-from hfta_func._torch.dispatcher import refusing_writes as refusing_writes
-from hfta_func._torch.dispatcher import replace_validation as replace_validation
-from hfta_func._torch.dispatcher import set_fallback_enabled as set_fallback_enabled
-from hfta_func._torch.dispatcher import single_level_functions as single_level_functions
-from hfta_func._torch.dispatcher import taken_apart as taken_apart
-from hfta_func._torch.dispatcher import why_not_looped as why_not_looped
-from hfta_func._torch.dispatcher import without_views as without_views
-from hfta_func._torch.dispatcher import writes as writes
-from hfta_func._torch.dispatcher import written_by as written_by
-from hfta_func._torch.levels import RandomnessType as RandomnessType
-from hfta_func._torch.levels import TransformType as TransformType
-from hfta_func._torch.levels import VmapInterpreter as VmapInterpreter
-from hfta_func._torch.levels import add_batch_dim as add_batch_dim
-from hfta_func._torch.levels import batch_dim as batch_dim
-from hfta_func._torch.levels import can_look as can_look
-from hfta_func._torch.levels import constant_to_compiler as constant_to_compiler
-from hfta_func._torch.levels import current_interpreter as current_interpreter
-from hfta_func._torch.levels import depth as depth
-from hfta_func._torch.levels import get_unwrapped as get_unwrapped
-from hfta_func._torch.levels import gradient as gradient
-from hfta_func._torch.levels import inside_transform as inside_transform
-from hfta_func._torch.levels import interpreters as interpreters
-from hfta_func._torch.levels import is_batched as is_batched
-from hfta_func._torch.levels import is_wrapped as is_wrapped
-from hfta_func._torch.levels import levels_above as levels_above
-from hfta_func._torch.levels import outside_transforms as outside_transforms
-from hfta_func._torch.levels import peek_interpreter as peek_interpreter
-from hfta_func._torch.levels import pytree as pytree
-from hfta_func._torch.levels import remove_batch_dim as remove_batch_dim
-from hfta_func._torch.levels import restore_vmap as restore_vmap
-from hfta_func._torch.levels import traced_add_batch_dim as traced_add_batch_dim
-from hfta_func._torch.levels import traced_unwrap_for_grad as traced_unwrap_for_grad
-from hfta_func._torch.levels import unwrap_batched as unwrap_batched
-from hfta_func._torch.levels import unwrap_leaves as unwrap_leaves
-from hfta_func._torch.levels import vmap_level as vmap_level
-from hfta_func._torch.levels import wrap_leaves as wrap_leaves
-from hfta_func._torch.modules import MODULE_ATTRIBUTES as MODULE_ATTRIBUTES
-from hfta_func._torch.modules import BatchNorm as BatchNorm
-from hfta_func._torch.modules import call_with as call_with
-from hfta_func._torch.modules import forget_flat_weights as forget_flat_weights
-from hfta_func._torch.modules import has_hooks as has_hooks
-from hfta_func._torch.modules import own_tensors as own_tensors
-from hfta_func._torch.modules import places_of as places_of
-from hfta_func._torch.modules import reparametrized as reparametrized
-from hfta_func._torch.modules import weight_hooks as weight_hooks
+# ruff: noqa: F401
+# isort: off
+from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_untested, tested
+from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
+from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, intercept_checkpoint
+from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, original, set_compiling, stand_for, stays
+from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, until_compiled, untraced
+from hfta_func._torch.dispatcher import SingleLevelFunction, below_autograd, below_batching, counter, decompositions
+from hfta_func._torch.dispatcher import default_generators, destroy, draws, function_modes, has_tangents, implement
+from hfta_func._torch.dispatcher import is_alias, is_fallback_enabled, load_decompositions, num_dispatch_modes
+from hfta_func._torch.dispatcher import num_libraries, operator, operators_without, out_of_place, parts, refusing_writes
+from hfta_func._torch.dispatcher import replace_validation, set_fallback_enabled, single_level_functions, taken_apart
+from hfta_func._torch.dispatcher import why_not_looped, without_views, writes, written_by
+from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
+from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, get_unwrapped, gradient
+from hfta_func._torch.levels import inside_transform, interpreters, is_batched, is_wrapped, levels_above
+from hfta_func._torch.levels import outside_transforms, peek_interpreter, pytree, remove_batch_dim, restore_vmap
+from hfta_func._torch.levels import traced_add_batch_dim, traced_unwrap_for_grad, unwrap_batched, unwrap_leaves
+from hfta_func._torch.levels import vmap_level, wrap_leaves
+from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
+from hfta_func._torch.modules import own_tensors, places_of, reparametrized, weight_hooks

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(reason: str) -> Callable[[F], F]:
-    """Have ``func`` run between graphs, as ``torch.compiler.disable`` does, which would import all of the compiler."""
+    """Run ``func`` between graphs, like ``torch.compiler.disable``, which would import the whole compiler."""
 
     def mark(func: Any) -> Any:
         func._torchdynamo_disable = True
@@ -30,28 +30,28 @@ def untraced(reason: str) -> Callable[[F], F]:
 
 
 def expected(size: int | torch.SymInt) -> int:
-    """A size as the compiler has seen it, without a promise that it stays so; 8,192, as Inductor expects, if it has not."""
+    """The size that the compiler has seen, without a guard on it; 8,192, Inductor's default, if it has seen none."""
     if isinstance(size, int):
         return size
     shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    # Before PyTorch 2.12 it has other names and arguments in every release, or is missing.
+    # Before PyTorch 2.12 this function is missing or has another name and other arguments in every release.
     look = getattr(shapes, "optimization_hint", None)
     return look(size, fallback=8192) if look else size.node.require_hint(8192)
 
 
 def original(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What a compiled function was made of; any other function is its own."""
+    """The function that was compiled; a function that is not compiled is returned as it is."""
     func = getattr(func, "_torchdynamo_orig_callable", func)
-    # An object with a ``__call__``, such as a step, is compiled inside a function of the compiler's.
-    held = getattr(func, "__wrapped__", func)
-    return func if isinstance(held, types.FunctionType) else held
+    # The compiler wraps an object with a ``__call__``, such as a step, in a function.
+    wrapped = getattr(func, "__wrapped__", func)
+    return func if isinstance(wrapped, types.FunctionType) else wrapped
 
 
 class Compiled:
-    """An object with a ``__call__`` that ``torch.compile`` takes for a function with code of its own.
+    """An object with a ``__call__`` that ``torch.compile`` treats as a function with a separate code object.
 
-    The compiler keeps what it knows by code, and all such objects would share that of a wrapper: the shapes of one would
-    become dynamic when another comes, and only a few of them could be compiled at all.
+    The compiler's caches are keyed by code object. If all such objects shared the code of a wrapper, the shapes of one would
+    become dynamic when another is compiled, and only a few of them could be compiled at all.
     """
 
     _numbers = itertools.count()
@@ -72,22 +72,22 @@ def _with_own_code(call: Any, name: str) -> Any:
         return call(*args, **kwargs)
 
     code = function.__code__.replace(co_name=name)
-    own: Any = types.FunctionType(code, function.__globals__, name, closure=function.__closure__)
-    own.__wrapped__ = call
-    return own
+    copy: Any = types.FunctionType(code, function.__globals__, name, closure=function.__closure__)
+    copy.__wrapped__ = call
+    return copy
 
 
 def tell_compiler_of_overrides(functions: Iterable[Any]) -> None:
-    """Have the compiler ask TorchFunctionModes about functions that its own list leaves out, such as ``randn_like``."""
+    """Make the compiler pass functions to TorchFunctionModes that its list leaves out, such as ``randn_like``."""
     private("torch._dynamo.variables.torch", "get_overridable_functions")().update(functions)
 
 
 def until_compiled(end: Callable[[], None]) -> None:
-    """Call ``end`` once, when the compilation that is going on has ended."""
+    """Call ``end`` once, when the running compilation has ended."""
     handler = private("torch._dynamo.callback", "callback_handler")
 
     def once(*args: Any) -> None:
-        # Not removed from the list, which is being walked: the next one would be passed over.
+        # A new list, because the old one is being iterated: removing an item would skip the next.
         handler.end_callbacks = [callback for callback in handler.end_callbacks if callback is not once]
         end()
 
@@ -95,20 +95,20 @@ def until_compiled(end: Callable[[], None]) -> None:
 
 
 def allow_recurrent_layers(allowed: bool) -> bool:
-    """Whether the compiler takes recurrent layers into graphs; returns what was so before."""
+    """Set whether the compiler takes recurrent layers into graphs; returns the previous setting."""
     before = private("torch._dynamo", "config.allow_rnn")
     torch._dynamo.config.allow_rnn = allowed
     return before
 
 
 def set_compiling(compiling: bool) -> bool:
-    """Set what ``torch.compiler.is_compiling()`` says outside of graphs; returns what it said."""
+    """Set what ``torch.compiler.is_compiling()`` returns outside of graphs; returns the previous value."""
     before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, compiling
     return before
 
 
 def mark_graphs(name: str, version: str | None) -> None:
-    """Keep compiled graphs on disk apart by a ``version``; None takes the mark away.
+    """Keep compiled graphs on disk apart by a ``version``; None removes the mark.
 
     PyTorch's cache of compiled graphs keys on inductor's configuration, among others, of which a table of versions is part.
     """
@@ -122,7 +122,7 @@ def mark_graphs(name: str, version: str | None) -> None:
 
 
 def stand_for(wrapper: Any, func: Callable[..., Any]) -> None:
-    """Have :func:`original` find ``func``, as it does in what ``torch.compile`` returns."""
+    """Make :func:`original` return ``func`` for ``wrapper``."""
     wrapper._torchdynamo_orig_callable = func
 
 
@@ -132,13 +132,13 @@ def is_compiler_loaded() -> bool:
 
 
 def graph_hits() -> int:
-    """How many graphs this process has found in the cache on disk."""
+    """Number of graphs that this process has loaded from the cache on disk."""
     return private("torch._dynamo.utils", "counters")["aot_autograd"]["autograd_cache_hit"]
 
 
 @contextlib.contextmanager
 def compiled_from_cache() -> Iterator[None]:
-    """Graphs come from the cache on disk in here; one that is not there raises a LookupError instead of being compiled."""
+    """A block whose graphs come from the cache on disk; a graph that is missing there raises a LookupError."""
     module: Any = importlib.import_module("torch._inductor.compile_fx")
     before = private("torch._inductor.compile_fx", "fx_codegen_and_compile")
 
@@ -153,12 +153,12 @@ def compiled_from_cache() -> Iterator[None]:
 
 
 def stays(tensor: Any) -> None:
-    """Tell the compiler that a tensor will lie where it lies in further calls, too."""
+    """Tell the compiler that a tensor keeps its address in later calls."""
     private("torch._dynamo", "mark_static_address")(tensor)
 
 
 def eager_unless_compiled() -> Any:
-    """A context in which what would have to be compiled anew runs eagerly."""
+    """A context in which a call runs eagerly if it would need a new compilation."""
     return torch.compiler.set_stance("eager_on_recompile")
 
 
@@ -169,17 +169,17 @@ def dotted_path(expression: str) -> str:
     return re.sub(r"(\._modules)?\['?([^]']*)'?\]", r".\2", expression)
 
 
-# PyTorch's rematerialisation, without what is called in its place.
+# PyTorch's rematerialisation itself, without the wrapper that :func:`intercept_checkpoint` replaces.
 checkpoint = private("torch.utils.checkpoint", "checkpoint.__wrapped__")
 
 
 def intercept_checkpoint(handler: Callable[..., Any]) -> None:
-    """Have ``handler`` called for ``checkpoint``, by whatever name a model knows it: PyTorch looks here first."""
+    """Call ``handler`` for ``checkpoint``, by whatever name a model has imported it: PyTorch reads this attribute first."""
     setattr(checkpoint, "__dynamo_disable", handler)
 
 
 def trace_checkpoint(call: Any) -> Any:
-    """Have the compiler trace ``checkpoint`` by ``call(self, tx, args, kwargs)``; returns what it did before."""
+    """Make the compiler trace ``checkpoint`` by ``call(self, tx, args, kwargs)``; returns the previous function."""
     variable = private("torch._dynamo.variables.higher_order_ops", "CheckpointHigherOrderVariable")
     before, variable.call_function = variable.call_function, call
     return before

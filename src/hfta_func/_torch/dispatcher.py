@@ -39,8 +39,8 @@ _has_kernel = private("torch._C", "_dispatch_has_kernel")
 _schema = private("torch._C", "_get_schema")
 _BATCHING = _keys(_key.FuncTorchBatched) | _keys(_key.FuncTorchVmapMode)
 
-# What the code below looks up in objects, where a release without it would only fail later.
-for _owner, _name in (
+# Attributes that the code below reads from objects; checked at import, because it would fail only later.
+for _module, _name in (
     ("torch", "Tensor._version"),
     ("torch.autograd.forward_ad", "_current_level"),
     ("torch.distributions", "Distribution._validate_sample"),
@@ -48,7 +48,7 @@ for _owner, _name in (
     ("torch.library", "_defs"),
     ("torch", "ops.loaded_libraries"),
 ):
-    private(_owner, _name)
+    private(_module, _name)
 
 
 def below_batching() -> Any:
@@ -57,12 +57,12 @@ def below_batching() -> Any:
 
 
 def without_views() -> Any:
-    """A context whose results are never views to autograd, which refuses writes into a view that a function returns."""
+    """A context in which autograd treats no result as a view: it refuses writes into a view that a function returns."""
     return _excluded(_keys(_key.ADInplaceOrView))
 
 
 def taken_apart(operator: Any, forward: Callable[..., Any]) -> None:
-    """Have graph capture replace an operator by what ``forward`` is made of, below autograd."""
+    """Replace an operator by the operators that ``forward`` calls, when graphs are captured below autograd."""
     operator.py_impl(_key.CompositeImplicitAutograd)(forward)
 
 
@@ -72,34 +72,36 @@ def operators_without(key: str) -> set[str]:
 
 
 def out_of_place(name: str) -> str | None:
-    """The operator that computes what an operator in place writes, if there is one with the same arguments."""
+    """The out-of-place operator of an in-place operator, if there is one with the same arguments."""
     packet, dot, overload = name.partition(".")
     sibling = f"{packet[:-1]}{dot}{overload}"
     if packet[-1] != "_" or not _has_kernel(sibling):
         return None
-    own, others = ([argument.name for argument in _schema(one, overload).arguments] for one in (packet, packet[:-1]))
-    return sibling if own == others else None
+    names, sibling_names = (
+        [argument.name for argument in _schema(one, overload).arguments] for one in (packet, packet[:-1])
+    )
+    return sibling if names == sibling_names else None
 
 
 def num_libraries() -> tuple[int, ...]:
-    """Numbers of which one has grown if operators may have been added: of definitions, of libraries and of modules."""
+    """Numbers of definitions, libraries and modules: one has grown if operators have been added."""
     return len(torch.library._defs), len(torch.ops.loaded_libraries), len(sys.modules)
 
 
 def implement(library: torch.library.Library, op: str, key: str, kernel: Callable[..., Any]) -> None:
-    """Register a kernel that gets the keyset, in a way that later kernels of anyone may replace it."""
+    """Register a kernel that gets the keyset, and that later registrations may replace."""
     assert library.m is not None
     library.m.impl(op, key, kernel, True)
 
 
 @functools.cache
 def written_by(operator: Any) -> tuple[frozenset[int | str], tuple[int | str | None, ...]]:
-    """The arguments that an operator writes, by position and by name, and for each of its results the one that it is."""
+    """The arguments that an operator writes, by position or name, and for each result the written argument that it is."""
     schema = operator._schema
     if not schema.is_mutable:
         return frozenset(), ()
-    places = {arg.name if arg.kwarg_only else i: arg.alias_info for i, arg in enumerate(schema.arguments)}
-    written = {key: alias for key, alias in places.items() if alias is not None and alias.is_write}
+    arguments = {arg.name if arg.kwarg_only else i: arg.alias_info for i, arg in enumerate(schema.arguments)}
+    written = {key: alias for key, alias in arguments.items() if alias is not None and alias.is_write}
     owners = {name: key for key, alias in written.items() for name in alias.before_set}
     results = (next(iter(x.alias_info.before_set), "") if x.alias_info else "" for x in schema.returns)
     return frozenset(written), tuple(owners.get(name) for name in results)
@@ -137,28 +139,28 @@ def destroy(library: torch.library.Library) -> None:
 
 
 def has_tangents() -> bool:
-    """Whether derivatives forward are being taken."""
+    """Whether forward-mode derivatives are being taken."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def writes(tensor: Tensor) -> int:
-    """How often a tensor has been written in place, -1 if it was made in inference mode, where nobody counts."""
+    """Number of in-place writes into a tensor; -1 if it was made in inference mode, which does not count them."""
     while is_batched(tensor):
         tensor = get_unwrapped(tensor)
     return -1 if tensor.is_inference() else tensor._version
 
 
 def counter(tensor: Tensor) -> Tensor:
-    """A tensor that is written whenever ``tensor`` is, for :func:`writes`, but holds no memory where that can be had."""
+    """A tensor with the write counter of ``tensor``, for :func:`writes`, and without its memory where possible."""
     while is_batched(tensor):
         tensor = get_unwrapped(tensor)
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and not is_wrapped(tensor) and not tensor.is_inference()
     if not plain or tensor.device.type not in ("cpu", "cuda"):
         return tensor
     with torch.no_grad():
-        own = tensor.detach()
-        own.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return own
+        alias = tensor.detach()
+        alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias
 
 
 # Whether two tensors have the same storage.
@@ -166,13 +168,13 @@ is_alias = private("torch._C", "_is_alias_of")
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor of another class, such as a quantised one, is made of; else itself."""
+    """The plain tensors inside a tensor of another class, such as a quantised one; a plain tensor itself."""
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     return [tensor] if flatten is None else [part for name in flatten()[0] for part in parts(getattr(tensor, name))]
 
 
 class refusing_writes(_TorchDispatchMode):
-    """A context in which an operator that says it writes one of the tensors raises ``error(path)`` and writes nothing."""
+    """A context in which an operator raises ``error(path)`` if its schema says that it writes one of the tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor], error: Callable[[str], Exception]):
         super().__init__()
@@ -186,21 +188,21 @@ class refusing_writes(_TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for place in written_by(func)[0]:
-            one: Any = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        for key in written_by(func)[0]:
+            one: Any = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             if type(one) in (Tensor, torch.nn.Parameter) and one.untyped_storage().data_ptr() in self._paths:
                 raise self._error(self._paths[one.untyped_storage().data_ptr()])
         return func(*args, **kwargs)
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
-    """The generators that a draw on a device may come from if nobody passes one."""
-    found = [torch.default_generator]
-    return [*found, torch.cuda.default_generators[device.index]] if device.type == "cuda" else found
+    """The generators that a draw on a device uses if none is passed."""
+    generators = [torch.default_generator]
+    return [*generators, torch.cuda.default_generators[device.index]] if device.type == "cuda" else generators
 
 
 def replace_validation(is_left_out: Callable[[], bool]) -> Callable[[], None]:
-    """Have distributions leave out the checks of their values where ``is_left_out()``; call what it returns to end that."""
+    """Leave out the checks of distributions where ``is_left_out()`` holds; returns a function that restores them."""
     kind: Any = torch.distributions.Distribution
     init, check = kind.__init__, kind._validate_sample
 

@@ -52,9 +52,9 @@ outside_transforms = private(_PYFUNCTORCH, "temporarily_clear_interpreter_stack"
 
 
 def constant_to_compiler(func: F) -> F:
-    """Have the compiler run ``func`` while it traces and treat the result as a constant.
+    """Make the compiler run ``func`` while it traces and treat the result as a constant.
 
-    As ``torch.compiler.assume_constant_result``, which would import all of the compiler.
+    As ``torch.compiler.assume_constant_result``, which would import the whole compiler.
     """
     func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return func
@@ -79,7 +79,7 @@ def levels_above(depth: int) -> tuple[tuple[int, int, str, tuple[int, ...]], ...
 
     Each is a number, a number of members, a randomness, and the levels of derivatives inside it, innermost first.
     """
-    found, inside = [], []
+    levels, inside = [], []
     for interpreter in reversed(interpreters() or ()):
         if interpreter.level() <= depth:
             break
@@ -87,17 +87,17 @@ def levels_above(depth: int) -> tuple[tuple[int, int, str, tuple[int, ...]], ...
             inside.append(interpreter.level())
             continue
         vmap = VmapInterpreter(interpreter)
-        found.append((interpreter.level(), vmap.batchSize(), vmap.randomness().name.lower(), tuple(inside)))
-    return tuple(reversed(found))
+        levels.append((interpreter.level(), vmap.batchSize(), vmap.randomness().name.lower(), tuple(inside)))
+    return tuple(reversed(levels))
 
 
-def gradient(func: Callable[..., Tensor], places: tuple[int, ...]) -> Callable[..., tuple[Tensor, ...]]:
-    """``torch.func.grad``, whose first call imports all of the compiler, which takes seconds."""
+def gradient(func: Callable[..., Tensor], positions: tuple[int, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """As ``torch.func.grad``, whose first call imports the whole compiler, which takes seconds."""
 
     def run(*args: Tensor) -> tuple[Tensor, ...]:
         with _gradient_level() as level, torch.enable_grad():
             inside = [_wrap_for_grad(x, level) for x in args]
-            leaves = [_differentiable(inside[place], level) for place in places]
+            leaves = [_differentiable(inside[position], level) for position in positions]
             options: Any = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
             grads = torch.autograd.grad(func(*inside), leaves, **options)
             return tuple(traced_unwrap_for_grad(grad, level) for grad in grads)

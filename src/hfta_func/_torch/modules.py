@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 else:
     BatchNorm = private("torch.nn.modules.batchnorm", "_BatchNorm")
-# Calls a module with other parameters and buffers than its own.
+# Calls a module with other parameters and buffers.
 reparametrized: Any = private("torch.nn.utils.stateless", "_reparametrize_module")
-# What every module keeps for itself, and recurrent layers besides.
+# Attributes of every module, and further ones of recurrent layers.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_flat_weights", "_flat_weight_refs"}
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
-    """Parameters and buffers that a module itself holds, by name; None where it has registered a name only."""
+    """Parameters and buffers that a module itself holds, by name; None for a name that is registered without a tensor."""
     return {**module._parameters, **module._buffers}
 
 
 Places = dict[str, tuple[dict[str, Any], str]]
-"""For each path, what holds its tensor, and under which name."""
+"""For each path, the dictionary that holds its tensor, and the key there."""
 
 
 def places_of(module: nn.Module) -> Places:
-    """Where a module and its children keep their parameters and buffers, under every path that leads there."""
+    """The dictionaries in which a module and its children hold parameters and buffers, for every path of each tensor."""
     return {
         f"{path}.{name}" if path else name: (held, name)
         for path, child in module.named_modules(remove_duplicate=False)
@@ -44,7 +44,7 @@ def places_of(module: nn.Module) -> Places:
 
 
 def call_with(places: Places, tensors: dict[str, Tensor], func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """``func(*args, **kwargs)`` while modules hold these tensors; those that it replaces are left in ``tensors``.
+    """``func(*args, **kwargs)`` while modules hold these tensors; ``tensors`` then has those that ``func`` has assigned.
 
     As ``torch.func.functional_call``, whose checks of every tensor take longer than some operators.
     """
@@ -65,31 +65,31 @@ _Pruning: Any = private("torch.nn.utils.prune", "BasePruningMethod")
 
 
 def weight_hooks(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """The plain attributes that hooks of PyTorch's compute before each call, and how, without a change of buffers."""
-    found: dict[str, Callable[[], Tensor]] = {}
+    """The attributes that PyTorch's hooks compute before each call, and functions that compute them and change no buffer."""
+    computed: dict[str, Callable[[], Tensor]] = {}
     hook: Any
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, _Pruning):
-            found[hook._tensor_name] = functools.partial(hook.apply_mask, module)
+            computed[hook._tensor_name] = functools.partial(hook.apply_mask, module)
         elif isinstance(hook, _WeightNorm):
-            found[hook.name] = functools.partial(hook.compute_weight, module)
+            computed[hook.name] = functools.partial(hook.compute_weight, module)
         elif isinstance(hook, _SpectralNorm):
-            found[hook.name] = functools.partial(hook.compute_weight, module, do_power_iteration=False)
-    return found
+            computed[hook.name] = functools.partial(hook.compute_weight, module, do_power_iteration=False)
+    return computed
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether the backward pass calls somebody with the gradient of a tensor."""
+    """Whether the backward pass calls a hook with the gradient of a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:
-    """Have a recurrent layer make the list of its weights anew in every call.
+    """Make a recurrent layer build the list of its weights in every call.
 
-    PyTorch keeps it, packs the weights together for cuDNN where they are no member's own, and would so hand tensors that
-    exist only inside ``vmap`` to whoever calls next.
+    PyTorch keeps the list and packs the weights together for cuDNN. Later calls would then get tensors that exist only inside
+    ``vmap``.
     """
-    # Bound, so that a copy of the module has methods of its own.
+    # Bound, so that a copy of the module gets methods that are bound to the copy.
     module._update_flat_weights = types.MethodType(_nothing, module)
     module.forward = types.MethodType(_with_flat_weights, module)
 

@@ -1,7 +1,7 @@
 """Gradients that a loss function takes itself, such as gradient penalties.
 
 A step differentiates outside of ``vmap``: the tensor inside the wrapper of each level has a history, the wrapper has none.
-So what a loss asks of autograd is asked about the tensors inside.
+So autograd is called with the tensors inside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hfta_func import _torch
 from hfta_func._types import TraceError
 
 rehearsing = contextvars.ContextVar("rehearsing", default=False)
-"""Whether a step runs eagerly that a compiler is about to trace."""
+"""Whether a step runs eagerly just before a compiler traces it."""
 
 _Vjp = Callable[..., tuple["Tensor | None", ...]]
 
@@ -39,7 +39,7 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 def _requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
     under_derivatives = not only_vmap() and _torch.is_batched(tensor) and not torch.compiler.is_compiling()
-    if not under_derivatives and not _asked_of_vmap():
+    if not under_derivatives and not _must_unwrap():
         return tensor.requires_grad_(requires_grad)
     with _torch.outside_transforms():
         _inside(tensor).requires_grad_(requires_grad)
@@ -50,14 +50,14 @@ def _grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, *args: Any, **options: Any
 ) -> Any:
     """``torch.autograd.grad`` of each member's outputs by its inputs."""
-    # What torch.func differentiates has a history of its own at its level.
-    is_own = any(isinstance(output, Tensor) and output.requires_grad for output in _sequence(outputs))
-    if (is_own and _torch.inside_transform()) or not _asked_of_vmap():
+    # A tensor that torch.func differentiates has a history at its level.
+    has_history = any(isinstance(output, Tensor) and output.requires_grad for output in _sequence(outputs))
+    if (has_history and _torch.inside_transform()) or not _must_unwrap():
         return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph, *args, **options)
     outputs, names = _sequence(outputs), [*inputs] if isinstance(inputs, dict) else None
     inputs = _sequence(inputs.values() if isinstance(inputs, dict) else inputs)
     starts = [None] * len(outputs) if grad_outputs is None else _sequence(grad_outputs)
-    # Outside, a scalar of each member is a vector, for which autograd has no gradient to start from.
+    # Outside, the members' scalars are a vector, for which autograd has no default gradient to start from.
     starts = [
         torch.ones_like(output) if start is None and output.dim() == 0 else start
         for output, start in zip(outputs, starts, strict=True)
@@ -82,22 +82,22 @@ def _outside_vmap(vjp: _Vjp, outputs: Any, starts: Any, inputs: Any, retain: boo
             return _outside_vmap(vjp, outputs, starts, inputs, retain)
         outputs = [_rows(x, dim, count) for x, dim in zip(outputs, dims[0], strict=True)]
         starts = [_rows(x, dim, count) for x, dim in zip(starts, dims[1], strict=True)]
-        own = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is not None]
+        mapped = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is not None]
         shared = [x for x, dim in zip(inputs, dims[2], strict=True) if dim is None]
-        # A tensor that members share would get the sum of their gradients, so each member is asked alone.
+        # A shared tensor would get the sum of the members' gradients, so each member is differentiated alone.
         rows = [
             _outside_vmap(vjp, outputs, [_only(member, start) for start in starts], shared, keep or retain)
-            for member, keep in enumerate([True] * (count - 1) + [bool(own)])
+            for member, keep in enumerate([True] * (count - 1) + [bool(mapped)])
             if shared
         ]
-        grads = iter(_outside_vmap(vjp, outputs, starts, own, retain) if own else ())
+        grads = iter(_outside_vmap(vjp, outputs, starts, mapped, retain) if mapped else ())
         stacked = iter(None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True))
-    found = [(next(stacked), 0) if dim is None else (next(grads), dim) for dim in dims[2]]
-    return tuple(grad if grad is None else _torch.add_batch_dim(grad, dim, level) for grad, dim in found)
+    pairs = [(next(stacked), 0) if dim is None else (next(grads), dim) for dim in dims[2]]
+    return tuple(grad if grad is None else _torch.add_batch_dim(grad, dim, level) for grad, dim in pairs)
 
 
 def _rows(x: Tensor | None, dim: int | None, count: int) -> Tensor | None:
-    """``[M, ...]``, from the members' axis at ``dim``, or None where members share it."""
+    """``[M, ...]`` from a tensor with its model axis at ``dim``, or None if it is shared."""
     return x if x is None else x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
@@ -109,8 +109,8 @@ def _only(member: int, start: Tensor | None) -> Tensor | None:
     return torch.where(chosen.view(-1, *(1,) * (start.dim() - 1)), start, 0)
 
 
-def _asked_of_vmap() -> bool:
-    """Whether the loss asks, in a step that nothing else transforms; torch.func.grad asks by itself."""
+def _must_unwrap() -> bool:
+    """Whether a loss in a step calls autograd, which must then see the tensors inside; torch.func.grad does so by itself."""
     compiling = torch.compiler.is_compiling()
     if not compiling and not only_vmap():
         return False

@@ -51,26 +51,26 @@ def module_path() -> str:
 
 def path_in(body: nn.Module, module: nn.Module) -> str:
     """The path of a module inside the model that ``body`` holds, or inside ``body`` if it holds none."""
-    path = next((path for path, found in body.named_modules() if found is module), "")
+    path = next((path for path, child in body.named_modules() if child is module), "")
     return path.removeprefix("model").lstrip(".") if isinstance(body, Body) else path
 
 
-def place(error: BaseException) -> str:
+def user_code_location(error: BaseException) -> str:
     """The innermost line of the user's code that the error came through, and the module whose code was running."""
-    found, trace, root, owner = "this function", error.__traceback__, None, None
+    location, trace, root, owner = "this function", error.__traceback__, None, None
     while trace is not None:
         frame = trace.tb_frame
         holder = frame.f_locals.get("self")
         if isinstance(holder, nn.Module):
             owner, root = holder, holder if root is None else root
         if _is_users(frame):
-            found = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{trace.tb_lineno})"
+            location = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{trace.tb_lineno})"
             if root is not None and owner is not None and not isinstance(owner, Body):
                 path = path_in(root, owner)
                 where = f"module '{path}'" if path else "the model"
-                found = f"{where} ({type(owner).__qualname__}), {found},"
+                location = f"{where} ({type(owner).__qualname__}), {location},"
         trace = trace.tb_next
-    return found
+    return location
 
 
 def _is_users(frame: types.FrameType) -> bool:

@@ -9,10 +9,10 @@ from hfta_func._torch import TransformType, current_interpreter, peek_interprete
 
 
 class Diverged(RuntimeError):
-    """Members take different sides of a branch: ``sides[i]`` is that of member ``i``."""
+    """Members take different sides of a branch; ``sides[i]`` is the truth value of member ``i``."""
 
     def __init__(self, sides: list[bool]):
-        # The words of vmap, which become a TraceError where members cannot run in groups.
+        # PyTorch's message, from which :mod:`hfta_func.rules.vmap` makes a TraceError if members cannot run in groups.
         super().__init__("data-dependent control flow")
         self.sides = sides
 
@@ -27,10 +27,10 @@ def truth(x: Tensor) -> bool:
         return bool(x)
     with current_interpreter().lower():
         if values.numel() != values.shape[dim]:
-            # Raises PyTorch's own error.
+            # Raises PyTorch's error.
             return bool(values.select(dim, 0))
         flags = values.flatten().bool()
-        # One number, because each that is read makes a device finish its work.
+        # Only one number is read, because each read waits until the device has finished its work.
         count = int(flags.sum())
         if 0 < count < len(flags):
             raise Diverged([bool(flag) for flag in flags.unbind()])

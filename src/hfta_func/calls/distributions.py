@@ -1,4 +1,4 @@
-"""What random calls write into a tensor, made of the noise of their call site.
+"""The values that random calls write into a tensor, made of the noise of their call site.
 
 Each is ``draw(key, input, ...)`` with the arguments of the in-place call, for a tensor like ``input``. Logarithms and
 tangents are taken in float64, so that devices, which round them differently, agree on nearly all values in float32.

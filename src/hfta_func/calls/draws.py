@@ -132,7 +132,7 @@ def _rrelu(
 
 
 def _rrelu_(keys: _Keys, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    # Of a copy, because the gradient needs what is overwritten.
+    # On a copy, because the gradient needs the values that are overwritten.
     return input.copy_(_rrelu(keys, func, input.clone(), *args, **kwargs))
 
 
@@ -161,18 +161,18 @@ def _factory(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
             drawn = torch.view_as_complex(parts * math.sqrt(0.5) if draw is random.normal else parts)
         else:
             drawn = draw(keys.next_key(), sizes, dtype=dtype)
-        return _placed(drawn.to(device), **rest)
+        return _write_out(drawn.to(device), **rest)
 
     return factory
 
 
 def _size(size: Any) -> Any:
-    """A length as PyTorch takes it, numpy's included; a compiler's own sizes are left alone."""
+    """A length as an int, also from numpy; symbolic sizes of a compiler stay as they are."""
     return size if isinstance(size, (int, torch.SymInt)) else operator.index(size)
 
 
-def _placed(drawn: Tensor, out: Tensor | None = None, **_: Any) -> Tensor:
-    """What was drawn, in ``out`` if there is one; the remaining options do not change values."""
+def _write_out(drawn: Tensor, out: Tensor | None = None, **_: Any) -> Tensor:
+    """The drawn values, written into ``out`` if it is given; the remaining options do not change values."""
     if out is None:
         return drawn
     return (out if out.shape == drawn.shape else out.resize_(drawn.shape)).copy_(drawn)
@@ -188,12 +188,12 @@ def _randint(keys: _Keys, func: Any, *args: Any, dtype: Any = None, device: Any 
     else:
         low, high = (0, *args)[-2:]
     drawn = random.randint(keys.next_key(), low, high, tuple(map(_size, size))).to(device, dtype or torch.int64)
-    return _placed(drawn, **rest)
+    return _write_out(drawn, **rest)
 
 
 def _randperm(keys: _Keys, func: Any, n: int, *, generator: Any = None, dtype: Any = None, **rest: Any) -> Tensor:
     _no_generator(func, generator)
-    return _placed(random.permutation(keys.next_key(), n).to(dtype or torch.int64), **rest)
+    return _write_out(random.permutation(keys.next_key(), n).to(dtype or torch.int64), **rest)
 
 
 def _bernoulli(keys: _Keys, func: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
@@ -234,16 +234,16 @@ def _multinomial(
     _no_generator(func, generator)
     weights, rows = input.detach(), input.shape[:-1]
     if replacement or num_samples == 1:
-        return _placed(random.categorical(keys.next_key(), weights.unsqueeze(-2), (*rows, num_samples)), **rest)
-    return _placed(distributions.without_replacement(keys.next_key(), weights, num_samples), **rest)
+        return _write_out(random.categorical(keys.next_key(), weights.unsqueeze(-2), (*rows, num_samples)), **rest)
+    return _write_out(distributions.without_replacement(keys.next_key(), weights, num_samples), **rest)
 
 
 def _empty(keys: _Keys, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """A tensor of the member's own, so that what differs between members can be written into it."""
+    """A tensor with a model axis, so that values that differ between members can be written into it."""
     empty = func(*args, **kwargs)
     assert keys.key is not None
     if depth() < keys.depth:
-        # PyTorch's own code, outside of the levels that the key belongs to.
+        # PyTorch's code, outside of the levels that the key belongs to.
         return empty
     return keys.key.new_empty(empty.shape, dtype=empty.dtype, device=empty.device)
 

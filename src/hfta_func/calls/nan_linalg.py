@@ -1,7 +1,7 @@
-"""Functions that refuse bad values, such as a singular matrix, rewritten to give NaN to the member whose values they are.
+"""Functions that refuse bad values, such as a singular matrix, rewritten to give NaN to the member that has them.
 
-PyTorch's versions raise for a whole batch, or end the process, so one bad member would end all others. A member is bad as a
-whole: one bad matrix in a batch of its own makes all of the result NaN.
+PyTorch's versions raise for a whole batch, or end the process, so one bad member would end all others. The whole result of a
+member becomes NaN, even if only one of its matrices is bad.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def in_float32(value: Any) -> Any:
 
 
 def _spoiled(outputs: Any, bad: Tensor) -> Any:
-    """The outputs, NaN if ``bad``; integers are pivots and ranks, which stay valid."""
+    """The outputs, NaN if ``bad``, except integers: pivots and ranks."""
     if isinstance(outputs, Tensor):
         return outputs.masked_fill(bad, math.nan) if outputs.is_floating_point() or outputs.is_complex() else outputs
     return type(outputs)([_spoiled(output, bad) for output in outputs])
@@ -45,7 +45,7 @@ def _masked(
     is_bad: Callable[[Tensor], Tensor] = _is_not_finite,
     harmless: Callable[[Tensor], Tensor] = _eye,
 ) -> Callable[..., Any]:
-    """``func`` of a harmless tensor wherever its first one is bad, so that the backward pass never sees the bad one."""
+    """``func`` with a bad first tensor replaced by a harmless one, so that the backward pass never sees the bad one."""
 
     @functools.wraps(func)
     def masked(*args: Any, **kwargs: Any) -> Any:
@@ -78,15 +78,15 @@ _solve = _masked(linalg.solve, _is_singular)
 
 
 def _determinant(func: Callable[..., Any]) -> Callable[..., Any]:
-    """That of a singular matrix is known, only its derivative is not."""
+    """The determinant of a singular matrix is known; only its derivative is NaN."""
     masked = _masked(func, _is_singular)
 
     @functools.wraps(func)
     def determinant(x: Tensor) -> Any:
-        found, known = masked(x), func(x.detach())
-        if isinstance(found, Tensor):
-            return torch.where(found.isnan(), known, found)
-        return type(found)([torch.where(y.isnan(), z, y) for y, z in zip(found, known, strict=True)])
+        result, known = masked(x), func(x.detach())
+        if isinstance(result, Tensor):
+            return torch.where(result.isnan(), known, result)
+        return type(result)([torch.where(y.isnan(), z, y) for y, z in zip(result, known, strict=True)])
 
     return determinant
 

@@ -1,12 +1,12 @@
-"""Recipes in place of results that the backward pass needs.
+"""Computes results again that the backward pass needs, instead of keeping them.
 
-Autograd keeps what each operator's derivative reads: an activation stays in memory although it is the GELU of another one
-that is kept as well, a normalised row beside the row it was made from. Here such a result is replaced by a recipe, the
-function and its arguments, if these are in memory anyway, and made again when its derivative is computed. Nothing else is
-repeated, unlike under rematerialisation, so a step takes hardly longer.
+Autograd keeps every tensor that a derivative reads: an activation stays in memory although it is the GELU of another one that
+is kept as well, a normalised row beside the row it was made from. Such a result is replaced by a recipe, the function and its
+arguments, if these are in memory anyway, and computed again when its derivative is. Nothing else is repeated, unlike under
+rematerialisation, so a step takes hardly longer.
 
 Reference: Andoorveedu et al., "Tempo: Accelerating Transformer-Based Model Training through Memory Footprint Reduction",
-NeurIPS 2022, which does so for GELU, layer normalisation and attention by kernels of its own.
+NeurIPS 2022, which does so for GELU, layer normalisation and attention by special kernels.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _SMALL = 8
 
 
 class Kept:
-    """What stands in a derivative for a tensor: the tensor, or its recipe."""
+    """What a derivative keeps for a tensor: the tensor itself, or its recipe."""
 
     __slots__ = ("__weakref__", "_layout", "recipe", "tensor")
 
     def __init__(self, tensor: Tensor, recipe: Recipe | None):
         self._layout = tensor.size(), tensor.stride(), tensor.storage_offset()
-        # With its history, a result that its own derivative reads would keep itself alive.
+        # Detached, because a result whose derivative reads it would keep itself alive through its history.
         self.tensor, self.recipe = tensor.detach(), None
         if recipe is not None:
             self.forget(recipe)
 
     def forget(self, recipe: Recipe) -> None:
-        """Let the tensor go, which ``recipe`` makes again."""
+        """Free the tensor, which ``recipe`` computes again."""
         self.tensor, self.recipe = None, recipe
         recipe.wanted += 1
 
@@ -55,7 +55,7 @@ class Kept:
 
 
 class Recipe:
-    """A call of a function, to be made again."""
+    """A call of a function, to be repeated."""
 
     def __init__(self, call: Callable[..., Tensor], leaves: list[Any], made: Tensor):
         self._call, self._leaves = call, leaves
@@ -64,16 +64,16 @@ class Recipe:
         self._autocast = autocast_now(made.device.type)
         self._cached: Tensor | None = None
         self.wanted = 0
-        """How many derivatives will ask for it."""
+        """Number of derivatives that still need the result."""
 
     def take(self) -> Tensor:
-        """The result for one who wants it; made once for all of these."""
+        """The result for one derivative; it is computed once for all of them."""
         made = self.make()
         self.wanted -= 1
         return self._keep(made)
 
     def make(self) -> Tensor:
-        """The result, where the first one was in its storage."""
+        """The result, with the layout that the first one had in its storage."""
         if self._cached is not None:
             return self._cached
         for leaf, written in zip(self._leaves, self._written, strict=True):
@@ -92,13 +92,13 @@ class Recipe:
         return self._keep(torch.empty(length, dtype=dtype, device=device).as_strided(size, stride, offset).copy_(made))
 
     def _keep(self, made: Tensor) -> Tensor:
-        # For the others who will ask for it, soon as a rule.
+        # For the other derivatives, which usually follow soon.
         self._cached = made if self.wanted > 0 else None
         return made
 
 
 class _View(NamedTuple):
-    """An argument that is made again: what was passed of the memory that a recipe fills."""
+    """An argument that is computed again: a view of the result of a recipe."""
 
     recipe: Recipe
     size: torch.Size
@@ -110,7 +110,7 @@ class _View(NamedTuple):
 
 
 class Recalls:
-    """What a forward pass keeps for the backward pass, and what it could make again."""
+    """The tensors that a forward pass keeps for the backward pass, and the recipes of those that it can compute again."""
 
     def __init__(self) -> None:
         self._kept: dict[int, weakref.ref[Kept]] = {}
@@ -119,7 +119,7 @@ class Recalls:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """A block whose derivatives keep recipes where they can."""
+        """A block whose derivatives keep recipes where possible."""
         token = _recalls.set(self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, Kept.get):
@@ -134,14 +134,14 @@ class Recalls:
         return kept
 
     def _recipe(self, tensor: Tensor) -> Recipe | None:
-        """That of a result that nobody has written since."""
+        """The recipe of a tensor, if it has not been written since."""
         _, written, recipe = self._made.get(_number(tensor), (None, -1, None))
         return recipe if written == _torch.writes(tensor) else None
 
     def note(self, call: Callable[..., Tensor], leaves: list[Any], result: Tensor) -> None:
         """Keep a recipe for ``result = call(*leaves)`` from now on, if its arguments are in memory anyway."""
         number = _number(result)
-        found: list[Any] = []
+        arguments: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 if _number(leaf) == number:
@@ -152,16 +152,16 @@ class Recalls:
                     leaf = _View(recipe, leaf.size(), leaf.stride(), leaf.storage_offset())
                 else:
                     return
-            found.append(leaf)
-        recipe = Recipe(call, found, result)
+            arguments.append(leaf)
+        recipe = Recipe(call, arguments, result)
         self._made[number] = StorageWeakRef(result.untyped_storage()), _torch.writes(result), recipe
-        # Its own derivative may have kept the result already.
+        # The derivative of the call may have kept the result already.
         kept = self._kept.get(number, lambda: None)()
         if kept is not None:
             kept.forget(recipe)
 
     def _is_there(self, tensor: Tensor) -> bool:
-        """Whether it stays in memory until the backward pass in any case."""
+        """Whether a tensor stays in memory until the backward pass anyway."""
         kept = self._kept.get(_number(tensor), lambda: None)()
         return (kept is not None and kept.tensor is not None) or (tensor.requires_grad and tensor.is_leaf)
 
@@ -170,7 +170,7 @@ _recalls: contextvars.ContextVar[Recalls | None] = contextvars.ContextVar("recal
 
 
 def recalls() -> Recalls | None:
-    """Those of the block that is running."""
+    """The :class:`Recalls` of the block that is running."""
     return None if torch.compiler.is_compiling() else _recalls.get()
 
 
@@ -183,12 +183,12 @@ def cheap(func: Callable[..., Tensor], *leaves: Any) -> Tensor:
 
 
 def autocast_now(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Autocast as it is now."""
+    """A context of autocast as it is now."""
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext
     return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 def _number(tensor: Tensor) -> int:
-    """That of its storage, which no other has while it is there."""
+    """The number of a tensor's storage, unique while the storage exists."""
     return tensor.untyped_storage()._cdata

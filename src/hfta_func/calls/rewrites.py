@@ -39,7 +39,7 @@ def _gaussian_nll_loss(
     if isinstance(var, Tensor):
         if var.shape == input.shape[:-1]:
             var = var.unsqueeze(-1)
-        differing = [size for size, own in zip(var.shape, input.shape, strict=False) if size != own]
+        differing = [size for size, wanted in zip(var.shape, input.shape, strict=False) if size != wanted]
         if var.dim() != input.dim() or differing not in ([], [1]):
             raise ValueError("var is of incorrect size")
     else:
@@ -82,7 +82,7 @@ def _chunked_without_reduction(*args: Any) -> Tensor:
 
 
 def lowered_for_compiler() -> dict[Any, Callable[..., Any]]:
-    """Replacement by operator where the compiler enters the function around it, whose own replacement it never sees."""
+    """Replacement by operator, where the compiler traces into a function and never sees the replacement of that function."""
     if not hasattr(F, "linear_cross_entropy"):
         return {}
     importlib.import_module("torch.nn.modules.linear_cross_entropy")
@@ -94,21 +94,21 @@ def lowered_for_compiler() -> dict[Any, Callable[..., Any]]:
 
 
 def _binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> Tensor:
-    """Casts to float32 under autocast, which never sees the operator, because vmap decomposes it first."""
+    """Casts to float32 under autocast; autocast never sees the operator, because vmap decomposes it first."""
     return F.binary_cross_entropy_with_logits(
         *map(in_float32, args), **{name: in_float32(value) for name, value in kwargs.items()}
     )
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    """Without a look at the values, which under vmap PyTorch leaves out only where no gradient is taken inside."""
+    """Reads no values; PyTorch reads them under vmap if a gradient is taken inside."""
     if num_classes <= 0:
         return F.one_hot(tensor, num_classes)
     return tensor.new_zeros(*tensor.shape, num_classes).scatter(-1, tensor.unsqueeze(-1), 1)
 
 
 def _without_layout(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves out a memory format that needs four or five axes, of which an array has one more; it changes no values."""
+    """Leaves out a memory format for four or five axes: an array has one more, and the format changes no values."""
 
     @functools.wraps(func)
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def _float(x: Tensor) -> float:
 
 
 def _averaging() -> Any:
-    """The batch normalisation whose forward calls what is being replaced, if it averages its statistics over all batches."""
+    """The batch normalisation that calls the replaced function, if it averages its statistics over all batches."""
     frame = sys._getframe(2)
     # Between the two are the mode and, for a function of Python, that function.
     for _ in range(4):
@@ -139,7 +139,7 @@ def _batch_norm(
     input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Averages statistics over all batches where the momentum is that NaN."""
+    """Averages statistics over all batches if the momentum is the NaN of :func:`_float`."""
     if momentum == momentum or (module := _averaging()) is None:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     stats = running_mean.clone(), running_var.clone()
@@ -150,7 +150,7 @@ def _batch_norm(
 
 
 def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
-    """Writes ``out``, as spectral normalisation has it, by an operator with a batching rule."""
+    """Writes ``out``, which spectral normalisation passes, by an operator with a batching rule."""
     normalized = F.normalize(input, p, dim, eps)
     return normalized if out is None else out.copy_(normalized)
 

@@ -37,7 +37,7 @@ class routed(TorchFunctionMode):
     """Draw every random number inside the ``with`` block from ``key``.
 
     Args:
-        key: One key, ``int64[]``; under ``vmap`` the member's own. With None, random calls draw from PyTorch's generator.
+        key: One key, ``int64[]``; under ``vmap`` the member's. With None, random calls draw from PyTorch's generator.
         site: Number of call sites before this block, for a block inside another one.
 
     Raises:
@@ -65,50 +65,50 @@ class routed(TorchFunctionMode):
         self._blocks: dict[int, list[random.Stream]] = {}
 
     def next_key(self, rate: Any = None) -> random.Stream:
-        """The stream of the next call site, which is none for members whose ``rate``, a tensor, is 0, as it is none alone."""
+        """The stream of the next call site, which a member with a ``rate`` of 0, in a tensor, does not count."""
         assert self.key is not None
         self.site += 1
         if self.skipped is None:
-            block, place = divmod(self.site, _SITES)
+            block, index = divmod(self.site, _SITES)
             if block not in self._blocks:
                 self._blocks[block] = random.streams(self.key, block * _SITES, _SITES)
-            found = self._blocks[block][place]
+            stream = self._blocks[block][index]
         else:
-            found = random.stream(random.fold_in(self.key, self.site - self.skipped))
+            stream = random.stream(random.fold_in(self.key, self.site - self.skipped))
         if isinstance(rate, Tensor):
             self.skipped = (rate == 0).long() + (0 if self.skipped is None else self.skipped)
         if depth() > self.depth:
             for level in levels_above(self.depth):
-                found = self._inside(found, *level)
-        return found
+                stream = self._inside(stream, *level)
+        return stream
 
     def again(self, key: Tensor | None, site: int, numbers: Sequence[Tensor] = ()) -> routed:
-        """A mode of this kind for a part of the block, which goes on from a call site, where ``numbers`` are numbers."""
+        """A mode of this class for a later part of the block: from ``site`` on, with further tensors for numbers."""
         return routed(key, site)
 
     def is_number(self, value: Any) -> bool:
-        """Whether this is a tensor for what is a Python number in a member alone."""
+        """Whether this tensor stands for a Python number of the model."""
         return False
 
     def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        """``func(*args)``, which is elementwise, for those who would rather call it again than keep the result."""
+        """``func(*args)``, which is elementwise; a subclass may call it again in the backward pass and keep no result."""
         return func(*args)
 
     def _inside(
-        self, found: random.Stream, level: int, size: int, randomness: str, derivatives: tuple[int, ...]
+        self, stream: random.Stream, level: int, size: int, randomness: str, derivatives: tuple[int, ...]
     ) -> random.Stream:
         """The stream inside a level of ``vmap`` that was entered within this block, as its ``randomness`` has it."""
         if randomness == "same":
-            return found
+            return stream
         if randomness == "error":
             raise RandomnessError(
                 "vmap: called random operation while in randomness error mode; pass randomness='different' or 'same' to the "
                 "inner vmap, as for torch.func.vmap"
             )
-        places = torch.arange(size, device=found.start.device)
+        indices = torch.arange(size, device=stream.start.device)
         for inner in derivatives:
-            places = traced_unwrap_for_grad(places, inner)
-        return random.stream(random.fold_in(found.start, traced_add_batch_dim(places, 0, level)))
+            indices = traced_unwrap_for_grad(indices, inner)
+        return random.stream(random.fold_in(stream.start, traced_add_batch_dim(indices, 0, level)))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -130,7 +130,7 @@ class routed(TorchFunctionMode):
 
 
 def _entered(func: types.FunctionType) -> types.FunctionType:
-    """The same function without its check for modes: its body runs, and the mode sees the calls in it."""
+    """A copy of a function without its check for modes: its body runs, and the mode sees the calls in it."""
     names = dict(func.__globals__)
     for check in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         names[check] = lambda *args: False
@@ -146,7 +146,7 @@ _DRAWING = (
 
 _ENTERED = {
     **{getattr(F, name): _entered(getattr(F, name)) for name in _DRAWING},
-    # An argument picks one of two functions; this is the one that torch calls with a mode in force.
+    # An argument chooses between two functions; with a mode in force, torch calls this one.
     **{
         getattr(F, name): _entered(getattr(F, f"_{name}"))
         for name in ("fractional_max_pool2d", "fractional_max_pool3d")
@@ -158,13 +158,13 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     func: handler
     for name, handler in (REFUSED | ROUTED).items()
     for func, _ in spellings(name)
-    # alpha_dropout and rrelu are also in ROUTED, for torch's own spelling of them.
+    # alpha_dropout and rrelu are also in ROUTED, for torch.alpha_dropout and torch.rrelu.
     if func not in _ENTERED
 } | EMPTY
 """Handlers by function, for calls with a key."""
 
 _REPLACED = {**LOWERED, Tensor.__bool__: truth}
-"""Functions that every call replaces, with a key or without."""
+"""Functions that are replaced with a key or without."""
 
 
 @constant_to_compiler

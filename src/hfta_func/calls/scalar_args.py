@@ -1,11 +1,10 @@
-"""Calls of functions with a number of the member's own, which is a tensor where a member alone has a Python number.
+"""Calls of functions with a number that differs between members: a tensor where one model alone has a Python number.
 
 PyTorch's functions take Python numbers only; those of :mod:`hfta_func.calls.tensor_scalars` have the same mathematics.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ class numbered(routed):
 
     def __init__(self, key: Tensor | None, site: int = 0, numbers: Sequence[Tensor] = ()):
         super().__init__(key, site)
-        # Those given, and what is computed from them alone; other tensors of their kind are those of the model.
+        # The numbers given, and results computed from numbers alone. Other tensors without axes are the model's.
         self._numbers = list(numbers)
         self._rate: Tensor | None = None
 
@@ -44,7 +43,7 @@ class numbered(routed):
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())
         if func in _AUGMENTED and self.is_number(args[0]):
-            # A number of Python's stays what it is under its other names.
+            # A Python number is immutable, so other variables that refer to it must keep their value.
             func = _AUGMENTED[func]
         tensors = [value for value in given if isinstance(value, Tensor)]
         others = [value for value in tensors if not self.is_number(value)]
@@ -56,17 +55,17 @@ class numbered(routed):
     def _call(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Tensor]
     ) -> Any:
-        """Call a function with numbers and the tensors that they meet."""
+        """Call a function whose arguments are numbers and the tensors ``met``."""
         if self.key is None and (func in _RATES or func in _RECURRENT):
             args, kwargs = self._without_unused(args, kwargs)
-        # Those that draw from PyTorch's generator need a number.
+        # Without a key, the functions above draw from PyTorch's generator, which takes Python numbers only.
         elif func in _RATES:
-            name, place = _RATES[func]
-            rate = kwargs[name] if name in kwargs else args[place] if len(args) > place else None
+            name, position = _RATES[func]
+            rate = _argument(args, kwargs, name, position)
             if self._rate is not None and isinstance(rate, float) and rate == _STAND_IN:
-                args, kwargs = _with(args, kwargs, name, place, self._rate)
+                args, kwargs = _with(args, kwargs, name, position, self._rate)
             elif isinstance(rate, Tensor) and func in _CHECKED:
-                args, kwargs = _with(args, kwargs, name, place, _STAND_IN)
+                args, kwargs = _with(args, kwargs, name, position, _STAND_IN)
                 self._rate = rate
                 result = super().__torch_function__(func, types, args, kwargs)
                 self._rate = None
@@ -77,13 +76,12 @@ class numbered(routed):
             args = tuple([value.to(kind) if self._is_real(value) else value for value in args])
             kwargs = {name: value.to(kind) if self._is_real(value) else value for name, value in kwargs.items()}
         if func is F.scaled_dot_product_attention and isinstance(scale := kwargs.get("scale"), Tensor):
-            args, kwargs = _with(args, kwargs, "query", 0, (kwargs["query"] if "query" in kwargs else args[0]) * scale)
+            args, kwargs = _with(args, kwargs, "query", 0, _argument(args, kwargs, "query", 0) * scale)
             kwargs["scale"] = 1.0
-        if func in _EXACT:
-            replacement, numbers = _EXACT[func]
-            for name, place in numbers:
-                if isinstance(kwargs[name] if name in kwargs else args[place] if len(args) > place else None, Tensor):
-                    return replacement(*args, **kwargs)
+        if func in _REPLACEMENTS:
+            replacement, numbers = _REPLACEMENTS[func]
+            if any(isinstance(_argument(args, kwargs, *number), Tensor) for number in numbers):
+                return replacement(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _without_unused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -110,21 +108,26 @@ def _precision(met: list[Tensor]) -> torch.dtype:
 _REAL = {kind: kind.to_real() for kind in (torch.complex32, torch.complex64, torch.complex128)}
 
 
-def _with(args: Any, kwargs: Any, name: str, place: int, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _argument(args: Any, kwargs: Any, name: str, position: int) -> Any:
+    """The value of one argument of a call; None if it is left out."""
+    return kwargs[name] if name in kwargs else args[position] if len(args) > position else None
+
+
+def _with(args: Any, kwargs: Any, name: str, position: int, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with another value for one of them."""
     if name in kwargs:
         return args, {**kwargs, name: value}
-    return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
+    return (*args[:position], value, *args[position + 1 :]), dict(kwargs)
 
 
 def called_with(error: BaseException) -> list[Any]:
     """What was given to the functions of PyTorch that the error came through."""
-    found, trace = [], error.__traceback__
+    values, trace = [], error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code is numbered.__torch_function__.__code__:
-            found += trace.tb_frame.f_locals["given"]
+            values += trace.tb_frame.f_locals["given"]
         trace = trace.tb_next
-    return found
+    return values
 
 
 _OPERATORS = {
@@ -136,40 +139,30 @@ _AUGMENTED: dict[Any, Any] = {
     for operator, name in _OPERATORS.items()
     for func in (getattr(Tensor, f"__i{operator}__"), getattr(Tensor, f"{name}_"))
 }
-"""What computes the same and does not write its first argument."""
+"""The out-of-place function of each augmented assignment and in-place operator."""
 
 _CHECKED = {
     getattr(F, name) for name in "alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout".split()
 } | {F.multi_head_attention_forward}
-"""Functions that compare their rate with numbers: they get one that stands in for it, and what they call the rate."""
+"""Functions that compare their rate with numbers: they get a stand-in, and the functions that they call get the rate."""
 
 _DROPOUTS = "dropout feature_dropout alpha_dropout feature_alpha_dropout".split()
 
 _RATES: dict[Any, tuple[str, int]] = {
-    **{func: ("p", 1) for name in _DROPOUTS for own in (name, f"{name}_") for func, _ in spellings(own)},
+    **{func: ("p", 1) for name in _DROPOUTS for spelled in (name, f"{name}_") for func, _ in spellings(spelled)},
     **{func: ("p", 1) for func in _CHECKED},
     F.scaled_dot_product_attention: ("dropout_p", 4),
     F.multi_head_attention_forward: ("dropout_p", 10),
 }
-"""Name and place of the rate, by function."""
+"""Name and position of the rate, by function."""
 
 _RECURRENT = {func for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for func, _ in spellings(name)}
-"""Functions that are called with a rate and whether it counts, one after the other."""
+"""Functions with a dropout rate that is followed by the flag ``train``."""
 
-
-_OPTIONS = ("size_average", "reduce", "running_mean", "running_var", "normalized_shape")
-
-
-def _numbers(replacement: Callable[..., Tensor]) -> tuple[tuple[str, int], ...]:
-    """Name and place of what may be a tensor."""
-    given = enumerate(inspect.signature(replacement).parameters.values())
-    return tuple((own.name, place) for place, own in given if own.annotation == "Any" and own.name not in _OPTIONS)
-
-
-_EXACT = {
-    func: (replacement, _numbers(replacement))
-    for name, replacement in TENSOR_SCALAR_FUNCTIONS.items()
-    for func, _ in spellings(name)
+_REPLACEMENTS = {
+    func: replacement for name, replacement in TENSOR_SCALAR_FUNCTIONS.items() for func, _ in spellings(name)
 }
-_EXACT |= {func: _EXACT[torch.clamp] for func in (torch.clip, Tensor.clip)} | {Tensor.clip_: _EXACT[Tensor.clamp_]}
-"""Replacement by function, and its numbers."""
+_REPLACEMENTS |= {func: _REPLACEMENTS[torch.clamp] for func in (torch.clip, Tensor.clip)} | {
+    Tensor.clip_: _REPLACEMENTS[Tensor.clamp_]
+}
+"""What replaces a function if one of its numbers is a tensor."""

@@ -1,26 +1,50 @@
-"""The mathematics of functions that PyTorch has for Python numbers only, for a number that is a tensor without axes.
+"""Functions whose numbers PyTorch takes as Python numbers only, written for numbers that are tensors without axes.
 
-What may be a tensor is annotated ``Any``; the other arguments are those of the function of the same name.
+Each function has the arguments of PyTorch's function of the same name.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
+class Replacement(NamedTuple):
+    """A function of this file, and the name and position of each argument for which it takes a tensor."""
+
+    func: Callable[..., Tensor]
+    numbers: tuple[tuple[str, int], ...]
+
+
+TENSOR_SCALAR_FUNCTIONS: dict[str, Replacement] = {}
+"""What replaces a function of PyTorch, by its name."""
+
+
+def _takes_tensor_as(*names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Enter a function into :data:`TENSOR_SCALAR_FUNCTIONS`; the arguments ``names`` may be tensors."""
+
+    def enter(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        positions = [*inspect.signature(func).parameters]
+        numbers = tuple((name, positions.index(name)) for name in names)
+        TENSOR_SCALAR_FUNCTIONS[func.__name__.removeprefix("_")] = Replacement(func, numbers)
+        return func
+
+    return enter
+
+
 def is_zero(rate: Any) -> bool:
-    """Whether nothing is dropped; of rates in a tensor some may be 0."""
+    """Whether nothing is dropped in any member; the rates in a tensor may be 0 for some."""
     return not isinstance(rate, Tensor) and rate == 0
 
 
 def checked(rate: Any) -> Any:
-    """The rate; of rates in a tensor NaN for those that PyTorch refuses."""
+    """The rate; a rate in a tensor becomes NaN if PyTorch would refuse it."""
     return torch.where((rate >= 0) & (rate <= 1), rate, math.nan) if isinstance(rate, Tensor) else rate
 
 
@@ -31,53 +55,63 @@ def inverse(keep: Any) -> Any:
     return 1 / keep if keep else 0.0
 
 
+@_takes_tensor_as("negative_slope")
 def leaky_relu(input: Tensor, negative_slope: Any = 0.01, inplace: bool = False) -> Tensor:
     """``F.leaky_relu``."""
-    return _placed(input, lambda x: torch.where(x > 0, x, x * negative_slope), inplace)
+    return _applied(input, lambda x: torch.where(x > 0, x, x * negative_slope), inplace)
 
 
+@_takes_tensor_as("alpha")
 def _elu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
-    # Of what is not positive only: elsewhere the exponential may be infinite, and its gradient NaN.
-    return _placed(input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x))), inplace)
+    # The exponential of positive values may be infinite and its gradient NaN, so they are replaced by 0.
+    return _applied(input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x))), inplace)
 
 
+@_takes_tensor_as("alpha")
 def _celu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
-    return _placed(
+    return _applied(
         input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x) / alpha)), inplace
     )
 
 
+@_takes_tensor_as("beta", "threshold")
 def _softplus(input: Tensor, beta: Any = 1.0, threshold: Any = 20.0) -> Tensor:
     scaled = input * beta
     is_linear = scaled > threshold
     return torch.where(is_linear, input, torch.log1p(torch.exp(torch.where(is_linear, 0, scaled))) / beta)
 
 
+@_takes_tensor_as("threshold", "value")
 def _threshold(input: Tensor, threshold: Any, value: Any, inplace: bool = False) -> Tensor:
-    return _placed(input, lambda x: torch.where(x <= threshold, _like(value, x), x), inplace)
+    return _applied(input, lambda x: torch.where(x <= threshold, _like(value, x), x), inplace)
 
 
+@_takes_tensor_as("min_val", "max_val")
 def _hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Tensor:
-    return _placed(
+    return _applied(
         input,
         lambda x: torch.where(x <= min_val, _like(min_val, x), torch.where(x >= max_val, _like(max_val, x), x)),
         inplace,
     )
 
 
+@_takes_tensor_as("lambd")
 def _hardshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
     return torch.where(input.abs() <= lambd, 0, input)
 
 
+@_takes_tensor_as("lambd")
 def _softshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
     return torch.where(input > lambd, input - lambd, torch.where(input < -lambd, input + lambd, input * 0))
 
 
+@_takes_tensor_as("min", "max")
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     """PyTorch's takes two numbers or two tensors."""
     return torch.clamp(input, _bound(min, input), _bound(max, input))
 
 
+@_takes_tensor_as("min", "max")
 def _clamp_(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     return input.clamp_(_bound(min, input), _bound(max, input))
 
@@ -89,6 +123,7 @@ def _bound(value: Any, like: Tensor) -> Any:
     return value if isinstance(value, Tensor) else torch.tensor(value, device=like.device)
 
 
+@_takes_tensor_as("delta")
 def _huber_loss(
     input: Tensor, target: Tensor, reduction: str = "mean", delta: Any = 1.0, weight: Tensor | None = None
 ) -> Tensor:
@@ -97,6 +132,7 @@ def _huber_loss(
     return _reduced(loss if weight is None else loss * weight, reduction)
 
 
+@_takes_tensor_as("beta")
 def _smooth_l1_loss(
     input: Tensor,
     target: Tensor,
@@ -112,6 +148,7 @@ def _smooth_l1_loss(
     return _reduced(torch.where(near, curved, distance - 0.5 * beta), reduction, size_average, reduce)
 
 
+@_takes_tensor_as("margin")
 def _margin_ranking_loss(
     input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0.0, size_average: Any = None, reduce: Any = None,
     reduction: str = "mean",
@@ -119,6 +156,7 @@ def _margin_ranking_loss(
     return _reduced((-target * (input1 - input2) + margin).clamp(min=0), reduction, size_average, reduce)
 
 
+@_takes_tensor_as("margin")
 def _hinge_embedding_loss(
     input: Tensor, target: Tensor, margin: Any = 1.0, size_average: Any = None, reduce: Any = None,
     reduction: str = "mean",
@@ -127,6 +165,7 @@ def _hinge_embedding_loss(
     return _reduced(apart + torch.where(target == -1, 0, input), reduction, size_average, reduce)
 
 
+@_takes_tensor_as("margin")
 def _cosine_embedding_loss(
     input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0.0, size_average: Any = None, reduce: Any = None,
     reduction: str = "mean",
@@ -138,6 +177,7 @@ def _cosine_embedding_loss(
     return _reduced(loss, reduction, size_average, reduce)
 
 
+@_takes_tensor_as("margin", "eps")
 def _triplet_margin_loss(
     anchor: Tensor, positive: Tensor, negative: Tensor, margin: Any = 1.0, p: float = 2, eps: Any = 1e-6,
     swap: bool = False, size_average: Any = None, reduce: Any = None, reduction: str = "mean",
@@ -148,6 +188,7 @@ def _triplet_margin_loss(
     return _reduced((margin + near - far).clamp(min=0), reduction, size_average, reduce)
 
 
+@_takes_tensor_as("margin")
 def _triplet_margin_with_distance_loss(
     anchor: Tensor, positive: Tensor, negative: Tensor, *, distance_function: Callable[..., Tensor] | None = None,
     margin: Any = 1.0, swap: bool = False, reduction: str = "mean",
@@ -159,6 +200,7 @@ def _triplet_margin_with_distance_loss(
     return _reduced((margin + near - far).clamp(min=0), reduction)
 
 
+@_takes_tensor_as("margin")
 def _multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: Any = 1.0, weight: Tensor | None = None, size_average: Any = None,
     reduce: Any = None, reduction: str = "mean",
@@ -170,10 +212,12 @@ def _multi_margin_loss(
     return _reduced(torch.where(is_other, loss, 0).sum(-1) / input.shape[-1], reduction, size_average, reduce)
 
 
+@_takes_tensor_as("eps")
 def _pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: Any = 1e-6, keepdim: bool = False) -> Tensor:
     return torch.linalg.vector_norm(x1 - x2 + eps, p, dim=-1, keepdim=keepdim)
 
 
+@_takes_tensor_as("eps")
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: Any = 1e-8) -> Tensor:
     x1, x2 = torch.broadcast_tensors(x1, x2)
     unit1, unit2 = (x / _at_least(torch.linalg.vector_norm(x, 2, dim=dim, keepdim=True), eps) for x in (x1, x2))
@@ -185,6 +229,7 @@ def _at_least(norm: Tensor, eps: Any) -> Tensor:
     return norm + torch.where(norm < eps, eps - norm, 0).detach()
 
 
+@_takes_tensor_as("eps")
 def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: Any = 1e-5
 ) -> Tensor:
@@ -192,6 +237,7 @@ def _layer_norm(
     return _affine(_normed(input, dims, eps), weight, bias)
 
 
+@_takes_tensor_as("eps")
 def _group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: Any = 1e-5
 ) -> Tensor:
@@ -200,6 +246,7 @@ def _group_norm(
     return _affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
 
 
+@_takes_tensor_as("momentum", "eps")
 def _instance_norm(
     input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None,
     bias: Tensor | None = None, use_input_stats: bool = True, momentum: Any = 0.1, eps: Any = 1e-5,
@@ -215,12 +262,14 @@ def _instance_norm(
     return _affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
 
 
+@_takes_tensor_as("eps")
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
     wide = _wide(input)
     dims = [*range(-len(normalized_shape), 0)]
     return _affine((wide * (wide.square().mean(dims, keepdim=True) + eps).rsqrt()).to(input.dtype), weight, None)
 
 
+@_takes_tensor_as("momentum", "eps")
 def _batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: Any = 0.1, eps: Any = 1e-5,
@@ -260,12 +309,12 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _like(value: Any, x: Tensor) -> Tensor:
-    """A number as a tensor that functions of two tensors take besides ``x``."""
+    """A number as a tensor with the dtype and device of ``x``."""
     return value.to(x.dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
 
 
-def _placed(input: Tensor, compute: Callable[[Tensor], Tensor], inplace: bool) -> Tensor:
-    # Of a copy, because the gradient needs what is overwritten.
+def _applied(input: Tensor, compute: Callable[[Tensor], Tensor], inplace: bool) -> Tensor:
+    # On a copy, because the gradient needs the values that are overwritten.
     return input.copy_(compute(input.clone())) if inplace else compute(input)
 
 
@@ -275,16 +324,3 @@ def _reduced(loss: Tensor, reduction: str, *older: Any) -> Tensor:
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
-
-
-TENSOR_SCALAR_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    func.__name__.removeprefix("_"): func
-    for func in (
-        *(leaky_relu, _elu, _celu, _softplus, _threshold, _hardtanh, _hardshrink, _softshrink, _clamp, _clamp_),
-        *(_huber_loss, _smooth_l1_loss, _margin_ranking_loss, _hinge_embedding_loss, _cosine_embedding_loss),
-        *(_triplet_margin_loss, _triplet_margin_with_distance_loss, _multi_margin_loss),
-        *(_pairwise_distance, _cosine_similarity),
-        *(_layer_norm, _group_norm, _instance_norm, _rms_norm, _batch_norm),
-    )
-}
-"""Each function by the name of PyTorch's."""

@@ -1,7 +1,6 @@
 """PyTorch's distributions inside an array, where they leave out the checks of their arguments.
 
-The checks read the values of tensors, of which each member has its own, and raise for all members if those of one are bad.
-
+The checks read the values of tensors, which differ between members, and raise for all members if those of one are bad.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ def inside_array() -> bool:
 
 
 def install() -> None:
-    """Have distributions check nothing inside an array, and all that they always do outside."""
+    """Leave out the checks of distributions inside an array; outside, they stay."""
     global _restore
     if _restore is None:
         _restore = replace_validation(inside_array)
 
 
 def uninstall() -> None:
-    """Restore PyTorch's own checks."""
+    """Restore PyTorch's checks."""
     global _restore
     if _restore is not None:
         _restore()

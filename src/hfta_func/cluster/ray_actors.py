@@ -13,28 +13,28 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from hfta_func import WorkerError
+from hfta_func._types import require
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import Died, FunctionServer, check_versions, versions
 from hfta_func.workers.settings import settings
 from hfta_func.workers.wire import dumps, one_line_error
 
 _STARTS = 5
-"""How often an actor is placed before it is given up."""
+"""Number of attempts to start an actor."""
+_ONCE = {"max_restarts": 0, "max_task_retries": 0}
+"""Options with which Ray itself repeats nothing, because the pool does."""
 
 
 def _ray() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError("this needs Ray, which is not installed; pip install 'hfta_func[cluster]'") from error
+    return require("ray", "cluster")
 
 
 class Actor:
-    """The side of a worker.
+    """What runs in a worker: an actor of Ray.
 
     Args:
         settings: See :class:`FunctionServer`.
-        threads: How many it computes with, 0 for all.
+        threads: Number of threads that it computes with, 0 for all.
     """
 
     def __init__(self, settings: Mapping[str, Any], threads: int):
@@ -43,17 +43,16 @@ class Actor:
         self._server = FunctionServer(settings)
 
     def about(self) -> dict[str, Any]:
-        """What it is, and where."""
+        """Its versions, process id and node."""
         return {"versions": versions(), "pid": os.getpid(), "node": os.uname().nodename}
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
         """See :class:`~hfta_func.workers.pool.Worker`."""
-        answer = self._server.call(number, live, function, arguments)
-        return self._server.has(number), answer
+        return self._server.call(number, live, function, arguments)
 
 
 class _Functions:
-    """Functions in the object store, each put there once for all actors."""
+    """Functions in the object store, where each is put once for all actors."""
 
     def __init__(self) -> None:
         self._refs: dict[int, Any] = {}
@@ -68,11 +67,11 @@ class _Functions:
 
 
 class _Remote:
-    """A :class:`~hfta_func.workers.pool.Worker` that is an actor; when it dies, another is placed wherever there is room."""
+    """A :class:`~hfta_func.workers.pool.Worker` that is an actor; if it dies, another one starts on any node with room."""
 
-    def __init__(self, number: int, options: Mapping[str, Any], functions: _Functions, order: tuple[Any, ...]):
+    def __init__(self, number: int, options: Mapping[str, Any], functions: _Functions, arguments: tuple[Any, ...]):
         self.name, self.pid = f"worker {number}", 0
-        self._number, self._options, self._functions, self._order = number, options, functions, order
+        self._number, self._options, self._functions, self._arguments = number, options, functions, arguments
         self._actor: Any = None
         self._closed = False
 
@@ -81,9 +80,9 @@ class _Remote:
         about: Any = None
         for trial in range(_STARTS):
             if self._actor is not None:
-                # It may only have been out of reach, and would keep its place from the next one.
+                # It may live on out of reach, and would occupy what the next one needs.
                 ray.kill(self._actor)
-            self._actor = ray.remote(Actor).options(**self._options).remote(*self._order)
+            self._actor = ray.remote(Actor).options(**self._options).remote(*self._arguments)
             if self._closed:
                 self.kill()
             try:
@@ -109,7 +108,7 @@ class _Remote:
             sent = None if function is None else self._functions.ref(number, live, function)
             return ray.get(self._actor.call.remote(number, live, sent, arguments))
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
-            # The error of this call alone: a smaller one may have room.
+            # Only this call fails: a smaller one may have room.
             text = (
                 f"{self.name}: there is no room in Ray's object store, nor on the disk that it spills to; free some there, "
                 f"start Ray with a larger object_store_memory, or train smaller arrays"
@@ -128,7 +127,7 @@ class _Remote:
 
 
 def _line(error: BaseException) -> str:
-    """What Ray says, in one line: its last one that names a cause."""
+    """The last line of Ray's error that names a cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "No module named" in line or "Error" in line]
     return (named or lines or [type(error).__name__])[-1][:300]
@@ -142,7 +141,7 @@ class Kind(NamedTuple):
     """Workers of one kind of device, among others in one executor.
 
     Args:
-        workers: How many actors.
+        workers: Number of actors.
         max_models: The largest array that each trains, such as :func:`hfta_func.max_models` finds on that device.
         cpus: Processors, and threads, of each.
         gpus: GPUs of each; by default 1 if the cluster has any.
@@ -167,13 +166,13 @@ def ray(
 ) -> RayPool:
     """An executor whose workers are actors of a Ray cluster, for :func:`hfta_func.fit` and ``tune.run``.
 
-    States and functions go through Ray's object store. An actor that dies, alone or with its node, is placed anew wherever
-    there is room, and its segment is trained again from the state at its start. While there is none, the others go on; nodes
-    that come later get the actors that wait.
+    States and functions go through Ray's object store. An actor that dies, alone or with its node, is started anew on any
+    node with room, and its segment is trained again from the state at its start. While there is no room, the other actors go
+    on; nodes that come later get the actors that wait.
 
     Args:
-        workers: How many actors, at most; ``"auto"`` is as many as the cluster has room for now. For unequal devices a list
-            of :class:`Kind`: each kind gets arrays of its own largest size, and members in proportion to that.
+        workers: Number of actors, at most; ``"auto"`` is as many as the cluster has room for now. For unequal devices a list
+            of :class:`Kind`: each kind gets arrays up to its ``max_models``, and members in proportion to that.
         cpus: Processors, and threads, of each.
         gpus: GPUs of each; by default 1 if the cluster has any.
         resources: Further resources of each by name, which decide the nodes it can be placed on.
@@ -191,31 +190,30 @@ def ray(
     kinds = _kinds(workers, Kind(0, 0, cpus, gpus, resources))
     if not module.is_initialized():
         _connect(module, address)
-    there = module.cluster_resources()
-    functions, remotes, asked = _Functions(), [], []
+    available = module.cluster_resources()
+    functions, remotes, limits, needs = _Functions(), [], [], []
     for kind in kinds:
-        gpus = float(there.get("GPU", 0) > 0) if kind.gpus is None else kind.gpus
-        wanted = {"CPU": kind.cpus, "GPU": gpus, **(kind.resources or {})}
-        room = [int(there.get(name, 0) / amount) for name, amount in wanted.items() if amount]
+        gpus = float(available.get("GPU", 0) > 0) if kind.gpus is None else kind.gpus
+        required = {"CPU": kind.cpus, "GPU": gpus, **(kind.resources or {})}
+        room = [int(available.get(name, 0) / amount) for name, amount in required.items() if amount]
         count = kind.workers or min(room, default=1)
         if count < 1:
             raise WorkerError(
-                f"the cluster has {_named(there)}, which is no room for a worker that needs {_named(wanted)}"
+                f"the cluster has {_named(available)}, which is no room for a worker that needs {_named(required)}"
             )
-        options = {
-            **{"num_cpus": kind.cpus, "num_gpus": gpus, "resources": dict(kind.resources or {})},
-            **{"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"},
-        }
-        order = settings(), max(1, int(kind.cpus))
-        remotes += [_Remote(len(remotes) + number, options, functions, order) for number in range(count)]
-        asked.append((kind.max_models, count, _named(wanted)))
-    pool = RayPool(remotes, limits=[limit for limit, count, _ in asked for _ in range(count) if limit])
+        options = {"num_cpus": kind.cpus, "num_gpus": gpus, "resources": dict(kind.resources or {}), **_ONCE}
+        options["scheduling_strategy"] = "SPREAD"
+        arguments = settings(), max(1, int(kind.cpus))
+        remotes += [_Remote(len(remotes) + number, options, functions, arguments) for number in range(count)]
+        limits += [kind.max_models] * count if kind.max_models else []
+        needs.append(_named(required))
+    pool = RayPool(remotes, limits=limits)
     try:
         if not pool.ready(timeout):
             free = _named(module.available_resources())
             raise WorkerError(
-                f"no worker that needs {' or '.join(text for *_, text in asked)} has started in {timeout:g} s; of the "
-                f"cluster's {_named(there)}, {free} is free: end what holds the rest, or pass a larger timeout"
+                f"no worker that needs {' or '.join(needs)} has started in {timeout:g} s; of the "
+                f"cluster's {_named(available)}, {free} is free: end what holds the rest, or pass a larger timeout"
             )
     except BaseException:
         pool.close()
@@ -229,7 +227,7 @@ def _kinds(workers: Any, alike: Kind) -> list[Kind]:
         if workers != "auto" and workers < 1:
             raise ValueError(f"workers is {workers!r}; it must be at least 1, or 'auto'")
         return [alike._replace(workers=0 if workers == "auto" else workers)]
-    if not isinstance(workers, (list, tuple)) or not workers or not all(isinstance(one, Kind) for one in workers):
+    if not isinstance(workers, (list, tuple)) or not workers or not all(isinstance(kind, Kind) for kind in workers):
         raise ValueError(f"workers is {workers!r}; pass a number, 'auto', or a list of cluster.Kind")
     for kind in workers:
         if kind.workers < 1 or kind.max_models < 1:
@@ -238,12 +236,11 @@ def _kinds(workers: Any, alike: Kind) -> list[Kind]:
 
 
 def lone(resources: Mapping[str, float]) -> RayPool:
-    """One actor on whatever node has some resources, which may come later."""
+    """One actor on any node with the resources, which may come later."""
     module = _ray()
     if not module.is_initialized():
         _connect(module, None)
-    options = {"num_cpus": 1, "resources": dict(resources), "max_restarts": 0, "max_task_retries": 0}
-    return RayPool([_Remote(0, options, _Functions(), (settings(), 1))])
+    return RayPool([_Remote(0, {"num_cpus": 1, "resources": dict(resources), **_ONCE}, _Functions(), (settings(), 1))])
 
 
 def _connect(module: Any, address: str | None) -> None:
@@ -252,7 +249,7 @@ def _connect(module: Any, address: str | None) -> None:
         if address is not None:
             host, _, port = address.rpartition("://")[2].rpartition(":")
             if port.isdigit():
-                # Ray itself would ask for minutes whether it is there.
+                # Ray itself would try for minutes.
                 socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
             module.init(address=address, logging_level="ERROR")
         else:
@@ -272,16 +269,16 @@ def _on_this_machine() -> Iterator[None]:
     """Ray's processes, which listen on all interfaces on Linux, listen on the loopback alone, as they do elsewhere."""
     constants: Any = importlib.import_module("ray._private.ray_constants")
     name, before = constants.ENABLE_RAY_CLUSTERS_ENV_VAR, constants.ENABLE_RAY_CLUSTER
-    held = os.environ.get(name)
+    variable = os.environ.get(name)
     os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
     try:
         yield
     finally:
         constants.ENABLE_RAY_CLUSTER = before
-        if held is None:
+        if variable is None:
             del os.environ[name]
         else:
-            os.environ[name] = held
+            os.environ[name] = variable
 
 
 def _named(amounts: Mapping[str, float]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import math
 import queue
 import statistics
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import EvalStep, Stacked, WorkerError, make_eval_step, num_models, stack_params
+from hfta_func._types import require
 from hfta_func.cluster import ray_actors
 from hfta_func.workers.local import WorkerPool
 from hfta_func.workers.pool import Pool
@@ -27,12 +28,12 @@ Mask = Callable[[Any], Tensor]
 
 
 class Site(NamedTuple):
-    """Where data is, and stays.
+    """A site whose data does not leave it.
 
     Args:
-        name: What the table calls it.
+        name: Its name in the table.
         load: Called at the site; returns a tree of tensors with one row per sample.
-        resources: Resources of the Ray nodes that are this site, such as ``{"hospital-a": 1}``; without, the site is a
+        resources: Resources of the Ray nodes that are this site, such as ``{"hospital-a": 1}``; without them, the site is a
             process on this machine.
     """
 
@@ -47,14 +48,14 @@ class Score(NamedTuple):
     Args:
         site: Name of the site.
         group: Name of the group.
-        member: Number of the model.
+        member: Index of the model.
         metric: Name of the metric.
         rows: Number of rows, 0 without an answer.
         mean: Mean over the rows, NaN without an answer.
         low: Lower end of the mean's confidence interval.
         high: Upper end.
-        status: ``"ok"``, ``"refused: ..."`` for groups that are too small, ``"missing: ..."`` for sites without an answer,
-            ``"failed: ..."``.
+        status: ``"ok"``, ``"refused: ..."`` for a group that is too small, ``"missing: ..."`` for a site without an answer,
+            or ``"failed: ..."`` for an error at the site.
     """
 
     site: str
@@ -77,11 +78,7 @@ class Scores(list[Score]):
         Raises:
             ImportError: if pandas is not installed.
         """
-        try:
-            found = importlib.import_module("pandas")
-        except ImportError as error:
-            raise ImportError("frames need pandas, which is not installed; pip install 'hfta_func[plot]'") from error
-        return found.DataFrame([*self], columns=[*Score._fields])
+        return require("pandas", "plot").DataFrame([*self], columns=[*Score._fields])
 
 
 def evaluate(
@@ -96,23 +93,23 @@ def evaluate(
     batch_size: int = 256,
     timeout: float = 600.0,
 ) -> Scores:
-    """Evaluate M models at K sites at once, each of which gets all models as one array.
+    """Evaluate M models at K sites at once; each site gets all models as one array.
 
-    The data never leaves its site. What comes back are, for each group, member and declared metric, the number of rows, the
-    mean and its confidence interval; it is checked at the site, before anything is sent. Of what goes wrong there, the class
-    of the error comes back, without its text. This is protection from mistakes: ``metric_fn`` and ``load`` run at the site,
-    so a site must trust whoever writes them.
+    The data never leaves its site. Each site returns, for each group, member and declared metric, the number of rows, the
+    mean and its confidence interval, which are checked at the site before they are sent. Of an error at a site only the class
+    is returned, without its text. This protects from mistakes only: ``metric_fn`` and ``load`` run at the site, so a site
+    must trust their authors.
 
     Args:
         models: Modules of one architecture.
-        sites: Where the data is.
+        sites: The sites.
         metric_fn: ``metric_fn(model, batch)`` of ONE model in eval mode: a number for every row, ``[N]``, or a dict of such
-            tensors by name. Booleans are shares, with an interval of Wilson's; means of other numbers have a normal one.
-        metrics: Names of all that ``metric_fn`` returns; a single tensor has the function's own.
-        groups: Masks ``[N]`` of rows by name, each a function of a site's data; all rows by default.
-        min_count: Groups of fewer rows are refused, and groups that have all rows of another one but fewer than this.
-        level: Of the confidence intervals.
-        batch_size: Rows that are evaluated at once.
+            tensors by name. The mean of booleans has Wilson's interval, the mean of other numbers a normal one.
+        metrics: Names of all metrics that ``metric_fn`` returns; a single tensor has the function's name.
+        groups: Masks ``[N]`` of rows by name, each a function of a site's data; by default one group of all rows.
+        min_count: A group of fewer rows is refused, and so is one that differs from another group in fewer rows.
+        level: Level of the confidence intervals.
+        batch_size: Number of rows that are evaluated at once.
         timeout: Seconds after which a site without an answer is missing.
 
     Raises:
@@ -125,16 +122,14 @@ def evaluate(
         .. code-block:: python
 
             sites = [cluster.Site("a", load_a, {"hospital-a": 1}), cluster.Site("b", load_b, {"hospital-b": 1})]
-            found = cluster.evaluate(models, sites, correct, metrics=["correct"], min_count=20)
-            print(found.frame())
+            scores = cluster.evaluate(models, sites, correct, metrics=["correct"], min_count=20)
+            print(scores.frame())
     """
     _check(sites, metrics, groups, min_count, level, batch_size, timeout)
-    named = {"all": _everyone} if groups is None else dict(groups)
-    stacked = stack_params(models)
-    visit = _Visit(
-        *(make_eval_step(models[0], metric_fn), stacked, tuple(metrics), named, min_count),
-        *(statistics.NormalDist().inv_cdf((1 + level) / 2), batch_size),
-    )
+    groups = {"all": _all_rows} if groups is None else dict(groups)
+    width = statistics.NormalDist().inv_cdf((1 + level) / 2)
+    step, stacked = make_eval_step(models[0], metric_fn), stack_params(models)
+    visit = _Visit(step, stacked, tuple(metrics), groups, min_count, width, batch_size)
     for site in sites:
         try:
             dumps(site.load)
@@ -146,40 +141,35 @@ def evaluate(
     answers: dict[str, Any] = {}
     try:
         for site in sites:
-            pools.append(_pool(site))
+            pools.append(WorkerPool(1) if site.resources is None else ray_actors.lone(site.resources))
         for site, pool in zip(sites, pools, strict=True):
             pool.submit(visit, load=site.load)
-        end = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         for site, pool in zip(sites, pools, strict=True):
-            answers[site.name] = _answer(pool, end, timeout)
+            answers[site.name] = _answer(pool, deadline, timeout)
     finally:
         for pool in pools:
             pool.close()
     return Scores(
         score
         for site in sites
-        for group in named
+        for group in groups
         for score in _scores(site.name, group, answers[site.name], len(models), tuple(metrics))
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class _Visit:
-    """What is called at a site."""
+    """The function that is called at a site."""
 
+    step: EvalStep
+    stacked: Stacked
+    metrics: tuple[str, ...]
+    groups: Mapping[str, Mask]
+    min_count: int
+    width: float
+    batch_size: int
     label = "metric_fn"
-
-    def __init__(
-        self,
-        step: EvalStep,
-        stacked: Stacked,
-        metrics: tuple[str, ...],
-        groups: Mapping[str, Mask],
-        min_count: int,
-        width: float,
-        batch_size: int,
-    ):
-        self._step, self._stacked, self._metrics, self._groups = step, stacked, metrics, groups
-        self._min_count, self._width, self._batch_size = min_count, width, batch_size
 
     def __call__(self, load: Callable[[], Any]) -> Any:
         try:
@@ -187,7 +177,7 @@ class _Visit:
         except _Refusal as error:
             return f"failed: {error}"
         except Exception as error:
-            # Its text may hold data.
+            # Its text may contain data.
             return f"failed: {type(error).__name__}"
 
     def _scores(self, data: Any) -> dict[str, Any]:
@@ -197,47 +187,44 @@ class _Visit:
         (rows,) = sizes
         masks: dict[str, Tensor] = {}
         refused: dict[str, str] = {}
-        for name, mask in self._groups.items():
-            own = torch.as_tensor(mask(data))
-            if own.dtype != torch.bool or own.shape != (rows,):
+        for name, mask in self.groups.items():
+            selected = torch.as_tensor(mask(data))
+            if selected.dtype != torch.bool or selected.shape != (rows,):
                 raise _Refusal(f"group {name!r} is no boolean for every row")
-            if int(own.sum()) < self._min_count:
-                refused[name] = f"refused: fewer than {self._min_count} rows"
-            elif any(self._tells_apart(own, other) for other in masks.values()):
-                refused[name] = f"refused: fewer than {self._min_count} rows apart from another group"
+            if int(selected.sum()) < self.min_count:
+                refused[name] = f"refused: fewer than {self.min_count} rows"
+            # The difference of two groups' sums would be that of a few rows.
+            elif any(0 < int((selected ^ other).sum()) < self.min_count for other in masks.values()):
+                refused[name] = f"refused: fewer than {self.min_count} rows apart from another group"
             else:
-                masks[name] = own
+                masks[name] = selected
         if not masks:
             return refused
-        parts = [self._measured(data, at, rows) for at in range(0, rows, self._batch_size)]
-        values = {name: torch.cat([part[name] for part in parts], 1) for name in self._metrics}
-        found = {
+        parts = [self._measured(data, start, rows) for start in range(0, rows, self.batch_size)]
+        values = {name: torch.cat([part[name] for part in parts], 1) for name in self.metrics}
+        scores = {
             name: [
-                [self._summed(values[metric][member, own]) for metric in self._metrics]
-                for member in range(num_models(self._stacked))
+                [self._summary(values[metric][member, selected]) for metric in self.metrics]
+                for member in range(num_models(self.stacked))
             ]
-            for name, own in masks.items()
+            for name, selected in masks.items()
         }
-        return {**refused, **found}
+        return {**refused, **scores}
 
-    def _tells_apart(self, own: Tensor, other: Tensor) -> bool:
-        """Whether the difference of two groups' sums is that of few rows."""
-        more, less = int((own & ~other).sum()), int((other & ~own).sum())
-        return 0 < more + less < self._min_count
-
-    def _measured(self, data: Any, at: int, rows: int) -> dict[str, Tensor]:
-        stop = min(rows, at + self._batch_size)
-        found = self._step(self._stacked, _mapped(lambda leaf: leaf[at:stop], data))
-        if set(found) != set(self._metrics):
-            raise _Refusal(f"metric_fn returned {sorted(found)}, but {sorted(self._metrics)} were declared")
-        for name, values in found.items():
-            if values.shape[1:] != (stop - at,) or values.is_complex():
+    def _measured(self, data: Any, start: int, rows: int) -> dict[str, Tensor]:
+        """The metrics of the batch that begins at row ``start``."""
+        stop = min(rows, start + self.batch_size)
+        measured = self.step(self.stacked, _mapped(lambda leaf: leaf[start:stop], data))
+        if set(measured) != set(self.metrics):
+            raise _Refusal(f"metric_fn returned {sorted(measured)}, but {sorted(self.metrics)} were declared")
+        for name, values in measured.items():
+            if values.shape[1:] != (stop - start,) or values.is_complex():
                 raise _Refusal(f"metric {name!r} is no number for every row")
-        return found
+        return measured
 
-    def _summed(self, values: Tensor) -> tuple[int, float, float, float]:
-        """Number, mean and interval."""
-        count, width = len(values), self._width
+    def _summary(self, values: Tensor) -> tuple[int, float, float, float]:
+        """Number, mean and interval of some values."""
+        count, width = len(values), self.width
         mean = float(values.double().mean())
         if values.dtype == torch.bool:
             middle = (mean + width**2 / (2 * count)) / (1 + width**2 / count)
@@ -248,7 +235,7 @@ class _Visit:
 
 
 class _Refusal(Exception):
-    """What must not leave a site, or cannot be computed there; its text is our own."""
+    """The site returns no scores; unlike other errors, the text contains no data."""
 
 
 def _mapped(function: Callable[[Any], Tensor], tree: Any) -> Any:
@@ -256,19 +243,14 @@ def _mapped(function: Callable[[Any], Tensor], tree: Any) -> Any:
     return mapped
 
 
-def _everyone(data: Any) -> Tensor:
+def _all_rows(data: Any) -> Tensor:
     return torch.ones(len(optree.tree_leaves(data)[0]), dtype=torch.bool)
 
 
-def _pool(site: Site) -> Pool:
-    """A pool of the one worker that is a site."""
-    return WorkerPool(1) if site.resources is None else ray_actors.lone(site.resources)
-
-
-def _answer(pool: Pool, end: float, timeout: float) -> Any:
-    """What a site says, or why it says nothing."""
+def _answer(pool: Pool, deadline: float, timeout: float) -> Any:
+    """A site's scores or refusals by group, or one text for all groups."""
     try:
-        answer = pool.wait(max(0.0, end - time.monotonic()))[1]
+        answer = pool.wait(max(0.0, deadline - time.monotonic()))[1]
     except queue.Empty:
         return f"missing: no answer in {timeout:g} s"
     except WorkerError as error:
@@ -279,12 +261,12 @@ def _answer(pool: Pool, end: float, timeout: float) -> Any:
 
 
 def _scores(site: str, group: str, answer: Any, count: int, metrics: tuple[str, ...]) -> list[Score]:
-    found = answer if isinstance(answer, str) else answer[group]
-    nothing = 0, math.nan, math.nan, math.nan, found
+    result = answer if isinstance(answer, str) else answer[group]
+    nothing = 0, math.nan, math.nan, math.nan, result
     scores: list[Score] = []
     for member in range(count):
-        for place, metric in enumerate(metrics):
-            numbers: Any = nothing if isinstance(found, str) else (*found[member][place], "ok")
+        for index, metric in enumerate(metrics):
+            numbers: Any = nothing if isinstance(result, str) else (*result[member][index], "ok")
             scores.append(Score(site, group, member, metric, *numbers))
     return scores
 
@@ -301,9 +283,8 @@ def _check(
     names = [site.name for site in sites]
     twice = sorted({name for name in names if names.count(name) > 1})
     if not sites or twice:
-        raise ValueError(
-            f"two sites are named {twice[0]!r}" if twice else "there is no site; pass a list of cluster.Site"
-        )
+        text = f"two sites are named {twice[0]!r}" if twice else "there is no site; pass a list of cluster.Site"
+        raise ValueError(text)
     if isinstance(metrics, str) or not metrics or len(set(metrics)) < len(metrics):
         raise ValueError(f"metrics is {metrics!r}; pass a list of the names that metric_fn returns, each once")
     if groups is not None and not groups:

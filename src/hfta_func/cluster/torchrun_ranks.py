@@ -1,4 +1,4 @@
-"""Workers that are the ranks of one program, which torchrun has started."""
+"""Workers that are the ranks of a program that torchrun has started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hfta_func import WorkerError
-from hfta_func.workers.pool import Pool
+from hfta_func.workers.pool import Pool, Worker
 from hfta_func.workers.process import Died, FunctionServer, check_versions, versions
 from hfta_func.workers.settings import settings
 from hfta_func.workers.wire import TensorBytes, one_line_error
@@ -21,8 +21,8 @@ T = TypeVar("T")
 _log = logging.getLogger("hfta_func.workers")
 
 
-class _Peer:
-    """A :class:`~hfta_func.workers.pool.Worker` that is another rank."""
+class _OtherRank(Worker):
+    """A worker that is another rank."""
 
     def __init__(self, rank: int):
         self.name = f"rank {rank}"
@@ -37,10 +37,10 @@ class _Peer:
             )
         try:
             _send(pickle.dumps(settings()), self._rank)
-            found = pickle.loads(_receive(self._rank))
+            other = pickle.loads(_receive(self._rank))
         except RuntimeError as error:
             raise WorkerError(f"{self.name} cannot be reached ({one_line_error(error)})") from error
-        check_versions(self.name, found)
+        check_versions(self.name, other)
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
         try:
@@ -50,11 +50,8 @@ class _Peer:
             self._is_gone = True
             raise Died(one_line_error(error)) from error
 
-    def kill(self) -> None:
-        pass
-
     def close(self) -> None:
-        # What it is doing comes to its end before it reads this.
+        # It reads this after the call that it is making.
         if not self._is_gone:
             try:
                 _send(b"", self._rank)
@@ -62,8 +59,8 @@ class _Peer:
                 _log.warning("%s has gone (%s)", self.name, one_line_error(error))
 
 
-class _Self:
-    """The rank that asks, which trains as well."""
+class _ThisRank(Worker):
+    """The worker that is this rank."""
 
     name = "rank 0"
 
@@ -71,29 +68,22 @@ class _Self:
         self._server = FunctionServer(settings())
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        answer = self._server.call(number, live, function, arguments)
-        return self._server.has(number), answer
-
-    def kill(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        return self._server.call(number, live, function, arguments)
 
 
 def torchrun(main: Callable[[Pool], T], *, timeout: float = 7 * 24 * 3600.0) -> T | None:
     """Run a program on rank 0 whose arrays train in all ranks that ``torchrun`` has started.
 
-    Rank 0 calls ``main(executor)``, which calls :func:`hfta_func.fit` or ``tune.run`` with this executor, and takes its share
-    of the work; the others work until it returns. If a rank dies, the call in ``main`` raises a :class:`WorkerError`; what it
-    has trained before is in the files of ``resume=``, from which the same command goes on.
+    Rank 0 calls ``main(executor)``, which calls :func:`hfta_func.fit` or ``tune.run`` with this executor; rank 0 is one of
+    the workers, and the other ranks work until ``main`` returns. If a rank dies, the call in ``main`` raises a
+    :class:`WorkerError`; the files of ``resume=`` have what was trained before, and the same command goes on from them.
 
     Args:
         main: The program of rank 0.
-        timeout: Seconds after which a rank that says nothing is given up; a segment must not take longer.
+        timeout: Seconds after which a rank without an answer is given up; a segment must not take longer.
 
     Returns:
-        What ``main`` returns, None in all other ranks.
+        The result of ``main``, None in all other ranks.
 
     Raises:
         RuntimeError: if the program was not started by ``torchrun``.
@@ -113,28 +103,26 @@ def torchrun(main: Callable[[Pool], T], *, timeout: float = 7 * 24 * 3600.0) -> 
         raise RuntimeError(
             "the program was not started by torchrun; start it with torchrun --nproc-per-node 2 program.py"
         )
-    own = not dist.is_initialized()
-    if own:
+    starts = not dist.is_initialized()
+    if starts:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
     try:
         if dist.get_rank() != 0:
             _serve()
             return None
-        with Pool([_Self(), *map(_Peer, range(1, dist.get_world_size()))]) as pool:
+        with Pool([_ThisRank(), *map(_OtherRank, range(1, dist.get_world_size()))]) as pool:
             return main(pool)
     finally:
-        if own:
+        if starts:
             dist.destroy_process_group()
 
 
 def _serve() -> None:
-    """Work for rank 0."""
-    found = FunctionServer(pickle.loads(_receive(0)))
+    """Make the calls of rank 0."""
+    server = FunctionServer(pickle.loads(_receive(0)))
     _send(pickle.dumps(versions()), 0)
-    while order := _receive(0):
-        number, *rest = pickle.loads(order)
-        answer = found.call(number, *rest)
-        _send(pickle.dumps((found.has(number), answer)), 0)
+    while message := _receive(0):
+        _send(pickle.dumps(server.call(*pickle.loads(message))), 0)
 
 
 def _send(message: bytes, rank: int) -> None:

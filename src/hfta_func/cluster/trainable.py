@@ -15,10 +15,10 @@ _FILE = "array.safetensors"
 def trainable(build: Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], Any]) -> type:
     """A ``ray.tune.Trainable`` whose trials are arrays, for a ``ray.tune.Tuner``.
 
-    A list in a trial's config has one value per member, all lists of one length; everything else is the same for all. Every
-    step trains an epoch and reports, for each metric with a value per member, its mean under its own name, ``<name>_min``,
-    ``<name>_max``, and the members' values as the list ``<name>_members``. Checkpoints hold the state, and a trial that is
-    paused, perturbed or restored goes on with its own epoch of the data.
+    A list in a trial's config has one value per member, all lists of one length; all members share the other values. Every
+    step trains an epoch and reports, for each metric with a value per member, its mean under the metric's name,
+    ``<name>_min``, ``<name>_max``, and the members' values as the list ``<name>_members``. Checkpoints hold the state, and a
+    trial that is paused, perturbed or restored goes on with its next epoch of the data.
 
     Args:
         build: ``build(fixed, members)`` returns a ``tune.Array``, as for ``hfta_func.tune.run``; ``members`` are the lists.
@@ -54,18 +54,20 @@ def trainable(build: Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], 
 
         def step(self) -> dict[str, Any]:
             array = self._array
-            self._place()
+            if isinstance(array.loader, hfta.ArrayLoader):
+                # The trial's next epoch, whatever the loader has dealt before.
+                array.loader.load_state_dict({"epoch": self._done, "batches": 0})
             self._state, history = hfta.fit(
                 *(array.step, self._state, array.loader), epochs=1, evaluate=array.evaluate, progress=False
             )
             self._done += 1
-            found: dict[str, Any] = {}
+            report: dict[str, Any] = {}
             for name, values in (history.epochs[-1] if history.epochs else {}).items():
                 if values.dim() == 1:
-                    found[name] = float(values.double().mean())
-                    found[f"{name}_min"], found[f"{name}_max"] = float(values.min()), float(values.max())
-                    found[f"{name}_members"] = values.tolist()
-            return found
+                    report[name] = float(values.double().mean())
+                    report[f"{name}_min"], report[f"{name}_max"] = float(values.min()), float(values.max())
+                    report[f"{name}_members"] = values.tolist()
+            return report
 
         def save_checkpoint(self, checkpoint_dir: str) -> None:
             hfta.save(self._state, os.path.join(checkpoint_dir, _FILE), metadata={"epochs": self._done})
@@ -74,11 +76,6 @@ def trainable(build: Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], 
             path = os.path.join(checkpoint, _FILE)
             self._state = hfta.load(path, like=self._array.state)
             self._done = hfta.read_metadata(path)["metadata"]["epochs"]
-
-        def _place(self) -> None:
-            """Have the loader deal the epoch that is next, whatever it has dealt before."""
-            if isinstance(self._array.loader, hfta.ArrayLoader):
-                self._array.loader.load_state_dict({"epoch": self._done, "batches": 0})
 
     Trainable.__name__ = Trainable.__qualname__ = getattr(build, "__name__", "array")
     return Trainable

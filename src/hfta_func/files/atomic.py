@@ -1,7 +1,7 @@
-"""Files that are replaced as a whole, and held by one run at a time.
+"""Files that are replaced as a whole, and locks of files.
 
-A file is written under a name of its own in the same folder, synchronised and renamed, so a process may be killed at any
-moment, and several may write at once. Both locks here are the kernel's, which ends them with their process.
+A file is written under a temporary name in the same folder, synchronised and renamed, so a process may be killed at any
+moment, and several may write at once. Locks are the kernel's, which releases them when their process ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import BinaryIO, TypeAlias
+from typing import IO, BinaryIO, TypeAlias
 
 from hfta_func._types import CheckpointError
 
@@ -28,7 +28,7 @@ _TEMPORARY = re.compile(r"hfta-[0-9a-f]{16}\.tmp")
 
 @contextlib.contextmanager
 def replacing(path: PathLike) -> Iterator[BinaryIO]:
-    """A file that replaces another one if the block succeeds, and is removed otherwise.
+    """A new file that replaces ``path`` if the block succeeds, and is removed otherwise.
 
     Raises:
         CheckpointError: if ``path`` is not a regular file, or cannot be written.
@@ -50,12 +50,18 @@ def replacing(path: PathLike) -> Iterator[BinaryIO]:
             os.close(directory)
 
 
+def write(path: PathLike, content: bytes) -> None:
+    """Replace a file by one with this content, see :func:`replacing`."""
+    with replacing(path) as file:
+        file.write(content)
+
+
 @contextlib.contextmanager
 def holding(path: PathLike) -> Iterator[None]:
-    """Refuse what :func:`replacing` would refuse, by making a file in the same folder: a lock against others that hold it.
+    """Hold a path against other runs by a locked file beside it, and refuse what :func:`replacing` would refuse.
 
     Raises:
-        CheckpointError: if ``path`` cannot be written, or is held.
+        CheckpointError: if ``path`` cannot be written, or another run holds it.
     """
     name = f"{os.path.abspath(path)}.hfta-lock"
     with _writing(path):
@@ -69,14 +75,14 @@ def holding(path: PathLike) -> Iterator[None]:
         os.register_at_fork(after_in_child=file.close)
     with file:
         try:
-            if _lock(file) is None:
-                # Rather than refusing to train there.
+            if lock(file) is None:
+                # Training there is possible all the same.
                 warnings.warn(
                     f"the file system of {path} has no locks; start no second run with this file", stacklevel=5
                 )
             yield
         finally:
-            # It is removed while it is locked, so that nobody else's is.
+            # Removed while it is locked, so that the lock of another run stays.
             with contextlib.suppress(OSError):
                 if _is_at_its_name(file):
                     os.unlink(name)
@@ -103,8 +109,8 @@ def _check_regular(path: PathLike) -> None:
         if kind == stat.S_IFLNK:
             raise CheckpointError(f"{path} is a link; pass the file that it leads to, {os.path.realpath(path)}")
         if kind != stat.S_IFREG:
-            found = "a directory" if kind == stat.S_IFDIR else "a device, pipe or socket"
-            raise CheckpointError(f"{path} is {found}; pass the name of a regular file")
+            what = "a directory" if kind == stat.S_IFDIR else "a device, pipe or socket"
+            raise CheckpointError(f"{path} is {what}; pass the name of a regular file")
 
 
 @contextlib.contextmanager
@@ -123,23 +129,23 @@ def _beside(path: PathLike) -> Iterator[BinaryIO]:
 
 
 def _remove_stale(folder: str) -> None:
-    """Remove what killed processes left in a folder: files with our names that nobody has locked."""
+    """Remove what killed processes left in a folder: temporary files that no process has locked."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if _TEMPORARY.fullmatch(entry.name):
                 with contextlib.suppress(OSError), open(entry.path, "r+b", opener=_open) as file:
-                    if _lock(file):
+                    if lock(file):
                         os.unlink(entry.path)
 
 
 def _locked(name: str, mode: str) -> BinaryIO | None:
-    """A file, open and locked; None if somebody else has locked it."""
+    """A file, open and locked; None if another process has locked it."""
     while True:
         file: BinaryIO = open(name, mode, opener=_open)  # pyright: ignore[reportAssignmentType]
-        if _lock(file) is False:
+        if lock(file) is False:
             file.close()
             return None
-        # Whoever had it locked before may have removed it.
+        # The process that had locked it before may have removed it.
         if _is_at_its_name(file):
             return file
         file.close()
@@ -149,8 +155,12 @@ def _open(name: str, flags: int) -> int:
     return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
-def _lock(file: BinaryIO) -> bool | None:
-    """Lock a file until it is closed; False if somebody else has, None if the file system has no locks."""
+def lock(file: IO[bytes]) -> bool | None:
+    """Lock an open file until it is closed, without waiting; readers are not hindered.
+
+    Returns:
+        False if another process has locked it, None if the system or its file system has no locks.
+    """
     if sys.platform == "win32":
         return None
     try:

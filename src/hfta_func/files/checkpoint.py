@@ -88,10 +88,9 @@ def read_metadata(path: PathLike) -> dict[str, Any]:
         path: The file.
 
     Returns:
-        ``format_version``, ``package_version``, ``num_models``; ``shapes`` of one member by path; ``shared``, the paths
-        of what members share and train; ``hyperparameters`` by
-        path and ``seeds``, with one value per member (NaN and infinity as strings, which ``float`` reads); and the
-        ``metadata`` given to :func:`save`.
+        ``format_version``, ``package_version``, ``num_models``; ``shapes`` of one member by path; ``shared``, the paths of
+        what members share and train; ``hyperparameters`` by path and ``seeds``, with one value per member (NaN and infinity
+        as strings, which ``float`` reads); and the ``metadata`` given to :func:`save`.
 
     Raises:
         CheckpointError: if the header is damaged, not a checkpoint's, or of a later format.
@@ -108,14 +107,14 @@ def read_metadata(path: PathLike) -> dict[str, Any]:
 
 
 def export_model(model: nn.Module, state: TrainState | Stacked, index: int, *, share_frozen: bool = False) -> nn.Module:
-    """One member as an ordinary module with storage of its own.
+    """One member as an ordinary module with a copy of its parameters.
 
     Args:
         model: Any module of the architecture, for code, settings, ties and ``requires_grad``; it is not changed.
         state: A training state, or the result of :func:`stack_params`.
         index: The member.
-        share_frozen: The array was stacked with ``share_frozen=True``: the module holds the very base of ``model``, which
-            must be that of the array.
+        share_frozen: Whether the array was stacked with ``share_frozen=True``; the module then shares the frozen tensors of
+            ``model``, which must be those of the array.
 
     Raises:
         StackError: if the member does not exist, or the state belongs to another model.
@@ -173,30 +172,30 @@ def plain(values: Any) -> Any:
 
 
 def read(path: PathLike, like: T, members: Any = None) -> tuple[T, Any]:
-    """:func:`load`, and the metadata."""
-    about, held = storage.read(path)
+    """The result of :func:`load`, and the metadata."""
+    about, saved = storage.read(path)
     count = _checked(about, path)["num_models"]
-    if any(held[name].shape[:1] != (count,) for name in held.keys() - {*about.get("shared", ())}):
+    if any(saved[name].shape[:1] != (count,) for name in saved.keys() - {*about.get("shared", ())}):
         raise storage.damaged(path)
     expected, shared = _named(like), shared_paths(like, "state")
     differences = []
-    for name in [*expected, *sorted(held.keys() - expected.keys())]:
-        if name not in held or name not in expected:
+    for name in [*expected, *sorted(saved.keys() - expected.keys())]:
+        if name not in saved or name not in expected:
             differences.append(f"{name} is only in {'like' if name in expected else 'the file'}")
             continue
-        axes = 0 if name in shared else 1
-        (there, *shape), (here, *other) = ((leaf.dtype, *leaf.shape[axes:]) for leaf in (held[name], expected[name]))
-        if shape != other:
-            differences.append(f"{name} is {shape} per member in the file, {other} in like")
-        elif there != here and not (there.is_floating_point and here.is_floating_point):
-            differences.append(f"{name} is {there} in the file, {here} in like")
+        pair, axes = (saved[name], expected[name]), 0 if name in shared else 1
+        shapes, dtypes = [[*leaf.shape[axes:]] for leaf in pair], [leaf.dtype for leaf in pair]
+        if shapes[0] != shapes[1]:
+            differences.append(f"{name} is {shapes[0]} per member in the file, {shapes[1]} in like")
+        elif dtypes[0] != dtypes[1] and not all(dtype.is_floating_point for dtype in dtypes):
+            differences.append(f"{name} is {dtypes[0]} in the file, {dtypes[1]} in like")
     if differences:
         raise StateError(
             f"{path} does not fit like: {len(differences)} paths differ; pass a state of the same model, optimizer and step "
             f"options as were saved:\n  " + "\n  ".join(differences)
         )
     chosen = [
-        held[name].clone() if members is None or name in shared else take(held[name], members) for name in expected
+        saved[name].clone() if members is None or name in shared else take(saved[name], members) for name in expected
     ]
     moved = [tensor.to(leaf.device, leaf.dtype) for tensor, leaf in zip(chosen, expected.values(), strict=True)]
     structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]

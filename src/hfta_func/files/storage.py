@@ -1,7 +1,8 @@
-"""Files of tensors that are written atomically and notice damage.
+"""Files of tensors that are replaced as a whole and detect damage.
 
-A file is in the safetensors format, so other tools can read its tensors; it begins with a SHA-256 of the rest, and its
-metadata is JSON. A checksum does not keep anybody from making a file by hand, so what the header says is checked, too.
+A file is in the safetensors format, so other tools can read its tensors; its header begins with a SHA-256 of the rest, and
+its metadata is JSON. Because anybody can write a file with a valid checksum, the header is checked, too. The writer of
+safetensors is not used: it orders metadata at random, and copies all tensors at once.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
 
 _FORMAT = 1
-# The length of a header that safetensors reads, and a depth of nesting that JSON is read to wherever it is called.
+# The longest header that safetensors reads, and a depth of nested JSON that can be read at any depth of calls.
 _LONGEST, _DEEPEST = 100_000_000, 100
-# Names with another meaning in a file, and what is no Unicode.
+# Names with a meaning in a file, and those that are not valid Unicode.
 _RESERVED = re.compile("__metadata__\\Z|metadata\\[|.*[\ud800-\udfff]", re.DOTALL)
-# How files of every version begin, after the eight bytes of the header's length.
+# The beginning of the header, in every version.
 _BEGINNING = b'{"__metadata__":{"checksum":"'
 _CHECKSUM = slice(8 + len(_BEGINNING), 8 + len(_BEGINNING) + 64)
 _DTYPES = {
@@ -68,7 +69,7 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[
     """
     inner: dict[str, Tensor] = {}
 
-    def place(value: Any) -> dict[str, str]:
+    def reference(value: Any) -> dict[str, str]:
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"a {type(value).__qualname__} cannot be saved; use numbers, strings, lists, dicts or tensors"
@@ -77,7 +78,7 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[
         return {"__tensor__": name}
 
     versions = {"format_version": _FORMAT, "package_version": _package_version()}
-    text = to_json(versions | dict(metadata), place)
+    text = to_json(versions | dict(metadata), reference)
     if reserved := [name for name in tensors if not isinstance(name, str) or _RESERVED.match(name)]:
         raise CheckpointError(f"a tensor in a file cannot be called {reserved[0]!r}; give it another name")
     # Wide dtypes first, so that every tensor is aligned.
@@ -97,10 +98,10 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[
 
 
 def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """JSON that is read back as it was, but for tuples; ``default`` as in :func:`json.dumps`.
+    """JSON that is read back unchanged, except that tuples become lists; ``default`` as in :func:`json.dumps`.
 
     Raises:
-        TypeError: if there is none.
+        TypeError: if JSON cannot hold the value.
     """
     _check_nesting(value)
     try:
@@ -124,16 +125,16 @@ def read(path: PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
         flat = torch.empty(0, dtype=dtype, device="cpu")
         if count := math.prod(shape):
             flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=8 + length + start)
-        with _trusting(path):
+        with _damaged_if_it_raises(path):
             tensors[name] = flat.reshape(shape)
         if name.startswith("metadata["):
             inner[name] = tensors.pop(name).clone()
 
-    def put_back(held: dict[str, Any]) -> Any:
-        return inner.pop(held["__tensor__"]) if "__tensor__" in held else held
+    def resolve(value: dict[str, Any]) -> Any:
+        return inner.pop(value["__tensor__"]) if "__tensor__" in value else value
 
-    with _trusting(path):
-        about = json.loads(text, object_hook=put_back)
+    with _damaged_if_it_raises(path):
+        about = json.loads(text, object_hook=resolve)
     if inner or not isinstance(about, dict):
         raise damaged(path)
     return about, tensors
@@ -148,7 +149,7 @@ def read_header(path: PathLike) -> dict[str, Any]:
 
 
 def damaged(path: PathLike) -> CheckpointError:
-    """The error of a file that is not what was written."""
+    """The error for a file that was changed after it was written."""
     return CheckpointError(f"{path} is damaged: truncated, or changed after it was saved; load another copy of it")
 
 
@@ -168,7 +169,7 @@ def _header_length(file: BinaryIO, path: PathLike) -> int:
 
 def _parse(header: bytes, size: int, path: PathLike) -> tuple[str, dict[str, tuple[torch.dtype, list[int], int]]]:
     """Metadata as JSON; dtype, shape and start of every tensor, which together fill the ``size`` bytes of data."""
-    with _trusting(path):
+    with _damaged_if_it_raises(path):
         entries = json.loads(header.decode(), object_pairs_hook=_unique)
         text = entries.pop("__metadata__")["hfta_func"]
         version = operator.index(json.loads(text)["format_version"])
@@ -177,26 +178,22 @@ def _parse(header: bytes, size: int, path: PathLike) -> tuple[str, dict[str, tup
                 f"{path} has format version {version}, but hfta_func {_package_version()} reads versions up to {_FORMAT}; "
                 f"install a later hfta_func"
             )
-        found, place = {}, 0
+        parsed, position = {}, 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
             whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
-            if (
-                not whole
-                or start != place
-                or start % dtype.itemsize
-                or end - start != math.prod(shape) * dtype.itemsize
-            ):
+            fits = start == position and start % dtype.itemsize == 0
+            if not whole or not fits or end - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(name)
-            found[name], place = (dtype, shape, start), end
-        if place != size:
+            parsed[name], position = (dtype, shape, start), end
+        if position != size:
             raise ValueError(size)
-    return text, found
+    return text, parsed
 
 
 @contextlib.contextmanager
-def _trusting(path: PathLike) -> Iterator[None]:
-    """Whatever is raised by code that takes a header to be what :func:`encode` makes, the file is damaged."""
+def _damaged_if_it_raises(path: PathLike) -> Iterator[None]:
+    """Turn errors of code that relies on a header of :func:`encode` into the error of a damaged file."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, MemoryError):
@@ -204,9 +201,9 @@ def _trusting(path: PathLike) -> Iterator[None]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a name stands there twice")
-    return found
+    if len(unique := dict(pairs)) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return unique
 
 
 def _check_nesting(value: Any, depth: int = 0) -> None:
@@ -216,9 +213,9 @@ def _check_nesting(value: Any, depth: int = 0) -> None:
         if wrong := [key for key in value if not isinstance(key, str) or key == "__tensor__"]:
             raise TypeError(f"metadata has the key {wrong[0]!r}; use strings, other than '__tensor__'")
         value = value.values()
-    for held in value:
-        if isinstance(held, (dict, list, tuple)):
-            _check_nesting(held, depth + 1)
+    for inner in value:
+        if isinstance(inner, (dict, list, tuple)):
+            _check_nesting(inner, depth + 1)
 
 
 def _package_version() -> str:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hfta_func._tree import num_models, take
-from hfta_func._types import HyperparameterError, Params, StackError
+from hfta_func._types import HyperparameterError, Params, StackError, require
 from hfta_func.models.sharing import base_of, check_same_base
 
 _NAME = "default"
@@ -141,10 +141,7 @@ def stack_adapters(
 
 
 def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ImportError("adapters need peft; install it with pip install 'hfta_func[adapters]'") from error
+    return require("peft", "adapters")
 
 
 def _over(model: nn.Module) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, writes
 from hfta_func._types import HFTAError, Params, StateError, TraceError
-from hfta_func.calls.body import place
+from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.routing import routed
 from hfta_func.calls.scalar_args import called_with
@@ -112,7 +112,8 @@ def explained(mode: routed, numbers: Mapping[str, Tensor]) -> Iterator[None]:
             raise
         names, text = ", ".join(map(repr, named or numbers)), str(error).partition("\n")[0]
         raise TraceError(
-            f"{place(error)} needs a Python number where it has a tensor, and {names} {'is' if named else 'may be'} why: "
+            f"{user_code_location(error)} needs a Python number where it has a tensor, and {names} "
+            f"{'is' if named else 'may be'} why: "
             f"members differ in it, so it is a tensor in calls; compute with it as with one, or give all models the same"
             f"{'' if text.startswith('vmap:') else f' ({text})'}"
         ) from error

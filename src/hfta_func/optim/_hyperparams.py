@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from hfta_func._types import HPARAMS, HYPERPARAMS, HyperparameterError, Shared
+from hfta_func._types import HPARAMS, HYPERPARAMS, SIGNS, HyperparameterError, Shared, direction_of
 from hfta_func.optim._base import Range, check, check_choice, labels, per_member, range_of, vector
 from hfta_func.optim._transforms import PartitionState
 
@@ -95,13 +95,12 @@ def plateau(
         >>> state.hyperparams["lr"]
         tensor([0.0100, 0.2000], dtype=torch.float64)
     """
-    check_choice("mode", mode, ("min", "max"))
+    sign = SIGNS[direction_of(mode)]
     check_choice("threshold_mode", threshold_mode, ("rel", "abs"))
     numbers = {"factor": factor, "patience": patience, "threshold": threshold, "cooldown": cooldown}
     numbers |= {"min_lr": min_lr, "eps": eps}
     for name, number in numbers.items():
         check(name, number, Range.DECAY if name == "factor" else Range.FINITE)
-    sign = 1 if mode == "min" else -1
 
     def is_due(metrics: Tensor, k: dict[str, Tensor], since: Tensor) -> Tensor:
         best, bad = torch.full_like(k["eps"], math.inf), torch.zeros_like(k["eps"])

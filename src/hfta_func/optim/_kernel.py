@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from hfta_func._kernels import native
+from hfta_func._kernels import native, rows
+from hfta_func._kernels.operators import define_operator
 from hfta_func._torch import constant_to_compiler
 
 _FORMS: Mapping[Any, str] = {
@@ -32,25 +33,6 @@ _FORMS: Mapping[Any, str] = {
 """The form of each operator in C."""
 
 _SAME = {operator.truediv: "div", operator.neg: "neg"}
-
-_SOURCE = """
-#define T {type}
-static void run_row(char **columns, int64_t start, int64_t length, const double *numbers, int64_t models, int keep)
-{{
-{declarations}
-    if (!keep) {{
-        for (int64_t i = 0; i < length; i++) {{ {same} }}
-        return;
-    }}
-#pragma GCC ivdep
-    for (int64_t i = 0; i < length; i++) {{
-{body}
-    }}
-}}
-"""
-_ROW = """run_row(columns + leaf * {width}, model * sizes[leaf] + low, high - low, numbers + model, models,
-                            !keep || keep[model])"""
-_TYPES = {torch.float32: "float", torch.float64: "double"}
 
 
 MAX_INLINE_LEAVES = 16
@@ -95,7 +77,7 @@ class Kernel:
         dtype, width = leaves[0].dtype, len(columns[0])
         if compiles and width <= MAX_INLINE_LEAVES:
             return None
-        if not all(leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves) or dtype not in _TYPES:
+        if not all(leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves) or dtype not in rows.TYPES:
             return None
         source = _source_of(self._number, tuple(numbers), dtype, apply)
         if source is None:
@@ -151,16 +133,7 @@ class Kernel:
             *(f"after{i}_[i] = slot{i}_[i];" for i in slots),
         ]
         columns = ["grad", "param", "change", *inputs[2:], *(f"after{i}" for i in slots)]
-        declared = [f"T *{name}_ = (T *)columns[{i}] + start;" for i, name in enumerate(columns)]
-        declared += [f"const T number{i} = (T)numbers[{i} * models];" for i in range(len(names))]
-        head = _SOURCE.format(
-            type=_TYPES[dtype],
-            declarations="\n".join(f"    {line}" for line in declared),
-            body="\n".join(f"        {line}" for line in lines),
-            same=" ".join(same),
-        )
-        arguments = "char **columns, const double *numbers, const char *keep"
-        return native.shared_out(head, arguments, _ROW.format(width=len(columns)))
+        return rows.source(dtype, columns, len(names), lines, same)
 
 
 def _in_c(name: str, terms: Sequence[str], options: Mapping[str, str]) -> str:
@@ -208,12 +181,6 @@ def _is_plain(leaf: Tensor) -> bool:
 @constant_to_compiler
 def _define() -> bool:
     """Define the operators by which compiled graphs call kernels."""
-    if _LIBRARIES:
-        return True
-    library = torch.library.Library("hfta_func", "FRAGMENT")
-    arguments = "Tensor[] grads, Tensor{}[] leaves, Tensor numbers, Tensor? keep, str source"
-    library.define(f"update({arguments.format('')}) -> Tensor[]")
-    library.define(f"update_({arguments.format('(a!)')}) -> ()")
 
     def run(outs: list[Tensor], grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
         width, source = len(grads), _as_written(rest[-1])
@@ -227,11 +194,15 @@ def _define() -> bool:
     def fake(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
         return [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
 
-    library.impl("update", lambda grads, leaves, *rest: run(fake(grads, leaves), grads, leaves, *rest), "CPU")
-    library.impl("update_", lambda grads, leaves, *rest: (run(leaves, grads, leaves, *rest), None)[1], "CPU")
-    torch.library.register_fake("hfta_func::update", fake, lib=library)
-    torch.library.register_fake("hfta_func::update_", lambda *args: None, lib=library)
-    _LIBRARIES.append(library)
+    def update(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
+        return run(fake(grads, leaves), grads, leaves, *rest)
+
+    def update_(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> None:
+        run(leaves, grads, leaves, *rest)
+
+    arguments = "Tensor[] grads, Tensor{}[] leaves, Tensor numbers, Tensor? keep, str source"
+    define_operator(f"update({arguments.format('')}) -> Tensor[]", {"CPU": update}, fake=fake)
+    define_operator(f"update_({arguments.format('(a!)')}) -> ()", {"CPU": update_}, fake=lambda *args: None)
     return True
 
 
@@ -242,9 +213,6 @@ def _rows(leaves: list[Tensor], width: int) -> Iterator[list[Tensor]]:
 def _stacked(numbers: Mapping[str, Tensor]) -> Tensor:
     # If all leaves of a state were converted to another dtype, these numbers were, too.
     return torch.stack([value.to(torch.float64) for value in numbers.values()])
-
-
-_LIBRARIES: list[torch.library.Library] = []
 
 
 def _run(

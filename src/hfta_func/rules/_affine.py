@@ -1,4 +1,4 @@
-"""Scale and shift of a normalisation: inside its kernel if members share them, after it if each has its own."""
+"""Scale and shift of a normalisation: inside its kernel if members share them, after it if they differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Vectors = tuple[Tensor | None, Tensor | None]
 
 
 def parted(vectors: Vectors, dims: Any, x: Tensor, shape: Any) -> tuple[Vectors, Vectors]:
-    """Weight and bias for the kernel that normalises ``x``, and those to apply afterwards because members have their own."""
+    """Weight and bias for the kernel that normalises ``x``, and those to apply afterwards because they differ per member."""
     weight, bias = vectors
     if dims[0] is None and dims[1] is None:
         return vectors, (None, None)

@@ -1,7 +1,7 @@
 """Rules against a loop over members, on releases of PyTorch that the tests have not run on.
 
-Every rule takes part in a small case of :mod:`hfta_func.rules._check_cases`: outputs and gradients, in double precision. That
-takes a second or two, once per release: a file beside the kernels in C remembers that all agreed.
+Every rule runs in a small case of :mod:`hfta_func.rules._check_cases`; outputs and gradients are compared in float64. That
+takes a second or two, once per release: an empty file beside the compiled kernels records that all agreed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _is_settled = False
 
 
 def settle(register_again: Callable[[], None]) -> None:
-    """Check the installed rules, unless they are known to agree, and have the loop take the place of those that differ.
+    """Check the installed rules, unless they are known to agree, and replace those that differ by the loop.
 
     Args:
         register_again: Registers all rules anew, as the table of lowerings says.
@@ -95,7 +95,7 @@ def _file() -> Path:
 
 
 def _apart(work: Callable[[], Any]) -> Any:
-    """What ``work()`` returns in a thread of its own, which has none of this thread's modes, transforms and settings."""
+    """``work()`` in a new thread, which has none of this thread's modes, transforms and settings."""
     with _choice.by_table(), warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
         warnings.simplefilter("ignore")
         return thread.submit(work).result()
@@ -106,16 +106,16 @@ def _agrees(case: Case, lowerings: dict[str, str] | None = None) -> bool:
     try:
         with _choice.override(**lowerings) if lowerings else contextlib.nullcontext():
             return all(_is_loop(case, mask) for mask in _masks(case))
-    # Of a call that PyTorch itself no longer knows, nothing is learned.
+    # A call that PyTorch itself no longer knows says nothing about the rule.
     except _UnknownError:
         return True
-    # Whatever a rule raises on a release that it was not made for.
+    # On a release that it was not made for, a rule may raise anything.
     except Exception:
         return False
 
 
 class _UnknownError(Exception):
-    """What members alone cannot call."""
+    """A call that fails for a member alone."""
 
 
 def _operators(case: Case) -> set[str]:
@@ -135,30 +135,30 @@ def _is_loop(case: Case, mask: tuple[bool, ...]) -> bool:
     generator = torch.Generator().manual_seed(0)
     inputs = [_draw(one, per_member, generator) for one, per_member in zip(case.inputs, mask, strict=True)]
     members = [[x[m] if per_member else x for x, per_member in zip(inputs, mask, strict=True)] for m in range(_M)]
-    places = tuple(place for place, x in enumerate(inputs) if x.requires_grad)
-    # A gradient inside vmap takes operators apart, and its parts have rules of their own.
-    inside = gradient(lambda *args: _objective(_tuple(case.func(*args))), places)
-    ways = [case.func, inside] if all(mask) and case.inside else [case.func]
+    differentiable = tuple(position for position, x in enumerate(inputs) if x.requires_grad)
+    # A gradient inside vmap decomposes operators, and the parts have other rules.
+    inside = gradient(lambda *args: _objective(_tuple(case.func(*args))), differentiable)
+    funcs = [case.func, inside] if all(mask) and case.inside else [case.func]
     try:
         for member in members:
             case.func(*member)
     except Exception as error:
         raise _UnknownError from error
     expected = [
-        [torch.stack(column) for column in zip(*(_tuple(way(*m)) for m in members), strict=True)] for way in ways
+        [torch.stack(column) for column in zip(*(_tuple(func(*m)) for m in members), strict=True)] for func in funcs
     ]
     in_dims = tuple(0 if per_member else None for per_member in mask)
-    found = [list(_tuple(torch.func.vmap(way, in_dims)(*inputs))) for way in ways]
+    batched = [list(_tuple(torch.func.vmap(func, in_dims)(*inputs))) for func in funcs]
 
-    floating = [inputs[place] for place in places]
-    for results in (expected, found):
+    floating = [inputs[position] for position in differentiable]
+    for results in (expected, batched):
         outside = torch.autograd.grad(_objective(results[0]), floating, allow_unused=True, materialize_grads=True)
         results.append(list(outside))
     tolerance = _TOLERANCE_SINGLE if case.single else _TOLERANCE
     return all(
         one.shape == other.shape and torch.allclose(one, other, tolerance, tolerance, equal_nan=True)
-        for mine, theirs in zip(found, expected, strict=True)
-        for one, other in zip(mine, theirs, strict=True)
+        for outputs, references in zip(batched, expected, strict=True)
+        for one, other in zip(outputs, references, strict=True)
     )
 
 

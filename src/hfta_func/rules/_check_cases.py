@@ -83,18 +83,18 @@ def _recurrent(kind: str, states: int, *sizes: Tensor) -> Callable[..., Any]:
 
 
 def _recurrents() -> list[Case]:
-    found = []
+    cases = []
     for kind, gates, states in (("lstm", 4, 2), ("gru", 3, 1), ("rnn_tanh", 1, 1), ("rnn_relu", 1, 1)):
         weights = (gates * 3, 4), (gates * 3, 3), (gates * 3,), (gates * 3,)
         packed = _recurrent(kind, states, torch.tensor([2, 1]))
-        found += [
+        cases += [
             _case(_recurrent(kind, states), (3, 2, 4), *[(1, 2, 3)] * states, *weights, name=kind),
             _case(packed, (3, 4), *[(1, 2, 3)] * states, *weights, name=f"{kind} of packed sequences"),
         ]
         cell = getattr(torch, f"{kind}_cell")
         func = (lambda x, h, c, *a: torch.lstm_cell(x, (h, c), *a)) if kind == "lstm" else cell
-        found.append(_case(func, (2, 4), *[(2, 3)] * states, *weights, name=f"{kind}_cell"))
-    return found
+        cases.append(_case(func, (2, 4), *[(2, 3)] * states, *weights, name=f"{kind}_cell"))
+    return cases
 
 
 def _sequences(x: Tensor) -> Tensor:
@@ -130,14 +130,14 @@ def _normalisations() -> list[Case]:
 
 
 def _pools() -> list[Case]:
-    found = []
+    cases = []
     for axes, shape in ((2, (2, 3, 6, 6)), (3, (2, 4, 4, 4))):
         for kind in ("max", "avg", "adaptive_max", "adaptive_avg"):
             pool = getattr(F, f"{kind}_pool{axes}d")
-            found.append(_case(lambda x, pool=pool: pool(x, 2), shape, name=pool.__name__))
+            cases.append(_case(lambda x, pool=pool: pool(x, 2), shape, name=pool.__name__))
         largest, unpool = getattr(F, f"max_pool{axes}d"), getattr(F, f"max_unpool{axes}d")
         fractional, samples = getattr(F, f"fractional_max_pool{axes}d"), ((2, 3, 2) if axes == 2 else (1, 2, 3))
-        found += [
+        cases += [
             _case(lambda x, p=largest, u=unpool: u(*p(x, 2, return_indices=True), 2), shape, name=unpool.__name__),
             _case(
                 lambda x, s, f=fractional: f(x, 2, 2, _random_samples=s.detach().sigmoid()),
@@ -145,7 +145,7 @@ def _pools() -> list[Case]:
                 name=f"fractional_max_pool{axes}d",
             ),
         ]
-    return found
+    return cases
 
 
 def _losses() -> list[Case]:

@@ -1,4 +1,4 @@
-"""The choice of a lowering for each call, by the table or by an override, and its explanation."""
+"""Chooses a lowering for each call, by the table or by an override, and explains the choice."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from hfta_func._torch import expected, num_dispatch_modes, original
+from hfta_func._types import text_table
 from hfta_func.calls.body import module_path
 from hfta_func.rules._lowering import FAMILIES, TABLE, Case, known_lowerings, titles
 
@@ -141,7 +142,7 @@ def choose(case: Case) -> Choice:
             chosen = forced, "overridden"
             break
     if chosen is None:
-        # A choice is a matter of speed, so a graph of symbolic sizes must not depend on what is compared here.
+        # A choice affects speed only, so these comparisons must not add guards to a graph of symbolic sizes.
         shapes = tuple(shape and tuple(map(expected, shape)) for shape in case.shapes)
         seen = case._replace(shapes=shapes, num_models=expected(case.num_models))
         chosen = next((row.lowering, row.reason) for row in TABLE[case.op] if row.when(seen))
@@ -174,11 +175,7 @@ class Explanation(list[Choice]):
                 if shape is not None
             )
             lines.append((choice.op, choice.module, str(choice.num_models), shapes, choice.lowering, choice.reason))
-        widths = [max(len(line[column]) for line in lines) for column in range(5)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[5]])
-            for line in lines
-        )
+        return text_table(lines, "<" * 6)
 
 
 def explain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -1,4 +1,4 @@
-"""Rules that stand outside of this package."""
+"""Rules that are registered from outside this package."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hfta_func.rules._registry import OUTSIDE, RULES, Rule
 
 
 def register(op: str, family: str | None = None) -> Callable[[Rule], Rule]:
-    """Add a batching rule for an operator of one's own, or for one of PyTorch's that has none.
+    """Add a batching rule for a custom operator, or for one of PyTorch's that has none.
 
-    The rule is ``rule(call, *args, **kwargs) -> (outputs, dims)``: it gets the operator's own arguments as plain tensors, of
-    which ``call.dims`` says where each has its model axis (None: members share it), and returns the outputs of all
-    members, with one model axis, or None, for each. It handles every mix of batched and shared arguments.
+    The rule is ``rule(call, *args, **kwargs) -> (outputs, dims)``: it gets the operator's arguments as plain tensors, and
+    ``call.dims`` says where each has its model axis (None: members share it). It returns the outputs of all members, and the
+    model axis, or None, of each. It handles every mix of batched and shared arguments.
     :func:`hfta_func.testing.assert_rule` tests that it computes what a loop over the members does.
 
     Args:
@@ -51,7 +51,7 @@ def register(op: str, family: str | None = None) -> Callable[[Rule], Rule]:
         raise ValueError(f"{op} has a rule in this package; choose among its lowerings with hfta_func.rules.override")
 
     def add(rule: Rule) -> Rule:
-        # Where the loop of an operator without a rule has run, the table knows it as that.
+        # If the operator has run without a rule, the table has a row for its loop.
         TABLE.pop(name, None)
         OUTSIDE[name] = _digest(rule)
         _registry.register(name, family or name.rpartition("::")[2].partition(".")[0])(rule)
@@ -69,31 +69,33 @@ def _exists(name: str) -> bool:
 
 
 def outside_rules() -> dict[str, tuple[str, str, bytes]]:
-    """The rules that stand outside of this package, to be sent: by operator their digest, family, and code."""
-    return {op: (own, FAMILIES[op], cloudpickle.dumps(RULES[op].rule)) for op, own in OUTSIDE.items() if op in RULES}
+    """The rules from outside this package, to be sent to another process: digest, family and pickled code, by operator."""
+    return {
+        op: (digest, FAMILIES[op], cloudpickle.dumps(RULES[op].rule)) for op, digest in OUTSIDE.items() if op in RULES
+    }
 
 
 def adopt(rules: Mapping[str, tuple[str, str, bytes]]) -> None:
     """Register the rules of another process, as :func:`outside_rules` sends them.
 
-    Where an operator does not exist in this process, nothing calls it, but graphs are marked as there.
+    The digest of a rule whose operator does not exist in this process is kept, too: graphs are marked by all digests.
     """
-    for op, (own, family, code) in rules.items():
-        if OUTSIDE.get(op) == own:
+    for op, (digest, family, code) in rules.items():
+        if OUTSIDE.get(op) == digest:
             continue
         rule = None
         # A module that defines the operator registers its rule itself when it is imported.
         with contextlib.suppress(ImportError, AttributeError):
             rule = pickle.loads(code)
         if not _exists(op):
-            OUTSIDE[op] = own
+            OUTSIDE[op] = digest
         elif rule is not None:
             register(op, family)(rule)
-            OUTSIDE[op] = own
+            OUTSIDE[op] = digest
 
 
 def _digest(rule: Rule) -> str:
-    """Of the file of a rule, or of its code where it has none."""
+    """A digest of the file of a rule, or of its code if it has no file."""
     code = rule.__code__
     path = pathlib.Path(code.co_filename)
     source = path.read_bytes() if path.is_file() else code.co_code + repr(code.co_consts).encode()

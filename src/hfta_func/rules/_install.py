@@ -20,16 +20,16 @@ from hfta_func.rules._lowering import TABLE, enter, make_case
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule, fingerprint
 
 _RULES, _LAYOUT = "hfta_func.rules", "hfta_func.layout"
-"""What tells compiled graphs on disk apart."""
+"""Names of the marks that keep compiled graphs on disk apart."""
 
 _lock = threading.RLock()
 _libraries: dict[str, torch.library.Library] = {}
-"""What rules, and the loop of operators without one, are registered with, by namespace."""
+"""The libraries that register the rules and the loops of operators without one, by namespace."""
 _installed = False
 _unruled: set[str] = set()
 """The names of operators without a rule."""
-_seen: tuple[int, ...] = ()
-"""What of PyTorch's libraries had been loaded when operators were last looked for."""
+_counts: tuple[int, ...] = ()
+"""Numbers of loaded libraries when operators without a rule were last looked for; see :func:`_torch.num_libraries`."""
 
 
 def is_installed() -> bool:
@@ -47,7 +47,7 @@ def install() -> None:
     """Install the rules for every ``vmap`` of this process. First use does so by itself; repeated calls do nothing."""
     global _installed
     if _installed:
-        if _seen != _torch.num_libraries():
+        if _counts != _torch.num_libraries():
             _loop_the_rest()
         return
     with _lock:
@@ -61,7 +61,7 @@ def install() -> None:
             if _torch.is_untested():
                 with no_fallback():
                     _check.settle(_register)
-                # Operators without a rule that the check has called are still to be warned of.
+                # Operators without a rule that the check has called must warn again when a model calls them.
                 _loop.cache_clear()
         except BaseException:
             _withdraw()
@@ -71,7 +71,7 @@ def install() -> None:
 
 
 def _register() -> None:
-    """Have every rule of the table, as it stands, replace what stands for its operator."""
+    """Register every rule, as the table is now."""
     for op, entry in RULES.items():
         _replace(op, _kernel(op, *entry), entry.key, with_keyset=True)
     for op in DECOMPOSED:
@@ -79,7 +79,7 @@ def _register() -> None:
 
 
 def put(op: str) -> None:
-    """Have a rule that was added after the others replace what stands for its operator, if rules are installed."""
+    """Register a rule that was added later, if rules are installed."""
     with _lock:
         if _installed:
             _unruled.discard(op if "::" in op else f"aten::{op}")
@@ -104,27 +104,27 @@ def _library_of(op: str) -> tuple[torch.library.Library, str]:
 
 
 def _withdraw() -> None:
-    """Take back whatever has been registered."""
+    """Take back everything that has been registered."""
     for library in _libraries.values():
         _torch.destroy(library)
     _libraries.clear()
     _unruled.clear()
     _loop.cache_clear()
-    _hand_back()
+    _restore_python_kernels()
 
 
 def _loop_the_rest() -> None:
-    """Have operators without a rule run one member after another, those of other libraries too, whenever they are loaded."""
-    global _seen
+    """Register the loop for every operator without a rule, other libraries' operators included."""
+    global _counts
     with _lock:
-        _seen = _torch.num_libraries()
+        _counts = _torch.num_libraries()
         for name in _torch.operators_without(BATCHED):
             _unruled.add(name)
             _torch.implement(*_library_of(name), BATCHED, functools.partial(_looped, name))
 
 
 def _looped(name: str, *args: Any, **kwargs: Any) -> Any:
-    """An operator without a rule, which is not in the table before it is called."""
+    """Call an operator without a rule, which enters the table at its first call."""
     return _loop(name)(*args, **kwargs)
 
 
@@ -147,8 +147,8 @@ def _loop(name: str) -> Callable[..., Any]:
 
 
 def _copied(sibling: Any, keyset: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """An operator in place by its sibling out of place, which has a rule."""
-    # Of a copy, because gradients may need what is overwritten.
+    """Call an in-place operator by its out-of-place sibling, which has a rule."""
+    # On a copy, because gradients may need the values that are overwritten.
     result = sibling(x.clone(), *args, **kwargs)
     if not torch.can_cast(result.dtype, x.dtype):
         raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {x.dtype}")
@@ -172,13 +172,13 @@ def install_for_compiler(overrides: str) -> bool:
 
 @_torch.constant_to_compiler
 def settle_layout() -> bool:
-    """Have a graph that writes copies which stand for views lay out its tensors member by member.
+    """Lay out tensors member by member in a graph that writes copies which stand for views.
 
     The compiler calls it while it traces with tensors that have shapes only, before batching rules run for the graph.
     """
-    watch = _aliasing.current()
-    if watch is not None and not watch.known.front and watch.is_torn():
-        watch.known.front = True
+    copies = _aliasing.current()
+    if copies is not None and not copies.known.models_first and copies.is_written():
+        copies.known.models_first = True
         _torch.mark_graphs(_LAYOUT, "front")
     return True
 
@@ -210,7 +210,7 @@ _compiling = False
 
 
 def _set_up_until_compiled() -> None:
-    """Keep settings until compilation ends, since rules run only after tracing, when the compiler captures operators."""
+    """Apply settings until compilation ends: rules run after tracing, when the compiler captures operators."""
     global _compiling
     if _compiling:
         return
@@ -219,13 +219,13 @@ def _set_up_until_compiled() -> None:
     def end() -> None:
         global _compiling
         _compiling = False
-        watch.__exit__()
+        copies.__exit__()
         _torch.mark_graphs(_LAYOUT, None)
         _torch.allow_recurrent_layers(allowed)
         guard.__exit__()
 
     _compiling = True
-    watch = _aliasing.watched(_aliasing.AliasFacts()).__enter__()
+    copies = _aliasing.watched(_aliasing.AliasFacts()).__enter__()
     # Recurrent layers belong in graphs, because their rules decompose them.
     allowed = _torch.allow_recurrent_layers(True)
     guard.__enter__()
@@ -244,7 +244,7 @@ def uninstall() -> None:
         _torch.mark_graphs(_RULES, None)
 
 
-def _hand_back() -> None:
+def _restore_python_kernels() -> None:
     """Register PyTorch's own Python kernels again.
 
     Under dispatch modes, and so under the compiler, Python kernels come from a table of the last ones registered, which
@@ -263,7 +263,7 @@ def _kernel(
     op: str, rule: Rule | None, key: str, otherwise: Callable[..., Any] | None, chooses: bool
 ) -> Callable[..., Any]:
     operator = _torch.operator(op)
-    own = torch.library.get_kernel(operator, key)
+    replaced = torch.library.get_kernel(operator, key)
     only, is_random, written = TABLE[op][0].lowering, _torch.draws(operator), _torch.written_by(operator)[0]
     makes_new = not any(result.alias_info for result in operator._schema.returns)
 
@@ -275,8 +275,8 @@ def _kernel(
         named, arguments = kwargs, (*args, *kwargs.values())
         plain, dims = _unwrap(args, level)
         if kwargs:
-            values, found = _unwrap(kwargs.values(), level)
-            kwargs, named_dims = dict(zip(kwargs, values, strict=True)), dict(zip(kwargs, found, strict=True))
+            values, axes = _unwrap(kwargs.values(), level)
+            kwargs, named_dims = dict(zip(kwargs, values, strict=True)), dict(zip(kwargs, axes, strict=True))
         else:
             named_dims = {}
         lower = _torch.current_interpreter().lower if key == FRONT else _torch.below_batching
@@ -292,17 +292,17 @@ def _kernel(
             if rule is None or lowering == "loop":
                 if rule is None and is_random and vmap.randomness() != _torch.RandomnessType.Different:
                     raise RuntimeError(f"vmap: called random operation while in randomness error mode: {op}")
-                found = one_by_one(operator, num_models, plain, dims, kwargs, named_dims)
+                result = one_by_one(operator, num_models, plain, dims, kwargs, named_dims)
             else:
-                found = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **kwargs)
-        if found is NotImplemented:
-            return own.call_boxed(keyset, *args, **named)
-        outputs, out_dims = found
-        watch = _aliasing.current()
-        if watch is not None and watch.known.front and makes_new:
-            outputs, out_dims = _aliasing.in_front(outputs, out_dims)
+                result = rule(Call(num_models, tuple(dims), named_dims, lowering), *plain, **kwargs)
+        if result is NotImplemented:
+            return replaced.call_boxed(keyset, *args, **named)
+        outputs, out_dims = result
+        copies = _aliasing.current()
+        if copies is not None and copies.known.models_first and makes_new:
+            outputs, out_dims = _aliasing.with_models_first(outputs, out_dims)
         if rule is None and written:
-            # What is written in place is returned as it came.
+            # An argument that was written in place is returned itself.
             given = {id(one): whole for one, whole in zip((*plain, *kwargs.values()), arguments, strict=True)}
             return _wrap(outputs, out_dims, level, given)
         return _wrap(outputs, out_dims, level)

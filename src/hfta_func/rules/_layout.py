@@ -1,4 +1,4 @@
-"""The layout verbs of every batching rule: fold and its inverse split; front, expand and align; each, for several tensors."""
+"""Layouts for batching rules: fold and its inverse split; models_first, expand and align; each, for several tensors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def split(x: Tensor, axis: int, num_models: int) -> Tensor:
     return x.unflatten(axis, (num_models, x.shape[axis] // num_models))
 
 
-def front(x: Tensor, model_dim: int | None) -> Tensor:
+def models_first(x: Tensor, model_dim: int | None) -> Tensor:
     """Move the model axis to the front; a shared tensor, or one that has it there already, costs no autograd node."""
     return x.movedim(model_dim, 0) if model_dim else x
 
 
 def expand(x: Tensor, model_dim: int | None, num_models: int) -> Tensor:
     """``[M, ...]``; a shared tensor is repeated as a view."""
-    return x.expand(num_models, *x.shape) if model_dim is None else front(x, model_dim)
+    return x.expand(num_models, *x.shape) if model_dim is None else models_first(x, model_dim)
 
 
 def align(x: Tensor, model_dim: int | None, rank: int, after: int = 0) -> Tensor:
@@ -38,7 +38,7 @@ def align(x: Tensor, model_dim: int | None, rank: int, after: int = 0) -> Tensor
 
     Axes of size 1 are added: ``after`` of them at the end, the others behind the model axis.
     """
-    x = x.unsqueeze(0) if model_dim is None else front(x, model_dim)
+    x = x.unsqueeze(0) if model_dim is None else models_first(x, model_dim)
     return x.reshape(x.shape[0], *(1,) * (rank + 1 - x.dim() - after), *x.shape[1:], *(1,) * after)
 
 

@@ -1,4 +1,4 @@
-"""The lowering that every operator has: one member after another."""
+"""The lowering ``loop``, which every operator has: one member after another."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def one_by_one(
 ) -> tuple[Any, Any]:
     """Call an operator once per member.
 
-    It writes in place into copies of the members, from which the array is then written at once: for every write into one of
-    its members, autograd would copy all of it.
+    An operator that works in place writes into copies of the members, from which the array is then written in one operation:
+    autograd would copy the whole array for every write into a single member.
     """
     values, axes = {**dict(enumerate(args)), **kwargs}, {**dict(enumerate(dims)), **named_dims}
     writes, results = written_by(operator)
@@ -34,14 +34,14 @@ def one_by_one(
         _write(operator, values[key], axes[key], parts[key])
     if not results:
         return _stack(operator, outputs)
-    # What an operator returns is in part, or all, what it has written.
+    # Some or all results of an operator are arguments that it has written.
     columns = [outputs] if len(results) == 1 else zip(*outputs, strict=True)
     pairs = [
         _stack(operator, column) if key is None else (values[key], axes[key])
         for column, key in zip(columns, results, strict=True)
     ]
-    found, found_dims = zip(*pairs, strict=True)
-    return (found[0], found_dims[0]) if len(pairs) == 1 else (found, found_dims)
+    outputs, out_dims = zip(*pairs, strict=True)
+    return pairs[0] if len(pairs) == 1 else (outputs, out_dims)
 
 
 def _unbind(value: Any, dim: Any, num_models: int) -> Sequence[Any]:

@@ -7,7 +7,7 @@ cuda --samples 8`` on an H100, with PyTorch 2.11 and cuDNN's own choice of algor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,132 +54,117 @@ class Row(NamedTuple):
 
 
 def always(case: Case) -> bool:
-    """What holds for every call."""
+    """True for every call."""
     return True
 
 
-def _on(device: str, *conditions: Callable[..., bool]) -> Callable[[Case], bool]:
-    """Conditions on the convolution of one member on a device: its input, filters and geometry, the last six options."""
+class _Convolution(NamedTuple):
+    """The convolution of one member: the shapes of input and filters, and the options in PyTorch's order."""
 
-    def when(case: Case) -> bool:
-        one = case.shapes[0], case.shapes[1], case.options[-6:]
-        return case.device == device and all(condition(*one) for condition in conditions)
+    x: tuple[int, ...]
+    weight: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
 
-    return when
+    @property
+    def pixels(self) -> int:
+        """The pixels of one image of the input."""
+        return math.prod(self.x[2:])
 
+    @property
+    def pixels_out(self) -> int:
+        """The pixels of one image of the output, if it is padded as usual and not transposed."""
+        return math.prod(-(-size // step) for size, step in zip(self.x[2:], self.stride, strict=True))
 
-def _pixels(x: Sequence[int], stride: Sequence[int]) -> int:
-    """Of an image after a convolution that pads it as usual."""
-    return math.prod(-(-size // step) for size, step in zip(x[2:], stride, strict=True))
+    @property
+    def fewer_pixels(self) -> int:
+        """The pixels on the side with fewer: the output, or the input if it is transposed."""
+        return self.pixels if self.transposed else self.pixels_out
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether it has 1x1 filters, one group, and no padding."""
+        return math.prod(self.weight[2:]) == 1 and self.groups == 1 and not any(self.padding)
 
-def _is_one_pixel(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    """Whether a convolution computes one pixel per image, or a transposed one reads one: a linear layer."""
-    stride, padding, dilation, transposed, *_ = options
-    if transposed:
-        return all(size == 1 for size in x[2:]) and not any(padding)
-    return all(
-        size + 2 * pad - step * (taps - 1) - 1 < jump
-        for size, taps, jump, pad, step in zip(x[2:], weight[2:], stride, padding, dilation, strict=True)
-    )
+    @property
+    def is_one_pixel(self) -> bool:
+        """Whether it computes one pixel per image, or if transposed reads one: a linear layer."""
+        if self.transposed:
+            return all(size == 1 for size in self.x[2:]) and not any(self.padding)
+        axes = zip(self.x[2:], self.weight[2:], self.stride, self.padding, self.dilation, strict=True)
+        return all(size + 2 * pad - step * (taps - 1) - 1 < jump for size, taps, jump, pad, step in axes)
 
+    def holds(self, entries: int) -> bool:
+        """Whether the filters have at least so many entries."""
+        return math.prod(self.weight) >= entries
 
-def _is_few_pixels_of_large_filters(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    """At most 64 pixels in all output images, input images if transposed, and at least 1 MB of filters."""
-    stride, *_, transposed, _, _ = options
-    pixels = math.prod(x[2:]) if transposed else _pixels(x, stride)
-    return x[0] * pixels <= 2**6 and math.prod(weight) >= 2**18
+    def is_uneven(self, pixels: int) -> bool:
+        """Whether at most 4 channels become 32 or more, or the other way round, on so many pixels of all images."""
+        few, many = sorted(self.weight[:2])
+        return few <= 4 and many >= 32 and self.groups == 1 and self.x[0] * self.pixels >= pixels
 
+    def shrinks(self) -> bool:
+        """Whether it makes at most 16 pixels of more, or at most 4 with at least 1 MB of filters."""
+        few = (self.pixels_out <= 2**4 and max(self.stride) > 1) or (self.pixels_out <= 4 and self.holds(2**18))
+        return few and not self.transposed and self.groups == 1
 
-def _has_few_channels_on_large_images(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    few = min(weight[0], weight[1]) <= 4 and options[-1] == 1
-    return few and len(x) > 3 and x[0] * math.prod(x[2:]) >= 2**14
+    def has_few_channels(self) -> bool:
+        """Whether at most 4 channels come in or go out, on large images."""
+        few = min(self.weight[:2]) <= 4 and self.groups == 1
+        return few and len(self.x) > 3 and self.x[0] * self.pixels >= 2**14
 
-
-def _has_few_channels_in(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    few = x[1] <= 4 and not options[3]
-    return few and len(x) > 3 and math.prod(weight[2:]) >= 9 and x[0] * math.prod(x[2:]) >= 2**11
-
-
-def _is_small_and_pointwise(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    """1x1 filters of at most 16 KB, on at least 128 pixels."""
-    return math.prod(weight) <= 2**12 and _is_pointwise(x, weight, options) and math.prod(x[2:]) >= 2**7
-
-
-def _is_pointwise(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    _, padding, _, _, _, groups = options
-    return math.prod(weight[2:]) == 1 and groups == 1 and not any(padding)
-
-
-def _are_sequences(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    return len(x) == 3
-
-
-def _has_many_pixels(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    return _pixels(x, options[0]) >= 2**6
-
-
-def _is_transposed(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    return options[3]
-
-
-def _is_plain(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    return not options[3]
+    def has_few_channels_in(self) -> bool:
+        """Whether at most 4 channels come in, under filters of 9 taps or more, on images that are not small."""
+        few = self.x[1] <= 4 and not self.transposed
+        return few and len(self.x) > 3 and math.prod(self.weight[2:]) >= 9 and self.x[0] * self.pixels >= 2**11
 
 
-def _shrinks_to_few_pixels(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-    """At most 16 pixels of an image that had more, or at most 4 and at least 1 MB of filters."""
-    stride, *_, transposed, _, groups = options
-    pixels = _pixels(x, stride)
-    few = (pixels <= 2**4 and max(stride) > 1) or (pixels <= 4 and math.prod(weight) >= 2**18)
-    return few and not transposed and groups == 1
+def _convolution(case: Case) -> _Convolution:
+    return _Convolution(*case.shapes[:2], *case.options[-6:])  # pyright: ignore
 
 
-def _holds(entries: int) -> Callable[..., bool]:
-    """Whether a filter bank has at least so many entries."""
-    return lambda x, weight, options: math.prod(weight) >= entries
-
-
-def _is_uneven(pixels: int) -> Callable[..., bool]:
-    """Whether at most 4 channels become 32 or more, or the other way round, on so many pixels of all images."""
-
-    def condition(x: Sequence[int], weight: Sequence[int], options: Sequence[Any]) -> bool:
-        few, many = sorted(weight[:2])
-        return few <= 4 and many >= 32 and options[-1] == 1 and x[0] * math.prod(x[2:]) >= pixels
-
-    return condition
+def _on(device: str, condition: Callable[[_Convolution], bool]) -> Callable[[Case], bool]:
+    """A condition on the convolution of one member on a device."""
+    return lambda case: case.device == device and condition(_convolution(case))
 
 
 def _is_small(case: Case) -> bool:
     """At most 33 million products of two numbers in all members."""
     if case.device != "cpu" or case.dtype not in (torch.float32, torch.float64):
         return False
-    x, weight, (stride, *_, transposed, _, groups) = case.shapes[0], case.shapes[1], case.options[-6:]
-    assert x is not None and weight is not None
-    pixels = math.prod(x[2:]) if transposed else _pixels(x, stride)
-    return groups == 1 and case.num_models * x[0] * pixels * math.prod(weight) <= 2**25
+    one = _convolution(case)
+    products = case.num_models * one.x[0] * one.fewer_pixels * math.prod(one.weight)
+    return one.groups == 1 and products <= 2**25
 
 
 _GROUPED = Row(always, "grouped", "one group per member")
 _POINTWISE = Row(
-    _on("cpu", _is_small_and_pointwise), "sample_matmul", "small 1x1 filters: images keep their memory layout"
+    # At most 16 KB of filters.
+    _on("cpu", lambda one: not one.holds(2**12 + 1) and one.is_pointwise and one.pixels >= 2**7),
+    *("sample_matmul", "small 1x1 filters: images keep their memory layout"),
 )
-_ONE_PIXEL = Row(_on("cpu", _is_one_pixel), "matmul", "one pixel per image: a linear layer")
-_ONE_PIXEL_OF_A_BATCH = _ONE_PIXEL._replace(
-    when=_on("cpu", lambda x, weight, options: x[0] >= 8 and _is_one_pixel(x, weight, options))
-)
+_ONE_PIXEL = Row(_on("cpu", lambda one: one.is_one_pixel), "matmul", "one pixel per image: a linear layer")
+_ONE_PIXEL_OF_A_BATCH = _ONE_PIXEL._replace(when=_on("cpu", lambda one: one.x[0] >= 8 and one.is_one_pixel))
 _FEW_PIXELS = Row(
-    _on("cpu", _is_few_pixels_of_large_filters), "matmul", "few pixels: a short product writes the large filters once"
+    # At least 1 MB of filters.
+    _on("cpu", lambda one: one.x[0] * one.fewer_pixels <= 2**6 and one.holds(2**18)),
+    *("matmul", "few pixels: a short product writes the large filters once"),
 )
-_has_large_filters = _on("cpu", _holds(2**17))
+_has_large_filters = _on("cpu", lambda one: one.holds(2**17))
 # A loop takes long to compile, and then gains nothing.
 _LARGE = Row(
     lambda case: case.num_models > 1 and not case.compiling and _has_large_filters(case),
     "loop",
     "512 KB of filters per member: in a loop they stay in the cache",
 )
-_FEW = Row(_on("cpu", _has_few_channels_on_large_images), "loop", "few channels, which grouped kernels do not fill")
-_FEW_IN = Row(_on("cpu", _has_few_channels_in), "channels_last", "few input channels: pixels are contiguous")
+_FEW = Row(_on("cpu", _Convolution.has_few_channels), "loop", "few channels, which grouped kernels do not fill")
+_FEW_IN = Row(
+    _on("cpu", _Convolution.has_few_channels_in), "channels_last", "few input channels: pixels are contiguous"
+)
 # A kernel converts what it reads and writes to a layout of its own, which takes longer than so few products.
 # An exported program keeps its convolutions, which other runtimes know.
 _WINDOWS = Row(
@@ -189,10 +174,13 @@ _WINDOWS = Row(
 )
 _SMALL = (_POINTWISE, _WINDOWS, _FEW, _FEW_IN, _GROUPED)
 
-# cuDNN has good kernels for few of the convolutions in groups; where it has not, they take up to 30 times as long.
-_CUDA_ONE_PIXEL = Row(_on("cuda", _is_one_pixel, _holds(2**13)), "matmul", "one pixel per image: a linear layer")
-_CUDA_SHRINKS = Row(_on("cuda", _shrinks_to_few_pixels), "matmul", "few pixels: one batched product")
-_CUDA_POINTWISE = Row(_on("cuda", _is_pointwise, _has_many_pixels), "sample_matmul", "1x1 filters: one batched product")
+# cuDNN has fast kernels for a few convolutions in groups only; the others take up to 30 times as long.
+_CUDA_ONE_PIXEL = _ONE_PIXEL._replace(when=_on("cuda", lambda one: one.is_one_pixel and one.holds(2**13)))
+_CUDA_SHRINKS = Row(_on("cuda", _Convolution.shrinks), "matmul", "few pixels: one batched product")
+_CUDA_POINTWISE = Row(
+    _on("cuda", lambda one: one.is_pointwise and one.pixels_out >= 2**6),
+    *("sample_matmul", "1x1 filters: one batched product"),
+)
 _CUDA_LARGE = "loop", "4 MB of filters per member, for which groups have slow kernels"
 _CUDA_UNEVEN = "loop", "few channels to many, which kernels for groups do not fill"
 
@@ -221,23 +209,23 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(lambda case: case.shared[1], "folded", "shared filters: members join the batch"),
         Row(lambda case: case.shared[0], "wide", "one shared input: all members' filters in one convolution"),
         _CUDA_ONE_PIXEL,
-        _CUDA_POINTWISE._replace(when=_on("cuda", _is_pointwise, _are_sequences)),
-        # The kernel of what is transposed is that of the other one's gradient.
-        Row(_on("cuda", _is_transposed, _holds(2**20)), *_CUDA_LARGE),
-        Row(_on("cuda", _is_transposed, _is_uneven(2**16)), *_CUDA_UNEVEN),
+        _CUDA_POINTWISE._replace(when=_on("cuda", lambda one: one.is_pointwise and len(one.x) == 3)),
+        # A transposed convolution runs by the kernel that computes the gradient of an ordinary one.
+        Row(_on("cuda", lambda one: one.transposed and one.holds(2**20)), *_CUDA_LARGE),
+        Row(_on("cuda", lambda one: one.transposed and one.is_uneven(2**16)), *_CUDA_UNEVEN),
         *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, *_SMALL),
     ),
     "convolution_input_grad": (
-        _CUDA_ONE_PIXEL._replace(when=_on("cuda", _is_plain, _is_one_pixel, _holds(2**13))),
+        Row(lambda case: _CUDA_ONE_PIXEL.when(case) and not _convolution(case).transposed, *_CUDA_ONE_PIXEL[1:]),
         *(_CUDA_SHRINKS, _CUDA_POINTWISE),
-        Row(_on("cuda", _is_plain, _holds(2**20)), *_CUDA_LARGE),
-        Row(_on("cuda", _is_plain, _is_uneven(2**16)), *_CUDA_UNEVEN),
+        Row(_on("cuda", lambda one: not one.transposed and one.holds(2**20)), *_CUDA_LARGE),
+        Row(_on("cuda", lambda one: not one.transposed and one.is_uneven(2**16)), *_CUDA_UNEVEN),
         *(_LOOP_ON_XLA, _ONE_PIXEL_OF_A_BATCH, _LARGE, _POINTWISE, _WINDOWS),
         *(_FEW._replace(when=lambda case: _FEW.when(case) and not case.options[-3]), _FEW_IN, _GROUPED),
     ),
     "convolution_weight_grad": (
         *(_CUDA_ONE_PIXEL, _CUDA_SHRINKS, _CUDA_POINTWISE),
-        Row(_on("cuda", _is_uneven(2**17)), *_CUDA_UNEVEN),
+        Row(_on("cuda", lambda one: one.is_uneven(2**17)), *_CUDA_UNEVEN),
         *(_LOOP_ON_XLA, _ONE_PIXEL, _FEW_PIXELS, _LARGE, *_SMALL),
     ),
     **dict.fromkeys(
@@ -291,11 +279,11 @@ def enter(op: str, family: str, reason: str, lowering: str = "folded") -> None:
 
 def known_lowerings(name: str) -> set[str]:
     """The lowerings of an operator, a family or ``"all"`` operators; none for an unknown name."""
-    found = set()
+    lowerings = set()
     for op, rows in TABLE.items():
         if name in titles(op):
-            found |= set(LOWERINGS.get(op, ())) | {row.lowering for row in rows}
-    return found | {"loop"} if found and name not in UNLOOPED else found
+            lowerings |= set(LOWERINGS.get(op, ())) | {row.lowering for row in rows}
+    return lowerings | {"loop"} if lowerings and name not in UNLOOPED else lowerings
 
 
 def titles(op: str) -> tuple[str, ...]:

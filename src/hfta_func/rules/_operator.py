@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfta_func._kernels.operators import define_operator
 from hfta_func._torch import (
     SingleLevelFunction,
     below_autograd,
     has_tangents,
     single_level_functions,
-    taken_apart,
     without_views,
 )
 from hfta_func.rules._registry import fingerprint
@@ -39,26 +39,26 @@ def lower_precision(*values: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(eq=False)
 class Operator:
-    """An operator ``hfta_func::<name>`` with a backward pass of its own.
+    """An operator ``hfta_func::<name>`` with a backward pass that is written for it.
 
-    Both passes are written in tensor operations that have derivatives of their own.
+    Both passes consist of tensor operations that have derivatives, too.
     """
 
     schema: str  # its signature in PyTorch's notation, positional arguments only
     forward: Callable[..., Any]
     setup_context: Callable[..., None]  # (ctx, inputs, output): saves what the backward pass needs
     backward: Callable[..., Any]  # (ctx, *grads): one gradient or None per argument
-    # Computes outputs of the right shapes and strides. With it compilers keep the operator whole; without it they see the
+    # Computes outputs of the right shapes and strides. With it graphs hold the operator as a whole; without it they hold the
     # operations of its forward pass.
     fake: Callable[..., Any] | None = None
-    # What an outer vmap sees, where the gradient of the forward pass alone is another.
+    # What an outer vmap runs, if the gradient of the forward pass alone would be wrong.
     batched: Callable[..., Any] | None = None
     lowers: bool = True  # whether autocast runs it in lower precision
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; under autocast in the lower precision if it ``lowers``, backward pass included."""
         kind = args[0].device.type
-        # An exported program runs where this package is not known.
+        # An exported program runs without this package.
         op = self.forward if torch.compiler.is_exporting() else self._op
         if not (self.lowers and torch.is_autocast_enabled(kind)):
             return op(*args)
@@ -68,15 +68,7 @@ class Operator:
 
     @functools.cached_property
     def _op(self) -> Any:
-        # Defined on first use, since nothing happens at import. The fingerprint tells versions of this package in one process
-        # apart; two copies of the same version share the operator.
         title, _, signature = self.schema.partition("(")
-        name = f"{title}_{fingerprint()[:8]}"
-        if hasattr(torch.ops.hfta_func, name):
-            return getattr(torch.ops.hfta_func, name).default
-        library = torch.library.Library("hfta_func", "FRAGMENT")
-        library.define(f"{name}({signature}")
-        op = getattr(torch.ops.hfta_func, name).default
         forward = self.forward
 
         def below(*args: Any) -> Any:
@@ -85,7 +77,7 @@ class Operator:
                 return op(*args)
 
         methods = {"forward": below, "setup_context": self.setup_context, "backward": self.backward}
-        function: Any = type(title, (SingleLevelFunction,), {key: staticmethod(own) for key, own in methods.items()})
+        function: Any = type(title, (SingleLevelFunction,), {key: staticmethod(one) for key, one in methods.items()})
 
         def autograd(*args: Any) -> Any:
             if has_tangents():
@@ -98,15 +90,16 @@ class Operator:
             with single_level_functions():
                 return function.apply(*args)
 
-        library.impl(name, forward, "CompositeExplicitAutograd")
-        library.impl(name, autograd, "Autograd")
-        library.impl(name, self.batched or forward, "FuncTorchBatched")
+        kernels = {
+            "CompositeExplicitAutograd": forward,
+            "Autograd": autograd,
+            "FuncTorchBatched": self.batched or forward,
+        }
         if self.fake is None:
             # XLA tracks views above its kernels, so it must see the operations inside.
-            library.impl(name, forward, "Functionalize")
-            # Graph capture replaces the operator with its operations, below autograd.
-            taken_apart(op, forward)
-        else:
-            torch.library.register_fake(f"hfta_func::{name}", self.fake, lib=library)
-        self._library = library
+            kernels["Functionalize"] = forward
+        # The fingerprint tells versions of this package in one process apart; copies of one version share the operator.
+        schema = f"{title}_{fingerprint()[:8]}({signature}"
+        decomposition = forward if self.fake is None else None
+        op = define_operator(schema, kernels, fake=self.fake, decomposition=decomposition)
         return op

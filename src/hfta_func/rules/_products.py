@@ -47,8 +47,8 @@ def gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     return _channels_first(products, image.shape[:2], space, geometry)
 
 
-def spread(small: Sequence[int], kernel: Sequence[int], geometry: Geometry) -> list[int]:
-    """The space of what a transposed convolution makes of space ``L``."""
+def transposed_space(small: Sequence[int], kernel: Sequence[int], geometry: Geometry) -> list[int]:
+    """The output space of a transposed convolution of an input with space ``L``."""
     sizes = zip(small, kernel, *geometry[:3], geometry.output_padding, strict=True)
     return [
         (size - 1) * stride - 2 * pad + dilation * (taps - 1) + extra + 1

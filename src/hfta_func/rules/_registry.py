@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hfta_func._types import TraceError
 from hfta_func.rules._lowering import enter
 
 Dims = tuple[Any, ...]
@@ -45,6 +46,14 @@ class Call(NamedTuple):
         """The first ``count`` of ``dims``; PyTorch leaves out trailing arguments that have their default value."""
         return (*self.dims, *(None,) * count)[:count]
 
+    def require_shared(self, position: int, what: str) -> None:
+        """Raise a TraceError unless members share an argument, ``what`` of packed sequences."""
+        if self.dims[position] is not None:
+            raise TraceError(
+                f"each member has its own {what} of packed sequences, which decide its shape, but the members run as "
+                f"one and need equal shapes; pack with lengths that all members share, or pad and mask"
+            )
+
 
 Rule = Callable[..., Result]
 """``rule(call, *args, **kwargs) -> (outputs, dims)``, on plain tensors; ``dims`` has one entry per output. ``NotImplemented``
@@ -64,7 +73,7 @@ RULES: dict[str, Entry] = {}
 """Rules by operator name, ``"convolution"`` or ``"name.overload"``."""
 
 OUTSIDE: dict[str, str] = {}
-"""A digest of the code of each rule that stands outside of this package, by operator."""
+"""A digest of the code of each rule from outside this package, by operator."""
 
 DECOMPOSED: list[str] = []
 """Operators that are decomposed into others."""
@@ -85,21 +94,21 @@ def register(
 
     def add(rule: Rule) -> Rule:
         RULES[op] = Entry(rule, key, otherwise, chooses)
-        enter(op, family, (rule.__doc__ or f"by {rule.__qualname__}").partition("\n")[0])
+        enter(op, family, "the only lowering of its rule")
         return rule
 
     return add
 
 
 def register_looped(family: str, *ops: str) -> None:
-    """Have rare operators run for one member after another: those that only gradients inside ``vmap`` call."""
+    """Run rare operators for one member after another: those that only gradients inside ``vmap`` call."""
     for op in ops:
         RULES[op] = Entry(None, BATCHED, None, False)
         enter(op, family, "rare: one member after another", "loop")
 
 
 def register_decomposed(*ops: str) -> None:
-    """Have operators decomposed under ``vmap`` as PyTorch decomposes them outside of it."""
+    """Decompose operators under ``vmap`` as PyTorch decomposes them outside of it."""
     DECOMPOSED.extend(ops)
 
 

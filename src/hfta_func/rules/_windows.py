@@ -1,7 +1,7 @@
-"""Convolutions of M members as batched matrix products, as compilers make fast programs of them.
+"""Convolutions of M members as batched matrix products, in an order of which compilers make fast programs.
 
-Other than in :mod:`hfta_func.rules._products`, whose dimension letters these functions share, padded images are written to
-memory once, and overlapping windows are never added up.
+Unlike :mod:`hfta_func.rules._products`, whose dimension letters these functions share, padded images are written to memory
+once, and overlapping windows are never added up.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def correlate(channels: Tensor, image: Tensor, weight: Tensor, geometry: Geometr
 
 
 def _padded(image: Tensor, geometry: Geometry) -> tuple[Tensor, Geometry]:
-    """The padded image, and the geometry of what reads it."""
+    """The padded image, and the geometry of a convolution that reads it."""
     padding = [pad for pad in reversed(geometry.padding) for _ in range(2)]
     return _pad(image, padding), geometry._replace(padding=[0] * len(geometry.padding))
 
 
 def _pad(image: Tensor, padding: Sequence[int]) -> Tensor:
     image = F.pad(image, padding)
-    # A compiler must write a tensor whose strides are asked for. It would pad anew for every window otherwise.
+    # Asking for strides makes a compiler store the tensor; otherwise it would pad again for every window.
     return image.as_strided(image.shape, image.stride()) if max(padding) > 0 else image

@@ -5,7 +5,7 @@ The table chooses a lowering for the forward pass and for each of the two gradie
 - ``grouped``: one convolution with a group per member;
 - ``channels_last``: the same with channels innermost in memory;
 - ``matmul``: one batched matrix product per direction over unfolded inputs;
-- ``windows``: the same in the order in which compilers make a fast program of it;
+- ``windows``: the same, in an order of which compilers make a fast program;
 - ``sample_matmul``: for 1x1 filters, one matrix product per sample, without moving channels or pixels in memory;
 - ``loop``: one convolution per member;
 - ``wide``: for an input that all members share, the filters of all members in one convolution.
@@ -27,7 +27,7 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func.rules import _products, _windows
 from hfta_func.rules._choice import choose, remembered
-from hfta_func.rules._layout import align, expand, fold, front, split
+from hfta_func.rules._layout import align, expand, fold, models_first, split
 from hfta_func.rules._lowering import Case, make_case
 from hfta_func.rules._operator import Operator, lower_precision
 from hfta_func.rules._products import Geometry, is_pointwise
@@ -58,9 +58,9 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
     crop, geometry, lowerings, bias_apart = _plan(case)
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.
     separate = bias is not None and ((weight_dim is None) != (bias_dim is None) or bias_apart)
-    inner = None if separate or bias is None else front(bias, bias_dim)
+    inner = None if separate or bias is None else models_first(bias, bias_dim)
     if weight_dim is not None:
-        weight = front(weight, weight_dim)
+        weight = models_first(weight, weight_dim)
         if crop is not None:
             # Negative padding is a single operator, whose gradient is written once.
             weight = F.pad(weight, crop)
@@ -84,7 +84,7 @@ def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *opt
     if separate and bias is not None:
         # [M,N,O,S] + [M,1,O,1]
         rank = y.dim() - (dim is not None)
-        y, dim = front(y, dim) + align(bias, bias_dim, rank, rank - 2), 0
+        y, dim = models_first(y, dim) + align(bias, bias_dim, rank, rank - 2), 0
     return y, dim
 
 
@@ -127,8 +127,8 @@ def _plan(case: Case) -> Plan:
     assert x is not None and weight is not None
     axes = len(weight) - 2
     # A number for all space axes may be given as a list of one.
-    spread: Any = ([*opt] * (axes // len(opt)) if isinstance(opt, tuple) else opt for opt in case.options)
-    crop, geometry = (None, Geometry(*spread)) if weight_is_shared else _crop(weight, Geometry(*spread), x[2:])
+    per_axis: Any = ([*opt] * (axes // len(opt)) if isinstance(opt, tuple) else opt for opt in case.options)
+    crop, geometry = (None, Geometry(*per_axis)) if weight_is_shared else _crop(weight, Geometry(*per_axis), x[2:])
     if crop is not None:
         taps = (size + crop[2 * (axes - 1 - i)] + crop[2 * (axes - 1 - i) + 1] for i, size in enumerate(weight[2:]))
         weight = (*weight[:2], *taps)
@@ -142,7 +142,7 @@ def _plan(case: Case) -> Plan:
         forward = "grouped"
     lowerings = forward, *(choose(case._replace(op=f"convolution_{of}_grad")).lowering for of in ("input", "weight"))
     is_linear = is_pointwise(weight[2:], geometry) and geometry.groups == 1
-    # Otherwise filters fit in more places of the larger image than there are pixels in the smaller.
+    # Otherwise filters fit at more positions of the larger image than there are pixels in the smaller one.
     is_exact = all(map(int.__lt__, geometry.output_padding, geometry.stride))
     possible = {
         "matmul": is_exact and axes <= 2,
@@ -165,7 +165,7 @@ def _crop(weight: Sequence[int], geometry: Geometry, space: Sequence[int]) -> tu
             starts = range(-pad, size + pad - dilation * (taps - 1), stride)
             used = [tap for tap in range(taps) if any(0 <= start + dilation * tap < size for start in starts)]
             rest = pad - dilation * used[0] if used else -1
-            # PyTorch pads both sides alike, so the filter must stop at the same place with the remaining padding.
+            # PyTorch pads both sides alike, so the last position of the filter must stay the same.
             width = dilation * (used[-1] - used[0]) + 1 if used else 0
             if rest >= 0 and (size + 2 * rest - width) // stride + 1 == len(starts):
                 first, count, padding[axis] = used[0], used[-1] - used[0] + 1, rest
@@ -199,7 +199,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> T
         if lowering == "sample_matmul":
             y = _products.per_sample(_products.matrices(weight, geometry.transposed), x)
         elif geometry.transposed:
-            space = _products.spread(x.shape[3:], weight.shape[3:], geometry)
+            space = _products.transposed_space(x.shape[3:], weight.shape[3:], geometry)
             y = _PRODUCTS[lowering].scatter(x, weight, geometry, space)
         else:
             y = _PRODUCTS[lowering].gather(x, weight, geometry)

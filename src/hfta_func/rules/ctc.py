@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func.rules._layout import each, fold, front, split
+from hfta_func.rules._layout import each, fold, models_first, split
 from hfta_func.rules._registry import Call, Result, register
 
 _NONE, _MEAN = 0, 1
 
 
 def _loss(overload: str) -> None:
-    # PyTorch's decomposable operator, so that PyTorch chooses between its own kernel and cuDNN's.
+    # PyTorch's decomposable operator, so that PyTorch chooses between its kernel and cuDNN's.
     operator = _torch.operator(f"ctc_loss.{overload}")
 
     @register(f"ctc_loss.{overload}", "loss")
@@ -53,7 +53,7 @@ def _native(overload: str) -> None:
 
     @register(f"_ctc_loss{suffix}", "loss")
     def ctc_loss_forward(call: Call, *args: Any) -> Result:
-        """Losses ``[M,N]`` of PyTorch's own kernel, and what its gradient needs."""
+        """Losses ``[M,N]`` of PyTorch's kernel, and what its gradient needs."""
         outputs = forward(*_join(call.num_models, args[:4], call.dims), *args[4:])
         return tuple(split(output, 0, call.num_models) for output in outputs), (0, 0)
 
@@ -83,5 +83,5 @@ def _join(num_models: int, args: Any, dims: Any) -> list[Any]:
             joined.append(x.reshape(-1).repeat(num_models))
         else:
             # The length of a single sample may have no axis.
-            joined.append(front(x, dim).flatten())
+            joined.append(models_first(x, dim).flatten())
     return joined

@@ -1,6 +1,6 @@
 """Operators that PyTorch implements with others but does not decompose under ``vmap``.
 
-They are decomposed here the way PyTorch decomposes them outside ``vmap``, into operators that have rules.
+They are decomposed as outside ``vmap``, into operators that have rules.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hfta_func.rules._layout import align, each, expand, front
+from hfta_func.rules._layout import align, each, expand, models_first
 from hfta_func.rules._registry import Call, Result, register, register_looped
 
 _DIRECT = 2  # PyTorch's number for a distance computed without a matrix product
@@ -17,7 +17,7 @@ _DIRECT = 2  # PyTorch's number for a distance computed without a matrix product
 @register("cdist", "distance")
 def cdist(call: Call, first: Tensor, second: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Result:
     """``[M,...,P,D], [M,...,R,D] -> [M,...,P,R]``, by PyTorch's decomposable operator, which autocast knows."""
-    # Shared tensors are repeated here, as PyTorch's kernel would do, because XLA's kernel does not broadcast.
+    # Shared tensors are repeated, as PyTorch's kernel would do, because XLA's kernel does not broadcast.
     both = each(expand, (first, second), call.dims, call.num_models)
     rank = max(x.dim() for x in both) - 1
     return torch.ops.aten.cdist.default(*each(align, both, (0, 0), rank), p, compute_mode), 0
@@ -35,7 +35,7 @@ def cdist_backward(call: Call, grad: Tensor, first: Tensor, second: Tensor, p: f
 @register("pdist", "distance")
 def pdist(call: Call, x: Tensor, p: float = 2.0) -> Result:
     """Distances between all pairs of rows, ``[M,P,D] -> [M,P(P-1)/2]``."""
-    x = front(x, call.dims[0])
+    x = models_first(x, call.dims[0])
     rows, columns = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
     return torch.ops.aten.cdist.default(x, x, p, _DIRECT)[:, rows, columns], 0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func._torch import is_wrapped, num_dispatch_modes
 from hfta_func._types import TraceError
-from hfta_func.rules._layout import each, expand, fold, front, split
+from hfta_func.rules._layout import each, expand, fold, models_first, split
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register, register_looped
@@ -50,9 +50,9 @@ def embedding_renorm_(call: Call, weight: Tensor, indices: Tensor, max_norm: flo
     table = fold(weight, weight_dim, 0, num_models)
     rows = _rows(expand(indices, indices_dim, num_models), table.shape[0] // num_models)
     torch.ops.aten.embedding_renorm_.default(table, rows, max_norm, norm_type)
-    if not front(weight, weight_dim).is_contiguous():
+    if not models_first(weight, weight_dim).is_contiguous():
         # Folding had to copy, and the copy was updated.
-        front(weight, weight_dim).copy_(split(table, 0, num_models))
+        models_first(weight, weight_dim).copy_(split(table, 0, num_models))
     return weight, weight_dim
 
 
@@ -89,7 +89,7 @@ def embedding_bag(
         rows = _rows(indices, size)
         if padding_idx is not None:
             padding_idx %= size
-            # Bags leave padding out, so one row can serve as the padding of every member.
+            # Bags leave padding out, so one row can be the padding of every member.
             rows = torch.where(indices == padding_idx, padding_idx, rows)
     starts = torch.arange(num_models, dtype=offsets.dtype, device=offsets.device) * indices.shape[1]
     if per_sample_weights is not None:
@@ -99,7 +99,7 @@ def embedding_bag(
         *(table, rows.flatten(), (offsets + starts.unsqueeze(1)).flatten(), False, mode, False, per_sample_weights),
         *(False, padding_idx),
     )
-    # What the kernel saves for its gradient covers all members together; nobody else reads it.
+    # The other outputs, about all members together, are read by the gradient of this kernel only.
     return (split(bags, 0, num_models), *notes), (0, *(None,) * len(notes))
 
 
@@ -139,8 +139,8 @@ def _forward(weight: Tensor, rows: Tensor, targets: Tensor, padding_idx: int, sc
 
 
 def _nested(weight: Tensor, rows: Tensor, targets: Tensor, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
-    found = torch.ops.aten.embedding.default(weight, rows, -1, scale_grad_by_freq)
-    return torch.where((targets == padding_idx).unsqueeze(-1), found.detach(), found)
+    output = torch.ops.aten.embedding.default(weight, rows, -1, scale_grad_by_freq)
+    return torch.where((targets == padding_idx).unsqueeze(-1), output.detach(), output)
 
 
 def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:

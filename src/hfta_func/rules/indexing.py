@@ -1,4 +1,4 @@
-"""Selected entries of M members' tensors, where PyTorch's own rule is missing, wrong, or refuses what has a fixed shape.
+"""Selected entries of M members' tensors, where PyTorch's rule is missing, wrong, or refuses a result of fixed shape.
 
 Dimension letters: M models, S shape of a member, K number of indices.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func.rules._layout import align, each, expand, front
+from hfta_func.rules._layout import align, each, expand, models_first
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._registry import Call, Result, register
 
@@ -53,7 +53,7 @@ def _index_put(op: str) -> None:
 
     @register(op, "indexing")
     def index_put(call: Call, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
-        """One number where a mask is set is written elementwise; PyTorch's rule has all but masks, which it refuses."""
+        """One number where a mask is set is written elementwise; PyTorch's rule takes every index but masks."""
         dims = call.first_dims(4)
         masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
         if not masks:
@@ -63,14 +63,14 @@ def _index_put(op: str) -> None:
             return one_by_one(operator, call.num_models, (x, indices, values, accumulate), dims, {}, {})
         if in_place and dims[0] is None:
             raise RuntimeError("vmap: inplace arithmetic of index_put_ into a tensor that all members share")
-        place = next(i for i, one in enumerate(indices) if one is not None)
-        mask = expand(masks[0].bool(), dims[1][place], call.num_models)
+        axis = next(i for i, one in enumerate(indices) if one is not None)
+        mask = expand(masks[0].bool(), dims[1][axis], call.num_models)
         whole = expand(x, dims[0], call.num_models)
-        mask = mask.reshape(call.num_models, *(1,) * place, *mask.shape[1:], *(1,) * (whole.dim() - mask.dim() - place))
+        mask = mask.reshape(call.num_models, *(1,) * axis, *mask.shape[1:], *(1,) * (whole.dim() - mask.dim() - axis))
         result = torch.where(mask, align(values, dims[2], whole.dim() - 1).to(x.dtype), whole)
         if not in_place:
             return result, 0
-        front(x, dims[0]).copy_(result)
+        models_first(x, dims[0]).copy_(result)
         return x, dims[0]
 
 

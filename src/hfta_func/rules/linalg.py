@@ -1,4 +1,4 @@
-"""Linear algebra on M members' matrices, where PyTorch's own rule is wrong."""
+"""Linear algebra on M members' matrices, where PyTorch's rule is wrong."""
 
 from __future__ import annotations
 

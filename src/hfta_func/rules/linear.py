@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func.rules._layout import align, each, expand, fold, front, split
+from hfta_func.rules._layout import align, each, expand, fold, models_first, split
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._operator import Operator, lower_precision
 from hfta_func.rules._registry import FRONT, Call, Result, register
@@ -53,7 +53,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _operator = Operator("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _product, _setup, _backward)
 
 _FEW = 1 << 11
-"""With fewer weights per member than this, a transposed gradient costs less than an operator of our own."""
+"""With fewer weights per member than this, a transposed gradient costs less than an operator with its own backward pass."""
 
 
 @register("linear", "linear", key=FRONT, otherwise=_decomposed)
@@ -63,13 +63,13 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     vector = weight.dim() - (weight_dim is not None) == 1
     if vector:
         # Weights [I] make one feature, which is no axis of the output.
-        weight, weight_dim = front(weight, weight_dim).unsqueeze(-2), None if weight_dim is None else 0
+        weight, weight_dim = models_first(weight, weight_dim).unsqueeze(-2), None if weight_dim is None else 0
     # A bias [O] that is per member exactly when the weights are goes into the product; any other is added afterwards.
     fused = bias is not None and not vector and (bias_dim is None) == (weight_dim is None)
     inner = bias if fused and bias is not None and bias.dim() - (bias_dim is not None) == 1 else None
     if weight_dim is None:
         # [M,B,I], [O,I] -> [MB,I], [O,I] -> [MB,O] -> [M,B,O]; of rows that lie apart, the operator would repeat the weights.
-        x, dim = front(x, x_dim), None if x_dim is None else 0
+        x, dim = models_first(x, x_dim), None if x_dim is None else 0
         y = F.linear(x.flatten(0, -2) if x.dim() > 2 else x, weight, inner)
         y = y.unflatten(0, x.shape[:-1]) if x.dim() > 2 else y
     elif x_dim is None:
@@ -78,7 +78,7 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         y, dim = split(y, y.dim() - 1, num_models), x.dim() - 1
     else:
         # [M,P,I], [M,O,I], [M,O] -> [M,P,O] -> [M,B,O]
-        x, weight, inner = each(front, (x, weight, inner), (x_dim, weight_dim, bias_dim))
+        x, weight, inner = each(models_first, (x, weight, inner), (x_dim, weight_dim, bias_dim))
         rows = x if x.dim() == 3 else x.reshape(num_models, math.prod(x.shape[1:-1]), x.shape[-1])
         # Counted for one member, so that a member keeps its bits when others are dropped.
         few = weight.shape[1] * weight.shape[2] < _FEW and not torch.compiler.is_compiling()
@@ -103,7 +103,7 @@ def mm(call: Call, x: Tensor, weight: Tensor) -> Result:
     if weight_dim is None:
         # [M,P,I], [I,O] -> [MP,I], [I,O] -> [MP,O] -> [M,P,O]
         return split(torch.mm(fold(x, x_dim, 0, num_models), weight), 0, num_models), 0
-    return torch.bmm(front(x, x_dim), front(weight, weight_dim)), 0
+    return torch.bmm(models_first(x, x_dim), models_first(weight, weight_dim)), 0
 
 
 @register("addmm", "linear")
@@ -119,12 +119,12 @@ def addmm(call: Call, bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 
         return split(y, 0, call.num_models), 0
     if x_dim is not None and weight_dim is not None:
         # [M,1,O] + [M,P,I], [M,I,O] -> [M,P,O]
-        return torch.baddbmm(bias, front(x, x_dim), front(weight, weight_dim), beta=beta, alpha=alpha), 0
+        return torch.baddbmm(bias, models_first(x, x_dim), models_first(weight, weight_dim), beta=beta, alpha=alpha), 0
     if x_dim is None and weight_dim is None:
         y = torch.mm(x, weight)
     else:
         y, y_dim = mm(call._replace(dims=(x_dim, weight_dim)), x, weight)
-        y = front(y, y_dim)
+        y = models_first(y, y_dim)
     return torch.add(bias if beta == 1 else beta * bias, y, alpha=alpha), 0
 
 
@@ -150,5 +150,5 @@ def trilinear(call: Call, *args: Any) -> Result:
     # The model axis comes first, so all other axes move up by one; in a shared tensor it is inserted like the expanded axes.
     pairs = zip(expands, call.dims, strict=False)
     expands = ([0] * (dim is None) + [axis + 1 for axis in axes] for axes, dim in pairs)
-    tensors, unroll_dim = each(front, tensors, call.dims), unrolled[0] if unrolled else 1
+    tensors, unroll_dim = each(models_first, tensors, call.dims), unrolled[0] if unrolled else 1
     return torch.ops.aten._trilinear.default(*tensors, *expands, [axis + 1 for axis in sumdim], unroll_dim + 1), 0

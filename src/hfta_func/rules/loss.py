@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func.rules._layout import align, each, expand, front
+from hfta_func.rules._layout import align, each, expand, models_first
 from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._registry import Call, Result, register, register_looped
 
@@ -39,27 +39,27 @@ def cross_entropy_loss(
     has_probabilities = member_shape(input, call.dims[0]) == member_shape(target, call.dims[1])
     target = expand(target, call.dims[1], call.num_models)
     weight_dim = None if weight is None else call.dims[2]
-    own_weights = None if weight is None or weight_dim is None else front(weight, weight_dim)
-    shared_weights = weight if own_weights is None else None
+    member_weights = None if weight is None or weight_dim is None else models_first(weight, weight_dim)
+    shared_weights = weight if member_weights is None else None
     if has_probabilities:
-        if own_weights is not None:
+        if member_weights is not None:
             # The loss is linear in the probabilities, so each member's class weights can be multiplied into them.
-            target = target * (1 - label_smoothing) + label_smoothing / own_weights.shape[1]
-            target, label_smoothing = target * rows.classwise(own_weights), 0.0
+            target = target * (1 - label_smoothing) + label_smoothing / member_weights.shape[1]
+            target, label_smoothing = target * rows.classwise(member_weights), 0.0
         losses = _cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, label_smoothing)
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
-    smoothed = 0.0 if own_weights is not None else label_smoothing
+    smoothed = 0.0 if member_weights is not None else label_smoothing
     if weight is None and not label_smoothing and rows.are_wide:
         losses = _of_many_classes(rows, target, counted, ignore_index)
     else:
         losses = rows.split(_cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, smoothed))
     weights = counted if weight is None else _weights(weight, weight_dim, target, counted)
-    if own_weights is not None:
+    if member_weights is not None:
         losses = losses * weights
         if label_smoothing:
             # Smoothing adds the loss of equally likely classes, each with its weight.
-            uniform = (rows.classwise(own_weights) / own_weights.shape[1]).expand(rows.shape)
+            uniform = (rows.classwise(member_weights) / member_weights.shape[1]).expand(rows.shape)
             smooth = rows.split(_cross_entropy(rows.input, rows.of(uniform), None, _NONE))
             losses = (1 - label_smoothing) * losses + label_smoothing * torch.where(counted, smooth, 0)
     if reduction == _MEAN:
@@ -70,10 +70,10 @@ def cross_entropy_loss(
 def _of_many_classes(rows: _Rows, target: Tensor, counted: Tensor, ignore_index: int) -> Tensor:
     """The losses ``[M,N,S]`` as a compiler for CPUs takes the least time for them.
 
-    It would make the gradient of PyTorch's own by adding up a table of zeros and ones, as large as the logits. And a loop
-    over members and their samples finds what belongs to a member, such as a bias, without a division for every row.
+    It would compute the gradient of PyTorch's operator by adding up a table of zeros and ones, as large as the logits. A loop
+    over members and then samples also finds the values of a member, such as a bias, without a division for every row.
     """
-    shifted = rows.own - rows.own.detach().amax(rows.axis, keepdim=True)
+    shifted = rows.members - rows.members.detach().amax(rows.axis, keepdim=True)
     lost = rows.split(aten.nll_loss_nd.default(rows.of(shifted), rows.of(target), None, _NONE, ignore_index))
     return lost + torch.where(counted, shifted.logsumexp(rows.axis), 0)
 
@@ -123,8 +123,8 @@ def _native_nll(op: str) -> None:
         """Gradient of the log likelihoods ``[M,N,C,S]``."""
         target, weight, reduction, ignore_index, total_weight = args
         rows, dims = _Rows(call, input, 1), call.dims
-        tensors, own_dims = (grad, target, total_weight), (dims[0], dims[2], dims[6])
-        grad, target, total_weight = each(expand, tensors, own_dims, call.num_models)
+        tensors, tensor_dims = (grad, target, total_weight), (dims[0], dims[2], dims[6])
+        grad, target, total_weight = each(expand, tensors, tensor_dims, call.num_models)
         grad = grad / total_weight if reduction == _MEAN else grad
         grad = align(grad, 0, target.dim() - 1).expand(target.shape)
         if weight is not None:
@@ -226,18 +226,18 @@ class _Rows:
 
     def __init__(self, call: Call, input: Tensor, position: int = 0):
         self.num_models, dim = call.num_models, call.dims[position]
-        self.own = expand(input, dim, call.num_models)
-        self.shape = self.own.shape
-        self.has_batch = self.own.dim() > 2
+        self.members = expand(input, dim, call.num_models)
+        self.shape = self.members.shape
+        self.has_batch = self.members.dim() > 2
         self.axis = 2 if self.has_batch else 1  # of the classes
         self.is_inner = self.has_batch and dim == 1
-        self.input = self.of(self.own)
+        self.input = self.of(self.members)
 
     @property
     def are_wide(self) -> bool:
         """Whether a compiler is to be told how to compute losses of many classes on a CPU."""
-        many = self.shape[self.axis] >= _MANY and self.own.dtype in (torch.float32, torch.float64)
-        return many and torch.compiler.is_compiling() and self.own.device.type == "cpu"
+        many = self.shape[self.axis] >= _MANY and self.members.dtype in (torch.float32, torch.float64)
+        return many and torch.compiler.is_compiling() and self.members.device.type == "cpu"
 
     def of(self, x: Tensor) -> Tensor:
         """``[M,N,...] -> [MN,...]``."""
@@ -262,7 +262,7 @@ def _weights(weight: Tensor, dim: int | None, target: Tensor, counted: Tensor | 
     if dim is None:
         weights = weight.index_select(0, index.flatten()).reshape(target.shape)
     else:
-        weights = front(weight, dim).gather(1, _flat(index)).reshape(target.shape)
+        weights = models_first(weight, dim).gather(1, _flat(index)).reshape(target.shape)
     return weights if counted is None else torch.where(counted, weights, 0)
 
 

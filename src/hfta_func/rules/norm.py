@@ -1,4 +1,4 @@
-"""Layer, group, RMS and weight normalisation of M members as one, then each member's own scale and shift.
+"""Layer, group, RMS and weight normalisation of M members as one, then scale and shift per member.
 
 There are rules for the operators that models call, so that autocast treats them as usual, and for the native operators that
 a gradient inside ``vmap`` decomposes them into. Dimension letters: M models, N batch (and further rows), C channels,
@@ -16,7 +16,7 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func.calls.recompute import cheap
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads, unit
-from hfta_func.rules._layout import align, each, expand, fold, front, split
+from hfta_func.rules._layout import align, each, expand, fold, models_first, split
 from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._registry import Call, Result, register
 
@@ -38,7 +38,7 @@ def layer_norm(
     if weight is not None and bias is not None and None not in (x_dim, *dims) and weight.dtype == x.dtype:
         # [M,N,D], [M,D] -> [M,N,D], [M,1,D]
         scale, shift = each(align, (weight, bias), dims, x.dim() - 1)
-        rows = cheap(lambda x: torch.layer_norm(x, shape, None, None, eps), front(x, x_dim))
+        rows = cheap(lambda x: torch.layer_norm(x, shape, None, None, eps), models_first(x, x_dim))
         return cheap(torch.addcmul, shift, rows, scale), 0
     outputs, out_dims = native_layer_norm(call._replace(dims=(x_dim, None, *dims, None)), x, shape, weight, bias, eps)
     return outputs[0], out_dims[0]
@@ -52,7 +52,7 @@ def native_layer_norm(
     # [M,N,D] -> [M,N,D]; [M,N,D] or [N,D], [M,D] -> [M,1,D] -> [M,N,D]
     x_dim, _, *dims = call.dims[:4]
     inner, outer = parted((weight, bias), dims, x, shape)
-    y, mean, rstd = torch.ops.aten.native_layer_norm.default(front(x, x_dim), shape, *inner, eps)
+    y, mean, rstd = torch.ops.aten.native_layer_norm.default(models_first(x, x_dim), shape, *inner, eps)
     stat_dim = None if x_dim is None else 0
     return (affine(y, *each(align, outer, dims, _rank(x, x_dim))), mean, rstd), (0, stat_dim, stat_dim)
 
@@ -84,7 +84,7 @@ def rms_norm(call: Call, x: Tensor, shape: list[int], weight: Tensor | None = No
     # [M,N,D] -> [M,N,D]; [M,N,D] or [N,D], [M,D] -> [M,1,D] -> [M,N,D]
     x_dim, _, weight_dim = call.first_dims(3)
     inner, outer = (weight, None) if weight_dim is None else (None, weight)
-    y = torch.rms_norm(front(x, x_dim), shape, inner, eps)
+    y = torch.rms_norm(models_first(x, x_dim), shape, inner, eps)
     return affine(y, *each(align, (outer,), (weight_dim,), _rank(x, x_dim))), 0
 
 
@@ -93,7 +93,7 @@ def fused_rms_norm(call: Call, x: Tensor, shape: list[int], weight: Tensor | Non
     """Root mean square normalisation that also returns the statistic of each row."""
     x_dim, _, weight_dim, _ = call.dims
     inner, outer = (weight, None) if weight_dim is None else (None, weight)
-    y, rstd = torch.ops.aten._fused_rms_norm.default(front(x, x_dim), shape, inner, eps)
+    y, rstd = torch.ops.aten._fused_rms_norm.default(models_first(x, x_dim), shape, inner, eps)
     y = affine(y, *each(align, (outer,), (weight_dim,), _rank(x, x_dim)))
     return (y, rstd), (0, None if x_dim is None else 0)
 
@@ -184,7 +184,7 @@ def weight_norm(call: Call, v: Tensor, g: Tensor, dim: int = 0) -> Result:
     if v_dim is None:
         # [O,I], [M,O,1] -> [O,1], [M,O,1] -> [M,O,I]
         norms = torch.norm_except_dim(v, 2, dim)
-        return (v * (front(g, g_dim) / norms), norms), (0, None)
+        return (v * (models_first(g, g_dim) / norms), norms), (0, None)
     # [M,O,I], [M,O,1] -> [MO,I], [MO,1] -> [M,O,I]
     axis = dim % (v.dim() - 1)
     tensors = (x.movedim(axis + 1, 1) for x in each(expand, (v, g), call.dims, num_models))

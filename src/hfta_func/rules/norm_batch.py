@@ -16,7 +16,7 @@ from hfta_func import _torch
 from hfta_func._types import TraceError
 from hfta_func.calls.recompute import recalls
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads
-from hfta_func.rules._layout import align, each, fold, front, split
+from hfta_func.rules._layout import align, each, fold, models_first, split
 from hfta_func.rules._registry import Call, Result, register
 
 _native = _torch.operator("native_batch_norm")
@@ -30,11 +30,11 @@ def batch_norm(call: Call, *args: Any) -> Result:
 
 
 def _batch_norm(x: Tensor, *args: Any) -> tuple[Tensor]:
-    """PyTorch's, which the backward pass may make again."""
+    """PyTorch's operator, whose output the backward pass may compute again."""
     weight, bias, _, _, training, _, eps, cudnn = args
     y = torch.batch_norm(x, *args)
     if training and (running := recalls()) is not None:
-        # By the same kernel, to the same bits: the derivative of a largest element looks for it in what is made again.
+        # By the same kernel, to the same bits: the derivative of a maximum compares with the output that is computed again.
         def again(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
             return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn)
 
@@ -76,7 +76,7 @@ def native_batch_norm_without_running_statistics(
 
 @register("cudnn_batch_norm", "norm")
 def cudnn_batch_norm(call: Call, x: Tensor, *args: Any) -> Result:
-    """Batch normalisation that also returns the statistics of each channel, computed by PyTorch's own kernel."""
+    """Batch normalisation that also returns the statistics of each channel, computed by PyTorch's kernel."""
     # cuDNN's scratch memory for the backward pass belongs to no member; PyTorch's kernel needs none.
     outputs, dims = _normalise(call, _native, x, *args)
     return (*outputs, x.new_empty(0, dtype=torch.uint8)), (*dims, None)
@@ -120,8 +120,8 @@ def _normalise(call: Call, kernel: Callable[..., Any], x: Tensor, *args: Any) ->
     if training:
         for updated, stat, dim in zip(folded_stats, stats, stat_dims, strict=True):
             # If folding had to copy, the kernel updated the copy.
-            if stat is not None and dim is not None and (cloned or not front(stat, dim).is_contiguous()):
-                front(stat, dim).copy_(split(updated, 0, num_models))
+            if stat is not None and dim is not None and (cloned or not models_first(stat, dim).is_contiguous()):
+                models_first(stat, dim).copy_(split(updated, 0, num_models))
     return (split(y, 1, num_models), *(split(vector, 0, num_models) for vector in saved)), (1, *(0 for _ in saved))
 
 
@@ -136,7 +136,7 @@ def _normalise_once(
     # An empty batch leaves running statistics unchanged.
     if x.numel() > 0:
         for stat, dim, part in zip(stats, stat_dims, towards, strict=True):
-            front(stat, dim).mul_(1 - momentum).add_(part)
+            models_first(stat, dim).mul_(1 - momentum).add_(part)
     return outputs
 
 
@@ -162,7 +162,7 @@ def native_batch_norm_backward(call: Call, grad: Tensor, x: Tensor, *args: Any) 
 
 @register("cudnn_batch_norm_backward", "norm")
 def cudnn_batch_norm_backward(call: Call, x: Tensor, grad: Tensor, *args: Any) -> Result:
-    """Gradient of batch normalisation with M times the channels, by PyTorch's own kernel."""
+    """Gradient of batch normalisation with M times the channels, by PyTorch's kernel."""
     *vectors, eps, _ = args
     x_dim, grad_dim, *dims = call.dims[:7]
     call = call._replace(dims=(grad_dim, x_dim, *dims))

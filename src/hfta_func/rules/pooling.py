@@ -54,7 +54,7 @@ def _fractional(op: str, space: int) -> None:
 
     @register(op, "pooling")
     def pool(call: Call, x: Tensor, kernel_size: Any, output_size: Any, samples: Tensor) -> Result:
-        """Maxima over windows, which the samples ``[N,C,2]`` or ``[N,C,3]`` place."""
+        """Maxima over windows, whose positions are the samples ``[N,C,2]`` or ``[N,C,3]``."""
         # [M,N,C,S], [M,N,C,2] -> [MN,C,S], [MN,C,2]; a single sample [M,C,S], [M,1,C,2] -> [MC,S], [1,MC,2]
         num_models, (x_dim, *_, samples_dim) = call.num_models, call.dims
         single = x.dim() - (x_dim is not None) == space + 1

@@ -4,7 +4,7 @@ The table chooses between two lowerings:
 
 - ``batched``: one matrix product of the inputs of all time steps with their weights, then one batched matrix product a step
   for all members, and for both directions if there are two;
-- ``loop``: PyTorch's own layers, one member after another.
+- ``loop``: PyTorch's layers, one member after another.
 
 If all members share the weights, their samples join one batch instead. Dimension letters: M models, T time, N batch,
 L layers, D directions, I features in, G gates, H features of the state, R rows of a packed sequence.
@@ -23,8 +23,7 @@ from torch import Tensor
 from hfta_func._torch import num_dispatch_modes
 from hfta_func._types import RandomnessError
 from hfta_func.rules import _recurrence
-from hfta_func.rules._layout import each, expand, front
-from hfta_func.rules._packed import padding, refuse_own
+from hfta_func.rules._layout import each, expand, models_first
 from hfta_func.rules._registry import FRONT, Call, Result, Rule, register
 
 
@@ -54,7 +53,7 @@ def _register(kind: str) -> None:
 
     def packed(call: Call, x: Tensor, batch_sizes: Tensor, hx: Any, params: list[Tensor], *options: Any) -> Result:
         """The same on padded sequences; the state of a sequence stays the same after its end."""
-        refuse_own(call.dims[1], "batch_sizes")
+        call.require_shared(1, "batch_sizes")
         call = call._replace(dims=(call.dims[0], *call.dims[2:]))
         return _sequences(kind, call, x, batch_sizes, hx, params, *options, False)
 
@@ -129,10 +128,10 @@ def _layers(
     states = each(expand, *_states(hx, dims[1]), num_models)
     values = list(map(_value, params, param_dims))
     weights = _grouped(values, has_biases, num_layers * directions)
-    mask = places = None
+    mask = positions = None
     if batch_sizes is not None:
         # [M,R,I] -> [M,TN,I] -> [M,T,N,I]
-        sources, places, mask = padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
+        sources, positions, mask = _padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
         selected = inputs.tensor.index_select(-2, sources)
         inputs = inputs._replace(tensor=selected.unflatten(-2, mask.shape[1:3]))
     is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None
@@ -158,15 +157,31 @@ def _layers(
     # A copy unless it is one already: a model may write its output, and the backward pass needs the states.
     # Not in a graph captured for XLA, which would copy the states before they are computed.
     captured = num_dispatch_modes() and x.device.type == "xla"
-    is_copy = bidirectional or places is not None or captured
+    is_copy = bidirectional or positions is not None or captured
     output = inputs.tensor if is_copy else inputs.tensor.clone()
-    if places is not None:
-        output = output.flatten(1, 2).index_select(1, places)
+    if positions is not None:
+        output = output.flatten(1, 2).index_select(1, positions)
     elif batch_first:
         output = output.transpose(1, 2)
     # [LD,M,N,H]
     joined = tuple(torch.cat(column) for column in zip(*finals, strict=True))
     return (output, *joined), (0, *(1,) * len(joined))
+
+
+def _padding(batch_sizes: Tensor, rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For each padded position ``[TN]`` its packed row, for each row ``[R]`` its position, and the mask of positions in use.
+
+    No value is read, so that a graph is valid for all packings of the same shapes.
+    """
+    steps = torch.arange(batch_sizes.shape[0])
+    ends = batch_sizes.cumsum(0)
+    starts, sample = ends - batch_sizes, torch.arange(batch)
+    sources = (starts.unsqueeze(1) + sample).clamp(max=rows - 1).flatten()
+    row = torch.arange(rows)
+    step = torch.searchsorted(ends, row, right=True)
+    positions = row + (steps * batch - starts).index_select(0, step)
+    mask = (sample < batch_sizes.unsqueeze(1))[None, :, :, None]
+    return sources.to(device), positions.to(device), mask.to(device)
 
 
 def _single(kind: str, call: Call, x: Tensor, hx: Any, params: tuple[Tensor | None, ...]) -> Result:
@@ -215,13 +230,13 @@ def _joined(
 def _base(kind: str, x: _Value, weights: _Weights, num_models: int) -> Tensor:
     """What inputs and biases add to the gates: ``[M,T,N,I], [M,GH,I] -> [M,T,N,GH]``, as :mod:`_recurrence` takes it."""
     biases = weights.input_bias, weights.state_bias
-    own = any(bias is not None and bias.dim is not None for bias in biases)
+    per_member = any(bias is not None and bias.dim is not None for bias in biases)
     input_bias, state_bias = (
-        None if bias is None else expand(*bias, num_models) if own else bias.tensor for bias in biases
+        None if bias is None else expand(*bias, num_models) if per_member else bias.tensor for bias in biases
     )
     if kind != "gru":
         bias = input_bias if state_bias is None else state_bias if input_bias is None else input_bias + state_bias
-        return _product(x, weights.inputs, bias, own, num_models)
+        return _product(x, weights.inputs, bias, per_member, num_models)
     # The reset gate multiplies the state's bias of n, so it is kept apart.
     size = weights.state.tensor.shape[-1]
     inner = None
@@ -229,21 +244,21 @@ def _base(kind: str, x: _Value, weights: _Weights, num_models: int) -> Tensor:
         outer, inner = state_bias.split((2 * size, size), -1)
         outer = F.pad(outer, (0, size))
         input_bias = outer if input_bias is None else input_bias + outer
-    base = _product(x, weights.inputs, input_bias, own, num_models)
+    base = _product(x, weights.inputs, input_bias, per_member, num_models)
     gates, new = base.split((2 * size, size), -1)
     if inner is None:
         inner = torch.zeros_like(new)
     else:
-        inner = (inner[:, None, None] if own else inner).to(new.dtype).expand_as(new)
+        inner = (inner[:, None, None] if per_member else inner).to(new.dtype).expand_as(new)
     return torch.cat((gates, inner, new), -1)
 
 
-def _product(x: _Value, weight: _Value, bias: Tensor | None, own_bias: bool, num_models: int) -> Tensor:
+def _product(x: _Value, weight: _Value, bias: Tensor | None, per_member: bool, num_models: int) -> Tensor:
     """``[M,T,N,I], [M,O,I] -> [M,T,N,O]``."""
     if weight.dim is None:
-        y = F.linear(x.tensor, weight.tensor, None if own_bias else bias)
-        return y + bias[:, None, None] if own_bias and bias is not None else expand(y, x.dim, num_models)
-    biases = None if bias is None else expand(bias, 0 if own_bias else None, num_models)
+        y = F.linear(x.tensor, weight.tensor, None if per_member else bias)
+        return y + bias[:, None, None] if per_member and bias is not None else expand(y, x.dim, num_models)
+    biases = None if bias is None else expand(bias, 0 if per_member else None, num_models)
     if x.dim is None:
         # [TN,I], [I,MO] -> [TN,MO] -> [T,N,M,O] -> [M,T,N,O]
         rows, wide = x.tensor.flatten(0, 1), weight.tensor.flatten(0, 1).t()
@@ -304,7 +319,7 @@ def _grouped(params: list[Any], has_biases: bool, count: int) -> list[_Weights]:
 
 
 def _value(x: Tensor, dim: int | None) -> _Value:
-    return _Value(front(x, dim), None if dim is None else 0)
+    return _Value(models_first(x, dim), None if dim is None else 0)
 
 
 def _states(hx: Any, dims: Any) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    """Elements that are equally extreme share the gradient."""
+    """Elements that are equally extreme get equal parts of the gradient."""
     x, extreme = ctx.saved_tensors
     if not ctx.keepdim:
         for dim in sorted(ctx.dims):
@@ -38,14 +38,14 @@ def _extreme(name: str) -> None:
 
     @register(name, "reduction")
     def extreme(call: Call, x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Result:
-        """Each member's rows by themselves, where the members lie."""
+        """Each member's rows by themselves; the model axis stays where it is."""
         # [N,M,C,S] -> [N,M,C]
-        at, rank = call.dims[0], x.dim() - 1
+        model_dim, rank = call.dims[0], x.dim() - 1
         if rank == 0 or not x.is_floating_point():
             return NotImplemented
-        own = sorted({place % rank for place in dim} or range(rank))
-        dims = [place + (place >= at) for place in own]
-        return operator(x, dims, keepdim), at if keepdim else at - sum(place < at for place in dims)
+        member_axes = sorted({axis % rank for axis in dim} or range(rank))
+        axes = [axis + (axis >= model_dim) for axis in member_axes]
+        return operator(x, axes, keepdim), model_dim if keepdim else model_dim - sum(axis < model_dim for axis in axes)
 
 
 for _name in ("amax", "amin"):

@@ -1,4 +1,4 @@
-"""Resampling of M members' images as one with M times the batch, if PyTorch has no rule of its own.
+"""Resampling of M members' images as one with M times the batch, if PyTorch has no rule.
 
 Dimension letters: M models, N batch, C channels, S space.
 """

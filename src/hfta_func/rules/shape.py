@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hfta_func._types import TraceError
 from hfta_func.rules._aliasing import current
-from hfta_func.rules._layout import front
+from hfta_func.rules._layout import models_first
 from hfta_func.rules._registry import Call, Result, register
 
 
@@ -15,44 +15,44 @@ from hfta_func.rules._registry import Call, Result, register
 def view(call: Call, x: Tensor, size: list[int]) -> Result:
     """A view of all members if there is one, else a copy of which :mod:`hfta_func.rules._aliasing` keeps track."""
     # [.., M, ..] -> [M, *size]
-    x = front(x, call.dims[0])
-    return (_kept(x, x.reshape(call.num_models, *size)) if current() else x.view(call.num_models, *size)), 0
+    x = models_first(x, call.dims[0])
+    return (_noted(x, x.reshape(call.num_models, *size)) if current() else x.view(call.num_models, *size)), 0
 
 
 @register("reshape", "shape")
 def reshape(call: Call, x: Tensor, size: list[int]) -> Result:
-    """As ``view``, which it is for most members alone."""
-    x = front(x, call.dims[0])
-    return _kept(x, x.reshape(call.num_models, *size)), 0
+    """As ``view``: alone, most members would get a view."""
+    x = models_first(x, call.dims[0])
+    return _noted(x, x.reshape(call.num_models, *size)), 0
 
 
 @register("flatten.using_ints", "shape")
 def flatten(call: Call, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Result:
-    """As ``view``, which it is for most members alone."""
-    x, rank = front(x, call.dims[0]), x.dim() - 1
+    """As ``view``: alone, most members would get a view."""
+    x, rank = models_first(x, call.dims[0]), x.dim() - 1
     start, end = (dim + 1 if dim >= 0 else dim for dim in (start_dim, end_dim))
-    return _kept(x, x.flatten(start, end) if rank else x.unsqueeze(1)), 0
+    return _noted(x, x.flatten(start, end) if rank else x.unsqueeze(1)), 0
 
 
 @register("contiguous", "shape")
 def contiguous(call: Call, x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Result:
     """The members themselves if they are contiguous, as most members alone are, else a copy."""
-    x = front(x, call.dims[0])
-    return _kept(x, x.contiguous()), 0
+    x = models_first(x, call.dims[0])
+    return _noted(x, x.contiguous()), 0
 
 
-def _kept(x: Tensor, view: Tensor) -> Tensor:
-    watch = current()
-    return view if watch is None else watch.note(x, view)
+def _noted(x: Tensor, view: Tensor) -> Tensor:
+    copies = current()
+    return view if copies is None else copies.note(x, view)
 
 
 @register("as_strided_", "shape")
 def as_strided_(call: Call, x: Tensor, size: list[int], stride: list[int], offset: int | None = None) -> Result:
     """Other strides for axes of size 1, as pooling to one pixel sets them: they have no effect, so nothing is done."""
     dim = call.dims[0]
-    own = [pair for axis, pair in enumerate(zip(x.shape, x.stride(), strict=True)) if axis != dim]
-    ours, asked = ([(n, s if n > 1 else 0) for n, s in pairs] for pairs in (own, zip(size, stride, strict=True)))
-    if ours != asked:
+    layout = [pair for axis, pair in enumerate(zip(x.shape, x.stride(), strict=True)) if axis != dim]
+    present, wanted = ([(n, s if n > 1 else 0) for n, s in pairs] for pairs in (layout, zip(size, stride, strict=True)))
+    if present != wanted:
         raise TraceError(
             "as_strided_ reads memory outside of one member's tensor; use view, transpose or expand instead"
         )

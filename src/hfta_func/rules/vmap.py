@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
 from hfta_func._types import HFTAError, RandomnessError, TraceError
-from hfta_func.calls.body import place
+from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.rewrites import lowered
 from hfta_func.rules import _choice
@@ -60,8 +60,8 @@ def vmap(
     return _vmap(member, in_dims, out_dims, randomness, chunk_size, AliasFacts(), routed=False)
 
 
-_FRONT = AliasFacts()
-_FRONT.front = True
+_MODELS_FIRST = AliasFacts()
+_MODELS_FIRST.models_first = True
 
 
 def vmap_routed(func: Callable[..., Any], in_dims: Any, known: AliasFacts) -> Callable[..., Any]:
@@ -91,29 +91,29 @@ def _vmap(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-                # Functions run as they do eagerly, and no compilation ends afterwards.
+                # Functions run as they do eagerly, and no end of a compilation will undo settings.
                 install()
                 # PyTorch cannot export moving the model axis of results to the front.
-                with no_fallback(), watched(_FRONT):
+                with no_fallback(), watched(_MODELS_FIRST):
                     return mapped(*args, **kwargs)
             install_for_compiler(_choice.state)
             outputs = mapped(*args, **kwargs)
             settle_layout()
             return outputs
         install()
-        given = [] if routed or known.front else [(x, writes(x)) for x in _tensors((args, kwargs))]
+        given = [] if routed or known.models_first else [(x, writes(x)) for x in _tensors((args, kwargs))]
         try:
             with no_fallback():
-                with watched(known) as watch:
+                with watched(known) as copies:
                     outputs = run(args, kwargs)
-                if known.front or not watch.is_torn():
+                if known.models_first or not copies.is_written():
                     return outputs
                 if any(writes(x) != before for x, before in given):
                     raise TraceError(
                         "a function under vmap writes its input, and into a view that is a copy here, because members' "
                         "tensors lie apart; copy the input first: x = x.clone()"
                     )
-                known.front = True
+                known.models_first = True
                 with watched(known):
                     return run(args, kwargs)
         except RuntimeError as error:
@@ -154,7 +154,7 @@ def _mapped_flat(
         outputs = torch.func.vmap(flat, in_dims, 0, randomness, chunk_size=chunk_size)(*leaves)
     elif count == 1 and known is not None:
         if not (known.tried or known.reads):
-            # What an array of many models cannot do is refused for one as well.
+            # An array of one refuses what an array of many models refuses.
             _mapped_level(flat, leaves, dims, 1, randomness)
         outputs = (_alone if known.tried or not known.reads else _alone_without_draws)(flat, leaves, dims)
     else:
@@ -192,7 +192,7 @@ def _mapped_level(
 def _alone_without_draws(
     func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-    """As :func:`_alone`, but it refuses draws that are not the member's own."""
+    """As :func:`_alone`, but it refuses draws from PyTorch's global generator."""
     generators = default_generators(leaves[0].device)
     before = [generator.get_state() for generator in generators]
     outputs = _alone(func, leaves, dims)
@@ -226,9 +226,9 @@ _UNROUTED = (
 
 def _advice(error: RuntimeError) -> Exception | None:
     """An error that says which line is at fault and what to do; None for errors that need no advice."""
-    text, where = str(error), place(error)
+    text, where = str(error), user_code_location(error)
     if isinstance(error, HFTAError):
-        # Rules and draws cannot name the line; an inner vmap, which raises from this file, has already named it.
+        # Rules and draws cannot name the line. An inner vmap, which raises from this file, has already named it.
         named = traceback.extract_tb(error.__traceback__)[-1].filename == __file__ or where == "this function"
         return None if named else type(error)(f"in {where.rstrip(',')}: {text}")
     if "called random operation while in randomness error mode" in text:

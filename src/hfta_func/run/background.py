@@ -21,37 +21,38 @@ from hfta_func.workers.process import cores
 from hfta_func.workers.wire import one_line_error
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1
-"""Seconds that compiling takes here, and what every parameter adds, to know beforehand whether it can pay: while it goes on,
-training has fewer processors and less of their caches. Seen with small models of ten kinds on two cores."""
+"""Seconds that compiling takes beside training, and seconds for every parameter: an estimate, to know beforehand whether it
+can pay. Measured with small models of ten kinds on two cores."""
 _WORTH = 1.4
-"""With a known number of steps it begins if what is left would take this many times as long."""
+"""With a known number of steps, compiling begins if the remaining ones would take this many times as long."""
 _AFTER = 0.5
-"""Otherwise it begins once training has taken this much of that."""
+"""Without one, it begins once training has taken this share of the estimate."""
 _WORTH_A_PROCESSOR, _AFTER_A_PROCESSOR = 2.0, 3.0
-"""The same for what takes a processor away from training: where training keeps all of them busy, a process of low priority
-does not get on."""
+"""The same factors where training keeps all processors busy: a process of low priority does not advance there, so compiling
+takes one away from training."""
 _PATIENCE = 7
-"""A step of which nobody knows how often it will be called goes over once it has trained for this many times the cost."""
+"""Without a known number of steps, the graph is used once training has taken this many times what loading it costs."""
 _FASTER = 1.4
-"""How many times as fast a graph is taken to be. The other process cannot measure it, because beside training it
-lacks the processors that a graph waits for; here, a few calls show whether it is true."""
+"""Assumed speed-up by a graph. The compiler cannot measure it, because it shares the processors with training; the first
+compiled steps show whether it is true."""
 _IMPORTS = 2.5
 """Seconds to import the compiler."""
 _FIRST, _SETTLED = 3, 0.03
-"""Steps, and the share of the time to compile, after which is known how long one takes; the first ones take longer."""
+"""The duration of a step is known after so many steps, or after this share of the time to compile; the first ones take
+longer."""
 _TRIAL = 10
-"""Compiled steps that are compared with as many eager ones."""
+"""Number of compiled steps that are compared with as many eager ones."""
 
 
 def compile(step: Callable[..., Any], *, steps: int | None = None) -> BackgroundStep:
-    """A step that nobody waits for: eager from the first call, compiled when the graph is there.
+    """A step that runs eagerly from the first call while another process compiles it, and compiled once the graph is ready.
 
-    Once there is, or has been, enough to train for it to pay, another process with low priority compiles the step into
-    PyTorch's cache on disk, for batches of one shape at a time. Where training keeps all processors busy, it gives up one of
-    its threads meanwhile, as soon as that pays. When it is done, and the time it takes to go over is little
-    beside the time already trained or still to train, the graph is read from there. Results are the same to rounding, noise
-    included. A graph that turns out slower than the eager step is not used. Batches of a shape that is not compiled yet run
-    eagerly.
+    Compiling begins when the steps that remain, or those already made, are enough for it to pay. A process of low priority
+    compiles the step into PyTorch's cache on disk, for batches of one shape at a time. Where training keeps all processors
+    busy, training gives up one of its threads meanwhile, as soon as that pays. When the graph is ready, it is read from the
+    cache, unless reading takes long compared with the time already trained or still to train. Results are the same to
+    rounding, noise included. A graph that turns out slower than the eager step is not used. Batches of a shape that is not
+    compiled yet run eagerly.
 
     Args:
         step: A training or evaluation step, ``step(state, batch)``. It is sent to the other process by
@@ -106,8 +107,8 @@ class BackgroundStep:
     def __call__(self, state: Any, batch: Any) -> Any:
         """Call the step, eager or compiled."""
         self._calls += 1
-        found = leaves((batch, getattr(state, "step", None)))
-        key = tuple([(leaf.shape, leaf.dtype) for leaf in found if isinstance(leaf, Tensor)])
+        tensors = leaves((batch, getattr(state, "step", None)))
+        key = tuple([(leaf.shape, leaf.dtype) for leaf in tensors if isinstance(leaf, Tensor)])
         graph = self._shapes.get(key)
         if graph is None:
             graph = self._shapes[key] = _Graph(self._step)
@@ -150,17 +151,17 @@ class _Graph:
             answer = self._ask(state, batch, left)
             if answer is not None and self._pays(answer, left):
                 return self._go_over(answer, state, batch)
-            # Once lent, a processor is lent to the end.
+            # The compiler keeps its core until it is done.
             waits = answer is None and self._worker is not None
             self._lends = waits and (self._lends or (self._crowded(state) and self._affords(state, left)))
         start = time.perf_counter()
         with _one_thread_less() if self._lends else contextlib.nullcontext():
-            found = self._step(state, batch)
+            result = self._step(state, batch)
         took = time.perf_counter() - start
         self._spent += took
         if not self._lends:
             self._eager = [*self._eager[1 - _TRIAL :], took]
-        return found
+        return result
 
     def _ask(self, state: Any, batch: Any, left: int | None) -> Mapping[str, Any] | None:
         """What the other process says; None before it begins, and as long as it works."""
@@ -214,21 +215,21 @@ class _Graph:
         run = graph(self._step, answer["options"])
         try:
             with compiled_from_cache():
-                found = run(state, batch)
+                result = run(state, batch)
         except Exception as error:
             # Whatever keeps the graph from being read, the eager step goes on; if that raises too, it is the user's to see.
             self._end(one_line_error(error))
             return self._step(state, batch)
         self._run = run
-        return found
+        return result
 
     def _call_compiled(self, state: Any, batch: Any) -> Any:
         assert self._run is not None
         start = time.perf_counter()
         with eager_unless_compiled():
-            found = self._run(state, batch)
+            result = self._run(state, batch)
         if len(self._compiled) < _TRIAL:
             self._compiled.append(time.perf_counter() - start)
             if len(self._compiled) == _TRIAL and statistics.median(self._compiled) > statistics.median(self._eager):
                 self._end(None)
-        return found
+        return result

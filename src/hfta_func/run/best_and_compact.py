@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._tree import concat, leaves, num_models, put, take, tree_map, where
-from hfta_func._types import CheckpointError, HFTAError
+from hfta_func._types import SIGNS, CheckpointError, HFTAError, direction_of
 from hfta_func.run.history import History, Running, present
 from hfta_func.run.parts import renumbered
 from hfta_func.run.trainer import SegmentHooks, Trainer
@@ -19,17 +19,6 @@ Mode = Literal["min", "max"]
 
 _FEW = 0.75
 """The share of members at or below which those left are packed: every new number of members is compiled anew."""
-
-
-def sign_of(mode: str) -> int:
-    """1 where lower values are better, -1 where higher ones are.
-
-    Raises:
-        ValueError: if ``mode`` is neither ``"min"`` nor ``"max"``.
-    """
-    if mode not in ("min", "max"):
-        raise ValueError(f"mode is {mode!r}; it must be 'min' or 'max'")
-    return 1 if mode == "min" else -1
 
 
 def is_better(value: Tensor, best: Tensor, sign: int) -> Tensor:
@@ -46,7 +35,7 @@ class Best:
 
     def __init__(self, metric: str | tuple[str, Mode]):
         self._metric, mode = (metric, "min") if isinstance(metric, str) else metric
-        self._sign = sign_of(mode)
+        self._sign = SIGNS[direction_of(mode)]
         self._state: Any = None
         self._value = torch.empty(0)
 
@@ -61,12 +50,14 @@ class Best:
         self._state = where(better.to(state.active.device), state, self._state)
         self._value = torch.where(better, value, self._value)
 
-    def follow(self, places: list[int], state: TrainState) -> None:
-        """Go on with the members of ``state``, which were at ``places`` before; -1 for new ones."""
+    def follow(self, positions: list[int], state: TrainState) -> None:
+        """Go on with the members of ``state``, which were at ``positions`` before; -1 for new ones."""
         if self._state is not None:
-            own = [len(self._value) + number if place < 0 else place for number, place in enumerate(places)]
-            self._state = take(concat([self._state, state]), own)
-            self._value = torch.cat([self._value, self._value.new_full((len(places),), torch.nan)])[own]
+            members = [
+                len(self._value) + number if position < 0 else position for number, position in enumerate(positions)
+            ]
+            self._state = take(concat([self._state, state]), members)
+            self._value = torch.cat([self._value, self._value.new_full((len(positions),), torch.nan)])[members]
 
     def restored(self, state: TrainState) -> TrainState:
         """The members as of their best epochs; who is active stays as it is."""
@@ -85,7 +76,7 @@ class Best:
             raise CheckpointError(
                 "the best epochs in the file are not those of this state; start again with another file"
             )
-        moved = [leaf.to(own.device, own.dtype) for leaf, own in zip(held["leaves"], expected, strict=True)]
+        moved = [leaf.to(to.device, to.dtype) for leaf, to in zip(held["leaves"], expected, strict=True)]
         structure = optree.tree_structure(like)  # pyright: ignore[reportArgumentType]
         self._state, self._value = optree.tree_unflatten(structure, moved), held["value"]
 
@@ -113,13 +104,13 @@ class Compact:
         if kept is None:
             state, ended = self._trainer.segment(state, running, limit, hooks)
         else:
-            own = Running()
+            few_running = Running()
             try:
-                few, ended = self._trainer.segment(take(state, kept), own, limit, hooks)
+                few, ended = self._trainer.segment(take(state, kept), few_running, limit, hooks)
             except HFTAError as error:
                 renumbered(error, kept.tolist())
                 raise
-            running.spread(own, kept, num_models(state))
+            running.add_members(few_running, kept, num_models(state))
             state = put(state, kept, few)
         self._within = not ended
         return state, ended

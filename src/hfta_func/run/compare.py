@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from hfta_func._types import require, text_table
 from hfta_func.run.history import History
 
 if TYPE_CHECKING:
@@ -20,17 +20,17 @@ _LARGEST = 100_000
 
 
 class Difference(NamedTuple):
-    """What separates a configuration from the baseline, over pairs with the same seed.
+    """The difference of a configuration from the baseline, over pairs with the same seed.
 
     Args:
         name: The configuration.
-        baseline: What it is compared with.
-        pairs: Number of pairs, without those of which one is not finite.
+        baseline: The configuration that it is compared with.
+        pairs: Number of pairs of finite values.
         mean: Mean of the differences, the configuration minus the baseline.
         low: Lower end of the interval of the mean: BCa bootstrap over pairs (Efron, 1987).
         high: Upper end.
         deviation: Standard deviation of the differences.
-        unpaired: What it would be without pairs, from both configurations' own standard deviations.
+        unpaired: The standard deviation without pairs, from those of both configurations.
         wins: Share of the pairs in which the configuration has the larger value, ties counted half.
         sign: P-value of the two-sided sign test, without ties.
         permutation: P-value of the two-sided permutation test of the mean, which swaps within pairs.
@@ -61,7 +61,7 @@ class Difference(NamedTuple):
             >>> found.differences[0].seeds_for(0.02), found.differences[0].seeds_for(0.005)
             (5, 31)
         """
-        return _seeds(_package("scipy.stats"), difference, self.deviation)
+        return _seeds(require("scipy.stats", "plot"), difference, self.deviation)
 
 
 class Comparison:
@@ -82,21 +82,15 @@ class Comparison:
         Raises:
             ImportError: if pandas is not installed.
         """
-        return _package("pandas").DataFrame(self.differences)
+        return require("pandas", "plot").DataFrame(self.differences)
 
     def __str__(self) -> str:
-        names = [f"{found.name} - {found.baseline}" for found in self.differences]
-        width = max(16, *map(len, names))
-        rows = [
-            f"{'':>{width}}{'pairs':>7}{'difference':>12}{f'{self.level:.0%} interval':>26}{'wins':>7}{'p':>9}{'seeds':>7}"
-        ]
-        for name, found in zip(names, self.differences, strict=True):
-            interval = f"[{found.low:+.4g}, {found.high:+.4g}]"
-            rows.append(
-                f"{name:>{width}}{found.pairs:7d}{found.mean:+12.4g}{interval:>26}{found.wins:7.0%}"
-                f"{found.permutation:9.2g}{found.seeds:7.0f}"
-            )
-        return "\n".join(rows)
+        rows = [("", "pairs", "difference", f"{self.level:.0%} interval", "wins", "p", "seeds")]
+        for one in self.differences:
+            interval = f"[{one.low:+.4g}, {one.high:+.4g}]"
+            numbers = f"{one.mean:+.4g}", interval, f"{one.wins:.0%}", f"{one.permutation:.2g}", f"{one.seeds:.0f}"
+            rows.append((f"{one.name} - {one.baseline}", str(one.pairs), *numbers))
+        return text_table(rows, ">" * 7)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw every difference with its interval.
@@ -110,12 +104,12 @@ class Comparison:
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        axes: Any = _package("matplotlib.pyplot").subplots()[1] if ax is None else ax
-        for place, found in enumerate(self.differences):
-            error = [[found.mean - found.low], [found.high - found.mean]]
-            axes.errorbar(found.mean, place, xerr=error, fmt="o", ms=4, capsize=3, color="#0072B2")
+        axes: Any = require("matplotlib.pyplot", "plot").subplots()[1] if ax is None else ax
+        for y, one in enumerate(self.differences):
+            error = [[one.mean - one.low], [one.high - one.mean]]
+            axes.errorbar(one.mean, y, xerr=error, fmt="o", ms=4, capsize=3, color="#0072B2")
         axes.axvline(0, color="black", lw=0.8)
-        axes.set_yticks(range(len(self.differences)), [str(found.name) for found in self.differences])
+        axes.set_yticks(range(len(self.differences)), [str(one.name) for one in self.differences])
         axes.invert_yaxis()
         axes.set_xlabel(f"difference from {self.differences[0].baseline}, {self.level:.0%} interval")
         return axes
@@ -167,12 +161,9 @@ def compare(
     first = next(iter(values)) if baseline is None else baseline
     if first not in values:
         raise ValueError(f"the baseline {first!r} is none of the configurations {', '.join(map(repr, values))}")
+    others = {name: by_seed for name, by_seed in values.items() if name != first}
     return Comparison(
-        [
-            _difference(name, found, first, values[first], level, resamples, seed)
-            for name, found in values.items()
-            if name != first
-        ],
+        [_difference(name, by_seed, first, values[first], level, resamples, seed) for name, by_seed in others.items()],
         level,
     )
 
@@ -182,63 +173,64 @@ def _by_seed(runs: Any, metric: str | None, by: str | None) -> dict[Any, dict[An
     if hasattr(runs, "by_seed"):
         return runs.by_seed()
     if isinstance(runs, Mapping):
-        found: dict[Any, dict[Any, float]] = {}
+        values: dict[Any, dict[Any, float]] = {}
         for name, run in runs.items():
             if isinstance(run, History):
                 if metric is None:
                     raise ValueError("histories have several metrics; pass metric=")
-                found[name] = dict(zip(run.seeds.tolist(), run[metric][-1].tolist(), strict=True))
+                values[name] = dict(zip(run.seeds.tolist(), run[metric][-1].tolist(), strict=True))
             else:
-                found[name] = dict(enumerate(run.tolist() if isinstance(run, Tensor) else list(run)))
-        lengths = {name: len(run) for name, run in found.items()}
+                values[name] = dict(enumerate(run.tolist() if isinstance(run, Tensor) else list(run)))
+        lengths = {name: len(run) for name, run in values.items()}
         if not any(isinstance(run, History) for run in runs.values()) and len(set(lengths.values())) > 1:
             raise ValueError(
                 f"the configurations have {lengths} values; give each one value per seed, in the same order"
             )
-        return found
+        return values
     missing = [name for name in ("seed", metric, by) if name is None or name not in getattr(runs, "columns", ())]
     if missing:
         raise ValueError(
             "pass a dict of values or histories by name, a study, or a frame with the columns 'seed', metric= and by="
         )
     frame = runs.loc[runs["epoch"] == runs["epoch"].max()] if "epoch" in runs.columns else runs
-    found = {}
-    for name, own, value in zip(frame[by], frame["seed"], frame[metric], strict=True):
-        if own in found.setdefault(name, {}):
-            raise ValueError(f"the frame has several rows for {by} {name} and seed {own}; leave one of them")
-        found[name][own] = value
-    return found
+    values = {}
+    for name, seed, value in zip(frame[by], frame["seed"], frame[metric], strict=True):
+        if seed in values.setdefault(name, {}):
+            raise ValueError(f"the frame has several rows for {by} {name} and seed {seed}; leave one of them")
+        values[name][seed] = value
+    return values
 
 
 def _difference(
     name: Any,
-    own: Mapping[Any, float],
+    values: Mapping[Any, float],
     baseline: Any,
-    other: Mapping[Any, float],
+    baseline_values: Mapping[Any, float],
     level: float,
     resamples: int,
     seed: int,
 ) -> Difference:
-    numpy, stats = _package("numpy"), _package("scipy.stats")
-    shared = [key for key in own if key in other and math.isfinite(own[key]) and math.isfinite(other[key])]
-    if len(shared) < 2:
-        raise ValueError(f"{name!r} and {baseline!r} have {len(shared)} seeds in common; a comparison needs two")
-    pairs = numpy.array([[own[key], other[key]] for key in shared])
+    numpy, stats = require("numpy", "plot"), require("scipy.stats", "plot")
+    common = [(value, baseline_values[key]) for key, value in values.items() if key in baseline_values]
+    finite = [pair for pair in common if all(map(math.isfinite, pair))]
+    if len(finite) < 2:
+        raise ValueError(f"{name!r} and {baseline!r} have {len(finite)} seeds in common; a comparison needs two")
+    pairs = numpy.array(finite)
     differences = pairs[:, 0] - pairs[:, 1]
     mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
     low = high = mean
     if deviation > 0:
         random = numpy.random.default_rng(seed)
-        found = stats.bootstrap((differences,), numpy.mean, confidence_level=level, n_resamples=resamples, rng=random)
-        low, high = map(float, found.confidence_interval)
+        result = stats.bootstrap((differences,), numpy.mean, confidence_level=level, n_resamples=resamples, rng=random)
+        low, high = map(float, result.confidence_interval)
     rounding = _rounding(numpy, pairs)
-    # What is 0 but for rounding would look like a difference.
+    # A rounding error would look like a difference.
     mean, low, high = (0.0 if abs(value) * len(pairs) <= rounding else value for value in (mean, low, high))
     wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
     return Difference(
-        *(name, baseline, len(shared), mean, low, high, deviation),
+        *(name, baseline, len(pairs), mean, low, high, deviation),
         unpaired=float(numpy.hypot(*pairs.std(axis=0, ddof=1))),
-        wins=(wins + (len(shared) - wins - losses) / 2) / len(shared),
+        wins=(wins + (len(pairs) - wins - losses) / 2) / len(pairs),
         sign=float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0,
         permutation=_permuted(numpy, differences, rounding, resamples, seed),
         seeds=_seeds(stats, mean, deviation),
@@ -246,13 +238,13 @@ def _difference(
 
 
 def _rounding(numpy: Any, pairs: Any) -> float:
-    """How far rounding may have moved a sum of differences: metrics are mostly float32, though held as float64."""
-    held = numpy.float32 if (pairs == pairs.astype(numpy.float32)).all() else numpy.float64
-    return float(len(pairs) * numpy.finfo(held).eps * numpy.abs(pairs).max())
+    """The largest rounding error of a sum of differences: metrics are mostly float32, though stored as float64."""
+    dtype = numpy.float32 if (pairs == pairs.astype(numpy.float32)).all() else numpy.float64
+    return float(len(pairs) * numpy.finfo(dtype).eps * numpy.abs(pairs).max())
 
 
 def _permuted(numpy: Any, differences: Any, rounding: float, resamples: int, seed: int) -> float:
-    """The share of sign flips whose mean is at least as far from 0; of all flips where these are few."""
+    """The share of sign flips whose mean is at least as far from 0; of all flips if they are few, else of random ones."""
     count = len(differences)
     if 2**count <= resamples:
         signs = numpy.array(list(itertools.product((1, -1), repeat=count)))
@@ -285,12 +277,3 @@ def _seeds(stats: Any, mean: float, deviation: float) -> float:
         middle = (low + high) // 2
         low, high = (low, middle) if power(middle) >= 0.8 else (middle, high)
     return high
-
-
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"comparisons need {error.name or name}, which is not installed; pip install 'hfta_func[plot]'"
-        ) from error

@@ -37,13 +37,13 @@ class Compiler:
 
     def __init__(self, step: Callable[..., Any], state: Any, batch: Any, yields: bool = True):
         Compiler._last = weakref.ref(self)
-        self._found: dict[str, Any] | None = None
+        self._answer: dict[str, Any] | None = None
         self._is_over = True
         try:
             inputs, settings = tree_map(_Like, (state, batch)), {get.__name__: get() for get, _ in SETTINGS}
             order = _sent({"step": step, "inputs": inputs, **settings}, getattr(step, "base", {}).values())
         except Exception as error:
-            self._found = {"error": f"it cannot be sent to another process, {one_line_error(error)}"}
+            self._answer = {"error": f"it cannot be sent to another process, {one_line_error(error)}"}
             return
         self._pool = Pool([Process(0, cores(), low_priority=yields, quiet=True)], tries=1)
         self._end = weakref.finalize(self, self._pool.close)
@@ -61,7 +61,7 @@ class Compiler:
         return not last._is_over
 
     def answer(self) -> dict[str, Any] | None:
-        """What it has found so far, None before that.
+        """What the worker has answered so far, None before its first answer.
 
         As soon as there is a graph, ``options`` and the ``seconds`` that compiling took; later, the seconds that reading
         the graph from the cache takes. Or an ``error``.
@@ -70,18 +70,21 @@ class Compiler:
             try:
                 _, answer = self._pool.wait(0)
             except queue.Empty:
-                return self._found
+                return self._answer
             except Exception as error:
                 answer = error
-            is_first, self._found = self._found is None, answer if isinstance(answer, dict) else {"error": str(answer)}
-            if is_first and "error" not in self._found:
-                self._pool.submit(self._function, chosen=self._found["options"])
+            is_first, self._answer = (
+                self._answer is None,
+                answer if isinstance(answer, dict) else {"error": str(answer)},
+            )
+            if is_first and "error" not in self._answer:
+                self._pool.submit(self._function, chosen=self._answer["options"])
             else:
                 self.end()
-        return self._found
+        return self._answer
 
     def end(self) -> None:
-        """Let it do no more."""
+        """Stop the worker."""
         if not self._is_over:
             self._is_over = True
             self._end()
@@ -106,9 +109,9 @@ def _sent(order: Any, base: Iterable[Tensor]) -> bytes:
         def persistent_id(self, obj: Any) -> Any:
             return _Like(obj) if type(obj) is Tensor and not obj.is_meta and obj.data_ptr() in known else None
 
-    found = io.BytesIO()
-    Pickler(found).dump(order)
-    return found.getvalue()
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(order)
+    return buffer.getvalue()
 
 
 class _Received(pickle.Unpickler):

@@ -127,13 +127,13 @@ class ArrayLoader:
         if sum(chosen.values()) > 1 or (bootstrap and weights is not None):
             raise HyperparameterError(f"{' and '.join(named[:2])} both say which rows a model has; pass one of them")
         self.bootstrap = bootstrap
-        self._own: Rows | None = None
+        self._rows_of: Rows | None = None
         if rows is not None:
-            self._own = given(rows, len(self.keys), self.rows, device)
+            self._rows_of = given(rows, len(self.keys), self.rows, device)
         elif folds is not None:
-            self._own = folded(folds, len(self.keys), self.rows, device)
-        self._weights = None if weights is None else weighed(weights, len(self.keys), self.rows, device, self._own)
-        self._length = self._batches_in(self.rows if self._own is None else max(map(len, self._own.own)))
+            self._rows_of = folded(folds, len(self.keys), self.rows, device)
+        self._weights = None if weights is None else weighed(weights, len(self.keys), self.rows, device, self._rows_of)
+        self._length = self._batches_in(self.rows if self._rows_of is None else max(map(len, self._rows_of.by_member)))
 
     def held_out(self) -> Any:
         """The rows of each member's own part, ``[M, n // K, ...]``, for evaluation with ``batch_dims=0``.
@@ -146,9 +146,9 @@ class ArrayLoader:
             >>> loader.held_out().flatten().sort().values
             tensor([0, 1, 2, 3, 4, 5])
         """
-        if self._own is None or self._own.held_out is None:
+        if self._rows_of is None or self._rows_of.held_out is None:
             raise HyperparameterError("only folds hold rows out; make the loader with folds=5 or another number")
-        rows = torch.stack(self._own.held_out)
+        rows = torch.stack(self._rows_of.held_out)
         return tree_map(lambda leaf: leaf[rows], self.data)
 
     def take(self, index: int | slice | Sequence[int] | Tensor) -> ArrayLoader:
@@ -167,7 +167,7 @@ class ArrayLoader:
             chosen = indices(index, len(self.keys)).to(self.keys.device)
             other.keys = self.keys[chosen]
             other._ahead = self._ahead[chosen] if isinstance(self._ahead, Tensor) else self._ahead
-            other._own = None if self._own is None else self._own.take(chosen.tolist())
+            other._rows_of = None if self._rows_of is None else self._rows_of.take(chosen.tolist())
             if self._weights is not None and self._weights.dim() == 2:
                 other._weights = self._weights[chosen]
         return other
@@ -210,7 +210,7 @@ class ArrayLoader:
         """
         if self.shared:
             raise HyperparameterError("all members share the batches of this loader; make it with seeds=[...] instead")
-        if self._own is not None or (self._weights is not None and self._weights.dim() == 2):
+        if self._rows_of is not None or (self._weights is not None and self._weights.dim() == 2):
             raise HyperparameterError(
                 "each model of this loader has rows or weights of its own, which new models do not have; make a loader for "
                 "them"
@@ -283,8 +283,8 @@ class ArrayLoader:
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
         epochs, key = self._ahead + epoch, random.fold_in(self.keys, _ORDER)
-        if self._own is not None:
-            order = self._own.order(key, epochs, self._length * self.batch_size, self._weights)
+        if self._rows_of is not None:
+            order = self._rows_of.order(key, epochs, self._length * self.batch_size, self._weights)
         elif self._weights is not None:
             order = weighted(random.fold_in(key, epochs), self._weights, self.rows)
         elif self.shuffle:

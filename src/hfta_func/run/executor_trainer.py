@@ -16,7 +16,7 @@ from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Running
-from hfta_func.run.parts import PartWorker, StateBuffers, places, renumbered, shares
+from hfta_func.run.parts import PartWorker, StateBuffers, loader_positions, renumbered, shares
 from hfta_func.run.trainer import SegmentHooks, Step
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
@@ -58,7 +58,7 @@ class ExecutorTrainer:
         self._left = None if self._dealt else [*batches]
         self._function: PartWorker | None = None
         # What trains in this process while workers start, and how many steps at a time.
-        self._here: PartWorker | None = None
+        self._local: PartWorker | None = None
         self._few = 1
         self._folder = Folder() if executor.shares else None
         self._states: StateBuffers | None = None
@@ -101,27 +101,27 @@ class ExecutorTrainer:
             if self._owned is not None:
                 # What cannot be sent is refused now, and not when workers have started.
                 self._owned.prepare(self._function)
-                self._here = PartWorker(self._step, data, kind, compile=False)
+                self._local = PartWorker(self._step, data, kind, compile=False)
         if not self._dealt and self._left is None:
             self._left = [*self._loader]
         before = running.batches
         while not self.is_ready():
             left = self._few if limit is None else min(self._few, limit - (running.batches - before))
-            state, ended = self._piece_here(state, running, left, hooks)
+            state, ended = self._piece_locally(state, running, left, hooks)
             if ended or hooks.stopped() or running.batches - before == limit:
                 return state, ended
         left = None if limit is None else limit - (running.batches - before)
         return self._piece(state, running, left, hooks, self._executor, self._function)
 
-    def _piece_here(
+    def _piece_locally(
         self, state: TrainState, running: Running, limit: int, hooks: SegmentHooks
     ) -> tuple[TrainState, bool]:
         """Train some steps in this process while workers start: part by part and with their threads, to the same bits."""
-        assert self._here is not None and self._owned is not None
+        assert self._local is not None and self._owned is not None
         threads, start = torch.get_num_threads(), time.perf_counter()
         torch.set_num_threads(max(1, len(cores()) // self._owned.count))
         try:
-            return self._piece(state, running, limit, hooks, Inline(), self._here)
+            return self._piece(state, running, limit, hooks, Inline(), self._local)
         finally:
             torch.set_num_threads(threads)
             if time.perf_counter() - start < _PIECE:
@@ -145,22 +145,22 @@ class ExecutorTrainer:
             orders = self._orders(state, running, parts, limit, buffers, folder)
             call = functools.partial(self._train, executor, function, parts)
             ticked, answers = call(orders, hooks)
-            found = self._level(call, parts, orders, answers, buffers, hooks)
+            results = self._level(call, parts, orders, answers, buffers, hooks)
         finally:
             if folder is not None:
                 folder.close()
-        done = found[0]["running"]["batches"] - running.batches
-        running.join([answer["running"] for answer in found], device)
+        done = results[0]["running"]["batches"] - running.batches
+        running.join([answer["running"] for answer in results], device)
         if self._dealt:
-            self._loader.load_state_dict(found[0]["position"])
-        ended = all(answer["ended"] for answer in found)
+            self._loader.load_state_dict(results[0]["position"])
+        ended = all(answer["ended"] for answer in results)
         if self._left is not None:
             self._left = None if ended else self._left[done:]
         for _ in range(ticked, done):
             hooks.tick()
         if buffers is not None:
             return buffers.get(state), ended
-        after = concat([answer["state"] for answer in found]) if len(found) > 1 else found[0]["state"]
+        after = concat([answer["state"] for answer in results]) if len(results) > 1 else results[0]["state"]
         return tree_map(lambda leaf: leaf.to(device), after), ended
 
     def _shared(self, state: TrainState) -> StateBuffers:
@@ -187,7 +187,7 @@ class ExecutorTrainer:
         position = self._loader.state_dict() if self._dealt else None
         control = None if buffers is None else self._control(len(parts))
         for number, (low, high, _) in enumerate(parts):
-            where = places(self.kept, low, high)
+            where = loader_positions(self.kept, low, high)
             batches = None
             if not self._dealt:
                 batches = dumps([take_batch(dims, batch, where) for batch in (self._left or [])[:limit]], folder)
@@ -195,7 +195,7 @@ class ExecutorTrainer:
                 "state": take(state, slice(low, high)) if buffers is None else buffers.part(low, high),
                 **{
                     "sums": running.part(low, high),
-                    "places": where,
+                    "positions": where,
                     "position": position,
                     "batches": batches,
                     "skip": 0,
@@ -257,22 +257,22 @@ class ExecutorTrainer:
         buffers: StateBuffers | None,
         hooks: SegmentHooks,
     ) -> list[Any]:
-        """Have those that stopped earlier catch up with the others."""
-        found = [answers[part] for part in range(len(parts))]
-        done = [answer["running"]["batches"] - orders[part]["sums"]["batches"] for part, answer in enumerate(found)]
-        over = any(answer["ended"] for answer in found)
+        """Have the parts that stopped earlier catch up with the others."""
+        results = [answers[part] for part in range(len(parts))]
+        done = [answer["running"]["batches"] - orders[part]["sums"]["batches"] for part, answer in enumerate(results)]
+        over = any(answer["ended"] for answer in results)
         behind: dict[int, dict[str, Any]] = {}
-        for part, answer in enumerate(found):
+        for part, answer in enumerate(results):
             if done[part] < max(done) or answer["ended"] != over:
                 state = answer["state"] if buffers is None else buffers.further(*parts[part][:2])
                 gone = {"state": state, "sums": answer["running"], "position": answer["position"], "skip": done[part]}
                 left = None if over else max(done) - done[part]
                 behind[part] = orders[part] | gone | {"control": None, "limit": left}
         for part, more in call(behind, hooks)[1].items() if behind else ():
-            found[part] = more
+            results[part] = more
             if buffers is not None:
                 buffers.level(*parts[part][:2])
-        return found
+        return results
 
 
 def _of_members(error: Exception, low: int, high: int) -> BaseException:
@@ -288,9 +288,9 @@ def _parts(size: int, executor: Executor) -> Parts:
     if not limits:
         return [(low, high, 0) for low, high in shares(size, min(executor.count, size))]
     edges = [size * edge // sum(limits) for edge in (0, *itertools.accumulate(limits))]
-    found: Parts = []
+    result: Parts = []
     for first, last, limit in zip(edges, edges[1:], limits, strict=False):
         if last > first:
             pieces = shares(last - first, -(-(last - first) // limit))
-            found += [(first + low, first + high, limit) for low, high in pieces]
-    return found
+            result += [(first + low, first + high, limit) for low, high in pieces]
+    return result

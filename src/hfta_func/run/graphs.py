@@ -38,8 +38,8 @@ def options(step: Callable[..., Any], state: Any, device: str) -> tuple[dict[str
 
 def graph(step: Callable[..., Any], chosen: Mapping[str, Any]) -> Any:
     """The step, compiled when it is called, with these options; a call checks only what may change between calls."""
-    own: Any = {**chosen, "guard_filter_fn": may_change}
-    run = torch.compile(step, fullgraph=True, dynamic=False, options=own)
+    options: Any = {**chosen, "guard_filter_fn": may_change}
+    run = torch.compile(step, fullgraph=True, dynamic=False, options=options)
     if not chosen.get(_REPLAYED):
         return run
 

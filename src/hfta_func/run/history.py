@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._types import StateError
+from hfta_func._types import StateError, require
 from hfta_func.step.failures import Failure
 from hfta_func.step.state import TrainState
 
@@ -44,9 +44,9 @@ class History:
         seeds: The members' seeds ``[M]``.
 
     Attributes:
-        seeds: Those of all members that the run has had, in the order in which they came.
-        members: ``int64[M]``, the numbers of those that it has now, which are their columns. Others have NaN.
-        since: The number of epochs that each had missed when it came.
+        seeds: The seeds of all members that the run has had, in the order in which they were added.
+        members: ``int64[M]``, the numbers of the members that it has now, which are their columns. Others have NaN.
+        since: For each member, the number of epochs before it was added.
         epochs: Metrics of each epoch by name, on the CPU.
         failures: The first :class:`FailedStep` of each member in each epoch, ordered by epoch and member.
         interrupted: Whether Ctrl-C ended the last :func:`fit`.
@@ -73,40 +73,40 @@ class History:
         return torch.stack([metrics[name] for metrics in self.epochs])
 
     def follow(self, keys: Tensor) -> list[int] | None:
-        """Go on with the members of these keys.
+        """Change the members to those with these keys.
 
         Returns:
-            The place that each had among the members before, -1 for a new one; None if they are the same.
+            The index that each had among the members before, -1 for a new one; None if the members are the same.
 
         Raises:
-            StateError: if some of several members with one seed are gone, so that it cannot be told which.
+            StateError: if some of several members with one seed are gone, because it is not known which.
         """
         old, new = self.seeds[self.members].tolist(), keys.tolist()
         if old == new:
             return None
-        places = {key: [place for place, other in enumerate(old) if other == key] for key in set(new)}
-        for key, found in places.items():
-            if new.count(key) < len(found):
+        indices_of = {key: [index for index, other in enumerate(old) if other == key] for key in set(new)}
+        for key, indices in indices_of.items():
+            if new.count(key) < len(indices):
                 raise StateError(
-                    f"a callback dropped some of the {len(found)} members with seed {key}, and the run cannot tell which; "
+                    f"a callback dropped some of the {len(indices)} members with seed {key}, and the run cannot tell which; "
                     f"give members seeds of their own, or make them inactive (state.active)"
                 )
-        found = [places[key].pop(0) if places[key] else -1 for key in new]
-        added = found.count(-1)
+        before = [indices_of[key].pop(0) if indices_of[key] else -1 for key in new]
+        added = before.count(-1)
         width = len(self.seeds)
         numbers = iter(range(width, width + added))
-        followed = [next(numbers) if place < 0 else int(self.members[place]) for place in found]
-        self.members = torch.tensor(followed, device="cpu")
+        members = [next(numbers) if index < 0 else int(self.members[index]) for index in before]
+        self.members = torch.tensor(members, device="cpu")
         if added:
             keys = keys.cpu()
-            self.seeds = torch.cat([self.seeds, keys[[place < 0 for place in found]]])
+            self.seeds = torch.cat([self.seeds, keys[[index < 0 for index in before]]])
             self.since = torch.cat([self.since, torch.full((added,), len(self), device="cpu")])
-            before = torch.arange(width, device="cpu")
+            columns = torch.arange(width, device="cpu")
             self.epochs = [
-                {name: _widened(value, before, width, width + added) for name, value in metrics.items()}
+                {name: _widened(value, columns, width, width + added) for name, value in metrics.items()}
                 for metrics in self.epochs
             ]
-        return found
+        return before
 
     def frame(self, **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
         """A pandas frame with one row per member and epoch.
@@ -121,12 +121,7 @@ class History:
             ImportError: if pandas is not installed.
             ValueError: if a column does not have one value per member.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                f"frames need {error.name or 'pandas'}, which is not installed; pip install 'hfta_func[plot]'"
-            ) from error
+        pandas = require("pandas", "plot")
         count = len(self.seeds)
         given = {name: v.tolist() if isinstance(v, Tensor) else list(v) for name, v in columns.items()}
         for name, values in given.items():
@@ -142,9 +137,13 @@ class History:
         return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data and few tensors: consecutive epochs with the same metrics are stacked."""
+        """The history as few tensors and plain data: consecutive epochs with the same metrics are stacked."""
+
+        def kind(metrics: Metrics) -> Any:
+            return [(name, value.dtype, value.shape) for name, value in metrics.items()]
+
         epochs = []
-        for _, block in itertools.groupby(self.epochs, lambda found: [(k, v.dtype, v.shape) for k, v in found.items()]):
+        for _, block in itertools.groupby(self.epochs, kind):
             block = list(block)
             epochs.append([len(block), {name: torch.stack([metrics[name] for metrics in block]) for name in block[0]}])
         members = {"seeds": self.seeds, "members": self.members, "since": self.since}
@@ -158,7 +157,7 @@ class History:
             for number in range(length)
         ]
         self.failures = [FailedStep(*failure) for failure in state_dict["failures"]]
-        # Files of earlier versions know no members that came or went.
+        # Files of earlier versions have no such entries, because members could not change.
         self.seeds, self.members, self.since = (
             state_dict.get(name, getattr(self, name)).cpu() for name in ("seeds", "members", "since")
         )
@@ -179,14 +178,14 @@ def present(history: History, metric: str) -> Tensor:
     return values[:, history.members]
 
 
-def _widened(value: Tensor, places: Tensor, count: int, width: int) -> Tensor:
-    """A metric of ``count`` members as one of ``width``, in which they have ``places`` and others have NaN."""
+def _widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
+    """A metric of ``count`` members in their columns of ``width``; the other columns are NaN."""
     if value.shape[:1] != (count,) or (
-        count == width and bool((places == torch.arange(width, device=places.device)).all())
+        count == width and bool((columns == torch.arange(width, device=columns.device)).all())
     ):
         return value
     value = value if value.is_floating_point() else value.float()
-    return value.new_full((width, *value.shape[1:]), torch.nan).index_copy(0, places, value)
+    return value.new_full((width, *value.shape[1:]), torch.nan).index_copy(0, columns, value)
 
 
 Callback = Callable[[TrainState, History], "TrainState | None"]
@@ -194,7 +193,7 @@ Callback = Callable[[TrainState, History], "TrainState | None"]
 
 
 class Running:
-    """Sums of the step's metrics over the current epoch, on the array's device, without waiting for it."""
+    """Sums of the step's metrics over the current epoch, on the array's device, which is never waited for."""
 
     def __init__(self):
         self.batches = 0
@@ -212,33 +211,30 @@ class Running:
 
     def part(self, low: int, high: int) -> dict[str, Any]:
         """The sums so far of the members ``low`` to ``high - 1``, as a ``state_dict`` in the host's memory."""
-        sums, failed = (
-            {name: value[low:high].cpu() for name, value in found.items()} for found in (self.sums, self.failed)
-        )
-        return {"batches": self.batches, "sums": sums, "failed": failed}
+        return self._mapped(lambda value: value[low:high].cpu())
 
     def join(self, parts: Sequence[dict[str, Any]], device: torch.device) -> None:
-        """Take over what became of the sums of each :meth:`part`, as its ``state_dict``, over the same batches."""
+        """Take over the sums of all parts: the ``state_dict`` of each, after training over the same batches."""
         self.batches = parts[0]["batches"]
         self.sums, self.failed = (
             {name: torch.cat([part[kind][name] for part in parts]).to(device) for name in parts[0][kind]}
             for kind in ("sums", "failed")
         )
 
-    def spread(self, own: Running, kept: Tensor, num_models: int) -> None:
-        """Add the sums of the members ``kept``, out of ``num_models``; the others had no batch."""
-        self.batches += own.batches
-        for name, value in own.sums.items():
+    def add_members(self, few: Running, kept: Tensor, num_models: int) -> None:
+        """Add the sums of the members ``kept`` out of ``num_models``; the others had no batch."""
+        self.batches += few.batches
+        for name, value in few.sums.items():
             self._sum(name, _widened(value, kept, len(kept), num_models))
-        if own.failed:
-            empty = {name: value.new_zeros(num_models) for name, value in own.failed.items()}
-            self._fail({name: empty[name].index_copy(0, kept, value) for name, value in own.failed.items()})
+        if few.failed:
+            empty = {name: value.new_zeros(num_models) for name, value in few.failed.items()}
+            self._fail({name: empty[name].index_copy(0, kept, value) for name, value in few.failed.items()})
 
     def _sum(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def _fail(self, failed: Metrics) -> None:
-        """Note failures of members that had none."""
+        """Record failures of members that had none before."""
         if self.failed:
             first = self.failed["cause"] == 0
             failed = {key: torch.where(first, failed[key], self.failed[key]) for key in failed}
@@ -266,7 +262,13 @@ class Running:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far."""
-        return {"batches": self.batches, "sums": self.sums, "failed": self.failed}
+        return self._mapped(lambda value: value)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        sums, failed = (
+            {name: function(value) for name, value in metrics.items()} for metrics in (self.sums, self.failed)
+        )
+        return {"batches": self.batches, "sums": sums, "failed": failed}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore the sums of :meth:`state_dict`."""

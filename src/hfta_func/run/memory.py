@@ -67,13 +67,13 @@ def _left_by_groups() -> Iterator[int]:
             continue
         # In a container the path may be the host's, of which only the root is visible.
         group = root / path.strip("/")
-        for place in (group, *group.parents[: len(group.parts) - len(root.parts)]):
+        for folder in (group, *group.parents[: len(group.parts) - len(root.parts)]):
             with contextlib.suppress(OSError):
-                most = (place / limit).read_text().strip()
-                held = dict(entry.split() for entry in (place / "memory.stat").read_text().splitlines())
+                most = (folder / limit).read_text().strip()
+                held = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
                 if most != "max":
                     # The kernel drops cached files before it kills a process.
-                    taken = int((place / usage).read_text()) - int(held.get(cache, 0))
+                    taken = int((folder / usage).read_text()) - int(held.get(cache, 0))
                     yield max(0, int(most) - taken)
 
 

@@ -28,7 +28,7 @@ def shares(size: int, count: int) -> list[tuple[int, int]]:
     return [*itertools.pairwise(edges)]
 
 
-def places(kept: Tensor | None, low: int, high: int) -> slice | Tensor:
+def loader_positions(kept: Tensor | None, low: int, high: int) -> slice | Tensor:
     """Where members of a part are in the loader's batches, if those at ``kept`` are trained, or all."""
     return slice(low, high) if kept is None else kept[low:high].cpu()
 
@@ -36,7 +36,7 @@ def places(kept: Tensor | None, low: int, high: int) -> slice | Tensor:
 def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
     """The error of a part, whose members have these numbers in the whole array, as one of the whole."""
     if isinstance(error, HFTAError) and error.args:
-        text = re.sub(r"\bmodel (\d+)\b", lambda found: f"model {members[int(found[1])]}", str(error.args[0]))
+        text = re.sub(r"\bmodel (\d+)\b", lambda match: f"model {members[int(match[1])]}", str(error.args[0]))
         error.args = (text, *error.args[1:])
     return error
 
@@ -133,14 +133,14 @@ class PartWorker:
     def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
         self._step = background.compile(step) if compile else step
         self._loader, self._kind = loader, kind
-        # The part that was trained last: its place, its version and its state.
+        # The part that was trained last: its members, its version and its state.
         self._held: tuple[tuple[int, int, int], TrainState] | None = None
 
     def __call__(
         self,
         state: TrainState | SharedPart,
         sums: dict[str, Any],
-        places: slice | Tensor,
+        positions: slice | Tensor,
         position: Any,
         batches: bytes | None,
         skip: int,
@@ -152,7 +152,7 @@ class PartWorker:
         Args:
             state: The part's state, or where it lies.
             sums: The sums of the epoch's metrics so far, see :meth:`Running.part`.
-            places: Where the part's members are in the loader.
+            positions: Where the part's members are in the loader.
             position: The loader's position, from which it goes on.
             batches: The part's batches instead, if there is no loader.
             skip: How many of these have been trained on.
@@ -164,17 +164,19 @@ class PartWorker:
         """
         loader: Any = None if batches is None else loads(batches)[skip:]
         if self._loader is not None:
-            loader = self._loader.take(places)
+            loader = self._loader.take(positions)
             loader.load_state_dict(position)
         if self._kind == "cpu":
             # The state comes ready made, and where it was made the allocator is set up.
             keep_memory_once()
         running, hooks = Running(), _hooks(control)
         running.load_state_dict(sums, torch.device(self._kind))
-        mine = self._read(state) if isinstance(state, SharedPart) else tree_map(lambda leaf: leaf.to(self._kind), state)
-        mine, ended = LocalTrainer(self._step, loader, ()).segment(mine, running, limit, hooks)
+        trained = (
+            self._read(state) if isinstance(state, SharedPart) else tree_map(lambda leaf: leaf.to(self._kind), state)
+        )
+        trained, ended = LocalTrainer(self._step, loader, ()).segment(trained, running, limit, hooks)
         return {
-            "state": self._written(mine, state) if isinstance(state, SharedPart) else tree_map(cpu, mine),
+            "state": self._written(trained, state) if isinstance(state, SharedPart) else tree_map(cpu, trained),
             "ended": ended,
             "running": tree_map(cpu, running.state_dict()),
             "position": None if self._loader is None else loader.state_dict(),

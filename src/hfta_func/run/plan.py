@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from hfta_func._tree import leaves, num_models, take, without_shared
-from hfta_func._types import Shared, Tree
+from hfta_func._types import Shared, Tree, text_table
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, quick_collections, release
 from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
@@ -21,8 +21,8 @@ T = TypeVar("T")
 Run = Callable[[TrainState, Tree], tuple[TrainState, Any]]
 
 _WARMUP, _STEPS = 2, 3
-# Sizes take turns, so that a disturbance does not hit only one of them: the most and fewest rounds, and the seconds that
-# all rounds together should take.
+# All sizes are measured in every round, so that a disturbance does not hit only one of them. The most and fewest rounds, and
+# the seconds that all rounds together should take.
 _MOST, _LEAST, _SECONDS = 8, 2, 2.0
 # A larger chunk, which needs more memory, must be faster by this fraction.
 _WORTH = 0.02
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
         shared: Bytes of what members share and train, and of its optimizer's state, which an array has once.
         free: Bytes available for states and steps.
         limit: The largest number of models considered.
-        num_models: The largest number that fits, at most ``limit``; 0 if none fits.
+        num_models: The largest number of models that fits, at most ``limit``; 0 if none fits.
         chunk_size: The recommended ``chunk_size`` of ``make_train_step``; None runs all models together.
     """
 
@@ -58,19 +58,17 @@ class Plan(NamedTuple):
         return _line(self.sizes, self.seconds, num_models)
 
     def memory(self, num_models: int) -> float:
-        """Bytes of M models' state plus the peak of a step; a base that members share is not counted, as it is there."""
+        """Bytes of M models' state plus the peak of a step; without a shared base, which is in memory already."""
         return self.shared + num_models * self.held + _line(self.sizes, self.peaks, num_models)
 
     def __str__(self) -> str:
-        shown = sorted({*self.sizes, self.num_models} - {0})
-        head = f"{'models':>8}{'ms':>12}{'ms per model':>14}{'MiB':>12}"
-        rows = [
-            f"{size:8d}{1e3 * self.time(size):12.3f}{1e3 * self.time(size) / size:14.3f}{self.memory(size) / 2**20:12.1f}"
-            + ("" if size in self.sizes else "  predicted")
-            for size in shown
-        ]
+        rows = [("models", "ms", "ms per model", "MiB", "")]
+        for size in sorted({*self.sizes, self.num_models} - {0}):
+            numbers = 1e3 * self.time(size), 1e3 * self.time(size) / size
+            how = "" if size in self.sizes else "predicted"
+            rows.append((str(size), *(f"{ms:.3f}" for ms in numbers), f"{self.memory(size) / 2**20:.1f}", how))
         chunk = "" if self.chunk_size is None else f" in chunks of {self.chunk_size}"
-        return "\n".join([head, *rows, f"{self.num_models} of {self.limit} models fit{chunk}"])
+        return f"{text_table(rows, '>>>><')}\n{self.num_models} of {self.limit} models fit{chunk}"
 
 
 @quick_collections()
@@ -150,15 +148,13 @@ def plan(
         )
     # Fewer models never take longer; a disturbed time would make extrapolated times negative.
     seconds = [*itertools.accumulate((statistics.median(times[size]) for size in reversed(fits)), min)]
-    found = Plan(
-        fits, tuple(reversed(seconds)), tuple(peaks[size] for size in fits), held, shared, free, limit, 0, None
-    )
-    fitting = [count for count in range(1, min(limit + 1, failed)) if found.memory(count) <= free]
-    count = max(fitting, default=0)
+    measured_peaks = tuple(peaks[size] for size in fits)
+    result = Plan(fits, tuple(reversed(seconds)), measured_peaks, held, shared, free, limit, 0, None)
+    count = max((count for count in range(1, min(limit + 1, failed)) if result.memory(count) <= free), default=0)
     smaller = [size for size in fits if size < count]
-    best = min(smaller, key=lambda size: found.time(size) / size, default=count)
-    chunked = best < count and found.time(best) / best < (1 - _WORTH) * found.time(count) / count
-    return found._replace(num_models=count, chunk_size=best if chunked or count == 1 < limit else None)
+    best = min(smaller, key=lambda size: result.time(size) / size, default=count)
+    chunked = best < count and result.time(best) / best < (1 - _WORTH) * result.time(count) / count
+    return result._replace(num_models=count, chunk_size=best if chunked or count == 1 < limit else None)
 
 
 def max_models(step: Run, state: TrainState, batch: Tree, *, limit: int = 1024, free: int | None = None) -> int:
@@ -220,7 +216,7 @@ class _Array:
 
 
 def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callable[[_Array], T]) -> T | None:
-    """``work`` of an array of ``size`` members, which is then freed; None if the device ran out of memory."""
+    """The result of ``work`` for an array of ``size`` members, which is then freed; None if it ran out of memory."""
     array = None
     try:
         array = _Array(step, state, batch, size)
@@ -238,16 +234,16 @@ def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callabl
 
 def _bytes(state: TrainState) -> tuple[int, int]:
     """Bytes of one member's state, and of what all members share."""
-    mine, whole = (sum(leaf.nbytes for leaf in leaves(tree)) for tree in (without_shared(state), state))
-    return mine // num_models(state), whole - mine
+    members, whole = (sum(leaf.nbytes for leaf in leaves(tree)) for tree in (without_shared(state), state))
+    return members // num_models(state), whole - members
 
 
 def _expected(state: TrainState, peaks: dict[int, int], size: int) -> float:
-    """The peak of a step of ``size`` members, by those of fewer."""
+    """The peak of a step of ``size`` members, predicted from the peaks of fewer."""
     sizes = sorted(peaks)
     if len(sizes) > 1:
         return _line(sizes, [peaks[size] for size in sizes], size)
-    # A gradient of what members share, and what the step makes of it, are there once, however many members there are.
+    # Shared parameters have one gradient and one update, for any number of members.
     shared = getattr(state, "shared", ())
     once = sum(leaf.nbytes for leaf in leaves((shared, shared.params))) if isinstance(shared, Shared) else 0
     once = min(once, peaks[sizes[0]])
@@ -270,6 +266,6 @@ def _line(sizes: Sequence[int], values: Sequence[float], at: int) -> float:
     """Linear inter- or extrapolation from the two measurements nearest to ``at``; proportional to a single one."""
     if len(sizes) == 1:
         return values[0] * at / sizes[0]
-    place = next((i for i, size in enumerate(sizes[1:-1]) if at <= size), len(sizes) - 2)
-    (x0, x1), (y0, y1) = sizes[place : place + 2], values[place : place + 2]
+    index = next((i for i, size in enumerate(sizes[1:-1]) if at <= size), len(sizes) - 2)
+    (x0, x1), (y0, y1) = sizes[index : index + 2], values[index : index + 2]
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)

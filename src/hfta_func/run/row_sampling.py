@@ -20,13 +20,13 @@ _BAG, _FOLDS = -(2**61) - 2, -(2**61) - 3
 class Rows:
     """Row numbers of each member, and those held out from it by folds."""
 
-    own: list[Tensor]
+    by_member: list[Tensor]
     held_out: list[Tensor] | None = None
 
     def take(self, members: Sequence[int]) -> Rows:
         """The rows of some members."""
         held_out = None if self.held_out is None else [self.held_out[member] for member in members]
-        return Rows([self.own[member] for member in members], held_out)
+        return Rows([self.by_member[member] for member in members], held_out)
 
     def order(self, keys: Tensor, epochs: Tensor | int, count: int, weights: Tensor | None) -> Tensor:
         """The rows ``[M, count]`` of one epoch.
@@ -34,9 +34,9 @@ class Rows:
         A member sees its rows pass after pass, each in a new order, as one stream, of which an epoch is the next ``count``:
         where it stands depends on no other member.
         """
-        starts = (epochs * count).tolist() if isinstance(epochs, Tensor) else [epochs * count] * len(self.own)
-        found = []
-        for member, (rows, start) in enumerate(zip(self.own, starts, strict=True)):
+        starts = (epochs * count).tolist() if isinstance(epochs, Tensor) else [epochs * count] * len(self.by_member)
+        chosen = []
+        for member, (rows, start) in enumerate(zip(self.by_member, starts, strict=True)):
             size = len(rows)
             passes = torch.arange(start // size, (start + count - 1) // size + 1, device=keys.device)
             each = random.fold_in(keys[member], passes)
@@ -44,8 +44,8 @@ class Rows:
                 order = random.permutation(each, size)
             else:
                 order = weighted(each, (weights if weights.dim() == 1 else weights[member])[rows], size)
-            found.append(rows[order.flatten()[start % size : start % size + count]])
-        return torch.stack(found)
+            chosen.append(rows[order.flatten()[start % size : start % size + count]])
+        return torch.stack(chosen)
 
 
 def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, device: torch.device) -> Rows:
@@ -57,24 +57,24 @@ def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, d
     if not isinstance(rows, Sequence | Tensor) or len(rows) != num_models:
         what = f"{len(rows)} lists" if hasattr(rows, "__len__") else f"a {type(rows).__qualname__}"
         raise HyperparameterError(f"rows is {what} for {num_models} models; give one list of row numbers per model")
-    own = []
+    by_member = []
     for member, numbers in enumerate(rows):
-        found = torch.as_tensor(numbers, device=device)
-        if found.dim() != 1 or not len(found):
+        index = torch.as_tensor(numbers, device=device)
+        if index.dim() != 1 or not len(index):
             raise HyperparameterError(
-                f"model {member}: rows[{member}] is {list(found.shape)}, so the model has no data; give a list of row numbers"
+                f"model {member}: rows[{member}] is {list(index.shape)}, so the model has no data; give a list of row numbers"
             )
-        if found.dtype.is_floating_point or found.dtype == torch.bool:
+        if index.dtype.is_floating_point or index.dtype == torch.bool:
             raise HyperparameterError(
-                f"model {member}: rows[{member}] is {found.dtype}; give row numbers, such as mask.nonzero().flatten()"
+                f"model {member}: rows[{member}] is {index.dtype}; give row numbers, such as mask.nonzero().flatten()"
             )
-        wrong = found[(found < 0) | (found >= count)]
+        wrong = index[(index < 0) | (index >= count)]
         if len(wrong):
             raise HyperparameterError(
                 f"model {member}: row {int(wrong[0])} does not exist; the data has rows 0 to {count - 1}"
             )
-        own.append(found.long())
-    return Rows(own)
+        by_member.append(index.long())
+    return Rows(by_member)
 
 
 def folded(folds: int, num_models: int, count: int, device: torch.device) -> Rows:
@@ -91,8 +91,8 @@ def folded(folds: int, num_models: int, count: int, device: torch.device) -> Row
     part = torch.empty_like(order).scatter_(0, order, torch.arange(count, device=device) % folds)
     parts = [member % folds for member in range(num_models)]
     # As many of each, since parts differ by a row where the folds do not divide the data.
-    held_out = [(part == own).nonzero().flatten()[: count // folds] for own in parts]
-    return Rows([(part != own).nonzero().flatten() for own in parts], held_out)
+    held_out = [(part == number).nonzero().flatten()[: count // folds] for number in parts]
+    return Rows([(part != number).nonzero().flatten() for number in parts], held_out)
 
 
 def bags(keys: Tensor, count: int) -> Tensor:
@@ -106,24 +106,24 @@ def weighed(weights: Any, num_models: int, count: int, device: torch.device, row
     Raises:
         HyperparameterError: if they have another shape, one is negative or not finite, or a member has only zeros.
     """
-    found = torch.as_tensor(weights, dtype=torch.float64, device=device)
-    if found.shape not in ((count,), (num_models, count)):
+    values = torch.as_tensor(weights, dtype=torch.float64, device=device)
+    if values.shape not in ((count,), (num_models, count)):
         raise HyperparameterError(
-            f"weights is {list(found.shape)} for {num_models} models and {count} rows; give [{count}] or "
+            f"weights is {list(values.shape)} for {num_models} models and {count} rows; give [{count}] or "
             f"[{num_models}, {count}]"
         )
-    if not bool((found.isfinite() & (found >= 0)).all()):
+    if not bool((values.isfinite() & (values >= 0)).all()):
         raise HyperparameterError("weights must be finite and not negative; a row that is never drawn has weight 0")
-    for member, each in enumerate(found.expand(num_models, count)):
-        if not bool((each if rows is None else each[rows.own[member]]).any()):
+    for member, each in enumerate(values.expand(num_models, count)):
+        if not bool((each if rows is None else each[rows.by_member[member]]).any()):
             raise HyperparameterError(
                 f"model {member}: all weights of its rows are 0, so the model has no data; give at least one row a weight"
             )
-    return found
+    return values
 
 
 def weighted(keys: Tensor, weights: Tensor, count: int) -> Tensor:
-    """``[..., count]`` places drawn with replacement in proportion to weights ``[C]`` or ``[..., C]``."""
+    """``[..., count]`` positions drawn with replacement in proportion to weights ``[C]`` or ``[..., C]``."""
     # Integers, so that sums are the same in any order.
     share = (weights / weights.amax(-1, keepdim=True) * ((1 << 52) // weights.shape[-1])).ceil().to(torch.int64)
     edges = share.cumsum(-1).expand(*keys.shape, -1).contiguous()

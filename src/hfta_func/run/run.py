@@ -71,21 +71,21 @@ class Run:
         if members is None:
             return False
         check_state(members)
-        self.state, places = members, self.history.follow(members.keys)
-        if places is None:
+        self.state, positions = members, self.history.follow(members.keys)
+        if positions is None:
             return False
-        self.loader = self._loader_of(places)
+        self.loader = self._loader_of(positions)
         if self.best is not None:
-            self.best.follow(places, members)
+            self.best.follow(positions, members)
         return True
 
-    def _loader_of(self, places: list[int]) -> Any:
-        """The loader of the members that the array has now, which were at ``places`` before."""
+    def _loader_of(self, positions: list[int]) -> Any:
+        """The loader of the members that the array has now, which were at ``positions`` before."""
         if not isinstance(self.loader, ArrayLoader):
             return self.loader
         since = self.history.since[self.history.members].tolist()
         starts = [self.loader.epoch - len(self.history) + epoch for epoch in since]
-        return self.loader.follow(places, self.state.keys, starts)
+        return self.loader.follow(positions, self.state.keys, starts)
 
     @property
     def result(self) -> TrainState:
@@ -139,9 +139,9 @@ class Run:
             self.batches = itertools.islice(self.loader, self.running.batches, None)
             return
         self.loader.load_state_dict(held["loader"])
-        places = [number if number < count else -1 for number in self.history.members.tolist()]
-        if places != [*range(count)]:
-            self.loader = self._loader_of(places)
+        positions = [number if number < count else -1 for number in self.history.members.tolist()]
+        if positions != [*range(count)]:
+            self.loader = self._loader_of(positions)
         self.batches = self.loader
 
 

@@ -40,17 +40,21 @@ class AutoTrainer:
     Args:
         local: Training in this process.
         loader: The loader of all epochs.
-        crew: Makes the trainer that uses worker processes.
+        make_parallel: Makes the trainer that uses worker processes.
         steps: Number of steps of the whole run, if that is known.
     """
 
     def __init__(
-        self, local: LocalTrainer, loader: Any, crew: Callable[[Any], ExecutorTrainer], steps: int | None = None
+        self,
+        local: LocalTrainer,
+        loader: Any,
+        make_parallel: Callable[[Any], ExecutorTrainer],
+        steps: int | None = None,
     ):
-        self._local, self._loader, self._make, self._steps = local, loader, crew, steps
+        self._local, self._loader, self._make, self._steps = local, loader, make_parallel, steps
         # Only an ArrayLoader has a position inside an epoch, from which another trainer can go on.
         self._dealt = isinstance(loader, ArrayLoader)
-        self._crew: ExecutorTrainer | None = None
+        self._parallel: ExecutorTrainer | None = None
         self._current: LocalTrainer | ExecutorTrainer = local
         self._is_decided, self._ended = False, True
         # In this process: seconds of the latest steps, steps, seconds.
@@ -63,14 +67,14 @@ class AutoTrainer:
     def follow(self, loader: Any) -> None:
         """See :class:`Trainer`."""
         self._loader = loader
-        for one in (self._local, self._crew):
+        for one in (self._local, self._parallel):
             if one is not None:
                 one.follow(loader)
 
     def close(self) -> None:
         """See :class:`Trainer`."""
-        if self._crew is not None:
-            self._crew.close()
+        if self._parallel is not None:
+            self._parallel.close()
 
     def segment(
         self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
@@ -87,14 +91,14 @@ class AutoTrainer:
 
     def _turn(self) -> None:
         """Choose who trains the next piece."""
-        if self._crew is None or not self._crew.is_ready():
+        if self._parallel is None or not self._parallel.is_ready():
             return
-        self._current = self._crew
+        self._current = self._parallel
         if self._tried >= (self._wanted() if self._dealt else 1):
             self._is_decided = True
             if self._took / self._tried >= statistics.median(self._times):
-                self._crew.close()
-                self._crew, self._current = None, self._local
+                self._parallel.close()
+                self._parallel, self._current = None, self._local
                 # Goes on where the workers have stopped.
                 self._local.follow(self._loader)
 
@@ -130,15 +134,15 @@ class AutoTrainer:
             now = time.perf_counter()
             self._made += 1
             self._spent += now - start
-            if self._crew is None:
+            if self._parallel is None:
                 self._times = [*self._times[1 - _LATEST :], now - start]
                 if len(self._times) >= _FIRST and self._may_pay():
-                    self._crew = self._make(self._loader)
+                    self._parallel = self._make(self._loader)
             start = now
             hooks.tick()
 
         def stopped() -> bool:
-            return (self._dealt and self._crew is not None and self._crew.is_ready()) or hooks.stopped()
+            return (self._dealt and self._parallel is not None and self._parallel.is_ready()) or hooks.stopped()
 
         return hooks._replace(tick=tick, stopped=stopped)
 
@@ -193,7 +197,7 @@ def make_trainer(
     if workers == "auto" and (count == 1 or not isinstance(loader, ArrayLoader | Sequence) or batches is not loader):
         return local
 
-    def crew(loader: Any) -> ExecutorTrainer:
+    def make_parallel(loader: Any) -> ExecutorTrainer:
         return ExecutorTrainer(step, batches, loader, Pool(processes(count, on_gpu), share=True), compile, owned=True)
 
-    return crew(loader) if workers != "auto" else AutoTrainer(local, loader, crew, steps)
+    return make_parallel(loader) if workers != "auto" else AutoTrainer(local, loader, make_parallel, steps)

@@ -44,24 +44,24 @@ def average(tree: T, weights: Sequence[float] | Sequence[Sequence[float]] | Tens
         stacked = average(Stacked(tree.params, tree.buffers), weights)
         return tree._replace(params=stacked.params, buffers=stacked.buffers)
     count = num_models(tree)
-    given = torch.ones(count) if weights is None else torch.as_tensor(weights)
-    if given.shape not in ((count,), (count, count)):
+    weight = torch.ones(count) if weights is None else torch.as_tensor(weights)
+    if weight.shape not in ((count,), (count, count)):
         raise HyperparameterError(
-            f"weights is {list(given.shape)} for {count} models; give one number per model [{count}], or [{count}, {count}]"
+            f"weights is {list(weight.shape)} for {count} models; give one number per model [{count}], or [{count}, {count}]"
         )
-    shares = given.double().expand(count, count)
-    if not bool((shares.isfinite() & (shares >= 0)).all()) or not bool((shares.sum(1) > 0).all()):
+    rows = weight.double().expand(count, count)
+    if not bool((rows.isfinite() & (rows >= 0)).all()) or not bool((rows.sum(1) > 0).all()):
         raise HyperparameterError("weights must be finite, not negative, and more than 0 in sum")
-    shares = shares / shares.sum(1, keepdim=True)
+    rows = rows / rows.sum(1, keepdim=True)
 
     def mixed(leaf: Tensor) -> Tensor:
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
         kind = torch.promote_types(leaf.dtype, torch.float32)
-        own, flat = shares.to(leaf.device, kind), leaf.reshape(count, -1).to(kind)
+        share, flat = rows.to(leaf.device, kind), leaf.reshape(count, -1).to(kind)
         finite = flat.isfinite()
         # A weight of 0 times infinity would be NaN.
-        spoilt = (own != 0).to(kind) @ (~finite).to(kind) != 0
-        return torch.where(spoilt, torch.nan, own @ torch.where(finite, flat, 0)).to(leaf.dtype).reshape(leaf.shape)
+        spoilt = (share != 0).to(kind) @ (~finite).to(kind) != 0
+        return torch.where(spoilt, torch.nan, share @ torch.where(finite, flat, 0)).to(leaf.dtype).reshape(leaf.shape)
 
     return tree_map(mixed, tree)

@@ -56,13 +56,13 @@ def is_plain(batch: Tree) -> bool:
 
 def numbered(tree: Tree) -> tuple[Tree, list[Any]]:
     """The tree with a number for every leaf, and the leaves by number."""
-    found: list[Any] = []
+    listed: list[Any] = []
 
     def number(leaf: Any) -> int:
-        found.append(leaf)
-        return len(found) - 1
+        listed.append(leaf)
+        return len(listed) - 1
 
-    return tree_map(number, tree), found
+    return tree_map(number, tree), listed
 
 
 def copied(tree: Tree) -> Tree:
@@ -76,14 +76,14 @@ def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None
         return
     parts = _parts(tree)
     if not isinstance(dims, int):
-        own = _parts(dims)
-        if parts is None or own is None or isinstance(dims, Mapping) is not isinstance(tree, Mapping):
+        dim_parts = _parts(dims)
+        if parts is None or dim_parts is None or isinstance(dims, Mapping) is not isinstance(tree, Mapping):
             raise BatchError(
                 f"{path} is a {type(tree).__qualname__} but batch_dims has a {type(dims).__qualname__} there; give "
                 f"batch_dims the structure of the batch"
             )
-        if parts.keys() != own.keys():
-            names, others = ([*held] if isinstance(tree, dict) else f"{len(held)} parts" for held in (parts, own))
+        if parts.keys() != dim_parts.keys():
+            names, others = ([*each] if isinstance(tree, dict) else f"{len(each)} parts" for each in (parts, dim_parts))
             raise BatchError(f"{path} has {names} but batch_dims has {others}; give one entry per part")
     if parts is not None:
         for name, child in parts.items():

@@ -58,19 +58,19 @@ class Rehearsal:
         """Call ``run(batch, members, batch)`` for one member, once."""
         # A compiler knows the values of a graph's inputs, in containers that it can take apart.
         if torch.compiler.is_compiling() and not inside_transform() and is_plain(batch) and not self._is_done():
-            layout, found = numbered((*members, batch))
-            self._rehearse(layout, *found)
+            layout, values = numbered((*members, batch))
+            self._rehearse(layout, *values)
 
     @constant_to_compiler
     def _is_done(self) -> bool:
         return self._done
 
     @constant_to_compiler
-    def _rehearse(self, layout: Tree, *found: Any) -> bool:
+    def _rehearse(self, layout: Tree, *values: Any) -> bool:
         compiling, context = set_compiling(False), contextvars.copy_context()
         try:
             context.run(rehearsing.set, True)
-            *members, batch = tree_map(lambda place: found[place], layout)
+            *members, batch = tree_map(lambda index: values[index], layout)
             first = tree_map(lambda leaf: leaf[:1].detach().clone(), tuple(members))
             batch = take_batch(self._batch_dims, batch, slice(0, 1))
             context.run(self._run, batch, first, batch)
@@ -121,6 +121,6 @@ class Check:
         if self._expected is None:
             trained = {path: param.to("meta") for path, param in state.params.items() if path in self._trainable}
             self._expected = self._optimizer.init(trained)
-        found = difference(state.opt_state, self._expected, "state.opt_state", "the state", "this step's optimizer")
-        if found is not None:
-            raise StateError(f"the state belongs to another optimizer: {found}; make a state with step.init(...)")
+        mismatch = difference(state.opt_state, self._expected, "state.opt_state", "the state", "this step's optimizer")
+        if mismatch is not None:
+            raise StateError(f"the state belongs to another optimizer: {mismatch}; make a state with step.init(...)")

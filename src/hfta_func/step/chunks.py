@@ -15,7 +15,7 @@ from torch import Tensor
 from hfta_func._torch import inside_transform
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import LoopWarning, Tree
-from hfta_func.calls.body import place
+from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.step.batch import take_batch
 
@@ -56,7 +56,7 @@ class Chunks:
         try:
             return run(members, batch)
         except Diverged as error:
-            where, sides = place(error), error.sides
+            where, sides = user_code_location(error), error.sides
         warnings.warn(
             f"{where.rstrip(',')} branches on the value of a tensor, and members with different values run in groups; "
             f"compute with tensors instead (torch.where, masks), or silence this with "

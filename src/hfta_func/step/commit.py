@@ -12,21 +12,21 @@ from hfta_func.step.update import Update
 
 
 def commit(
-    state: TrainState, found: StepOutputs, verdict: Verdict, update: Update, sharing: Sharing, options: Options
+    state: TrainState, outputs: StepOutputs, verdict: Verdict, update: Update, sharing: Sharing, options: Options
 ) -> TrainState:
     """The state after the step; members that are not kept stay as they are."""
     keep = verdict.keep
     params, opt_state = update(keep)
     after = TrainState(
         params={path: params.get(path, param) for path, param in state.params.items()},
-        buffers=found.buffers if keep is None else where(keep, found.buffers, state.buffers),
+        buffers=outputs.buffers if keep is None else where(keep, outputs.buffers, state.buffers),
         opt_state=opt_state,
         keys=state.keys,
         step=state.step + state.active,
         hparams=state.hparams,
         active=verdict.active,
         loss_scale=verdict.loss_scale,
-        shared=sharing.update(state, found, keep, options.donate),
+        shared=sharing.update(state, outputs, keep, options.donate),
     )
     if not options.donate:
         return after

@@ -18,7 +18,7 @@ from hfta_func.step.gradients import NOISE
 from hfta_func.step.members import Members
 from hfta_func.step.prediction import Prediction, call, forward, predict_with
 
-_MADE = ("_run", "_runs", "_members", "_places")
+_MADE = ("_run", "_runs", "_members", "_owners")
 """Attributes of an ensemble that are made anew in a copy."""
 
 
@@ -69,11 +69,11 @@ class Ensemble(nn.Module):
         buffers, shared = dict(buffers or {}), dict(shared or {})
         self.num_models = num_models((params, buffers))
         check_stacked((params, buffers), shapes(model, share_frozen, [*shared]))
-        for path, own in shared_of(model, [*shared]).items():
-            if path not in shared or shared[path].shape != own.shape:
-                found = list(shared[path].shape) if path in shared else "missing"
+        for path, param in shared_of(model, [*shared]).items():
+            if path not in shared or shared[path].shape != param.shape:
+                given = list(shared[path].shape) if path in shared else "missing"
                 raise StackError(
-                    f"the shared '{path}' is {found} but {list(own.shape)} in the model; it has no model axis"
+                    f"the shared '{path}' is {given} but {list(param.shape)} in the model; it has no model axis"
                 )
         base = Base(model, None).tensors if share_frozen else {}
         self._shared, self._base = [*shared], [*base]
@@ -90,8 +90,8 @@ class Ensemble(nn.Module):
         for path, leaf in shared.items():
             self.array.hold(path, nn.Parameter(leaf.detach().clone()))
         for path, leaf in base.items():
-            own = nn.Parameter(leaf.detach(), requires_grad=False) if path in required else leaf
-            self.array.hold(path, own, persistent=path in kept)
+            tensor = nn.Parameter(leaf.detach(), requires_grad=False) if path in required else leaf
+            self.array.hold(path, tensor, persistent=path in kept)
         device = next(iter((*params.values(), *buffers.values()))).device
         keys = random.keys(range(self.num_models) if seeds is None else seeds, device=device)
         if keys.shape != (self.num_models,):
@@ -150,7 +150,7 @@ class Ensemble(nn.Module):
             BatchError: if an argument has no model axis where ``batch_dims`` is 0.
             StateError: if the model writes its parameters in place.
         """
-        training, stacked, common = self.training, self.stacked(), (self._held(2), self._held(3))
+        training, stacked, common = self.training, self.stacked(), (self._tensors(2), self._tensors(3))
         if training and self._writes_tables and torch.is_grad_enabled():
             raise StateError(
                 "a look-up table with max_norm shortens its own rows as it is read, which an Ensemble in train mode cannot "
@@ -180,21 +180,21 @@ class Ensemble(nn.Module):
 
         Example:
             >>> ensemble = Ensemble.from_modules([torch.nn.Linear(4, 1) for _ in range(3)])
-            >>> found = ensemble.predict(torch.randn(8, 4))
-            >>> found.mean.shape, found.std.shape, found.quantiles([0.05, 0.95]).shape
+            >>> prediction = ensemble.predict(torch.randn(8, 4))
+            >>> prediction.mean.shape, prediction.std.shape, prediction.quantiles([0.05, 0.95]).shape
             (torch.Size([8, 1]), torch.Size([8, 1]), torch.Size([2, 8, 1]))
         """
         key = random.fold_in(self.keys, ~self.calls)
         run = bind(self._model[0], forward, training=False, share_frozen=bool(self._base))
-        return predict_with(run, self.stacked(), (self._held(2), self._held(3)), key, batches, batch_dims)
+        return predict_with(run, self.stacked(), (self._tensors(2), self._tensors(3)), key, batches, batch_dims)
 
     def stacked(self) -> Stacked:
         """The parameters and buffers ``[M, ...]`` by path, the ensemble's own and not copies."""
-        return Stacked(self._held(0), self._held(1))
+        return Stacked(self._tensors(0), self._tensors(1))
 
     def shared(self) -> Params:
         """The parameters by path that members share and train, the ensemble's own and not copies."""
-        return self._held(2)
+        return self._tensors(2)
 
     def members(self) -> list[nn.Module]:
         """Ordinary modules with storage of their own, in the modes of the ensemble's.
@@ -230,15 +230,15 @@ class Ensemble(nn.Module):
         """Number and class of the members."""
         return f"{self.num_models} of {type(self._model[0]).__qualname__}"
 
-    def _held(self, kind: int) -> Params:
+    def _tensors(self, kind: int) -> Params:
         """Tensors by path: 0 parameters, 1 buffers, 2 parameters that members share and train, 3 their base."""
-        return {path: getattr(*place) for path, place in self._places[kind]}
+        return {path: getattr(*owner) for path, owner in self._owners[kind]}
 
     def _apart(self, params: Params, buffers: Params) -> list[nn.Module]:
-        held: Params = {path: nn.Parameter(leaf.detach().clone()) for path, leaf in self.shared().items()}
-        for path, leaf in self._held(3).items():
-            held[path] = nn.Parameter(leaf.detach(), False) if isinstance(leaf, nn.Parameter) else leaf
-        return members_of(self._model[0], params, buffers, held)
+        common: Params = {path: nn.Parameter(leaf.detach().clone()) for path, leaf in self.shared().items()}
+        for path, leaf in self._tensors(3).items():
+            common[path] = nn.Parameter(leaf.detach(), False) if isinstance(leaf, nn.Parameter) else leaf
+        return members_of(self._model[0], params, buffers, common)
 
     def _choose(self) -> None:
         """Have the code of the modules' present modes run, which is made once for each."""
@@ -246,7 +246,7 @@ class Ensemble(nn.Module):
         common = {*self._shared, *self._base}
         named = [[path for path, _ in every] for every in (self.array.named_parameters(), self.array.named_buffers())]
         kinds = *([path for path in paths if path not in common] for paths in named), self._shared, self._base
-        self._places = [[(path, self.array.place(path)) for path in paths] for paths in kinds]
+        self._owners = [[(path, self.array.owner(path)) for path in paths] for paths in kinds]
         modes = tuple(module.training for module in self._model[0].modules())
         if modes not in runs:
             runs[modes] = bind(self._model[0], forward, share_frozen=bool(self._base)), Members()
@@ -264,7 +264,7 @@ class Ensemble(nn.Module):
 class _Names(nn.Module):
     """Tensors by path, in modules that only give names."""
 
-    def place(self, path: str) -> tuple[nn.Module, str]:
+    def owner(self, path: str) -> tuple[nn.Module, str]:
         """The module that holds a tensor, and its name there."""
         parent, _, name = path.rpartition(".")
         return self.get_submodule(parent), name

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._kernels import native
+from hfta_func._kernels import nonfinite
+from hfta_func._kernels.operators import define_operator
 from hfta_func._torch import can_look, constant_to_compiler, inside_transform
 from hfta_func._types import NonFiniteError
 from hfta_func.optim._kernel import MAX_INLINE_LEAVES
@@ -38,8 +37,8 @@ def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
         _define()
         return torch.ops.hfta_func.diagnose(losses, leaves[1:])
     if can_look(losses):
-        if (found := _looked_at(leaves)) is not None:
-            return found
+        if (failure := _diagnose_by_kernel(leaves)) is not None:
+            return failure
         if bool(torch.stack([leaf.sum() for leaf in leaves]).isfinite().all()):
             # Nothing infinite and no NaN can have gone into a finite sum.
             return torch.zeros(losses.shape[0], dtype=torch.int64)
@@ -58,61 +57,18 @@ def _sum(leaf: Tensor) -> Tensor:
     return leaf.sum([*range(1, leaf.dim())], dtype=wide) if leaf.dim() > 1 else leaf.to(wide)
 
 
-# What is not finite has all bits of its exponent set. Four places at a time are read faster than one after the other.
-_HEAD = """
-#define EXPONENT ((T){mask}u)
-typedef {type} T;
-static int has_failed(const T *x, int64_t length)
-{{
-    const int64_t part = length / 4;
-    const T *a = x, *b = x + part, *c = b + part, *d = c + part;
-    T most = 0;
-    for (int64_t i = 0; i < part; i++) {{
-        const T p = a[i] & EXPONENT, q = b[i] & EXPONENT, r = c[i] & EXPONENT, s = d[i] & EXPONENT;
-        const T pq = p > q ? p : q, rs = r > s ? r : s, own = pq > rs ? pq : rs;
-        most = own > most ? own : most;
-    }}
-    for (int64_t i = 4 * part; i < length; i++) {{
-        const T own = x[i] & EXPONENT;
-        most = own > most ? own : most;
-    }}
-    return most == EXPONENT;
-}}
-"""
-_LEAF = """if (has_failed((const T *)places[leaf] + model * sizes[leaf] + low, high - low)) {
-#pragma omp atomic write
-                        failed[(leaf > 0) * models + model] = 1;
-                    }"""
-_EXPONENTS = {
-    torch.float64: ("uint64_t", "0x7FF0000000000000"),
-    torch.float32: ("uint32_t", "0x7F800000"),
-    torch.bfloat16: ("uint16_t", "0x7F80"),
-    torch.float16: ("uint16_t", "0x7C00"),
-}
-
-
-@functools.cache
-def _program(dtype: torch.dtype) -> Any:
-    if dtype not in _EXPONENTS:
-        return None
-    kind, mask = _EXPONENTS[dtype]
-    return native.program(
-        native.shared_out(_HEAD.format(type=kind, mask=mask), "const char **places, int64_t *failed", _LEAF)
-    )
-
-
-def _looked_at(leaves: Sequence[Tensor]) -> Tensor | None:
+def _diagnose_by_kernel(leaves: Sequence[Tensor]) -> Tensor | None:
     """The same by one kernel for all leaves; None if there is none for them."""
     losses = leaves[0]
     models, dtype = len(losses), losses.dtype
     plain = all(type(leaf) is Tensor and leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves)
-    run = _program(dtype) if plain and models else None
+    run = nonfinite.program(dtype) if plain and models else None
     if run is None:
         return None
     failed = torch.zeros(2, models, dtype=torch.int64)
-    # Members lie one behind the other, each in whatever order: a gradient may be transposed.
-    places = [leaf if _is_dense(leaf) else leaf.contiguous() for leaf in leaves]
-    run([leaf.numel() // models for leaf in leaves], models, [places, failed])
+    # The kernel reads each member's values in any order, so a transposed gradient needs no copy.
+    dense = [leaf if _is_dense(leaf) else leaf.contiguous() for leaf in leaves]
+    run([leaf.numel() // models for leaf in leaves], models, [dense, failed])
     return torch.where(failed[0] > 0, int(Failure.LOSS), int(Failure.GRADIENT) * failed[1])
 
 
@@ -148,17 +104,15 @@ def _refuse(failure: Tensor, step: Tensor) -> Tensor:
 
 @constant_to_compiler
 def _define() -> bool:
-    """The same as operators, which graphs call as they are; defined at first use, since nothing happens at import."""
-    if not hasattr(torch.ops.hfta_func, "refuse"):
-        operator = torch.library.custom_op("hfta_func::refuse", _refuse, mutates_args=())
-        operator.register_fake(lambda failure, step: torch.empty_like(failure))
-        library = torch.library.Library("hfta_func", "FRAGMENT")
-        library.define("diagnose(Tensor losses, Tensor[] grads) -> Tensor")
-        library.impl("diagnose", diagnose, "CPU")
-        fake = lambda losses, grads: torch.empty(losses.shape[0], dtype=torch.int64)  # noqa: E731
-        torch.library.register_fake("hfta_func::diagnose", fake, lib=library)
-        _LIBRARIES.append(library)
+    """Define the same functions as operators, which graphs hold as a whole."""
+    define_operator(
+        "refuse(Tensor failure, Tensor step) -> Tensor",
+        {"CompositeExplicitAutograd": _refuse},
+        fake=lambda failure, step: torch.empty_like(failure),
+    )
+    define_operator(
+        "diagnose(Tensor losses, Tensor[] grads) -> Tensor",
+        {"CPU": diagnose},
+        fake=lambda losses, grads: torch.empty(losses.shape[0], dtype=torch.int64),
+    )
     return True
-
-
-_LIBRARIES: list[torch.library.Library] = []

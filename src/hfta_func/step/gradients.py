@@ -118,8 +118,8 @@ class Gradients:
         guarded = (frozen,) if self.rewrites_params else (frozen, trained)
         grads, aux = self._members.guard(keys, differentiate, *guarded)
         if together:
-            own, sums = _parted(grads, shared)
-            return sums, own, *aux
+            apart, sums = _parted(grads, shared)
+            return sums, apart, *aux
         return grads, *aux
 
     def _member(
@@ -131,8 +131,8 @@ class Gradients:
 
 def _parted(grads: Params, shared: Params) -> tuple[Params, Params]:
     """The gradients of the members' own parameters, and of those that they share."""
-    own = {path: grad for path, grad in grads.items() if path not in shared}
-    return own, {path: grads[path] for path in shared}
+    apart = {path: grad for path, grad in grads.items() if path not in shared}
+    return apart, {path: grads[path] for path in shared}
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

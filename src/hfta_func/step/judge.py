@@ -24,12 +24,12 @@ class Verdict(NamedTuple):
     report: dict[str, Tensor]  # the metrics that every step has
 
 
-def judge(state: TrainState, found: StepOutputs, options: Options) -> Verdict:
+def judge(state: TrainState, outputs: StepOutputs, options: Options) -> Verdict:
     """Decide from losses and gradients; raises a NonFiniteError with ``nonfinite="raise"`` if a member has failed."""
     # Codes are compared as plain numbers: compilers do not know an enum's members for such.
-    shared = [] if found.summed else found.shared.values()
-    failure = diagnose(found.losses, [*found.grads.values(), *shared])
-    report = {"loss": found.losses, "finite": failure == int(Failure.NONE), "failure": failure}
+    shared = [] if outputs.summed else outputs.shared.values()
+    failure = diagnose(outputs.losses, [*outputs.grads.values(), *shared])
+    report = {"loss": outputs.losses, "finite": failure == int(Failure.NONE), "failure": failure}
     scaling, loss_scale, active = options.scaling, state.loss_scale, state.active
     if scaling is not None:
         report["loss_scale"] = loss_scale.scale.clone()

@@ -53,8 +53,8 @@ class ManySteps(Compiled):
             raise BatchError(
                 f"the batches have {sorted(counts)} as their first axes; stack as many batches in every leaf, [K, M, N, ...]"
             )
-        found = []
-        for place in range(counts.pop()):
-            state, metrics = self._step(state, tree_map(lambda leaf, place=place: leaf[place], batches))
-            found.append(metrics)
-        return state, {name: torch.stack([metrics[name] for metrics in found]) for name in found[0]}
+        reports = []
+        for index in range(counts.pop()):
+            state, metrics = self._step(state, tree_map(lambda leaf, index=index: leaf[index], batches))
+            reports.append(metrics)
+        return state, {name: torch.stack([metrics[name] for metrics in reports]) for name in reports[0]}

@@ -42,12 +42,12 @@ def grid(*sizes: int) -> Groups:
     """
     if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise HyperparameterError(f"the sizes of the grid are {list(sizes)}; give integers of at least 1")
-    places = torch.arange(math.prod(sizes)).reshape(sizes)
+    numbers = torch.arange(math.prod(sizes)).reshape(sizes)
 
     def groups(turn: int) -> Tensor:
-        # The place without its coordinate along the dimension of this turn.
+        # A member's position in the grid without its coordinate along the dimension of this turn.
         along = turn % len(sizes)
-        rest = torch.arange(places.numel() // sizes[along]).reshape(places.select(along, 0).shape)
+        rest = torch.arange(numbers.numel() // sizes[along]).reshape(numbers.select(along, 0).shape)
         return rest.unsqueeze(along).expand(sizes).flatten().clone()
 
     return groups
@@ -96,9 +96,9 @@ def dropouts(groups: Tensor | Sequence[int] | Groups, rate: float, seed: int = 0
     (key,) = random.keys([seed])
 
     def there(turn: int) -> Tensor:
-        found = at(groups, turn)
-        away = random.bernoulli(random.fold_in(key, turn), rate, found.shape)
-        return torch.where(away, -1, found)
+        labels = at(groups, turn)
+        away = random.bernoulli(random.fold_in(key, turn), rate, labels.shape)
+        return torch.where(away, -1, labels)
 
     return there
 
@@ -109,12 +109,12 @@ def at(groups: Tensor | Sequence[int] | Groups, turn: int) -> Tensor:
     Raises:
         HyperparameterError: if they are no integers, one per member.
     """
-    found = torch.as_tensor(groups(turn) if callable(groups) else groups)
-    if found.dim() != 1 or found.is_floating_point() or found.dtype == torch.bool:
+    labels = torch.as_tensor(groups(turn) if callable(groups) else groups)
+    if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise HyperparameterError(
-            f"groups is {found.dtype} of shape {list(found.shape)}; give one integer per model, -1 for models that are away"
+            f"groups is {labels.dtype} of shape {list(labels.shape)}; give one integer per model, -1 for models that are away"
         )
-    return found
+    return labels
 
 
 def matrix(groups: Tensor | Sequence[int], weights: Tensor | Sequence[float] | None = None) -> Tensor:
@@ -133,13 +133,13 @@ def matrix(groups: Tensor | Sequence[int], weights: Tensor | Sequence[float] | N
                 [1., 1., 0.],
                 [0., 0., 1.]], dtype=torch.float64)
     """
-    found = at(torch.as_tensor(groups), 0)
-    own = torch.ones(len(found)) if weights is None else torch.as_tensor(weights, device=found.device)
-    if own.shape != found.shape:
+    labels = at(torch.as_tensor(groups), 0)
+    weight = torch.ones(len(labels)) if weights is None else torch.as_tensor(weights, device=labels.device)
+    if weight.shape != labels.shape:
         raise HyperparameterError(
-            f"weights is {list(own.shape)} for {len(found)} models in groups; give one number per model [{len(found)}]"
+            f"weights is {list(weight.shape)} for {len(labels)} models in groups; give one number per model [{len(labels)}]"
         )
-    together = (found[:, None] == found) & (found >= 0)
-    shares = torch.where(together, own.double(), 0.0)
+    together = (labels[:, None] == labels) & (labels >= 0)
+    shares = torch.where(together, weight.double(), 0.0)
     alone = (shares == 0).all(1)
-    return torch.where(alone[:, None], torch.eye(len(found), dtype=torch.float64, device=found.device), shares)
+    return torch.where(alone[:, None], torch.eye(len(labels), dtype=torch.float64, device=labels.device), shares)

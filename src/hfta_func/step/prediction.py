@@ -25,8 +25,8 @@ class Prediction:
         outputs: ``[M, N, ...]``; for classifiers, scores (logits) ``[M, N, C]``.
 
     Example:
-        >>> found = Prediction(torch.tensor([[[0.0, 9.0], [9.0, 0.0]], [[0.0, 9.0], [0.0, 9.0]]]))
-        >>> found.probabilities.argmax(-1), found.disagreement
+        >>> prediction = Prediction(torch.tensor([[[0.0, 9.0], [9.0, 0.0]], [[0.0, 9.0], [0.0, 9.0]]]))
+        >>> prediction.probabilities.argmax(-1), prediction.disagreement
         (tensor([1, 0]), tensor([0., 1.]))
     """
 
@@ -59,10 +59,10 @@ class Prediction:
         if not bool(((at >= 0) & (at <= 1)).all()):
             raise ValueError(f"levels is {levels!r}; quantiles are at levels from 0 to 1")
         # Not torch.quantile, which refuses large tensors.
-        order, place = self.outputs.sort(0).values, at.reshape(-1) * (len(self.outputs) - 1)
-        low, part = place.floor().long(), place.frac().reshape(-1, *[1] * (order.dim() - 1))
-        found = torch.lerp(order[low], order[(low + 1).clamp(max=len(order) - 1)], part)
-        return found.reshape(*at.shape, *order.shape[1:])
+        order, position = self.outputs.sort(0).values, at.reshape(-1) * (len(self.outputs) - 1)
+        low, part = position.floor().long(), position.frac().reshape(-1, *[1] * (order.dim() - 1))
+        values = torch.lerp(order[low], order[(low + 1).clamp(max=len(order) - 1)], part)
+        return values.reshape(*at.shape, *order.shape[1:])
 
     @property
     def probabilities(self) -> Tensor:
@@ -140,16 +140,16 @@ def predict(
         raise StateError(
             f"expected a TrainState or a Stacked but got {type(state).__qualname__}; pass a training state"
         )
-    held = getattr(state, "shared", ())
-    shared = held.params if isinstance(held, Shared) else {}
-    own = Stacked(state.params, stacked(state).buffers)
-    check_state(own, shapes(model, share_frozen, [*shared]))
-    count, device = num_models(own), leaves(own)[0].device
+    shared_state = getattr(state, "shared", ())
+    shared = shared_state.params if isinstance(shared_state, Shared) else {}
+    members = Stacked(state.params, stacked(state).buffers)
+    check_state(members, shapes(model, share_frozen, [*shared]))
+    count, device = num_models(members), leaves(members)[0].device
     given = isinstance(state, TrainState)
     keys = random.fold_in(state.keys, ~state.step) if given else torch.zeros(count, dtype=torch.int64, device=device)
     run = bind(model, forward, training=False, share_frozen=share_frozen)
     with torch.no_grad():
-        return predict_with(run, own, (shared, {}), keys, batches, batch_dims)
+        return predict_with(run, members, (shared, {}), keys, batches, batch_dims)
 
 
 def predict_with(

@@ -36,8 +36,8 @@ class Sharing:
         """Copies of the model's parameters and their optimizer's state; ``()`` if nothing is shared."""
         if not self.paths:
             return ()
-        own = dict(model.named_parameters())
-        params = {path: own[path].detach().to(device, copy=True) for path in own if path in self.paths}
+        named = model.named_parameters()
+        params = {path: param.detach().to(device, copy=True) for path, param in named if path in self.paths}
         try:
             return Shared(params, self._optimizer.init(_as_one(params)))
         except HyperparameterError as error:
@@ -48,32 +48,34 @@ class Sharing:
     def check(self, state: TrainState) -> None:
         """Raise a StateError unless the state shares what the step does."""
         shared = state.shared
-        held = shared.params if isinstance(shared, Shared) else {}
-        if held.keys() != self.paths:
-            path = min(held.keys() ^ self.paths)
-            has, needs = ("shares", "does not") if path in held else ("does not share", "does")
+        params = shared.params if isinstance(shared, Shared) else {}
+        if params.keys() != self.paths:
+            path = min(params.keys() ^ self.paths)
+            has, needs = ("shares", "does not") if path in params else ("does not share", "does")
             raise StateError(
                 f"the state {has} '{path}' among its members but this step {needs}; make a state with step.init(...)"
             )
         if isinstance(shared, Shared):
-            meta = {path: param.to("meta") for path, param in _as_one(held).items()}
-            found = difference(
+            meta = {path: param.to("meta") for path, param in _as_one(params).items()}
+            mismatch = difference(
                 *(shared.opt_state, self._optimizer.init(meta), "state.shared.opt_state"),
                 *("the state", "this step's shared_optimizer"),
             )
-            if found is not None:
-                raise StateError(f"the state belongs to another optimizer: {found}; make a state with step.init(...)")
+            if mismatch is not None:
+                raise StateError(
+                    f"the state belongs to another optimizer: {mismatch}; make a state with step.init(...)"
+                )
 
-    def update(self, state: TrainState, found: StepOutputs, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
+    def update(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
         """One update by the sum of the gradients of members where ``keep`` holds; none if it holds nowhere."""
         shared = state.shared
         if not isinstance(shared, Shared):
             return ()
-        grads = found.shared
-        if keep is not None and not found.summed:
+        grads = outputs.shared
+        if keep is not None and not outputs.summed:
             # Not a product, since 0 times NaN is NaN.
             grads = {path: torch.where(per_model(keep, grad).bool(), grad, 0) for path, grad in grads.items()}
-        if not found.summed:
+        if not outputs.summed:
             grads = {path: grad.sum(0, keepdim=True) for path, grad in grads.items()}
         any_kept = None if keep is None else keep.any().reshape(1)
         params, opt_state = renew(

@@ -21,7 +21,7 @@ class TrainState(NamedTuple):
         keys: ``int64[M]``, the members' seeds.
         step: ``int64[M]``, the number of batches each member has seen; together with the key it determines a step's noise.
         hparams: The members' own numbers, ``[M]`` each: those for the loss function, and those in which the models differ,
-            such as ``"1.p"``, for which ``buffers`` hold empty places ``[M, 0]``.
+            such as ``"1.p"``, for which ``buffers`` hold empty tensors ``[M, 0]``.
         active: ``bool[M]``; inactive members stay exactly as they are.
         loss_scale: The members' loss scales, or ``()`` without loss scaling.
         shared: What members share and train together, or ``()`` if the step has no ``shared_params``.

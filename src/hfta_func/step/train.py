@@ -177,12 +177,12 @@ class TrainStep(Compiled):
         # Only a transform around the step keeps what its gradient needs.
         with torch.set_grad_enabled(inside_transform()):
             self._check(state, batch)
-            found = self._gradients(state, batch)
-            verdict = judge(state, found, self.options)
-            update = self._update(self.optimizer, state, found)
+            outputs = self._gradients(state, batch)
+            verdict = judge(state, outputs, self.options)
+            update = self._update(self.optimizer, state, outputs)
             # A metric may be a tensor of the state, which is overwritten.
-            metrics = tree_map(torch.clone, found.metrics) if self.options.donate else found.metrics
-            return commit(state, found, verdict, update, self._sharing, self.options), {**verdict.report, **metrics}
+            metrics = tree_map(torch.clone, outputs.metrics) if self.options.donate else outputs.metrics
+            return commit(state, outputs, verdict, update, self._sharing, self.options), {**verdict.report, **metrics}
 
     @functools.cached_property
     def many(self) -> ManySteps:

@@ -36,32 +36,32 @@ def select_update_mode(options: Options, rewrites_params: bool) -> Way:
     return in_place if options.donate and not rewrites_params else plain
 
 
-def plain(optimizer: GradientTransformation, state: TrainState, found: StepOutputs) -> Update:
+def plain(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
     """Update into new tensors."""
 
     def update(keep: Tensor | None) -> tuple[Params, Tree]:
         # Members that are not kept keep the parameters of the state, which the model may have written in a copy.
-        params = {path: state.params[path] for path in found.params}
-        renewed, opt_state = renew(optimizer, found.grads, state.opt_state, found.params, keep)
-        if keep is not None and any(params[path] is not param for path, param in found.params.items()):
+        params = {path: state.params[path] for path in outputs.params}
+        renewed, opt_state = renew(optimizer, outputs.grads, state.opt_state, outputs.params, keep)
+        if keep is not None and any(params[path] is not param for path, param in outputs.params.items()):
             renewed = where(keep, renewed, params)
         return renewed, opt_state
 
     return update
 
 
-def in_place(optimizer: GradientTransformation, state: TrainState, found: StepOutputs) -> Update:
+def in_place(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
     """Update into the state's own tensors, which saves memory and, for large models, time."""
-    return lambda keep: renew(optimizer, found.grads, state.opt_state, found.params, keep, donate=True)
+    return lambda keep: renew(optimizer, outputs.grads, state.opt_state, outputs.params, keep, donate=True)
 
 
-def rounded(optimizer: GradientTransformation, state: TrainState, found: StepOutputs) -> Update:
+def rounded(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
     """Update in float32 and round at random to the parameters' own bfloat16."""
 
     def update(keep: Tensor | None) -> tuple[Params, Tree]:
-        wide = amp.widen(found.params)
-        updates, opt_state = optimizer.update(amp.widen(found.grads), state.opt_state, wide)
-        params = amp.round_stochastically(state.keys, state.step, apply_updates(wide, updates), found.params)
+        wide = amp.widen(outputs.params)
+        updates, opt_state = optimizer.update(amp.widen(outputs.grads), state.opt_state, wide)
+        params = amp.round_stochastically(state.keys, state.step, apply_updates(wide, updates), outputs.params)
         old = {path: state.params[path] for path in params}, state.opt_state
         return (params, opt_state) if keep is None else where(keep, (params, opt_state), old)
 

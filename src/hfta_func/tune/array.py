@@ -1,4 +1,4 @@
-"""What trains the members of an architecture, in this process or in a worker's."""
+"""Arrays of one architecture, and the function that trains them, in this process or in a worker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Array(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What a call of :class:`Trainer` yields: the state, metrics of every epoch with a value per member, and seconds."""
+    """The result of a :class:`Trainer`: the state, metrics of every epoch with one value per member, and seconds."""
 
     state: Any
     epochs: list[dict[str, list[float]]]
@@ -45,7 +45,7 @@ class Segment(NamedTuple):
 
 
 class Trainer:
-    """Trains members of one architecture; a copy in another process builds the step, loader and data there.
+    """Trains members of one architecture; a copy in another process builds step, loader and data there.
 
     Args:
         build: See :data:`Build`.
@@ -60,7 +60,7 @@ class Trainer:
         self.first: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # The array is built where it is used; what could not be sent may be in it.
+        # Every process builds its array, because parts of it may be impossible to send.
         return {**self.__dict__, "array": None}
 
     def __call__(self, state: Any, keys: Tensor | None, starts: Sequence[int], epochs: int, size: int) -> Segment:
@@ -70,8 +70,8 @@ class Trainer:
             state: The members' state, which is not written.
             keys: The members' keys for the loader, unless all see the same batches.
             starts: The epoch in which each member starts.
-            epochs: How many.
-            size: How many members the array has, at least as many as there are; those besides are inactive.
+            epochs: Number of epochs.
+            size: Number of members of the array, at least as many as ``state`` has; those added are inactive.
         """
         if self.array is None:
             row = {name: [value] for name, value in self.first.items() if name not in self.fixed}
@@ -80,9 +80,9 @@ class Trainer:
         count = len(starts)
         state = moved(state, like.keys.device)
         # A step that writes its state must not write what is needed if it fails.
-        places = [*range(count)] + [0] * (size - count)
+        members = [*range(count)] + [0] * (size - count)
         if size > count or getattr(getattr(step, "options", None), "donate", True):
-            state = hfta.take(state, places)
+            state = hfta.take(state, members)
         if size > count:
             active = state.active.clone()
             active[count:] = False
@@ -91,21 +91,21 @@ class Trainer:
             if keys is None:
                 loader.load_state_dict({"epoch": starts[0], "batches": 0})
             else:
-                loader = loader.of_members(keys[places], [starts[place] for place in places])
+                loader = loader.of_members(keys[members], [starts[member] for member in members])
         began = time.perf_counter()
         state, history = hfta.fit(step, state, loader, epochs=epochs, evaluate=evaluate, progress=False)
         seconds = time.perf_counter() - began
         if size > count:
             state = hfta.take(state, slice(count))
-        found = [
+        metrics_by_epoch = [
             {name: values[:count].tolist() for name, values in metrics.items() if values.dim() == 1}
             for metrics in history.epochs
         ]
-        return Segment(state, found, seconds, history.interrupted)
+        return Segment(state, metrics_by_epoch, seconds, history.interrupted)
 
 
 def moved(state: Any, device: torch.device) -> Any:
-    """A state on a device: the same one if it is there already."""
+    """A state on a device; the same object if it is there already."""
     if all(leaf.device == device for leaf in optree.tree_leaves(state)):
         return state
     return optree.tree_map(lambda leaf: leaf.to(device), state)

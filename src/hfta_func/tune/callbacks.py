@@ -1,17 +1,16 @@
-"""Callbacks for :func:`run`, which show a study while it runs."""
+"""Callbacks for :func:`run` that show a study while it runs."""
 
 from __future__ import annotations
 
-import collections
-import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from hfta_func import History, WorkerError
+from hfta_func._types import require
+from hfta_func.files.atomic import PathLike
 from hfta_func.tune.study import Study, Trial
-from hfta_func.tune.tables import PathLike
 from hfta_func.workers.pool import Pool
 
 
@@ -19,10 +18,10 @@ def tensorboard(folder: PathLike) -> Callable[..., None]:
     """Write a study to TensorBoard, a run per trial with its hyperparameters, as a callback for :func:`run`.
 
     Each metric is the mean over the trial's seeds after every epoch; with several seeds, ``loss/0``, ``loss/1``, ... are
-    those of its members besides. TensorBoard's page HPARAMS has a row per trial, with the values that it began with.
+    the metrics of its members. TensorBoard's page HPARAMS has a row per trial, with the values that it began with.
 
     Args:
-        folder: Where the runs ``trial-0000``, ``trial-0001``, ... go. A study that goes on from ``resume=`` goes on there.
+        folder: The folder of the runs ``trial-0000``, ``trial-0001``, ...; a resumed study continues them.
 
     Raises:
         ImportError: if TensorBoard is not installed.
@@ -31,24 +30,20 @@ def tensorboard(folder: PathLike) -> Callable[..., None]:
         >>> import tempfile
         >>> callback = tensorboard(tempfile.mkdtemp())
     """
-    try:
-        importlib.import_module("torch.utils.tensorboard")
-    except ImportError as error:
-        raise ImportError("TensorBoard is not installed; pip install 'hfta_func[tensorboard]'") from error
-    records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
+    require("torch.utils.tensorboard", "tensorboard")
+    records = require("tensorboard.summary.writer.record_writer", "tensorboard")
     shown: dict[int, tuple[int, str]] = {}
 
     def record(study: Study, history: History | None = None) -> None:
         for trial in study.trials:
-            found = study.population.members
-            epochs = min(found[member].epoch for member in trial.members)
+            epochs = min(study.population.members[member].epoch for member in trial.members)
             if epochs and shown.get(trial.number) != (epochs, trial.status):
                 before, _ = shown.get(trial.number, (0, ""))
                 shown[trial.number] = epochs, trial.status
                 path = os.path.join(folder, f"trial-{trial.number:04d}")
                 os.makedirs(path, exist_ok=True)
-                # One file per trial, and not one per writer, whose names need not sort by time. It is open for a moment only,
-                # because trials are many; what a study that was broken off has written is replaced by the same.
+                # One file per trial, because the names of files of several writers need not sort by time; closed after each
+                # write, because there are many trials. The first write replaces the same events of a broken-off study.
                 with open(os.path.join(path, "events.out.tfevents.study"), "ab" if before else "wb") as file:
                     writer = records.RecordWriter(file)
                     for event in _events(study, trial, range(before, epochs)):
@@ -58,14 +53,14 @@ def tensorboard(folder: PathLike) -> Callable[..., None]:
 
 
 def prometheus(name: str) -> Callable[..., None]:
-    """Export what a study does to Prometheus through Ray's metrics, as a callback for :func:`run`.
+    """Export the progress of a study to Prometheus through Ray's metrics, as a callback for :func:`run`.
 
-    The endpoints of Ray's nodes then have ``ray_hfta_func_trials`` by study and status, ``ray_hfta_func_epochs_total``, the
-    epochs that all members of a study have trained, and, by study and worker, ``ray_hfta_func_worker_seconds_total``, its
+    The endpoints of Ray's nodes then have ``ray_hfta_func_trials`` by study and status; ``ray_hfta_func_epochs_total``, the
+    epochs that all members of a study have trained; and, by study and worker, ``ray_hfta_func_worker_seconds_total``, its
     time at work, and ``ray_hfta_func_worker_deaths_total``. They change after every array that has trained.
 
     Args:
-        name: The study's, which tells it from others.
+        name: Name of the study.
 
     Raises:
         ImportError: if Ray is not installed.
@@ -77,10 +72,7 @@ def prometheus(name: str) -> Callable[..., None]:
             with cluster.ray(address="10.0.0.1:6379") as executor:
                 study = tune.run(build, space, ..., executor=executor, callbacks=[tune.prometheus("digits")])
     """
-    try:
-        ray, metrics = importlib.import_module("ray"), importlib.import_module("ray.util.metrics")
-    except ImportError as error:
-        raise ImportError("this needs Ray, which is not installed; pip install 'hfta_func[cluster]'") from error
+    ray, metrics = require("ray", "cluster"), require("ray.util.metrics", "cluster")
     meters: dict[str, Any] = {}
     shown: dict[tuple[str, str], float] = {}
 
@@ -103,9 +95,8 @@ def prometheus(name: str) -> Callable[..., None]:
     def show(study: Study, history: History | None = None) -> None:
         if not meters:
             begin()
-        found = collections.Counter(trial.status for trial in study.trials)
-        for status in ("running", "complete", "stopped", "failed"):
-            meters["trials"].set(found[status], {"study": name, "status": status})
+        for status, trials in study.counts.items():
+            meters["trials"].set(trials, {"study": name, "status": status})
         count("epochs", sum(member.epoch for member in study.population.members))
         executor = study.population.jobs.executor
         if isinstance(executor, Pool):
@@ -117,9 +108,9 @@ def prometheus(name: str) -> Callable[..., None]:
 
 
 def _events(study: Study, trial: Trial, epochs: range) -> Iterator[Any]:
-    """What a trial's file has of some epochs."""
-    board: Any = importlib.import_module("torch.utils.tensorboard.summary")
-    make: Any = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+    """The events of a trial's file for some epochs."""
+    board = require("torch.utils.tensorboard.summary", "tensorboard")
+    make = require("tensorboard.compat.proto.event_pb2", "tensorboard").Event
     plain = {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)
         for name, value in trial.params.items()
@@ -135,7 +126,7 @@ def _events(study: Study, trial: Trial, epochs: range) -> Iterator[Any]:
             values = [metrics[epoch][name] for metrics in members]
             shown = {name: sum(values) / len(values)}
             if len(values) > 1:
-                shown |= {f"{name}/{place}": value for place, value in enumerate(values)}
+                shown |= {f"{name}/{index}": value for index, value in enumerate(values)}
             for tag, value in shown.items():
                 yield make(wall_time=now, step=epoch + 1, summary=board.scalar(tag, value))
     if trial.status != "running":

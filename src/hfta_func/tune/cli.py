@@ -22,6 +22,7 @@ import torch
 
 import hfta_func as hfta
 from hfta_func._kernels import native
+from hfta_func._types import text_table
 from hfta_func.tune import schedulers
 from hfta_func.tune.callbacks import tensorboard
 from hfta_func.tune.population import Population
@@ -62,44 +63,43 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, func: Any, text: str) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, help=text, description=text)
-        found.set_defaults(command=func)
-        return found
+        parser = commands.add_parser(name, help=text, description=text)
+        parser.set_defaults(command=func)
+        return parser
 
-    def study(found: argparse.ArgumentParser) -> None:
-        found.add_argument(
-            "file", help="Python file with build, space, metric and, if need be, further arguments of tune.run"
-        )
+    def study(parser: argparse.ArgumentParser) -> None:
+        text = "Python file with build, space, metric and, if need be, further arguments of tune.run"
+        parser.add_argument("file", help=text)
 
-    tune = command("tune", _tune, "Search the space of a file; the same command goes on where it was broken off.")
+    tune = command("tune", _tune, "Search the space of a file; after an interruption, the same command goes on.")
     study(tune)
-    tune.add_argument("--trials", type=int, help="configurations; 0 is the scheduler's own number")
-    tune.add_argument("--epochs", type=int, help="epochs of a trial that nothing stops")
+    tune.add_argument("--trials", type=int, help="number of configurations; 0 is the scheduler's default")
+    tune.add_argument("--epochs", type=int, help="epochs of a trial that is not stopped")
     tune.add_argument("--scheduler", choices=SCHEDULERS, help="which trials go on")
-    tune.add_argument("--eta", type=float, default=3, help="trials for each that goes on (default: 3)")
+    tune.add_argument("--eta", type=float, default=3, help="number of trials for each that goes on (default: 3)")
     tune.add_argument("--sampler", choices=SAMPLERS, help="Optuna's sampler")
     tune.add_argument("--batch", type=int, help="trials asked for at a time")
     tune.add_argument("--workers", type=_models, help="processes that train an array each, or auto")
     tune.add_argument("--max-models", type=_models, help="the largest array, or auto")
-    tune.add_argument("--seeds", type=int, help="members of every trial")
+    tune.add_argument("--seeds", type=int, help="number of members of every trial")
     tune.add_argument("--seed", type=int, help="the first seed")
     tune.add_argument("--storage", help="Optuna's storage, such as sqlite:///study.db")
-    tune.add_argument("--name", help="name of the study in the storage (default: that of the file)")
-    tune.add_argument("--folder", help="where the study is kept (default: <file>.study)")
+    tune.add_argument("--name", help="name of the study in the storage (default: the file's name)")
+    tune.add_argument("--folder", help="the study's folder (default: <file>.study)")
     tune.add_argument(
         "--tensorboard", action="store_true", help="write a run per trial to the folder's tensorboard, for TensorBoard"
     )
-    status = command("status", _status, "Show what a study that runs is doing, from the folder that it is kept in.")
+    status = command("status", _status, "Show what a running study does, from its folder.")
     status.add_argument("folder", help="the folder, <file>.study for studies of this command line")
-    plan = command("plan", _plan, "Measure how many models of a file's study train together.")
+    plan = command("plan", _plan, "Measure how many models of a file's study fit into an array.")
     study(plan)
     plan.add_argument("--limit", type=int, default=64, help="the largest number of models considered (default: 64)")
     plan.add_argument(
-        "--sizes", type=int, nargs="+", default=[1, 4, 16], help="numbers that are measured (default: 1 4 16)"
+        "--sizes", type=int, nargs="+", default=[1, 4, 16], help="numbers of models to measure (default: 1 4 16)"
     )
     explain = command("explain", _explain, "Show how each operator of a file's step runs, and why.")
     study(explain)
-    explain.add_argument("--models", type=int, default=4, help="members of the array (default: 4)")
+    explain.add_argument("--models", type=int, default=4, help="number of members of the array (default: 4)")
     command("doctor", _doctor, "Show versions, devices, compiler, rules, cache and allocator.")
     return parser
 
@@ -117,18 +117,18 @@ def _module(path: str) -> dict[str, Any]:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file; pass one that defines build, space and metric")
     module = importlib.util.module_from_spec(spec)
-    # As where the file is run, its neighbours can be imported, and so can it itself.
+    # As for a script, files beside it can be imported, and so can the file itself.
     sys.path.insert(0, str(file.resolve().parent))
     sys.modules.setdefault(file.stem, module)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise RuntimeError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    found = vars(module)
-    missing = [name for name in ("build", "space") if name not in found]
+    names = vars(module)
+    missing = [name for name in ("build", "space") if name not in names]
     if missing:
         raise ValueError(f"{path} does not define {missing[0]}; it needs build and space, as tune.run takes them")
-    return found
+    return names
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -137,9 +137,8 @@ def _tune(args: argparse.Namespace) -> int:
     options = {name: module[name] for name in known if name in module}
     for name in module:
         if name not in known and (close := difflib.get_close_matches(name, known - set(module), 1, 0.8)):
-            print(
-                f"hfta-func: {args.file} defines {name}, which is not used; did you mean {close[0]}?", file=sys.stderr
-            )
+            text = f"{args.file} defines {name}, which is not used; did you mean {close[0]}?"
+            print(f"hfta-func: {text}", file=sys.stderr)
     options |= {name: getattr(args, name) for name in known if getattr(args, name, None) is not None}
     if args.scheduler is not None:
         options["scheduler"] = SCHEDULERS[args.scheduler](args.eta)
@@ -174,7 +173,7 @@ def _status(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _logged(folder: str) -> Iterator[None]:
-    """What happens to members and workers, in a file of the folder."""
+    """Log the events of members and workers to a file in the folder."""
     os.makedirs(folder, exist_ok=True)
     handler, logger = logging.FileHandler(os.path.join(folder, "study.log"), delay=True), logging.getLogger("hfta_func")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
@@ -190,16 +189,13 @@ def _logged(folder: str) -> Iterator[None]:
 
 
 class _Table:
-    """The best trials so far; drawn over itself on a terminal, and one line for each change elsewhere."""
+    """Shows the best trials so far: on a terminal a table that is redrawn, elsewhere one line per change."""
 
     def __init__(self, stream: Any):
         self._stream, self._drawn, self._last = stream, 0, ""
 
     def show(self, study: Study) -> None:
-        counts = {status: 0 for status in ("running", "complete", "stopped", "failed")}
-        for trial in study.trials:
-            counts[trial.status] += 1
-        head = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        head = ", ".join(f"{count} {status}" for status, count in study.counts.items() if count)
         if not self._stream.isatty():
             if head != self._last:
                 print(head, file=self._stream, flush=True)
@@ -207,18 +203,17 @@ class _Table:
             return
         lines = [head, *_best(study)]
         width = shutil.get_terminal_size().columns
-        print(
-            "\033[F\033[K" * self._drawn + "\n".join(line[: width - 1] for line in lines), file=self._stream, flush=True
-        )
+        text = "\n".join(line[: width - 1] for line in lines)
+        print("\033[F\033[K" * self._drawn + text, file=self._stream, flush=True)
         self._drawn = len(lines)
 
 
 def _best(study: Study) -> list[str]:
-    """The trials that are ahead, those with the most epochs first."""
-    seen = [trial for trial in study.trials if trial.values and trial.status != "failed"]
-    seen.sort(key=lambda trial: (-len(trial.values), -study.score(trial.values[-1][0])))
+    """The best trials, one a line; trials that have reached more rungs come first."""
+    ranked = [trial for trial in study.trials if trial.values and trial.status != "failed"]
+    ranked.sort(key=lambda trial: (-len(trial.values), -study.score(trial.values[-1][0])))
     rows = []
-    for trial in seen[:_ROWS]:
+    for trial in ranked[:_ROWS]:
         epoch = max(study.population.members[member].epoch for member in trial.members)
         values = " ".join(f"{name} {value:.5g}" for name, value in zip(study.metrics, trial.values[-1], strict=True))
         rows.append(f"  {trial.number:4d} {trial.status:>8} epoch {epoch:4d}  {values}  {_shown(trial.params)}")
@@ -241,11 +236,11 @@ def _summary(study: Study) -> str:
 
 
 def _array(args: argparse.Namespace, count: int) -> tuple[Any, Any, Any]:
-    """Step, state and batch of an array of trials of a file, all with the non-fusible values of the first."""
+    """Step, state and batch of an array of trials of a file, all with the first trial's non-fusible values."""
     module = _module(args.file)
     nonfusible = tuple(module.get("nonfusible", ()))
-    asking = SamplerSession(module["space"], ["maximize"], None, module.get("seed", 0))
-    rows = [asking.ask() for _ in range(count)]
+    session = SamplerSession(module["space"], ["maximize"], None, module.get("seed", 0))
+    rows = [session.ask() for _ in range(count)]
     rows = [row | {name: rows[0][name] for name in nonfusible} for row in rows]
     population = Population(module["build"], nonfusible, count, module.get("seed", 0), rows)
     (group,) = population.groups
@@ -265,14 +260,12 @@ def _explain(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
     rows = [
         ("hfta_func", hfta.__version__),
         ("Python", platform.python_version()),
         *((name, _version(name)) for name in ("torch", "optree", "safetensors", "optuna", "torch_xla")),
-        (
-            "processor",
-            f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of {os.cpu_count()}",
-        ),
+        ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {threads}"),
         ("devices", ", ".join(_devices()) or "none besides the processor"),
         ("compiler", compiler or "none; torch.compile needs g++ or clang++ on a CPU"),
         ("compiled graphs", f"{cache} ({_writable(cache)})"),
@@ -280,8 +273,7 @@ def _doctor(args: argparse.Namespace) -> int:
         ("rules", _rules()),
         ("allocator", _allocator()),
     ]
-    width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    print(text_table(rows, "<<"))
     return 0
 
 
@@ -306,8 +298,8 @@ def _version(name: str) -> str:
 
 def _devices() -> Iterable[str]:
     for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
-        yield f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
+        properties = torch.cuda.get_device_properties(number)
+        yield f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
 
 
 def _writable(path: str) -> str:

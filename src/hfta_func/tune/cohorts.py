@@ -1,8 +1,8 @@
-"""The contract of schedulers: which trials go on, and when that is decided.
+"""The contract of schedulers, which decide which trials go on.
 
-A scheduler divides the trials of a study into cohorts, gives each the epochs in which its trials are compared, its rungs, and
-decides from the values found there. It decides by values and order alone, never by the clock, so that a study gives the same
-result however often it was broken off. :func:`hfta_func.testing.assert_scheduler` tests one.
+A scheduler divides the trials of a study into cohorts. Each cohort has rungs: the epochs in which its trials are compared.
+The scheduler decides by the values at the rungs and the order of the trials, never by the clock, so that a study that was
+broken off gives the same result. :func:`hfta_func.testing.assert_scheduler` tests a scheduler.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from hfta_func.tune.groups import group_key
+
 
 class Copy(NamedTuple):
-    """The verdict that a trial goes on from what another one has learned; it keeps its seed and the order of its data.
+    """The verdict that a trial copies the state of another one; it keeps its seed and the order of its data.
 
     Args:
         source: The other trial: of the same :meth:`group <Cohort.groups>`, at the same rung, and not ended.
-        changes: New values of hyperparameters by name; the others stay as they are.
+        changes: New values of hyperparameters by name; the others keep their values.
     """
 
     source: int
@@ -25,24 +27,24 @@ class Copy(NamedTuple):
 
 
 Verdict = Literal["go", "stop"] | Copy
-"""What becomes of a trial at a rung: it goes on, it ends, or it goes on from another one."""
+"""The decision about a trial at a rung: it goes on, it ends, or it copies another trial."""
 
 
 class Cohort(NamedTuple):
-    """Trials that are compared with each other, as they stand.
+    """Trials that are compared with each other, and their values so far.
 
-    A scheduler makes cohorts of the first two fields and gets them back with all.
+    A scheduler makes cohorts with the first two fields; :meth:`Scheduler.decide` gets them with all fields.
 
     Args:
-        trials: How many they are.
-        rungs: The epochs in which they are compared, ascending; the last one ends a trial.
-        values: By number of each trial that there is, in the order of asking, its value at every rung that it has reached;
-            larger is better, and what is not finite is minus infinity.
-        ended: The trials that were stopped before, or have failed.
+        trials: Number of trials.
+        rungs: The epochs in which the trials are compared, ascending; the last one ends a trial.
+        values: By number of each trial that has begun, in their order, its value at every rung that it has reached; larger is
+            better, and a value that is not finite is minus infinity.
+        ended: The trials that were stopped or have failed.
         params: By trial, its hyperparameters by name.
         space: Optuna's distributions by name.
         nonfusible: Names whose values a trial keeps, because they decide shapes or code.
-        seed: The study's seed, for draws that a study that is broken off must draw again.
+        seed: The study's seed, for draws that a resumed study repeats.
     """
 
     trials: int
@@ -56,20 +58,24 @@ class Cohort(NamedTuple):
 
     @property
     def alive(self) -> dict[int, Sequence[float]]:
-        """Those of :attr:`values` whose trials have not ended."""
-        return {trial: found for trial, found in self.values.items() if trial not in self.ended}
+        """The :attr:`values` of trials that have not ended."""
+        return {trial: values for trial, values in self.values.items() if trial not in self.ended}
+
+    @property
+    def complete_rung(self) -> int:
+        """Number of rungs, without the last one, that all trials alive have reached; 0 before all trials have begun."""
+        rung = min((len(values) for values in self.alive.values()), default=0)
+        return 0 if len(self.values) < self.trials or rung == len(self.rungs) else rung
 
     def groups(self, trials: Iterable[int]) -> list[list[int]]:
-        """The trials, those together that can copy each other: their non-fusible values are equal."""
-        found: dict[Any, list[int]] = {}
+        """Groups of trials that can copy each other, because their non-fusible values are equal."""
+        groups: dict[Any, list[int]] = {}
         for trial in trials:
-            # 1 and True, which Python holds for equal, are two.
-            key = tuple((type(value), value) for value in (self.params[trial][name] for name in self.nonfusible))
-            found.setdefault(key, []).append(trial)
-        return list(found.values())
+            groups.setdefault(group_key(self.params[trial][name] for name in self.nonfusible), []).append(trial)
+        return list(groups.values())
 
     def check(self, verdicts: Any, copies: bool) -> None:
-        """Raise a ValueError that names the trial unless a scheduler may decide so; ``copies`` is the scheduler's."""
+        """Raise a ValueError that names the trial if verdicts are invalid; ``copies`` is the scheduler's attribute."""
         if not isinstance(verdicts, Mapping):
             raise ValueError(f"decide returns {verdicts!r}; return a dict of verdicts by trial")
         alive = self.alive
@@ -82,7 +88,7 @@ class Cohort(NamedTuple):
                     raise ValueError(f"decide says {verdict!r} of trial {trial}; say 'go', 'stop' or tune.Copy(...)")
                 continue
             what = f"decide has trial {trial} copy trial {verdict.source}"
-            rungs = [len(alive.get(one, ())) for one in (trial, verdict.source)]
+            rungs = [len(alive.get(number, ())) for number in (trial, verdict.source)]
             if not copies:
                 raise ValueError(f"{what}, but the scheduler's attribute copies is False; set it to True")
             if verdict.source not in alive or rungs[0] > rungs[1]:
@@ -98,26 +104,26 @@ class Cohort(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scheduler:
-    """One cohort whose trials all train to the end. Schedulers of one's own derive from it and write :meth:`decide`.
+    """One cohort whose trials all train to the end. Other schedulers derive from it and define :meth:`decide`.
 
     Attributes:
-        waits: Whether a cohort is asked for at once, because trials wait for each other.
+        waits: Whether all trials of a cohort begin at once, because they wait for each other.
         copies: Whether verdicts may be :class:`Copy`; trials then have one seed each.
-        eta: About how many trials there are at a rung for each that goes on, for estimates of the time left.
+        eta: About the number of trials at a rung for each that goes on, for estimates of the time left.
     """
 
     waits: ClassVar[bool] = False
     copies: ClassVar[bool] = False
 
     def cohorts(self, trials: int, epochs: int) -> list[Cohort]:
-        """The cohorts of a study, in the order in which their trials are asked for."""
+        """The cohorts of a study, in the order in which their trials begin."""
         return [Cohort(trials, (epochs,))]
 
     def decide(self, cohort: Cohort) -> Mapping[int, Verdict]:
-        """What becomes of trials that stand at a rung; those that are left out wait there.
+        """Verdicts about trials at a rung; trials without a verdict wait there.
 
-        It is asked after every array that has trained, and again when a study goes on after it was broken off. So it depends
-        on the cohort alone, never on the clock or on what it was asked before, and it gives a trial at a rung the same
-        verdict until the trial has left the rung.
+        It is called after every array that has trained, and again when a study is resumed. So it depends on the cohort
+        alone, never on the clock or on earlier calls, and it gives a trial at a rung the same verdict until the trial has
+        left the rung.
         """
-        return {trial: "go" for trial, found in cohort.alive.items() if found}
+        return {trial: "go" for trial, values in cohort.alive.items() if values}

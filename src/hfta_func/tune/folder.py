@@ -1,4 +1,4 @@
-"""Members in a folder, which is whole at every moment."""
+"""The folder of a study, which is complete at every moment."""
 
 from __future__ import annotations
 
@@ -12,34 +12,39 @@ from typing import Any
 
 import hfta_func as hfta
 from hfta_func.files import atomic
-from hfta_func.tune.groups import Block
+from hfta_func.tune.groups import Block, group_key
 
 _INDEX = "members.json"
 _STATE = re.compile("members-[0-9a-f]{32}[.]safetensors")
 
 
-class Keeping:
-    """Writes members, as often as they change: first new states, then the index that names them; then old states go."""
+class StudyFolder:
+    """Writes members when they change: first new states, then the index that names them; then it removes old states.
+
+    Args:
+        folder: Its path.
+        about: JSON data that a folder must have been written with so that it can be restored.
+    """
 
     def __init__(self, folder: Any, about: Mapping[str, Any]):
         self._folder = os.fspath(folder)
         self._about = json.loads(json.dumps(about))
         self._files: dict[int, tuple[Block, str]] = {}
 
-    def __enter__(self) -> Keeping:
+    def __enter__(self) -> StudyFolder:
         os.makedirs(self._folder, exist_ok=True)
-        self._held = atomic.holding(self._path(_INDEX))
-        self._held.__enter__()
+        self._lock = atomic.holding(self._path(_INDEX))
+        self._lock.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._held.__exit__(*error)
+        self._lock.__exit__(*error)
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
-    def keep(self, population: Any, **more: Any) -> None:
-        """Write what has changed of a population, and ``more`` that JSON can hold."""
+    def save(self, population: Any, **more: Any) -> None:
+        """Write what has changed of a population, and ``more``, which is JSON data."""
         before, self._files = self._files, {}
         groups = []
         for group in population.groups:
@@ -51,22 +56,16 @@ class Keeping:
                 self._files[id(block)] = block, name
                 blocks.append({"file": name, "members": block.numbers})
             groups.append({"fixed": list(group.fixed.values()), "limit": group.limit, "blocks": blocks})
-        index = {
-            "about": self._about,
-            "members": [dataclasses.asdict(member) for member in population.members],
-            "last": population.last,
-            "groups": groups,
-            **more,
-        }
-        with atomic.replacing(self._path(_INDEX)) as file:
-            file.write(json.dumps(index).encode())
-        self._remove_all_but({name for _, name in self._files.values()})
+        members = [dataclasses.asdict(member) for member in population.members]
+        index = {"about": self._about, "members": members, "last": population.last, "groups": groups, **more}
+        atomic.write(self._path(_INDEX), json.dumps(index).encode())
+        self._remove_old_states()
 
     def restore(self, population: Any) -> dict[str, Any] | None:
-        """Read what was written to an empty population; returns the rest of the index, or None if there is nothing.
+        """Read the members into an empty population; returns the index, or None if the folder has none.
 
         Raises:
-            ValueError: if the folder holds what was asked for in other words.
+            ValueError: if the folder was written with another ``about``.
         """
         if not os.path.exists(self._path(_INDEX)):
             return None
@@ -79,20 +78,20 @@ class Keeping:
                     f"folder, or the same arguments"
                 )
         population.restore(index["members"], index["last"])
-        for held in index["groups"]:
-            group = population.group(population.key_of(held["fixed"]))
-            for block in held["blocks"]:
-                numbers = tuple(block["members"])
+        for saved in index["groups"]:
+            group = population.group(group_key(saved["fixed"]))
+            for block in saved["blocks"]:
                 path = self._path(block["file"])
-                configs = {number: population.members[number].config for number in numbers}
+                configs = {number: population.members[number].config for number in block["members"]}
                 group.make_like(configs, lambda like, path=path: hfta.load(path, like))
                 self._files[id(group.blocks[-1])] = group.blocks[-1], block["file"]
-            group.limit = held["limit"]
-        self._remove_all_but({name for _, name in self._files.values()})
+            group.limit = saved["limit"]
+        self._remove_old_states()
         return index
 
-    def _remove_all_but(self, kept: set[str]) -> None:
-        """Remove states that are not needed any more, and those that were written when the study was broken off."""
+    def _remove_old_states(self) -> None:
+        """Remove states that the index does not name, such as those of a save that was broken off."""
+        names = {name for _, name in self._files.values()}
         for name in os.listdir(self._folder):
-            if _STATE.fullmatch(name) and name not in kept:
+            if _STATE.fullmatch(name) and name not in names:
                 os.remove(self._path(name))

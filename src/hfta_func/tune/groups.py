@@ -1,4 +1,4 @@
-"""Members of one architecture: who is where, and how many train together."""
+"""Members of one architecture: their states, and the number that trains together."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Group:
         self.limit: int | Literal["auto"] = limit
         self.blocks: list[Block] = []
         self.trainer = Trainer(build, fixed)
-        # What is left of limits of workers whose memory such an array does not fit in.
+        # By limit of workers, a smaller one where arrays of that size ran out of memory.
         self.halved: dict[int, int] = {}
         self._keys: dict[int, Tensor] = {}
 
     @property
     def array(self) -> Array:
-        """What trains the members; its state is not used."""
+        """The array whose step, loader and evaluation train the members; its state is not used."""
         assert self.trainer.array is not None
         return self.trainer.array
 
@@ -51,12 +51,12 @@ class Group:
         except Exception as error:
             if len(configs) == 1:
                 return dict.fromkeys(configs, error)
-            numbers = list(configs)
-            halves = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
-            failed: dict[int, Exception] = {}
-            for half in halves:
-                failed |= self.add({number: configs[number] for number in half})
-            return failed
+            numbers, half = list(configs), len(configs) // 2
+            return {
+                number: failure
+                for part in (numbers[:half], numbers[half:])
+                for number, failure in self.add({number: configs[number] for number in part}).items()
+            }
         block = self._checked(tuple(configs), made)
         if not self.trainer.first:
             self.trainer.first = dict(next(iter(configs.values())))
@@ -66,7 +66,7 @@ class Group:
         return {}
 
     def make_like(self, configs: Mapping[int, Mapping[str, Any]], read: Callable[[Any], Any]) -> None:
-        """Make members whose state is then ``read(like)``, for members that were saved."""
+        """Make members that were saved: ``read(like)`` returns their state."""
         block = self._checked(tuple(configs), self._built(configs))
         self.trainer.first = self.trainer.first or dict(next(iter(configs.values())))
         self.blocks.append(Block(block.numbers, read(block.state)))
@@ -117,31 +117,27 @@ class Group:
         gone = set(numbers)
         blocks, self.blocks = self.blocks, []
         for block in blocks:
-            self._keep(block, [place for place, number in enumerate(block.numbers) if number not in gone])
+            kept = [index for index, number in enumerate(block.numbers) if number not in gone]
+            if kept:
+                self.blocks.append(_selected(block, kept))
         for number in gone:
             self._keys.pop(number, None)
 
-    def _keep(self, block: Block, places: list[int]) -> None:
-        if len(places) == len(block.numbers):
-            self.blocks.append(block)
-        elif places:
-            kept = tuple(block.numbers[place] for place in places)
-            self.blocks.append(Block(kept, hfta.take(block.state, places)))
-
     def gather(self, numbers: Sequence[int]) -> Any:
-        """The state of some members, in their order."""
-        wanted, device = tuple(numbers), self.array.state.keys.device
-        parts, found = [], []
+        """The state of members, in the order of their numbers."""
+        numbers, device = tuple(numbers), self.array.state.keys.device
+        states: list[Any] = []
+        gathered: list[int] = []
         for block in self.blocks:
-            if block.numbers == wanted:
+            if block.numbers == numbers:
                 return moved(block.state, device)
-            places = [place for place, number in enumerate(block.numbers) if number in wanted]
-            if places:
-                part = block.state if len(places) == len(block.numbers) else hfta.take(block.state, places)
-                parts.append(moved(part, device))
-                found += [block.numbers[place] for place in places]
-        state = hfta.concat(parts) if len(parts) > 1 else parts[0]
-        order = [found.index(number) for number in wanted]
+            indices = [index for index, number in enumerate(block.numbers) if number in numbers]
+            if indices:
+                part = _selected(block, indices)
+                states.append(moved(part.state, device))
+                gathered += part.numbers
+        state = hfta.concat(states) if len(states) > 1 else states[0]
+        order = [gathered.index(number) for number in numbers]
         return state if order == [*range(len(order))] else hfta.take(state, order)
 
     def put(self, numbers: Sequence[int], state: Any) -> None:
@@ -151,8 +147,8 @@ class Group:
         self._keys |= keys
         self.blocks.append(Block(tuple(numbers), state))
 
-    def order(self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int, limit: int) -> dict[str, Any]:
-        """The arguments with which the trainer trains members together for some more epochs, on workers with a limit."""
+    def arguments(self, numbers: Sequence[int], epoch: Mapping[int, int], epochs: int, limit: int) -> dict[str, Any]:
+        """The arguments of the trainer to train members together for some more epochs, on a worker with a limit."""
         return {
             "state": self.gather(numbers),
             "keys": None if self.is_shared else torch.stack([self._keys[number] for number in numbers]),
@@ -162,24 +158,19 @@ class Group:
         }
 
     def take_back(self, numbers: Sequence[int], state: Any, alive: Iterable[int]) -> None:
-        """Replace the state of members that have trained, without those that have gone meanwhile."""
-        left = set(alive)
-        places = [place for place, number in enumerate(numbers) if number in left]
-        if places:
-            part = state if len(places) == len(numbers) else hfta.take(state, places)
-            self.put([numbers[place] for place in places], part)
-            self._rest()
-
-    def _rest(self) -> None:
-        """Members that did not train last rest in the host's memory, where there is more than on a device."""
-        resting = self.blocks[:-1] if self.array.state.keys.device.type != "cpu" else []
-        for place, block in enumerate(resting):
-            state = moved(block.state, torch.device("cpu"))
-            if state is not block.state:
-                self.blocks[place] = block._replace(state=state)
+        """Replace the state of members that have trained, without those that were dropped meanwhile."""
+        alive = set(alive)
+        indices = [index for index, number in enumerate(numbers) if number in alive]
+        if indices:
+            self.put(*_selected(Block(tuple(numbers), state), indices))
+            # The states of members that do not train wait in the host's memory, which is larger than a device's.
+            for index, block in enumerate(self.blocks[:-1]):
+                host_state = moved(block.state, torch.device("cpu"))
+                if host_state is not block.state:
+                    self.blocks[index] = block._replace(state=host_state)
 
     def _size(self, count: int, limit: int) -> int:
-        """Members of an array that trains ``count``: compiled steps see few sizes, because each is compiled once."""
+        """The size of an array that trains ``count`` members: a power of two for compiled steps, which compile per size."""
         if isinstance(self.array.step, hfta.TrainStep):
             return count
         size = 1
@@ -189,9 +180,9 @@ class Group:
         return min([size, *most])
 
     def capacity(self, wanted: int, limit: int) -> int:
-        """The largest number of members that train together, if ``wanted`` do, on a worker with a limit.
+        """The largest number of members that train together, of ``wanted`` members, on a worker with a limit.
 
-        Without one, 0, it is measured once where that is "auto".
+        With limit 0, there is no such limit, and ``max_models="auto"`` is measured once.
         """
         if limit:
             most = min(wanted, self.halved.get(limit, limit))
@@ -205,16 +196,16 @@ class Group:
             loader = self.array.loader
             if isinstance(loader, hfta.ArrayLoader) and not loader.shared:
                 loader = loader.of_members(torch.stack([self._keys[number] for number in numbers]))
-            found = hfta.plan(self.array.step, state, next(iter(loader)), limit=wanted, sizes=sizes)
-            self.limit = max(1, found.chunk_size or found.num_models)
+            plan = hfta.plan(self.array.step, state, next(iter(loader)), limit=wanted, sizes=sizes)
+            self.limit = max(1, plan.chunk_size or plan.num_models)
         if isinstance(self.limit, str) or wanted <= self.limit:
             return wanted
-        # Arrays of like sizes, not full ones and a small one, unless each size is compiled.
+        # Arrays of equal sizes, not full ones and a small one, unless each size is compiled.
         turns = -(-wanted // self.limit)
         return -(-wanted // turns) if isinstance(self.array.step, hfta.TrainStep) else self.limit
 
     def _culprit(self, config: Mapping[str, Any]) -> str:
-        """The name whose value makes members of other shapes: the first member's with this value is of other shapes, too."""
+        """The error for members of other shapes; it names the value with which alone the first member's shapes change."""
         for name, value in config.items():
             if name != "seed" and value != self.trainer.first[name]:
                 made = self._built({0: {**self.trainer.first, name: value}})
@@ -225,6 +216,18 @@ class Group:
                         f"nonfusible=['{name}'] among the others"
                     )
         return "several names together decide the shapes of members; pass them as nonfusible"
+
+
+def _selected(block: Block, indices: Sequence[int]) -> Block:
+    """The members at some indices of a block."""
+    if len(indices) == len(block.numbers):
+        return block
+    return Block(tuple(block.numbers[index] for index in indices), hfta.take(block.state, indices))
+
+
+def group_key(values: Iterable[Any]) -> tuple[Any, ...]:
+    """A key that is equal for equal values; unlike in Python, 1 and True differ."""
+    return tuple((type(value), value) for value in values)
 
 
 def _shapes(state: Any) -> Any:

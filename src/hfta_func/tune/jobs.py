@@ -1,4 +1,4 @@
-"""Arrays that train, in this process or in workers; those that raise are halved, so that members fail alone."""
+"""Arrays that train, in this process or in workers; an array that raises is halved, so that members fail alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("hfta_func.tune")
 
 
 class Trained(NamedTuple):
-    """What became of an array: metrics by member and epoch, seconds by member, states, and errors of those that failed."""
+    """The result of a job: metrics by member and epoch, seconds by member, states, and the errors of failed members."""
 
     group: Group
     numbers: tuple[int, ...]
@@ -29,24 +29,24 @@ class Trained(NamedTuple):
 
 
 class Job(NamedTuple):
-    """An array that trains: whose, who, from which epochs, and for how many more."""
+    """An array that trains: its group, the numbers of its members, the epochs they start from, and epochs to train."""
 
     group: Group
     numbers: tuple[int, ...]
     starts: Mapping[int, int]
     epochs: int
     calls: dict[int, tuple[int, ...]]
-    """The calls that train it or its halves, and who is in each."""
+    """By number, the calls that train the array or its halves, and the members of each."""
     trained: Trained
     limit: int
-    """The largest array of the workers that are to train it; 0 if they are alike."""
+    """The limit of the workers that train it; 0 if the workers are alike."""
 
 
 class Jobs:
     """All arrays that train.
 
     Args:
-        executor: Who trains them.
+        executor: The executor that trains them.
     """
 
     def __init__(self, executor: Executor):
@@ -55,7 +55,7 @@ class Jobs:
 
     @property
     def free(self) -> list[int]:
-        """The largest arrays of the workers that are free, the largest first; 0 for each if they are alike."""
+        """The limits of free workers, the largest first; 0 for each if the workers are alike."""
         free = collections.Counter(self.executor.limits or [0] * self.executor.count)
         for job in self.under_way:
             free[job.limit] -= len(job.calls)
@@ -63,21 +63,20 @@ class Jobs:
 
     @property
     def members(self) -> set[int]:
-        """Who trains."""
+        """The members that train."""
         return {number for job in self.under_way for number in job.numbers}
 
     def start(
         self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, limit: int = 0
     ) -> None:
-        """Have an array trained, by workers with a limit if they have any."""
-        trained = Trained(group, numbers, {}, {}, [], {}, False)
-        job = Job(group, numbers, starts, epochs, {}, trained, limit)
+        """Have an array trained, by workers with this limit."""
+        job = Job(group, numbers, starts, epochs, {}, Trained(group, numbers, {}, {}, [], {}, False), limit)
         self._call(job, numbers)
         self.under_way.append(job)
 
     def _call(self, job: Job, numbers: Sequence[int]) -> None:
-        order = job.group.order(numbers, job.starts, job.epochs, job.limit)
-        call = self.executor.submit(job.group.trainer, job.limit, **order)
+        arguments = job.group.arguments(numbers, job.starts, job.epochs, job.limit)
+        call = self.executor.submit(job.group.trainer, job.limit, **arguments)
         job.calls[call] = tuple(numbers)
         _log.info("members %s train for %d epochs, call %d", spans(numbers), job.epochs, call)
 
@@ -85,7 +84,7 @@ class Jobs:
         """Wait until any array has trained."""
         while True:
             call, answer = self.executor.wait()
-            job = next(one for one in self.under_way if call in one.calls)
+            job = next(job for job in self.under_way if call in job.calls)
             numbers, trained = job.calls.pop(call), job.trained
             if isinstance(answer, Exception):
                 _log.info("members %s: %s: %s", spans(numbers), type(answer).__name__, answer)
@@ -100,7 +99,7 @@ class Jobs:
                     self.stop()
                     return trained._replace(metrics={}, seconds={}, states=[], errors={}, interrupted=True)
             if not job.calls:
-                self.under_way = [one for one in self.under_way if one is not job]
+                self.under_way = [other for other in self.under_way if other is not job]
                 return trained
 
     def _halve(self, job: Job, numbers: tuple[int, ...], error: Exception) -> None:
@@ -119,20 +118,20 @@ class Jobs:
             self._call(job, part)
 
     def stop(self) -> None:
-        """Forget what trains."""
+        """Forget the arrays that train."""
         self.under_way.clear()
         self.executor.forget()
 
     def fall_back(self) -> None:
-        """Forget what trains, and train in this process from now on."""
+        """Forget the arrays that train, and train in this process from now on."""
         self.stop()
         self.executor = Inline()
 
 
 def _note(trained: Trained, numbers: tuple[int, ...], segment: Segment) -> None:
-    for place, number in enumerate(numbers):
+    for index, number in enumerate(numbers):
         trained.metrics[number] = [
-            {name: values[place] for name, values in metrics.items()} for metrics in segment.epochs
+            {name: values[index] for name, values in metrics.items()} for metrics in segment.epochs
         ]
         trained.seconds[number] = segment.seconds / len(numbers)
     trained.states.append((numbers, segment.state))
@@ -140,7 +139,7 @@ def _note(trained: Trained, numbers: tuple[int, ...], segment: Segment) -> None:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Numbers in few words: ``"0-3, 7"``."""
+    """Numbers as ranges: ``"0-3, 7"``."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][1] == number - 1:

@@ -1,4 +1,4 @@
-"""What is known of one member of a population."""
+"""A member of a population, and checks of members."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Member:
     """One member of a population.
 
     Args:
-        number: Its number, which it keeps.
+        number: Its number in the population.
         config: Its configuration, with its seed.
-        epoch: Epochs it has trained.
+        epoch: Number of epochs that it has trained.
         metrics: The metrics of each epoch.
         seconds: Its share of the time of the arrays that it trained in.
         status: ``"alive"``, ``"dropped"`` or ``"failed"``.
         error: Why it failed.
-        parents: Whom it copied, as pairs of epoch and number.
+        parents: The members that it copied, as pairs of epoch and number.
     """
 
     number: int
@@ -34,13 +34,13 @@ class Member:
     parents: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def value(self, metric: str, epoch: int = -1) -> float:
-        """A metric of an epoch, the last one by default; NaN if the member failed before."""
+        """A metric of an epoch, by default the last one; NaN without any epoch."""
         if not self.metrics:
             return math.nan
-        found = self.metrics[epoch]
-        if metric not in found:
-            raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(found)}")
-        return found[metric]
+        metrics = self.metrics[epoch]
+        if metric not in metrics:
+            raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(metrics)}")
+        return metrics[metric]
 
 
 def check_alive(members: Sequence[Member], numbers: Iterable[int]) -> None:
@@ -69,14 +69,14 @@ def check_copies(
             raise ValueError(f"'{name}' is non-fusible, so a member cannot change it; add new members instead")
     for member, source in pairs:
         check_alive(members, (member, source))
-        own, its = members[member].epoch, members[source].epoch
-        if own != its:
+        epochs = [members[number].epoch for number in (member, source)]
+        if epochs[0] != epochs[1]:
             raise ValueError(
-                f"member {member} has trained {own} epochs and member {source} {its}; fit them to the same epoch"
+                f"member {member} has trained {epochs[0]} epochs and member {source} {epochs[1]}; fit them to the same epoch"
             )
 
 
 def counted(what: str, statuses: Sequence[str]) -> str:
-    """How many there are, and of each status: ``"4 members (3 alive, 1 dropped)"``."""
+    """The number of all and of each status: ``"4 members (3 alive, 1 dropped)"``."""
     parts = ", ".join(f"{count} {status}" for status, count in collections.Counter(statuses).items())
     return f"{len(statuses)} {what}" + (f" ({parts})" if parts else "")

@@ -1,4 +1,4 @@
-"""A population of members that train as arrays, of which some are dropped, added or copied on the way."""
+"""A population of members that train as arrays; members can be dropped, added or copied between epochs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 import hfta_func as hfta
+from hfta_func._types import SIGNS, Direction
+from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build
-from hfta_func.tune.folder import Keeping
-from hfta_func.tune.groups import Group
+from hfta_func.tune.folder import StudyFolder
+from hfta_func.tune.groups import Group, group_key
 from hfta_func.tune.jobs import Jobs, Trained
 from hfta_func.tune.member import Member, check_alive, check_copies, counted
-from hfta_func.tune.tables import PathLike, frame_of, rows_of
+from hfta_func.tune.tables import frame_of, rows_of
 from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:
@@ -25,8 +27,8 @@ class Population:
     """Members that train as arrays; made by :func:`~hfta_func.tune.population`.
 
     Attributes:
-        members: All members that ever were, by number.
-        nonfusible: The names whose values members of one array share.
+        members: All members by number, with those that were dropped or failed.
+        nonfusible: The names whose values are equal for all members of an array.
         interrupted: Whether Ctrl-C ended the last :meth:`fit`.
     """
 
@@ -82,15 +84,15 @@ class Population:
         return added
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Add members of the same names as all others; those that cannot be made fail, even if none is left."""
+        """Add members with the names of all others; those that cannot be made fail, even if that is all of them."""
         first = len(self.members)
         self.members += [Member(number, {"seed": self._seed, **row}) for number, row in enumerate(rows, start=first)]
         groups: dict[tuple[Any, ...], list[Member]] = {}
         for member in self.members[first:]:
             groups.setdefault(self._group_of(member), []).append(member)
         try:
-            for key, those in groups.items():
-                self._fail(self.group(key).add({member.number: member.config for member in those}))
+            for key, added in groups.items():
+                self._fail(self.group(key).add({member.number: member.config for member in added}))
         except BaseException:
             for group in self._groups.values():
                 group.drop(range(first, len(self.members)))
@@ -102,12 +104,7 @@ class Population:
         return f"<Population of {counted('members', [member.status for member in self.members])}>"
 
     def _group_of(self, member: Member) -> tuple[Any, ...]:
-        return self.key_of([member.config[name] for name in self.nonfusible])
-
-    @staticmethod
-    def key_of(values: Sequence[Any]) -> tuple[Any, ...]:
-        """What tells groups apart by their non-fusible values: 1 and True, which Python holds for equal, are two."""
-        return tuple((type(value), value) for value in values)
+        return group_key(member.config[name] for name in self.nonfusible)
 
     @property
     def groups(self) -> list[Group]:
@@ -115,7 +112,7 @@ class Population:
         return list(self._groups.values())
 
     def group(self, key: tuple[Any, ...]) -> Group:
-        """The group of some :meth:`key_of` values of the non-fusible names."""
+        """The group with a :func:`group_key` of values of the non-fusible names."""
         if key not in self._groups:
             values = [value for _, value in key]
             self._groups[key] = Group(self._build, dict(zip(self.nonfusible, values, strict=True)), self._limit)
@@ -147,13 +144,15 @@ class Population:
             self.interrupted = True
 
     def advance(self, targets: Mapping[int, int]) -> list[int]:
-        """Train one array for as many epochs as all its members need, or several at a time, until one of them has trained.
+        """Train arrays, as many at a time as the executor can, until one of them has trained.
+
+        An array trains for as many epochs as all its members need. Which members share an array changes no result.
 
         Args:
-            targets: The epoch in which each member is to arrive; who trains with whom changes no result.
+            targets: The epoch that each member is to reach.
 
         Returns:
-            Who has trained, none if nobody needs to.
+            The members of the array that has trained; none if all have reached their targets.
         """
         try:
             while self.jobs.free and self._start(targets):
@@ -161,19 +160,19 @@ class Population:
             if not self.jobs.under_way:
                 return []
             self.on_start()
-            found = self.jobs.wait()
+            trained = self.jobs.wait()
         except BaseException:
             self.jobs.stop()
             raise
-        self._record(found)
-        self.last = found.numbers
-        return list(found.numbers)
+        self._record(trained)
+        self.last = trained.numbers
+        return list(trained.numbers)
 
     def on_start(self) -> None:
         """Called while arrays train."""
 
     def _start(self, targets: Mapping[int, int]) -> bool:
-        """Begin to train an array; whether anybody waited for that."""
+        """Begin to train an array; returns whether any member waited for that."""
         training = self.jobs.members
         waiting = [
             number
@@ -182,7 +181,7 @@ class Population:
         ]
         if not waiting:
             return False
-        # Those that trained last go on in place.
+        # Members that trained last first, because their states are one block on the device.
         waiting.sort(key=lambda number: (number not in self.last, number))
         key = self._group_of(self.members[waiting[0]])
         group = self.group(key)
@@ -193,43 +192,43 @@ class Population:
             if self._group_of(self.members[number]) == key
             and (not group.is_shared or self.members[number].epoch == first)
         ]
-        # Workers of unequal limits share those who wait in proportion; the largest is served first.
+        # Workers of unequal limits share the waiting members in proportion; the largest is served first.
         limit, *others = self.jobs.free
         most = group.capacity(len(together), limit)
         if others:
-            weights = [one or 1 for one in (limit, *others)]
+            weights = [other or 1 for other in (limit, *others)]
             most = min(most, -(-len(waiting) * weights[0] // sum(weights)))
         chosen = tuple(sorted(together[:most]))
         epochs = min(targets[number] - self.members[number].epoch for number in chosen)
         self.jobs.start(group, chosen, {number: self.members[number].epoch for number in chosen}, epochs, limit)
         return True
 
-    def _record(self, found: Trained) -> None:
-        self.interrupted = found.interrupted
-        alive = {number for number in found.numbers if self.members[number].status == "alive"}
-        for numbers, state in found.states:
-            found.group.take_back(numbers, state, alive)
-        for number in alive & found.metrics.keys():
+    def _record(self, trained: Trained) -> None:
+        self.interrupted = trained.interrupted
+        alive = {number for number in trained.numbers if self.members[number].status == "alive"}
+        for numbers, state in trained.states:
+            trained.group.take_back(numbers, state, alive)
+        for number in alive & trained.metrics.keys():
             member = self.members[number]
-            member.metrics += found.metrics[number]
-            member.epoch += len(found.metrics[number])
-            member.seconds += found.seconds[number]
-        self._fail({number: error for number, error in found.errors.items() if number in alive})
+            member.metrics += trained.metrics[number]
+            member.epoch += len(trained.metrics[number])
+            member.seconds += trained.seconds[number]
+        self._fail({number: error for number, error in trained.errors.items() if number in alive})
 
     def keep(
         self, members: Iterable[int] | None = None, *, top: float | None = None, by: str | None = None,
-        direction: Literal["minimize", "maximize"] = "maximize",
+        direction: Direction = "maximize",
     ) -> list[int]:  # fmt: skip
-        """Drop all members but some.
+        """Drop all members but some: pass either ``members``, or ``top`` and ``by``.
 
         Args:
-            members: The numbers of those that stay; or, instead,
-            top: how many stay: a number, or a share of those alive below 1, rounded up,
-            by: of the metric of the last epoch; NaN is worst, and the first of equal ones is better.
-            direction: Whether large or small numbers are better.
+            members: The numbers of the members that stay.
+            top: Number of members that stay, or, below 1, their share of those alive, rounded up.
+            by: The metric that ranks members, in the last epoch; NaN is worst, and of equal values the first is better.
+            direction: Whether large or small values are better.
 
         Returns:
-            Who stays, best first if chosen by a metric.
+            The members that stay, best first if a metric ranks them.
         """
         if (members is None) == (top is None or by is None):
             raise ValueError("pass the members to keep, or top= and by=")
@@ -242,17 +241,16 @@ class Population:
                 raise ValueError(f"top is {top}; pass a number of members, or a share between 0 and 1")
             count = math.ceil(top * len(self.alive)) if top < 1 else int(top)
             staying = self.ranked(by, direction)[:count]
-        left = set(staying)
-        gone = [number for number in self.alive if number not in left]
-        for number in gone:
+        dropped = [number for number in self.alive if number not in {*staying}]
+        for number in dropped:
             self.members[number].status = "dropped"
         for group in self._groups.values():
-            group.drop(gone)
+            group.drop(dropped)
         return staying
 
-    def ranked(self, by: str, direction: Literal["minimize", "maximize"] = "maximize") -> list[int]:
-        """Who is alive, best first by a metric of the last epoch; NaN is worst, and equal ones keep their order."""
-        sign = {"minimize": 1, "maximize": -1}[direction]
+    def ranked(self, by: str, direction: Direction = "maximize") -> list[int]:
+        """The members alive, best first by a metric of the last epoch; NaN is worst, and equal ones keep their order."""
+        sign = SIGNS[direction]
 
         def key(number: int) -> tuple[bool, float]:
             value = self.members[number].value(by)
@@ -261,30 +259,30 @@ class Population:
         return sorted(self.alive, key=key)
 
     def copy(self, pairs: Sequence[tuple[int, int]], /, **changes: Sequence[float]) -> None:
-        """Have members go on from what others have learned, with hyperparameters of their own; nothing is compiled anew.
+        """Have members copy the states of others, with new values of hyperparameters; nothing is compiled anew.
 
         Args:
-            pairs: Pairs of a member and whom it copies, of the same architecture and after as many epochs. It keeps its seed
-                and the order of its data.
+            pairs: Pairs of a member and the member that it copies, of the same architecture and after as many epochs. It
+                keeps its seed and the order of its data.
             changes: New values of hyperparameters by name, as for :func:`hfta_func.with_hyperparams`, one per pair.
         """
         check_copies(self.members, pairs, changes, self.nonfusible)
         by_group: dict[tuple[Any, ...], list[int]] = {}
-        for place, (member, source) in enumerate(pairs):
+        for index, (member, source) in enumerate(pairs):
             key = self._group_of(self.members[member])
             if key != self._group_of(self.members[source]):
                 raise ValueError(f"member {member} cannot copy member {source}, whose non-fusible values are others")
-            by_group.setdefault(key, []).append(place)
-        for key, places in by_group.items():
+            by_group.setdefault(key, []).append(index)
+        for key, indices in by_group.items():
             group = self.group(key)
-            losers, winners = ([pairs[place][side] for place in places] for side in (0, 1))
-            state = group.gather(winners)._replace(keys=group.gather(losers).keys)
-            values = {name: [column[place] for place in places] for name, column in changes.items()}
-            group.put(losers, hfta.with_hyperparams(state, **values) if values else state)
-            for row, (loser, winner) in enumerate(zip(losers, winners, strict=True)):
-                member = self.members[loser]
+            copies, sources = ([pairs[index][side] for index in indices] for side in (0, 1))
+            state = group.gather(sources)._replace(keys=group.gather(copies).keys)
+            values = {name: [column[index] for index in indices] for name, column in changes.items()}
+            group.put(copies, hfta.with_hyperparams(state, **values) if values else state)
+            for row, (copy, source) in enumerate(zip(copies, sources, strict=True)):
+                member = self.members[copy]
                 member.config |= {name: column[row] for name, column in values.items()}
-                member.parents.append((member.epoch, winner))
+                member.parents.append((member.epoch, source))
 
     def save(self, folder: PathLike) -> None:
         """Write all members, their metrics and lineage to a folder; if this fails, the folder keeps its former content.
@@ -292,24 +290,24 @@ class Population:
         Raises:
             CheckpointError: if the folder cannot be written, or another process is using it.
         """
-        with Keeping(folder, {"nonfusible": list(self.nonfusible)}) as keeping:
-            keeping.keep(self)
+        with StudyFolder(folder, {"nonfusible": list(self.nonfusible)}) as study_folder:
+            study_folder.save(self)
 
     def load(self, folder: PathLike) -> None:
-        """Take over the members of a folder of :meth:`save`; the population must have none of its own.
+        """Take over the members of a folder of :meth:`save`; the population must have no members.
 
         Raises:
-            ValueError: if the population has members, or the folder has none, or those of other non-fusible names.
+            ValueError: if the population has members, or the folder has none or was saved with other non-fusible names.
             CheckpointError: if a file is damaged, or another process is using the folder.
         """
         if self.members:
             raise ValueError("the population has members; load into one that was made with an empty table")
-        with Keeping(folder, {"nonfusible": list(self.nonfusible)}) as keeping:
-            if keeping.restore(self) is None:
+        with StudyFolder(folder, {"nonfusible": list(self.nonfusible)}) as study_folder:
+            if study_folder.restore(self) is None:
                 raise ValueError(f"{folder} holds no members; pass a folder that save has written")
 
     def restore(self, members: Sequence[Mapping[str, Any]], last: Sequence[int]) -> None:
-        """Take over members that were kept; their states are put into their groups besides."""
+        """Take over members that were saved; the caller puts their states into their groups."""
         self.members = [Member(**member) for member in members]
         for member in self.members:
             member.parents = [(epoch, source) for epoch, source in member.parents]

@@ -1,4 +1,4 @@
-"""The two ways in: a search of a space, whose trials train as arrays, and a population for searches of one's own."""
+"""The entry points: ``run`` searches a space, and ``population`` is for searches that users write."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqdm.auto import tqdm
 
 import hfta_func as hfta
+from hfta_func._types import Direction
 from hfta_func.run.fit import ctrl_c
 from hfta_func.tune.array import Build
 from hfta_func.tune.cohorts import Scheduler
-from hfta_func.tune.folder import Keeping
+from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import Mirror, SamplerSession
 from hfta_func.tune.search import Search
 from hfta_func.tune.status import Status
-from hfta_func.tune.study import Direction, Rank, Study, notify
+from hfta_func.tune.study import Rank, Study, notify
 from hfta_func.workers.executor import Executor
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ def population(
         table: The configurations: a list of dicts, a dict of lists, or a pandas frame. A configuration without a ``"seed"``
             gets ``seed``.
         nonfusible: Names whose values decide shapes or code, so that members of one array must have equal ones.
-        max_models: The largest array; ``"auto"`` asks :func:`hfta_func.plan` for the number that pays.
+        max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
         seed: The seed of members whose configuration names none.
-        executor: Who trains the arrays, several at a time, such as a :class:`~hfta_func.WorkerPool`; this process by default.
+        executor: What trains the arrays, several at a time, such as a :class:`~hfta_func.WorkerPool`; or this process.
 
     Raises:
         ValueError: if the configurations do not have the same names, a non-fusible name is none of them, or ``max_models`` is
@@ -99,37 +100,38 @@ def run(
     workers: int | Literal["auto"] | None = None,
     executor: Executor | None = None,
 ) -> Study:
-    """Search a space; trials with the same non-fusible values train as arrays, and what is stopped makes room for others.
+    """Search a space; trials with the same non-fusible values train as arrays, and stopped trials make room for new ones.
 
     Args:
         build: ``build(fixed, members) -> Array``, as for :func:`~hfta_func.tune.population`.
         space: Optuna's distributions by name.
-        metric: What is compared, a metric of the step or of ``evaluate``; or several, which no scheduler can compare.
+        metric: The metric of the step or of ``evaluate`` that is compared; or several metrics, without a scheduler.
         direction: Whether large or small values are better, for each metric.
         nonfusible: Names whose values decide shapes or code, so that trials of one array must have equal ones.
-        trials: How many configurations are tried; 0 is the scheduler's own number, which Hyperband has.
-        epochs: Epochs of a trial that nothing stops.
-        scheduler: Which trials go on; all by default.
-        sampler: Optuna's sampler, random search by default. One that learns from results gets them as they come.
-        batch: How many trials are asked for at a time. By default all of a cohort, or, from a sampler that learns from
-            results, as many as an array holds.
-        max_models: The largest array; ``"auto"`` asks :func:`hfta_func.plan` for the number that pays.
-        seeds: How many members every trial has, with the seeds ``seed``, ``seed + 1``, ...: the same for all trials, so that
+        trials: Number of configurations; 0 is the scheduler's default, which only Hyperband has.
+        epochs: Epochs of a trial that is not stopped.
+        scheduler: Decides which trials go on; by default all.
+        sampler: Optuna's sampler, by default random search. One that learns from results gets each as soon as it is known.
+        batch: Number of trials that the sampler is asked for at a time. By default all of a cohort, or, of a sampler that
+            learns from results, as many as an array holds.
+        max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
+        seeds: Number of members of every trial, with the seeds ``seed``, ``seed + 1``, ...: the same for all trials, so that
             their differences are paired.
         rank: How trials of several seeds are compared: by the ``"mean"`` of their values; by the ``"lower"`` end of its
             one-sided 95 % interval (the upper one if small values are better); or ``"paired"``, by the t statistic of the
-            differences from the best mean, seed by seed: who loses with every seed ranks behind who loses as much with a few.
-        storage: Optuna's storage or its URL, which shows the study to others, such as Optuna's dashboard.
+            differences from the best mean, seed by seed: a trial that loses with every seed ranks behind one that loses as
+            much with a few.
+        storage: Optuna's storage or its URL, which shows the study to other programs, such as Optuna's dashboard.
         name: Name of the study in the storage.
-        seed: The first seed of members, and that of random search.
-        resume: A folder that the study is kept in: the same call goes on where it was broken off, to the same bits.
+        seed: The first seed of members, and the seed of random search.
+        resume: The study's folder: the same call goes on where a broken-off one ended, with the same results to the bit.
         progress: Show a progress bar.
         callbacks: Called after every array that has trained with ``(study, history)``, as those of :func:`hfta_func.fit` are
             with state and history: see :attr:`Study.history`. A function of one argument gets the study alone.
         workers: Number of processes that train an array each, with an equal share of the processors, or a GPU each;
-            ``"auto"`` is one for each of those. ``build`` is sent to them, and makes its arrays there. A process that dies is
-            replaced, and what it trained is repeated.
-        executor: Workers that are there already instead: a :class:`~hfta_func.WorkerPool` or ``hfta_func.cluster.ray(...)``.
+            ``"auto"`` is one per processor or GPU. ``build`` is sent to them, and makes its arrays there. A process that dies
+            is replaced, and its call is repeated.
+        executor: An executor instead of ``workers``: a :class:`~hfta_func.WorkerPool` or ``hfta_func.cluster.ray(...)``.
 
     Returns:
         The study. Ctrl-C ends it early, and sets ``interrupted``.
@@ -138,7 +140,7 @@ def run(
         ImportError: if Optuna is not installed.
         ValueError: if the space is empty or has no fusible name, an argument has an invalid value, or a folder or storage
             holds another study.
-        KeyError: if the metric is none of those reported.
+        KeyError: if the metric is not reported.
         TypeError: if ``build`` cannot be sent to workers.
         WorkerError: if no worker is left.
         StateError: if ``build`` returns another number of members than it was asked for.
@@ -166,7 +168,7 @@ def run(
         Linear(in_features=4, out_features=1, bias=True)
     """
     with contextlib.ExitStack() as stack:
-        # Ctrl-C before there is a study to return waits until there is.
+        # Until there is a study to return, Ctrl-C waits.
         setting_up = stack.enter_context(contextlib.ExitStack())
         pressed = setting_up.enter_context(ctrl_c())
         metrics = (metric,) if isinstance(metric, str) else tuple(metric)
@@ -175,7 +177,7 @@ def run(
         if batch is not None and (not isinstance(batch, int) or batch < 1):
             raise ValueError(f"batch is {batch!r}; pass a number of trials, at least 1, or None")
         scheduler = scheduler or Scheduler()
-        asking = SamplerSession(space, directions, sampler, seed)
+        session = SamplerSession(space, directions, sampler, seed)
         if workers is not None and executor is not None:
             raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
         if rank == "paired" and seeds < 2:
@@ -186,32 +188,26 @@ def run(
                 "trials is 0, the scheduler's own number, and this scheduler has none; pass how many to try"
             )
         about = {
-            "space": {key: asking.json(key) for key in space},
-            **{
-                "metric": metrics,
-                "direction": directions,
-                "nonfusible": list(nonfusible),
-                "trials": trials,
-                "epochs": epochs,
-            },
+            **{"space": {key: session.json(key) for key in space}, "metric": metrics, "direction": directions},
+            **{"nonfusible": list(nonfusible), "trials": trials, "epochs": epochs},
             **{"scheduler": repr(scheduler), "seeds": seeds, "seed": seed, "rank": rank},
         }
         if workers is not None and workers != 1:
             executor = stack.enter_context(hfta.WorkerPool(workers))
         members = Population(build, nonfusible, max_models, seed, executor=executor)
         stack.callback(members.jobs.fall_back)
-        study = Study(members, asking, metrics, directions, rank)
+        study = Study(members, session, metrics, directions, rank)
         search = Search(study, scheduler, cohorts, range(seed, seed + seeds), batch, max_models)
-        keeping = stack.enter_context(Keeping(resume, about)) if resume is not None else None
-        if keeping is not None:
-            held = keeping.restore(study.population)
-            if held is not None:
-                asking.replay(held["events"])
-                study.restore(held["trials"], held["trajectory"])
-                search.replay()
-        if resume is not None:
+        folder = stack.enter_context(StudyFolder(resume, about)) if resume is not None else None
+        if folder is not None:
+            index = folder.restore(study.population)
+            if index is not None:
+                session.replay(index["events"])
+                study.restore(index["trials"], index["trajectory"])
+                # The decisions before the study was broken off follow from the values.
+                search.decide()
             stack.enter_context(Status(resume, search))
-        mirror = Mirror(asking, storage, name, metrics, about) if storage is not None else None
+        mirror = Mirror(session, storage, name, metrics, about) if storage is not None else None
         total = sum(cohort.trials for cohort in search.cohorts)
         bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="trial", dynamic_ncols=True))
         try:
@@ -220,17 +216,16 @@ def run(
             for has_trained in search.rounds():
                 if not has_trained and mirror is None:
                     continue
-                if keeping is not None:
-                    events, found = asking.events, [dataclasses.asdict(trial) for trial in study.trials]
-                    keeping.keep(study.population, events=events, trials=found, trajectory=study.trajectory)
+                if folder is not None:
+                    saved = [dataclasses.asdict(trial) for trial in study.trials]
+                    folder.save(study.population, events=session.events, trials=saved, trajectory=study.trajectory)
                 if mirror is not None:
                     mirror.show(study.trials, search.reports_of)
-                done = [trial for trial in study.trials if trial.status != "running"]
-                bar.update(len(done) - bar.n)
+                bar.update(len(study.trials) - study.counts["running"] - bar.n)
                 for callback in callbacks if has_trained else ():
                     notify(callback, study)
         except KeyboardInterrupt:
-            # Between arrays; while one trains, Ctrl-C waits for the end of its step.
+            # Between arrays; while an array trains, Ctrl-C waits for the end of its step.
             study.population.interrupted = True
         if mirror is not None:
             mirror.show(study.trials, search.reports_of)
@@ -266,6 +261,9 @@ def _check(
         raise ValueError("the space has 'seed', which members have besides; pass seeds= for several seeds per trial")
     if len(directions) != len(metrics) or set(directions) - {"minimize", "maximize"}:
         raise ValueError(f"direction is {list(directions)}; pass 'minimize' or 'maximize' for each metric")
+    for name, value in zip(metrics, directions, strict=True):
+        if (first := directions[metrics.index(name)]) != value:
+            raise ValueError(f"the directions of metric '{name}' contradict each other: {first} and {value}; pass one")
     if len(metrics) > 1 and scheduler is not None:
         raise ValueError("a scheduler compares one metric; pass a single one, or no scheduler")
     for label, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("seeds", seeds, 1)):

@@ -1,4 +1,4 @@
-"""What a study has of Optuna: samplers to ask, and storages in which others can see it."""
+"""Optuna in a study: samplers, and storages that show the study to other programs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hfta_func._types import require
+
 if TYPE_CHECKING:
     import optuna
 
@@ -17,19 +19,11 @@ Event = list[Any]
 ``["tell", trial, status, values]``."""
 
 
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError("studies need optuna, which is not installed; pip install 'hfta_func[tune]'") from error
-    return optuna
-
-
 class SamplerSession:
-    """Asks a sampler, and tells it what became of its trials; everything is noted, so that it can be done again.
+    """Asks a sampler for trials and tells it their results; records these events, so that they can be replayed.
 
-    The sampler works on a study of its own in memory. A study that is broken off goes on by asking and telling all that was
-    asked and told before: samplers, which keep random states, come to stand where they stood.
+    The sampler works on a study of Optuna's in memory. To resume a study, all events are replayed, which brings the sampler
+    to the same random state.
     """
 
     def __init__(
@@ -39,7 +33,7 @@ class SamplerSession:
         sampler: optuna.samplers.BaseSampler | None,
         seed: int,
     ):
-        module = _optuna()
+        module = require("optuna", "tune")
         for name, distribution in space.items():
             if not isinstance(distribution, module.distributions.BaseDistribution):
                 raise ValueError(
@@ -53,24 +47,19 @@ class SamplerSession:
             sampler, (samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler)
         )
         if isinstance(sampler, samplers.QMCSampler):
-            # It would take its space from the first trial that completes, and draw all before at random.
-            own = {
-                name: kind
-                for name, kind in space.items()
-                if not isinstance(kind, module.distributions.CategoricalDistribution)
-            }
-            numerical: Any = copy.copy(sampler)
-            numerical.infer_relative_search_space = lambda study, trial: own
-            sampler = numerical
+            # Otherwise it draws at random until the first trial completes, whose space it takes.
+            categorical = module.distributions.CategoricalDistribution
+            numerical = {name: kind for name, kind in space.items() if not isinstance(kind, categorical)}
+            sampler: Any = copy.copy(sampler)
+            sampler.infer_relative_search_space = lambda study, trial: numerical
         with _quiet():
             self.study: optuna.Study = module.create_study(sampler=sampler, directions=list(directions))
         self.events: list[Event] = []
         self._trials: list[Any] = []
-        self._states = module.trial.TrialState
 
     def json(self, name: str) -> str:
-        """A distribution as text."""
-        return _optuna().distributions.distribution_to_json(self.space[name])
+        """A distribution as JSON."""
+        return require("optuna", "tune").distributions.distribution_to_json(self.space[name])
 
     def ask(self) -> dict[str, Any]:
         """The parameters of the next trial."""
@@ -87,72 +76,72 @@ class SamplerSession:
         self.events.append(["report", trial, epoch, list(values)])
 
     def change(self, trial: int, params: Mapping[str, Any]) -> None:
-        """A trial goes on with other parameters than those asked for, which Optuna keeps."""
+        """A trial goes on with other parameters; Optuna keeps those asked for as the trial's own."""
         self._trials[trial].set_user_attr("params", dict(params))
         self.events.append(["change", trial, dict(params)])
 
     def tell(self, trial: int, status: str, values: Sequence[float] | None) -> None:
         """A trial has ended."""
-        states = {"complete": self._states.COMPLETE, "stopped": self._states.PRUNED, "failed": self._states.FAIL}
-        told = list(values) if status == "complete" and values is not None else None
-        # A sampler that has run through its grid says so by stopping a loop that there is none of.
+        final = list(values) if status == "complete" and values is not None else None
+        # A sampler that has run through its grid stops the loop of Study.optimize, which raises where there is none.
         with _quiet(), contextlib.suppress(RuntimeError):
-            self.study.tell(trial, told, states[status])
+            self.study.tell(trial, final, _state(status))
         self.events.append(["tell", trial, status, None if values is None else list(values)])
 
     def replay(self, events: Sequence[Event]) -> None:
-        """Ask and tell all that was asked and told before.
+        """Repeat the events of a session.
 
         Raises:
             ValueError: if the sampler now gives other parameters.
         """
-        told: dict[str, Callable[..., None]] = {"report": self.report, "change": self.change, "tell": self.tell}
-        for kind, *rest in events:
+        replays: dict[str, Callable[..., None]] = {"report": self.report, "change": self.change, "tell": self.tell}
+        for kind, *arguments in events:
             if kind == "ask":
                 params = self.ask()
-                if params != rest[0]:
+                if params != arguments[0]:
                     raise ValueError(
-                        f"the sampler gives trial {len(self._trials) - 1} {params}, but it was {rest[0]}; go on with the "
-                        f"same sampler and seed"
+                        f"the sampler gives trial {len(self._trials) - 1} {params}, but it was {arguments[0]}; go on with "
+                        f"the same sampler and seed"
                     )
             else:
-                told[kind](*rest)
+                replays[kind](*arguments)
 
 
 def named(study: optuna.Study, metrics: Sequence[str]) -> None:
-    """Give the objectives of Optuna's study their names, for its plots and dashboard."""
+    """Name the objectives of Optuna's study, for its plots and dashboard."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", _optuna().exceptions.ExperimentalWarning)
+        warnings.simplefilter("ignore", require("optuna", "tune").exceptions.ExperimentalWarning)
         study.set_metric_names(list(metrics))
 
 
 class Mirror:
-    """A study in one of Optuna's storages, which shows the trials to others; each is told once, however often it is shown."""
+    """A copy of the study in one of Optuna's storages, which shows it to other programs; each event is written once."""
 
     def __init__(
-        self, asking: SamplerSession, storage: Any, name: str | None, metrics: Sequence[str], about: Mapping[str, Any]
+        self, session: SamplerSession, storage: Any, name: str | None, metrics: Sequence[str], about: Mapping[str, Any]
     ):
-        self._module = _optuna()
-        self._asking = asking
+        self._module = require("optuna", "tune")
+        self._session = session
         if name is None:
             raise ValueError("a storage keeps studies by name; pass name='...'")
-        told = json.dumps(about, sort_keys=True)
+        settings = json.dumps(about, sort_keys=True)
         with _storing(storage), _quiet():
             self.study: optuna.Study = self._module.create_study(
                 storage=storage,
                 sampler=self._module.samplers.RandomSampler(),
                 study_name=name,
-                directions=asking.study.directions,
+                directions=session.study.directions,
                 load_if_exists=True,
             )
-            before = self.study.user_attrs.get("hfta_func", told)
+            before = self.study.user_attrs.get("hfta_func", settings)
             trials = self.study.get_trials(deepcopy=False)
-        if before != told or (trials and "hfta_func" not in self.study.user_attrs):
+        if before != settings or (trials and "hfta_func" not in self.study.user_attrs):
             raise ValueError(
-                f"the storage has another study '{name}'{_difference(before, told)}; pass another name, or the same arguments"
+                f"the storage has another study '{name}'{_difference(before, settings)}; pass another name, or the same "
+                f"arguments"
             )
         with _storing(storage):
-            self.study.set_user_attr("hfta_func", told)
+            self.study.set_user_attr("hfta_func", settings)
             named(self.study, metrics)
         self._storage = storage
         self._shown: dict[int, Any] = {}
@@ -160,16 +149,15 @@ class Mirror:
         self._reported: dict[int, set[int]] = {}
         self._is_known = False
 
-    def _look(self) -> None:
-        """Read what the storage has."""
-        found = self.study.get_trials(deepcopy=False)
-        self._shown = {trial.user_attrs["trial"]: trial for trial in found}
+    def _read(self) -> None:
+        """Read the trials of the storage."""
+        self._shown = {trial.user_attrs["trial"]: trial for trial in self.study.get_trials(deepcopy=False)}
         self._ended = {number for number, trial in self._shown.items() if trial.state.is_finished()}
         self._reported = {number: set(trial.intermediate_values) for number, trial in self._shown.items()}
 
     def _check_same(self, trials: Sequence[Any]) -> None:
-        """Refuse to go on where another sampler has asked."""
-        asked = self._asking.study.get_trials(deepcopy=False)
+        """Refuse to go on if the storage has trials of another sampler."""
+        asked = self._session.study.get_trials(deepcopy=False)
         for trial in trials:
             shown = self._shown.get(trial.number)
             if shown is not None and shown.params != asked[trial.number].params:
@@ -179,27 +167,25 @@ class Mirror:
                 )
 
     def show(self, trials: Sequence[Any], reports_of: Callable[[Any], Mapping[int, float]]) -> None:
-        """Add new trials, report on those that train, and tell of those that have ended."""
-        states = self._module.trial.TrialState
+        """Add new trials, the values of those that train, and the results of those that have ended."""
         with _storing(self._storage), _quiet():
             if not self._is_known:
-                self._look()
+                self._read()
             self._check_same(trials)
-            # Until the end: Ctrl-C may break off what follows at any place.
+            # Until the end, because Ctrl-C may break off what follows.
             self._is_known = False
             new = [trial for trial in trials if trial.number not in self._shown]
             for trial in new:
-                # Added at once with all that it has, so that no other process ever sees a part of it.
-                self.study.add_trial(
-                    self._module.trial.create_trial(
-                        state=states.RUNNING,
-                        params=trial.params,
-                        distributions=self._asking.space,
-                        user_attrs={"trial": trial.number},
-                    )
+                # Added as a whole, so that no other process ever sees a part of it.
+                created = self._module.trial.create_trial(
+                    state=_state("running"),
+                    params=trial.params,
+                    distributions=self._session.space,
+                    user_attrs={"trial": trial.number},
                 )
+                self.study.add_trial(created)
             if new:
-                self._look()
+                self._read()
             for trial in trials:
                 frozen = self._shown[trial.number]
                 if trial.number in self._ended:
@@ -208,7 +194,7 @@ class Mirror:
                 reports = {epoch: value for epoch, value in reports_of(trial).items() if epoch not in reported}
                 if trial.status == "running" and not reports:
                     continue
-                # Optuna has no other way to report on a trial that was added and not asked for.
+                # The only way of Optuna to report values of a trial that was added and not asked for.
                 stored = self._module.trial.Trial(self.study, frozen._trial_id)
                 for epoch, value in reports.items():
                     stored.report(value, epoch)
@@ -219,15 +205,21 @@ class Mirror:
                     stored.set_user_attr("params", trial.params)
                 if trial.error is not None:
                     stored.set_user_attr("error", trial.error)
-                state = {"complete": states.COMPLETE, "stopped": states.PRUNED, "failed": states.FAIL}[trial.status]
-                self.study.tell(frozen.number, list(trial.values[-1]) if trial.status == "complete" else None, state)
+                final = list(trial.values[-1]) if trial.status == "complete" else None
+                self.study.tell(frozen.number, final, _state(trial.status))
                 self._ended.add(trial.number)
             self._is_known = True
 
 
+def _state(status: str) -> Any:
+    """Optuna's name of the status of a trial."""
+    names = {"running": "RUNNING", "complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL"}
+    return require("optuna", "tune").trial.TrialState[names[status]]
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    logging = _optuna().logging
+    logging = require("optuna", "tune").logging
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:
@@ -238,14 +230,14 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _storing(storage: Any) -> Iterator[None]:
-    # Optuna brings SQLAlchemy, whose errors about a URL it lets through.
+    # Optuna requires SQLAlchemy, and passes on its errors about a URL.
     from sqlalchemy.exc import ArgumentError
 
     try:
         yield
-    except (_optuna().exceptions.StorageInternalError, ArgumentError) as error:
+    except (require("optuna", "tune").exceptions.StorageInternalError, ArgumentError) as error:
         label = storage if isinstance(storage, str) else type(storage).__qualname__
-        # What follows are statements of SQL.
+        # The other lines are statements of SQL.
         why = str(error.__cause__ or error).partition("\n")[0]
         raise RuntimeError(
             f"the storage {label} cannot be used ({why}); another process may have locked it, or it is not writable, or "

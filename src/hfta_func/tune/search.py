@@ -1,7 +1,9 @@
-"""Who is asked for, who trains, and who goes on: the course of a study."""
+"""The loop of a study: ask for trials, train them, and decide which go on."""
 
 from __future__ import annotations
 
+import collections
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
@@ -12,7 +14,16 @@ from hfta_func.tune.study import Study, Trial
 
 
 class Search:
-    """Asks, trains and decides, until all trials have ended."""
+    """Asks for trials, trains them and decides, until all trials have ended.
+
+    Args:
+        study: The study.
+        scheduler: The scheduler.
+        cohorts: The scheduler's cohorts for this study.
+        seeds: The seeds of every trial's members.
+        batch: Number of trials that are asked for at a time; None for the default of :func:`run`.
+        max_models: The largest array.
+    """
 
     def __init__(
         self,
@@ -25,7 +36,7 @@ class Search:
     ):
         self.study, self.scheduler, self.cohorts, self.seeds = study, scheduler, cohorts, seeds
         size = max_models if isinstance(max_models, int) else 16
-        learns = study.asking.learns
+        learns = study.session.learns
         self._verdicts: dict[int, Verdict] = {}
         executor = study.population.jobs.executor
         room = sum(executor.limits) or executor.count * size
@@ -34,13 +45,11 @@ class Search:
 
     @property
     def planned(self) -> int:
-        """About how many epochs all members train in all: those of the trials that go on, where their share is known."""
+        """About the number of epochs that all members train in all, by the share of trials that go on, if it is known."""
         eta, total = getattr(self.scheduler, "eta", 1), 0
         for cohort in self.cohorts:
-            before = 0
-            for place, rung in enumerate(cohort.rungs):
-                total += (rung - before) * max(min(1, cohort.trials), int(cohort.trials / eta**place + 1e-9))
-                before = rung
+            for number, (start, end) in enumerate(itertools.pairwise((0, *cohort.rungs))):
+                total += (end - start) * max(min(1, cohort.trials), int(cohort.trials / eta**number + 1e-9))
         return total * len(self.seeds)
 
     def rungs_of(self, trial: Trial) -> tuple[int, ...]:
@@ -48,18 +57,18 @@ class Search:
         return self.cohorts[trial.cohort].rungs
 
     def reports_of(self, trial: Trial) -> dict[int, float]:
-        """A single objective at the rungs that a trial has reached, and at epochs between them, some ten in all."""
+        """A single objective at the rungs that a trial has reached, and at about ten epochs in all; by epoch."""
         study, rungs = self.study, self.rungs_of(trial)
         if len(study.metrics) > 1:
             return {}
         epochs = min(len(study.population.members[member].metrics) for member in trial.members)
-        # A report is a transaction of the storage, of which one per epoch may take longer than small models train.
+        # Each report is a transaction of the storage; one per epoch may take longer than small models train.
         stride = math.ceil(rungs[-1] / 10)
         shown = {*rungs[: len(trial.values)], *range(stride, epochs + 1, stride)}
         return {epoch: study.value(trial, epoch)[0] for epoch in sorted(shown)}
 
     def rounds(self) -> Iterator[bool]:
-        """One array's segment after another; False before a segment for which trials were asked, True after each."""
+        """Train one segment of an array after another; yields True after each, and False when there are new trials."""
         while not self.study.interrupted:
             if self._ask():
                 yield False
@@ -74,7 +83,7 @@ class Search:
                 waiting = [trial for trial in self.study.trials if trial.status == "running"]
                 if not waiting and self._next_cohort() is None:
                     return
-                # Nobody is left whom they could be compared with.
+                # No trial is left that they could be compared with.
                 self._end(waiting, "stopped")
                 continue
             self._judge()
@@ -84,29 +93,25 @@ class Search:
         return not trial.values or self._verdicts.get(trial.number, "stop") != "stop"
 
     def _next_cohort(self) -> int | None:
-        counts = [0] * len(self.cohorts)
-        for trial in self.study.trials:
-            counts[trial.cohort] += 1
-        return next((place for place, one in enumerate(self.cohorts) if counts[place] < one.trials), None)
+        """The number of the first cohort that lacks trials."""
+        counts = collections.Counter(trial.cohort for trial in self.study.trials)
+        return next((number for number, cohort in enumerate(self.cohorts) if counts[number] < cohort.trials), None)
 
     def _ask(self) -> bool:
-        """New trials, as many as may train now; whether there are any."""
+        """Ask for as many new trials as may train now; returns whether there are any."""
         study, new = self.study, []
-        while (place := self._next_cohort()) is not None:
+        while (cohort := self._next_cohort()) is not None:
             running = [trial for trial in study.trials if trial.status == "running"]
-            started = any(trial.cohort == place for trial in study.trials)
+            started = any(trial.cohort == cohort for trial in study.trials)
             going = [trial for trial in running if self._goes(trial)]
             if self.scheduler.waits:
-                # A cohort whole, after those before it if the sampler learns from them.
+                # A cohort as a whole; if the sampler learns from results, after the cohorts before it.
                 if self.learns and not started and running:
                     break
             elif len(going) >= self.batch:
                 break
-            number = len(study.trials)
-            params = study.asking.ask()
-            trial = Trial(number, params, place, [])
-            study.trials.append(trial)
-            new.append(trial)
+            new.append(Trial(len(study.trials), study.session.ask(), cohort, []))
+            study.trials.append(new[-1])
         self._make(new)
         return bool(new)
 
@@ -117,17 +122,17 @@ class Search:
         try:
             numbers = self.study.population.extend(rows)
         except BaseException:
-            # Ctrl-C, or what build must not return: a trial is one only once it has members.
+            # After Ctrl-C or an error of build, trials without members are removed.
             del self.study.trials[new[0].number :]
             raise
-        for place, trial in enumerate(new):
-            trial.members = numbers[place * len(self.seeds) : (place + 1) * len(self.seeds)]
+        for index, trial in enumerate(new):
+            trial.members = numbers[index * len(self.seeds) : (index + 1) * len(self.seeds)]
         if self.scheduler.copies:
             self._check_names()
         self._fail()
 
     def _check_names(self) -> None:
-        """Refuse names that :meth:`_copy` could not change, before anything has trained."""
+        """Refuse names that :meth:`_copy` could not change, before training begins."""
         population = self.study.population
         for number in population.alive[:1]:
             config = population.members[number].config
@@ -143,21 +148,21 @@ class Search:
     def _fail(self) -> None:
         for trial in self.study.trials:
             if trial.status == "running":
-                errors = [self.study.population.members[member].error for member in trial.members]
-                if any(errors):
-                    trial.error = next(error for error in errors if error)
+                errors = (self.study.population.members[member].error for member in trial.members)
+                trial.error = next(filter(None, errors), None)
+                if trial.error:
                     self._end([trial], "failed")
 
     def _end(self, trials: Sequence[Trial], status: Literal["complete", "stopped", "failed"]) -> None:
         for trial in trials:
             trial.status = status
-            self.study.asking.tell(trial.number, status, trial.values[-1] if trial.values else None)
+            self.study.session.tell(trial.number, status, trial.values[-1] if trial.values else None)
         if trials and status != "complete":
-            gone = {member for trial in trials for member in trial.members}
-            self.study.population.keep([member for member in self.study.population.alive if member not in gone])
+            dropped = {member for trial in trials for member in trial.members}
+            self.study.population.keep([member for member in self.study.population.alive if member not in dropped])
 
     def _judge(self) -> None:
-        """Record values at rungs, and decide who goes on."""
+        """Record values at rungs, and decide which trials go on."""
         study = self.study
         self._fail()
         for trial in study.trials:
@@ -167,73 +172,69 @@ class Search:
             epoch = rungs[len(trial.values)]
             if all(study.population.members[member].epoch >= epoch for member in trial.members):
                 trial.values.append(study.value(trial, epoch))
-                study.asking.report(trial.number, epoch, trial.values[-1])
+                study.session.report(trial.number, epoch, trial.values[-1])
                 study.note(trial)
                 if len(trial.values) == len(rungs):
                     if all(math.isfinite(value) for value in trial.values[-1]):
                         self._end([trial], "complete")
                     else:
-                        found = zip(study.metrics, trial.values[-1], strict=True)
-                        trial.error = ", ".join(f"{name} is {value} after epoch {epoch}" for name, value in found)
+                        named = zip(study.metrics, trial.values[-1], strict=True)
+                        trial.error = ", ".join(f"{name} is {value} after epoch {epoch}" for name, value in named)
                         self._end([trial], "failed")
-        self._decide()
+        self.decide()
 
-    def _decide(self) -> None:
+    def decide(self) -> None:
+        """Have the scheduler decide about every cohort; also replays its decisions when a study is resumed."""
         study = self.study
         self._verdicts = {}
-        for place, cohort in enumerate(self.cohorts):
-            those = [trial for trial in study.trials if trial.cohort == place]
-            values = {trial.number: [study.score(value[0]) for value in trial.values] for trial in those}
+        for number, cohort in enumerate(self.cohorts):
+            trials = [trial for trial in study.trials if trial.cohort == number]
+            values = {trial.number: [study.score(value[0]) for value in trial.values] for trial in trials}
             if study.rank == "paired":
-                values = self._paired(those, cohort)
-            now = cohort._replace(
+                values = self._paired(trials, cohort)
+            cohort = cohort._replace(
                 values=values,
-                ended=frozenset(trial.number for trial in those if trial.status in ("stopped", "failed")),
-                params={trial.number: trial.params for trial in those},
-                space=study.asking.space,
+                ended=frozenset(trial.number for trial in trials if trial.status in ("stopped", "failed")),
+                params={trial.number: trial.params for trial in trials},
+                space=study.session.space,
                 nonfusible=study.population.nonfusible,
                 seed=self.seeds[0],
             )
-            found = self.scheduler.decide(now)
+            verdicts = self.scheduler.decide(cohort)
             try:
-                now.check(found, self.scheduler.copies)
+                cohort.check(verdicts, self.scheduler.copies)
             except ValueError as error:
                 raise ValueError(f"{type(self.scheduler).__qualname__}: {error}") from None
-            self._verdicts |= found
-            self._copy(found)
-            by_number = {trial.number: trial for trial in those}
-            self._end(
-                [
-                    by_number[n]
-                    for n, verdict in found.items()
-                    if verdict == "stop" and by_number[n].status == "running"
-                ],
-                "stopped",
-            )
+            self._verdicts |= verdicts
+            self._copy(verdicts)
+            stopped = [study.trials[number] for number, verdict in verdicts.items() if verdict == "stop"]
+            self._end([trial for trial in stopped if trial.status == "running"], "stopped")
 
-    def _paired(self, those: Sequence[Trial], cohort: Cohort) -> dict[int, list[float]]:
-        """Of every trial at each rung, the t statistic of its differences from the one with the best mean; 0 for that one."""
-        study, found = self.study, {trial.number: [] for trial in those}
+    def _paired(self, trials: Sequence[Trial], cohort: Cohort) -> dict[int, list[float]]:
+        """For every trial at each rung, the t statistic of its differences from the trial with the best mean, itself 0."""
+        study, leads = self.study, {trial.number: [] for trial in trials}
         for rung, epoch in enumerate(cohort.rungs):
-            here = [trial for trial in those if len(trial.values) > rung]
-            best = max(here, key=lambda trial: study.score(trial.values[rung][0]), default=None)
-            for trial in here:
-                found[trial.number].append(-math.inf if best is None else study.lead(trial, best, epoch))
-        return found
-
-    def replay(self) -> None:
-        """What was decided before a study was broken off follows from the values that it has kept."""
-        self._decide()
+            reached = [trial for trial in trials if len(trial.values) > rung]
+            if not reached:
+                break
+            best = max(reached, key=lambda trial: study.score(trial.values[rung][0]))
+            for trial in reached:
+                leads[trial.number].append(study.lead(trial, best, epoch))
+        return leads
 
     def _copy(self, verdicts: Mapping[int, Verdict]) -> None:
-        """Have trials go on from others; a verdict that is given again was carried out before."""
+        """Have trials copy others, unless an earlier call has carried out the same verdict."""
         study = self.study
         by_names: dict[tuple[str, ...], dict[int, Copy]] = {}
         for number, verdict in verdicts.items():
             trial = study.trials[number]
             member = study.population.members[trial.members[0]]
-            stands = member.epoch == self.rungs_of(trial)[len(trial.values) - 1]
-            if isinstance(verdict, Copy) and stands and (not member.parents or member.parents[-1][0] != member.epoch):
+            is_at_rung = member.epoch == self.rungs_of(trial)[len(trial.values) - 1]
+            if (
+                isinstance(verdict, Copy)
+                and is_at_rung
+                and (not member.parents or member.parents[-1][0] != member.epoch)
+            ):
                 by_names.setdefault(tuple(sorted(verdict.changes)), {})[number] = verdict
         for names, copies in by_names.items():
             pairs = [
@@ -245,4 +246,4 @@ class Search:
             for number, copy in copies.items():
                 trial = study.trials[number]
                 trial.params = {**trial.params, **copy.changes}
-                study.asking.change(number, trial.params)
+                study.session.change(number, trial.params)

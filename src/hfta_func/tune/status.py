@@ -1,4 +1,4 @@
-"""What a study that runs is doing, in a file that others can read."""
+"""The status of a running study, in a file that other processes read."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import threading
 import time
 from typing import Any
 
+from hfta_func.files import atomic
+from hfta_func.files.atomic import PathLike
 from hfta_func.tune.jobs import spans
 from hfta_func.tune.search import Search
-from hfta_func.tune.tables import PathLike
 
 _NAME = "status.json"
 _EVERY = 1.0
-"""Seconds from one look to the next."""
+"""Seconds between two writes of the file."""
 
 
 class Status:
-    """Writes every second, to a folder, who trains what in a study.
+    """Writes every second what a study does, to a file in its folder.
 
     Args:
-        folder: Where the study is kept.
-        search: The search.
+        folder: The study's folder.
+        search: The study's search.
     """
 
     def __init__(self, folder: PathLike, search: Search):
@@ -52,18 +53,12 @@ class Status:
         return sum(member.epoch for member in self._search.study.population.members)
 
     def _write(self, state: str) -> None:
-        # The study goes on meanwhile; what a moment spoils, the next one mends.
+        # The study goes on in another thread; if its data changes during a write, the next write is correct.
         with contextlib.suppress(RuntimeError, OSError):
-            text = json.dumps(self._found(state))
-            with open(f"{self._path}.tmp", "w") as file:
-                file.write(text)
-            os.replace(f"{self._path}.tmp", self._path)
+            atomic.write(self._path, json.dumps(self._report(state)).encode())
 
-    def _found(self, state: str) -> dict[str, Any]:
+    def _report(self, state: str) -> dict[str, Any]:
         search, study = self._search, self._search.study
-        counts = dict.fromkeys(("running", "complete", "stopped", "failed"), 0)
-        for trial in [*study.trials]:
-            counts[trial.status] += 1
         jobs = study.population.jobs
         busy = jobs.executor.busy()
         trials = {member: trial.number for trial in [*study.trials] for member in trial.members}
@@ -71,25 +66,25 @@ class Status:
         for job in [*jobs.under_way]:
             for call, numbers in dict(job.calls).items():
                 worker, since = busy.get(call, (None, None))
-                training.append({
-                    **{"worker": worker, "since": since, "fixed": job.group.fixed, "members": len(numbers)},
-                    **{"trials": sorted({trials[number] for number in numbers}), "epochs": job.epochs},
-                    "from": min(job.starts[number] for number in numbers),
-                })  # fmt: skip
-        return {
-            **{"state": state, "pid": os.getpid(), "host": platform.node(), "began": self._began, "now": time.time()},
-            **{"trials": counts, "of": sum(cohort.trials for cohort in search.cohorts)},
-            **{"epochs": self._trained(), "before": self._before, "planned": search.planned},
-            **{"workers": jobs.executor.count, "deaths": jobs.executor.deaths, "training": training},
-            "failures": [[trial.number, trial.error] for trial in [*study.trials] if trial.status == "failed"][-3:],
-        }
+                training.append(
+                    dict(worker=worker, since=since, fixed=job.group.fixed, members=len(numbers))
+                    | dict(trials=sorted({trials[number] for number in numbers}), epochs=job.epochs)
+                    | {"from": min(job.starts[number] for number in numbers)}
+                )
+        failures = [[trial.number, trial.error] for trial in [*study.trials] if trial.status == "failed"]
+        return (
+            dict(state=state, pid=os.getpid(), host=platform.node(), began=self._began, now=time.time())
+            | dict(trials=study.counts, of=sum(cohort.trials for cohort in search.cohorts))
+            | dict(epochs=self._trained(), before=self._before, planned=search.planned)
+            | dict(workers=jobs.executor.count, deaths=jobs.executor.deaths, training=training, failures=failures[-3:])
+        )
 
 
 def read(folder: PathLike) -> dict[str, Any]:
-    """What :class:`Status` has written.
+    """Read the file of :class:`Status`.
 
     Raises:
-        ValueError: if there is nothing.
+        ValueError: if there is none.
     """
     path = os.path.join(folder, _NAME)
     try:
@@ -101,39 +96,41 @@ def read(folder: PathLike) -> dict[str, Any]:
         ) from error
 
 
-def shown(found: dict[str, Any]) -> str:
-    """In words: how far it is, who trains what, how fast, what has failed, and how long it will take."""
+def shown(status: dict[str, Any]) -> str:
+    """Text of a :func:`read` status: progress, speed, time left, the arrays that train, and failures."""
     now = time.time()
-    state = found["state"]
-    if state == "running" and not _is_alive(found, now):
-        state = f"not running any more (no word for {_time(now - found['now'])}); the same call goes on from its folder"
-    counts = ", ".join(f"{count} {name}" for name, count in found["trials"].items() if count) or "none yet"
-    lines = [f"{state}: {counts}, of {found['of']} trials"]
-    seconds, made = found["now"] - found["began"], found["epochs"] - found["before"]
-    rate = made / seconds if seconds > 0 else 0.0
-    lines.append(f"{rate:.3g} epochs of a member per second, {found['epochs']} in all")
-    left = max(0, found["planned"] - found["epochs"])
-    if found["state"] == "running" and rate:
-        lines.append(f"about {_time(left / rate)} left, if {left} epochs are")
-    if found["deaths"]:
-        lines.append(f"workers have died {found['deaths']} times, and were replaced")
-    for one in found["training"] if state == "running" else ():
-        fixed = "".join(f" {name}={value}" for name, value in one["fixed"].items())
-        since = f" for {_time(now - one['since'])}" if one["since"] else ""
-        worker = one["worker"] or ("this process" if found["workers"] == 1 else "waits for a worker")
-        lines.append(
-            f"  {worker}{since}: trials {spans(one['trials'])}{fixed}, epochs {one['from'] + 1} to "
-            f"{one['from'] + one['epochs']} of {one['members']} members"
+    state = status["state"]
+    if state == "running" and not _is_alive(status, now):
+        state = (
+            f"not running any more (no word for {_time(now - status['now'])}); the same call goes on from its folder"
         )
-    lines += [f"  trial {number} failed: {error}" for number, error in found["failures"]]
+    counts = ", ".join(f"{count} {name}" for name, count in status["trials"].items() if count) or "none yet"
+    lines = [f"{state}: {counts}, of {status['of']} trials"]
+    seconds, made = status["now"] - status["began"], status["epochs"] - status["before"]
+    rate = made / seconds if seconds > 0 else 0.0
+    lines.append(f"{rate:.3g} epochs of a member per second, {status['epochs']} in all")
+    left = max(0, status["planned"] - status["epochs"])
+    if status["state"] == "running" and rate:
+        lines.append(f"about {_time(left / rate)} left, if {left} epochs are")
+    if status["deaths"]:
+        lines.append(f"workers have died {status['deaths']} times, and were replaced")
+    for array in status["training"] if state == "running" else ():
+        fixed = "".join(f" {name}={value}" for name, value in array["fixed"].items())
+        since = f" for {_time(now - array['since'])}" if array["since"] else ""
+        worker = array["worker"] or ("this process" if status["workers"] == 1 else "waits for a worker")
+        lines.append(
+            f"  {worker}{since}: trials {spans(array['trials'])}{fixed}, epochs {array['from'] + 1} to "
+            f"{array['from'] + array['epochs']} of {array['members']} members"
+        )
+    lines += [f"  trial {number} failed: {error}" for number, error in status["failures"]]
     return "\n".join(lines)
 
 
-def _is_alive(found: dict[str, Any], now: float) -> bool:
-    if found["host"] != platform.node():
-        return now - found["now"] < 30 * _EVERY
+def _is_alive(status: dict[str, Any], now: float) -> bool:
+    if status["host"] != platform.node():
+        return now - status["now"] < 30 * _EVERY
     try:
-        os.kill(found["pid"], 0)
+        os.kill(status["pid"], 0)
     except ProcessLookupError:
         return False
     except OSError:

@@ -1,4 +1,4 @@
-"""What a search has found: trials, their values, and their models."""
+"""The result of a search: trials, their values, and their models."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 import hfta_func as hfta
+from hfta_func._types import SIGNS, Direction
+from hfta_func.files.atomic import PathLike
 from hfta_func.tune.member import counted
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, named
-from hfta_func.tune.tables import PathLike, frame_of, write_tables
+from hfta_func.tune.tables import frame_of, write_tables
 
 if TYPE_CHECKING:
     import optuna
     import pandas
 
-Direction = Literal["minimize", "maximize"]
 Rank = Literal["mean", "lower", "paired"]
 
 
@@ -31,9 +32,9 @@ class Trial:
     """One configuration.
 
     Args:
-        number: Its number in the order of asking.
+        number: Its number, in the order in which trials begin.
         params: Its values, by name.
-        cohort: The number of the cohort that it is compared in.
+        cohort: The number of its cohort, the trials that it is compared with.
         members: The numbers of its members in the population, one per seed.
         status: ``"running"`` until it is ``"complete"``, ``"stopped"`` by the scheduler, or ``"failed"``.
         values: Its objectives at each rung that it has reached, over all seeds.
@@ -50,41 +51,47 @@ class Trial:
 
 
 class Study:
-    """What a search has found; made by :func:`run`.
+    """The result of a search; made by :func:`run`.
 
     Attributes:
-        trials: All trials, in the order of asking.
+        trials: All trials, by number.
         population: Their members; those of stopped trials have no state any more.
-        optuna: The study as Optuna has it, for its plots, importances and fronts.
-        trajectory: The best value so far, at any rung: seconds of training until then, the trial's number, and the value.
+        optuna: The same study as one of Optuna's, for its plots, importances and fronts.
+        trajectory: For each new best value, at any rung: seconds of training until then, the trial's number, and the value.
         interrupted: Whether Ctrl-C ended it.
     """
 
     def __init__(
         self,
         population: Population,
-        asking: SamplerSession,
+        session: SamplerSession,
         metrics: tuple[str, ...],
         directions: tuple[Direction, ...],
         rank: Rank,
     ):
         self.trials: list[Trial] = []
         self.population = population
-        self.optuna: optuna.Study = asking.study
+        self.optuna: optuna.Study = session.study
         named(self.optuna, metrics)
         self.metrics, self.directions, self.rank = metrics, directions, rank
-        self.asking = asking
+        self.session = session
         self.trajectory: list[tuple[float, int, float]] = []
 
     def __repr__(self) -> str:
         return f"<Study of {counted('trials', [trial.status for trial in self.trials])}>"
 
     @property
+    def counts(self) -> dict[str, int]:
+        """The number of trials of each status."""
+        statuses = [trial.status for trial in [*self.trials]]
+        return {status: statuses.count(status) for status in ("running", "complete", "stopped", "failed")}
+
+    @property
     def history(self) -> hfta.History:
         """The metrics of all members by epoch, as callbacks of :func:`hfta_func.fit` get them.
 
         A column is a member of :attr:`population`, with NaN after the epochs that it has trained; ``history.members`` are
-        those that have trained last.
+        the members that have trained last.
         """
         members = self.population.members
         history = hfta.History(torch.tensor([member.config["seed"] for member in members]))
@@ -97,17 +104,16 @@ class Study:
         return history
 
     def note(self, trial: Trial) -> None:
-        """Note a trial that is better than all before it."""
+        """Add the last value of a trial to :attr:`trajectory` if it is better than all before it."""
         value = trial.values[-1][0]
-        if len(self.metrics) == 1 and self.score(value) > (
-            self.score(self.trajectory[-1][2]) if self.trajectory else -math.inf
-        ):
+        best = self.score(self.trajectory[-1][2]) if self.trajectory else -math.inf
+        if len(self.metrics) == 1 and self.score(value) > best:
             self.trajectory.append((sum(member.seconds for member in self.population.members), trial.number, value))
 
     def restore(self, trials: Sequence[Mapping[str, Any]], trajectory: Sequence[Sequence[Any]]) -> None:
-        """Take over trials that were kept."""
+        """Take over trials that were saved."""
         self.trajectory = [(seconds, number, value) for seconds, number, value in trajectory]
-        self.trials = [Trial(**{**trial, "values": [tuple(found) for found in trial["values"]]}) for trial in trials]
+        self.trials = [Trial(**{**trial, "values": [tuple(values) for values in trial["values"]]}) for trial in trials]
 
     @property
     def interrupted(self) -> bool:
@@ -123,33 +129,34 @@ class Study:
         """
         if len(self.metrics) > 1:
             raise ValueError("there are several objectives; study.optuna.best_trials has their front")
-        complete = [trial for trial in self.trials if trial.status == "complete"]
+        complete = self._complete()
         if not complete:
             raise ValueError("no trial is complete; train for more epochs, or look at study.frame()")
-        return max(complete, key=lambda trial: self.score(trial.values[-1][0]))
+        return complete[0]
+
+    def _complete(self) -> list[Trial]:
+        """The complete trials, best first; equal ones keep their order."""
+        complete = [trial for trial in self.trials if trial.status == "complete"]
+        return sorted(complete, key=lambda trial: -self.score(trial.values[-1][0]))
 
     def score(self, value: float) -> float:
-        """A value of the first objective, larger if better, and minus infinity if it is not finite."""
-        if not math.isfinite(value):
-            return -math.inf
-        return value if self.directions[0] == "maximize" else -value
+        """A value of the first objective, negated if small values are better; minus infinity if it is not finite."""
+        return -SIGNS[self.directions[0]] * value if math.isfinite(value) else -math.inf
 
     def state(self, trial: int) -> Any:
         """The state of a trial that was not stopped, one member per seed."""
-        found = self.trials[trial]
-        if found.status in ("stopped", "failed"):
-            raise ValueError(
-                f"trial {trial} is {found.status}, and its state is gone; only complete trials keep theirs"
-            )
-        group = [self.population.state(member) for member in found.members]
-        return hfta.concat(group) if len(group) > 1 else group[0]
+        status, members = self.trials[trial].status, self.trials[trial].members
+        if status in ("stopped", "failed"):
+            raise ValueError(f"trial {trial} is {status}, and its state is gone; only complete trials keep theirs")
+        states = [self.population.state(member) for member in members]
+        return hfta.concat(states) if len(states) > 1 else states[0]
 
     def export(self, trial: int, seed: int = 0) -> nn.Module:
         """A member of a trial as an ordinary module.
 
         Args:
             trial: The trial's number.
-            seed: Which of its members, counted from 0.
+            seed: The index of its seed, from 0.
         """
         self.state(trial)
         if not 0 <= seed < len(self.trials[trial].members):
@@ -187,23 +194,19 @@ class Study:
 
     def by_seed(self) -> dict[int, dict[int, float]]:
         """The first objective of every complete trial by its number and seed, for :func:`hfta_func.compare`, best first."""
-        complete = [trial for trial in self.trials if trial.status == "complete"]
-        complete.sort(key=lambda trial: -self.score(trial.values[-1][0]))
         members = self.population.members
         return {
             trial.number: {members[m].config["seed"]: members[m].value(self.metrics[0]) for m in trial.members}
-            for trial in complete
+            for trial in self._complete()
         }
 
     def lead(self, trial: Trial, other: Trial, epoch: int) -> float:
         """The t statistic of two trials' differences after an epoch, over pairs of seeds; larger if the first is better."""
-        pairs = zip(trial.members, other.members, strict=True)
-        members = self.population.members
-        differences = [
-            self.score(members[own].value(self.metrics[0], epoch - 1))
-            - self.score(members[its].value(self.metrics[0], epoch - 1))
-            for own, its in pairs
+        scores = [
+            [self.score(self.population.members[member].value(self.metrics[0], epoch - 1)) for member in one.members]
+            for one in (trial, other)
         ]
+        differences = [first - second for first, second in zip(*scores, strict=True)]
         if trial is other:
             return 0.0
         if not all(map(math.isfinite, differences)):
@@ -214,16 +217,16 @@ class Study:
 
     def value(self, trial: Trial, epoch: int) -> tuple[float, ...]:
         """The objectives of a trial after an epoch, over its members."""
-        found = []
+        objectives = []
         for metric, direction in zip(self.metrics, self.directions, strict=True):
             values = [self.population.members[member].value(metric, epoch - 1) for member in trial.members]
-            # Of infinities of both signs there is none.
+            # Infinities of both signs have no mean.
             mean = statistics.fmean(values) if len({*values} & {math.inf, -math.inf}) < 2 else math.nan
             if self.rank == "lower" and len(values) > 1 and math.isfinite(mean):
                 margin = statistics.NormalDist().inv_cdf(0.95) * statistics.stdev(values) / math.sqrt(len(values))
-                mean += margin if direction == "minimize" else -margin
-            found.append(mean)
-        return tuple(found)
+                mean += SIGNS[direction] * margin
+            objectives.append(mean)
+        return tuple(objectives)
 
 
 def notify(callback: Callable[..., Any], study: Study) -> None:

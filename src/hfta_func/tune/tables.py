@@ -1,4 +1,4 @@
-"""Tables that come in, frames and files that go out."""
+"""Tables of configurations as rows; rows as pandas frames and CSV files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hfta_func._types import require
 from hfta_func.files import atomic
+from hfta_func.files.atomic import PathLike
 
 if TYPE_CHECKING:
     import pandas
-
-PathLike = str | os.PathLike[str]
 
 
 def rows_of(table: Any) -> list[Mapping[str, Any]]:
@@ -26,7 +26,7 @@ def rows_of(table: Any) -> list[Mapping[str, Any]]:
             counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
             raise ValueError(f"the columns of the table have different lengths: {counts}")
         return rows_of([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
-    # Numbers of NumPy become Python's, which JSON can hold.
+    # Numbers of NumPy become those of Python, which JSON can hold.
     return [{name: value.item() if hasattr(value, "item") else value for name, value in row.items()} for row in table]
 
 
@@ -36,11 +36,7 @@ def frame_of(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     Raises:
         ImportError: if pandas is not installed.
     """
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError("frames need pandas, which is not installed; pip install 'hfta_func[plot]'") from error
-    return pandas.DataFrame(rows)
+    return require("pandas", "plot").DataFrame(rows)
 
 
 def write_tables(
@@ -49,10 +45,10 @@ def write_tables(
     """Write a study to a folder: ``history.csv`` has a row per trial, ``trajectory.csv`` the best value so far.
 
     Args:
-        folder: It is made if it is not there.
-        rows: What is known of each trial, by column.
-        metric: What the trajectory is of.
-        trajectory: Seconds of training, number of the trial and its value, each time that a better one was found.
+        folder: The folder; it is created if it does not exist.
+        rows: One row per trial: values by column.
+        metric: Name of the metric that the trajectory shows.
+        trajectory: Seconds of training, number of the trial and its value, for each trial better than all before it.
     """
     os.makedirs(folder, exist_ok=True)
     for name, head, body in (
@@ -61,6 +57,5 @@ def write_tables(
     ):
         text = io.StringIO(newline="")
         csv.writer(text).writerows([head, *body])
-        # Whole at every moment, because others read it while the study runs.
-        with atomic.replacing(os.path.join(folder, f"{name}.csv")) as file:
-            file.write(text.getvalue().encode())
+        # Replaced as a whole, because others read it while the study runs.
+        atomic.write(os.path.join(folder, f"{name}.csv"), text.getvalue().encode())

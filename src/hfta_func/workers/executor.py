@@ -1,4 +1,4 @@
-"""What runs calls of functions, here or in workers: the contract, and the executor that needs no worker."""
+"""Executors: the contract, and the executor that calls functions in this process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, Protocol
 
 
 class Executor(Protocol):
-    """What trains arrays: it calls functions, several at a time, and hands back their results.
+    """Calls functions, several at a time, and returns their results; what trains arrays.
 
     :func:`hfta_func.fit` and ``tune.run`` take any executor as ``executor=``. :class:`~hfta_func.WorkerPool` is one of worker
     processes, ``hfta_func.cluster.ray(...)`` one of Ray's actors. To write one, subclass this class and define ``count``,
     ``submit``, ``wait`` and ``forget``; the rest has defaults.
 
     Every function is called many times. An executor sends it to a worker once and keeps the copy, so that what the function
-    holds, such as data, stays there. A call may be repeated with the same arguments, which is what happens if a worker dies.
+    holds, such as data, stays there. If a worker dies, its call may be repeated with the same arguments.
 
     Attributes:
         count: Number of calls that run at the same time.
-        limits: The largest array of each worker; empty if they are alike.
+        limits: The largest array of each worker; empty if the workers are alike.
         shares: Whether the workers run on this machine and read files that this process maps into its memory.
 
     Example:
@@ -56,7 +56,7 @@ class Executor(Protocol):
         """Have a function called; returns the number of the call.
 
         Args:
-            function: What is called. The same object is the same function in later calls.
+            function: The function; the same object is the same function in later calls.
             limit: One of ``limits``: the kind of worker that makes the call; 0 for any.
             arguments: The function's arguments.
         """
@@ -66,10 +66,10 @@ class Executor(Protocol):
         """Wait for the end of any call.
 
         Args:
-            timeout: Seconds to wait; None for as long as it takes.
+            timeout: Seconds to wait at most; None for no bound.
 
         Returns:
-            The number of the call, and what the function returned or the error that it raised.
+            The number of the call, and the function's result or the error that it raised.
 
         Raises:
             queue.Empty: if no call has ended in time.

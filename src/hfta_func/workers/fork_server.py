@@ -21,7 +21,7 @@ from typing import IO
 from hfta_func.workers.wire import sweep
 
 _FORK, _END = b"f", b"e"
-"""What the server is asked."""
+"""The requests to the server."""
 _PID, _STATUS = struct.Struct("<q"), struct.Struct("<i")
 _server: ForkServer | None = None
 _lock = threading.Lock()
@@ -31,10 +31,10 @@ class Forked:
     """A process that the server has forked, with as much of :class:`subprocess.Popen` as workers need.
 
     Args:
-        pid: Its number in the system.
-        stdin: Where it reads from.
-        stdout: Where it writes to.
-        status: Where the server says how it ended.
+        pid: Its process id.
+        stdin: The pipe to its standard input.
+        stdout: The pipe from its standard output.
+        status: The pipe through which the server sends its exit status.
     """
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], status: int):
@@ -43,23 +43,23 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """How it ended; None while it runs."""
+        """Its exit status; None while it runs."""
         with self._ended:
             if self.returncode is None and select.select([self._status], [], [], 0)[0]:
                 self._read()
         return self.returncode
 
     def wait(self) -> int | None:
-        """Wait until it has ended; returns how."""
+        """Wait until it has ended; returns its exit status."""
         with self._ended:
             if self.returncode is None:
                 self._read()
         return self.returncode
 
     def _read(self) -> None:
-        # If the server is gone, so is the process; nobody knows how it ended.
-        said = self._status.read(_STATUS.size)
-        self.returncode = _STATUS.unpack(said)[0] if len(said) == _STATUS.size else -signal.SIGKILL
+        # If the server has died, so has the process, with an unknown status.
+        message = self._status.read(_STATUS.size)
+        self.returncode = _STATUS.unpack(message)[0] if len(message) == _STATUS.size else -signal.SIGKILL
         self._status.close()
 
     def communicate(self) -> None:
@@ -71,25 +71,25 @@ class Forked:
 
 
 class ForkServer:
-    """The server, seen from the process that uses it; it ends with that process.
+    """The server as its client sees it; it ends with the client.
 
     Args:
-        program: Code that a forked process runs.
+        program: Code that defines ``serve``, which a forked process calls.
     """
 
     def __init__(self, program: str):
         self._owner = os.getpid()
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            # Threads do not survive a fork, so the server must have none: a forked process makes its own.
+        self._socket, server_end = socket.socketpair()
+        with server_end:
+            # Threads do not survive a fork, so the server must have none; a forked process starts them itself.
             single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            code = f"from {__name__} import _main; {program}; _main({theirs.fileno()}, serve)"
+            code = f"from {__name__} import _main; {program}; _main({server_end.fileno()}, serve)"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                # Ctrl-C is for the process that asks.
+                pass_fds=[server_end.fileno()],
+                # Ctrl-C is for the client alone.
                 start_new_session=True,
                 env={**os.environ, **path, **single},
             )
@@ -97,7 +97,7 @@ class ForkServer:
 
     @property
     def lives(self) -> bool:
-        """Whether it can be asked by this process."""
+        """Whether the server runs and this process is its client."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def close(self) -> None:
@@ -112,26 +112,27 @@ class ForkServer:
         """A new process, None if the server has died.
 
         Args:
-            quiet: Whether nothing that it prints is shown.
+            quiet: Whether its output is discarded.
         """
-        (orders, mine), (other, answers), (status, told) = os.pipe(), os.pipe(), os.pipe()
-        theirs = [orders, answers, os.open(os.devnull, os.O_WRONLY) if quiet else os.dup(2), told]
+        (child_stdin, stdin), (stdout, child_stdout), (status, server_status) = os.pipe(), os.pipe(), os.pipe()
+        stderr = os.open(os.devnull, os.O_WRONLY) if quiet else os.dup(2)
+        sent = [child_stdin, child_stdout, stderr, server_status]
         try:
-            socket.send_fds(self._socket, [_FORK], theirs)
-            said = self._socket.recv(_PID.size)
+            socket.send_fds(self._socket, [_FORK], sent)
+            answer = self._socket.recv(_PID.size)
         except OSError:
-            said = b""
-        for fd in theirs:
+            answer = b""
+        for fd in sent:
             os.close(fd)
-        if len(said) < _PID.size:
-            for fd in (mine, other, status):
+        if len(answer) < _PID.size:
+            for fd in (stdin, stdout, status):
                 os.close(fd)
             return None
-        return Forked(_PID.unpack(said)[0], os.fdopen(mine, "wb"), os.fdopen(other, "rb"), status)
+        return Forked(_PID.unpack(answer)[0], os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), status)
 
 
 def forked(program: str, quiet: bool) -> Forked | int:
-    """A process forked from this process's server, which is started if there is none; else how the server ended."""
+    """A process forked from this process's server, which is started if need be; if it dies, its exit status."""
     global _server
     with _lock:
         if _server is None or not _server.lives:
@@ -140,50 +141,51 @@ def forked(program: str, quiet: bool) -> Forked | int:
 
 
 def _main(fd: int, serve: Callable[[], None]) -> None:
-    """The server's program: fork whenever the socket says so, and tell how forked processes have ended."""
-    asked, parent = socket.socket(fileno=fd), os.getppid()
-    asked.setblocking(True)
-    woken, wakes = socket.socketpair()
-    for end in (woken, wakes):
+    """The server's program: fork when the client asks for it, and send the exit statuses of forked processes."""
+    client, parent = socket.socket(fileno=fd), os.getppid()
+    client.setblocking(True)
+    # The system writes to the second of these sockets when a forked process has ended.
+    wakeup, wakeup_source = socket.socketpair()
+    for end in (wakeup, wakeup_source):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wakes.fileno())
-    # Objects that are there already are not copied by forked processes that collect garbage.
+    signal.set_wakeup_fd(wakeup_source.fileno())
+    # The garbage collection of a forked process then leaves the server's objects, and their shared memory, alone.
     gc.freeze()
     running: dict[int, int] = {}
     message = b""
     while os.getppid() == parent:
-        ready, _, _ = select.select([asked, woken], [], [], 1.0)
-        if woken in ready:
-            woken.recv(4096)
-            _tell(running)
-        if asked in ready:
-            message, fds, _, _ = socket.recv_fds(asked, 1, 4)
+        ready, _, _ = select.select([client, wakeup], [], [], 1.0)
+        if wakeup in ready:
+            wakeup.recv(4096)
+            _send_statuses(running)
+        if client in ready:
+            message, fds, _, _ = socket.recv_fds(client, 1, 4)
             if message != _FORK:
                 break
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for other in (asked, woken, wakes):
-                    other.close()
-                for other in (*running.values(), fds[3]):
-                    os.close(other)
+                for end in (client, wakeup, wakeup_source):
+                    end.close()
+                for inherited in (*running.values(), fds[3]):
+                    os.close(inherited)
                 _run(fds[:3], serve)
-            for other in fds[:3]:
-                os.close(other)
+            for stream in fds[:3]:
+                os.close(stream)
             running[pid] = fds[3]
-            asked.sendall(_PID.pack(pid))
-    # Processes may end after the socket that they would wake the server by.
+            client.sendall(_PID.pack(pid))
+    # Forked processes may end after the socket of their signals is closed.
     signal.set_wakeup_fd(-1)
     if message == _END:
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     else:
-        # A process that is killed closes this socket before it lets go of the locks of its files.
-        end = time.monotonic() + 5.0
-        while os.getppid() == parent and time.monotonic() < end:
+        # A killed client closes its socket before it releases the locks of its files.
+        deadline = time.monotonic() + 5.0
+        while os.getppid() == parent and time.monotonic() < deadline:
             time.sleep(0.01)
         sweep()
     for pid in running:
@@ -191,19 +193,19 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
             os.waitpid(pid, 0)
 
 
-def _tell(running: dict[int, int]) -> None:
-    """Write how processes have ended to those who wait for it."""
+def _send_statuses(running: dict[int, int]) -> None:
+    """Send the exit statuses of processes that have ended; ``running`` holds, by process id, the pipe of each."""
     for pid in [*running]:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            told = running.pop(pid)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            pipe = running.pop(pid)
             with contextlib.suppress(OSError):
-                os.write(told, _STATUS.pack(os.waitstatus_to_exitcode(status)))
-            os.close(told)
+                os.write(pipe, _STATUS.pack(os.waitstatus_to_exitcode(status)))
+            os.close(pipe)
 
 
 def _run(streams: list[int], serve: Callable[[], None]) -> None:
-    """What a forked process does, to its end."""
+    """The program of a forked process."""
     code = 1
     try:
         os.setsid()

@@ -25,8 +25,8 @@ class WorkerPool(Pool):
     """Worker processes on this machine, for several calls of :func:`fit` and ``tune.run``.
 
     Args:
-        workers: How many, each with an equal share of the processors, or with a GPU where there are some; ``"auto"`` is one
-            for every processor, or GPU.
+        workers: Number of processes, each with an equal share of the processors, or with a GPU where there are some;
+            ``"auto"`` is one for every processor, or GPU.
 
     Raises:
         ValueError: if there are more workers than processors.
@@ -46,7 +46,7 @@ class WorkerPool(Pool):
             raise ValueError(f"workers is {workers!r}; it must be at least 1, or 'auto'")
         if count > most:
             raise ValueError(
-                f"workers is {count}, more than the {most} processors that this process may use; pass at most {most}, or "
-                f"'auto'"
+                f"workers is {count}, more than the {most} processors that this process may use; pass at most {most}, "
+                f"or 'auto'"
             )
         super().__init__(processes(count, gpus > 0), share=True)

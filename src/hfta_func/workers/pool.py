@@ -1,4 +1,4 @@
-"""Workers that outlive a call: each takes the next call of a function when it is free, and one that dies is replaced."""
+"""Pools of workers: each takes the next call when it is free, and one that dies is replaced."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _log = logging.getLogger("hfta_func.workers")
 
 
 class Worker(Protocol):
-    """One worker, which a thread of the pool waits for."""
+    """One worker, which a thread of the pool starts and calls."""
 
     name: str
 
     def start(self) -> None:
-        """Begin, or begin anew, with no function known; raises a WorkerError if that cannot be."""
+        """Start, or start anew, without any function; raises a WorkerError if it cannot."""
         ...
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """See :meth:`FunctionServer.call`; whether the function is there now, and the answer. Raises :class:`Died`."""
+        """See :meth:`FunctionServer.call`; raises :class:`Died` if the worker dies."""
         ...
 
     def kill(self) -> None:
-        """End, whatever it is doing; called by any thread."""
-        ...
+        """End at once; called by any thread."""
 
     def close(self) -> None:
-        """Give back what it holds, when it is not used any more."""
-        ...
+        """Release its resources, when it is not used any more."""
 
 
 class _Call(NamedTuple):
+    """A call that waits or runs; ``function`` is the number of its function."""
+
     number: int
     function: int
     arguments: bytes
@@ -53,9 +53,9 @@ class Pool(Executor):
 
     Args:
         workers: The workers, which are started at once.
-        share: Whether large tensors that functions hold lie in files that the workers, on this machine, map into memory.
-        limits: The largest array of each worker; empty if they are alike.
-        tries: How often in a row the worker of a call may die before the call is given up.
+        share: Whether large tensors of functions are in files that the workers, on this machine, map into memory.
+        limits: The largest array of each worker; empty if the workers are alike.
+        tries: Number of deaths of its workers in a row after which a call is given up.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Pool(Executor):
         self.count, self.limits = len(workers), tuple(limits)
         self._workers, self.shares, self._most_tries = workers, share, tries
         self._folder: Folder | None = None
-        # By its identity, every function with its number; it is kept, so that no other one gets its identity.
+        # The number of each function by its id; the function is kept so that no other one gets its id.
         self._functions: dict[int, tuple[int, Callable[..., Any]]] = {}
         self._bytes: dict[int, bytes] = {}
         self._numbers = itertools.count()
@@ -72,11 +72,11 @@ class Pool(Executor):
         self._changed = threading.Condition()
         self._tries: dict[int, int] = {}
         self._busy: dict[int, tuple[str, float]] = {}
-        # Seconds at work and deaths, by name of the worker.
+        # Seconds at work and number of deaths, by name of the worker.
         self._record: dict[str, tuple[float, int]] = {}
         self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._closed = False
-        # How many workers with each limit live.
+        # Number of living workers by limit.
         self._alive: collections.Counter[int] = collections.Counter()
         self._failed: WorkerError | None = None
         self._threads = [
@@ -104,31 +104,31 @@ class Pool(Executor):
         self.forget()
 
     def ready(self, timeout: float | None = None, everyone: bool = False) -> bool:
-        """Wait until workers can work.
+        """Wait until workers are ready.
 
         Args:
-            timeout: Most seconds to wait.
+            timeout: Seconds to wait at most.
             everyone: Whether to wait for all workers, and not only for one of each limit.
 
         Returns:
-            Whether they can.
+            Whether they are.
 
         Raises:
-            WorkerError: if there is a worker that must not work.
+            WorkerError: if a worker cannot be used, for example because its versions differ.
         """
-        wanted = {*self.limits} or {0}
+        limits = {*self.limits} or {0}
 
-        def reached() -> bool:
-            return self._alive.total() >= self.count if everyone else wanted <= {*+self._alive}
+        def are_ready() -> bool:
+            return self._alive.total() >= self.count if everyone else limits <= {*+self._alive}
 
         with self._changed:
-            self._changed.wait_for(lambda: self._failed is not None or reached(), timeout)
+            self._changed.wait_for(lambda: self._failed is not None or are_ready(), timeout)
             if self._failed is not None:
                 raise self._failed
-            return reached()
+            return are_ready()
 
     def prepare(self, function: Callable[..., Any]) -> None:
-        """Make a function ready to be sent, which :meth:`submit` does otherwise.
+        """Turn a function into bytes, which the first :meth:`submit` does otherwise.
 
         Raises:
             TypeError: if the function or what it uses cannot be sent.
@@ -137,15 +137,18 @@ class Pool(Executor):
             if self._folder is None and self.shares:
                 self._folder = Folder()
             try:
-                found = dumps(function, self._folder)
+                content = dumps(function, self._folder)
             except Exception as error:
+                name = getattr(function, "label", None) or getattr(
+                    function, "__qualname__", type(function).__qualname__
+                )
                 raise TypeError(
-                    f"{_what(function)} cannot be sent to workers ({one_line_error(error)}); make what it uses inside the "
+                    f"{name} cannot be sent to workers ({one_line_error(error)}); make what it uses inside the "
                     f"function that uses it, or move it to a module that they can import"
                 ) from error
-            own = next(self._numbers)
-            self._functions[id(function)] = own, function
-            self._bytes[own] = found
+            number = next(self._numbers)
+            self._functions[id(function)] = number, function
+            self._bytes[number] = content
 
     def submit(self, function: Callable[..., Any], limit: int = 0, /, **arguments: Any) -> int:
         """See :class:`~hfta_func.workers.executor.Executor`.
@@ -157,8 +160,8 @@ class Pool(Executor):
         if self._closed:
             raise WorkerError("these workers have been closed; make new ones")
         self.prepare(function)
-        own, _ = self._functions[id(function)]
-        call = _Call(next(self._numbers), own, dumps(arguments), limit)
+        function_number, _ = self._functions[id(function)]
+        call = _Call(next(self._numbers), function_number, dumps(arguments), limit)
         with self._changed:
             self._tries[call.number] = 0
             self._waiting.append(call)
@@ -169,10 +172,10 @@ class Pool(Executor):
         """See :class:`~hfta_func.workers.executor.Executor`.
 
         Args:
-            timeout: Most seconds to wait for an answer.
+            timeout: Seconds to wait at most.
 
         Raises:
-            WorkerError: if no worker is left, or one must not work.
+            WorkerError: if no worker is left, or one cannot be used.
             queue.Empty: if there is no answer in time.
         """
         while True:
@@ -183,7 +186,7 @@ class Pool(Executor):
                 return number, answer
 
     def forget(self, function: Callable[..., Any] | None = None) -> None:
-        """See :class:`~hfta_func.workers.executor.Executor`; what runs goes on, and its answer is dropped."""
+        """See :class:`~hfta_func.workers.executor.Executor`; calls that run go on, and their answers are dropped."""
         with self._changed:
             if function is not None:
                 if id(function) in self._functions:
@@ -202,7 +205,7 @@ class Pool(Executor):
         return dict(self._busy)
 
     def record(self) -> dict[str, tuple[float, int]]:
-        """By name of each worker that has worked, how many seconds it has, and how often it has died."""
+        """By name of each worker that has made calls, its seconds at work and its number of deaths."""
         with self._changed:
             return dict(self._record)
 
@@ -217,33 +220,33 @@ class Pool(Executor):
             self._record[worker] = before[0] + seconds, before[1] + deaths
 
     def _serve(self, worker: Worker, limit: int) -> None:
-        """What a worker's thread does."""
+        """The program of a worker's thread."""
         try:
             worker.start()
-            self._lives(limit, 1)
+            self._add_alive(limit, 1)
             known: set[int] = set()
             while (call := self._next(limit)) is not None:
                 if not self._do(worker, call, known):
                     known.clear()
-                    self._lives(limit, -1)
+                    self._add_alive(limit, -1)
                     worker.start()
-                    self._lives(limit, 1)
+                    self._add_alive(limit, 1)
         except Exception as error:
             with self._changed:
                 self.count -= 1
                 if self.limits:
-                    left = [*self.limits]
-                    left.remove(limit)
-                    self.limits = tuple(left)
+                    limits = [*self.limits]
+                    limits.remove(limit)
+                    self.limits = tuple(limits)
                 if self._closed:
                     return
-                same = self.limits.count(limit) if limit else self.count
+                alike = self.limits.count(limit) if limit else self.count
             _log.error("%s cannot go on: %s", worker.name, error)
-            # Others may have the right version, but whoever asked for this one should know.
-            if isinstance(error, WorkerError) or same == 0:
-                failed = (
-                    error if isinstance(error, WorkerError) else WorkerError(f"{worker.name}: {one_line_error(error)}")
-                )
+            # Even if other workers can go on: the cause, such as another version, is one to be mended.
+            if isinstance(error, WorkerError) or alike == 0:
+                failed = error
+                if not isinstance(failed, WorkerError):
+                    failed = WorkerError(f"{worker.name}: {one_line_error(error)}")
                 self._answers.put((-1, failed))
                 with self._changed:
                     self._failed = failed
@@ -251,13 +254,13 @@ class Pool(Executor):
         finally:
             worker.close()
 
-    def _lives(self, limit: int, change: int) -> None:
+    def _add_alive(self, limit: int, change: int) -> None:
         with self._changed:
             self._alive[limit] += change
             self._changed.notify_all()
 
     def _next(self, limit: int) -> _Call | None:
-        """The first call for a worker with a limit, or for a smaller one if none such lives."""
+        """The first call for a worker with a limit, or for a smaller one if no such worker lives; None at the end."""
         with self._changed:
             while not self._closed:
                 for call in self._waiting:
@@ -268,56 +271,53 @@ class Pool(Executor):
             return None
 
     def _do(self, worker: Worker, call: _Call, known: set[int]) -> bool:
-        """Make a call; whether the worker lives."""
-        own = call.function
+        """Have a worker make a call; returns whether the worker lives."""
         with self._changed:
-            function, live = self._bytes.get(own), frozenset(self._bytes)
+            function, live = self._bytes.get(call.function), frozenset(self._bytes)
             if function is None or call.number not in self._tries:
                 return True
             self._busy[call.number] = worker.name, time.time()
         _log.info("%s begins call %d", worker.name, call.number)
-        there, found, how = False, None, None
+        has_function, answer, cause = False, None, None
         try:
-            there, answer = worker.call(own, live, None if own in known else function, call.arguments)
-            found = loads(answer)
+            sent = None if call.function in known else function
+            has_function, message = worker.call(call.function, live, sent, call.arguments)
+            answer = loads(message)
         except Exception as error:
-            # Whatever it is, nobody knows what the worker does now, and who waits for the answer must not wait for ever.
-            how = str(error) if isinstance(error, Died) else one_line_error(error)
-        # Before another worker may repeat the call and have this entry.
+            # The worker's state is unknown: fail the call so that its caller does not hang.
+            cause = str(error) if isinstance(error, Died) else one_line_error(error)
+        # Removed before another worker may repeat the call, which has the same number.
         with self._changed:
             _, began = self._busy.pop(call.number)
         self._note(worker.name, time.time() - began, 0)
-        if how is not None:
+        if cause is not None:
             if not self._closed:
-                self._died(worker, call, how)
+                self._died(worker, call, cause)
             return self._closed
         known.intersection_update(live)
-        known.update([own] if there else [])
-        self._answers.put((call.number, found))
+        if has_function:
+            known.add(call.function)
+        self._answers.put((call.number, answer))
         return True
 
-    def _died(self, worker: Worker, call: _Call, how: str) -> None:
+    def _died(self, worker: Worker, call: _Call, cause: str) -> None:
         self._note(worker.name, 0.0, 1)
         with self._changed:
             if call.number not in self._tries:
                 return
             self._tries[call.number] += 1
             if self._tries[call.number] < self._most_tries:
-                # Any worker may repeat it, and does so first.
+                # The next free worker repeats it, before other calls.
                 self._waiting.appendleft(call)
                 self._changed.notify_all()
-                again = "repeated"
+                outcome = "repeated"
             else:
-                again = "given up"
+                outcome = "given up"
                 most = self._most_tries
                 died = f"its workers died {most} times in a row, last" if most > 1 else "its worker died,"
                 text = (
-                    f"{died} {worker.name} {how}; what it printed says why, or the system's log if the system has ended "
+                    f"{died} {worker.name} {cause}; what it printed says why, or the system's log if the system has ended "
                     f"it: use fewer workers, or smaller arrays"
                 )
                 self._answers.put((call.number, WorkerError(text)))
-        _log.warning("%s died (%s); its call is %s", worker.name, how, again)
-
-
-def _what(function: Any) -> str:
-    return getattr(function, "label", None) or getattr(function, "__qualname__", type(function).__qualname__)
+        _log.warning("%s died (%s); its call is %s", worker.name, cause, outcome)

@@ -1,4 +1,4 @@
-"""A worker process: how it starts, calls functions that are sent to it, and ends; seen from both sides."""
+"""A worker process: its start, calls of functions that are sent to it, and its end, from both sides."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from hfta_func.workers.settings import settings, settle
 from hfta_func.workers.wire import dumps, loads, one_line_error, receive, send, sweep
 
 TRIES = 3
-"""How often in a row a worker may die before what it was doing is given up."""
+"""Number of deaths of workers in a row after which a call is given up."""
 
 
 class Died(Exception):
-    """A worker is gone; the text says how."""
+    """A worker has died; the text says how."""
 
 
 def cores() -> list[int]:
@@ -39,20 +39,22 @@ def cores() -> list[int]:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on both sides, because functions and states pass between them."""
+    """Versions that must be equal in both processes, because functions and states pass between them."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"hfta_func": importlib.import_module("hfta_func").__version__, "torch": torch.__version__, "Python": python}
 
 
-def check_versions(worker: str, found: Mapping[str, str]) -> None:
-    """Raise a WorkerError that names the worker and what it has another version of."""
-    for name, own in versions().items():
-        if found.get(name) != own:
-            raise WorkerError(f"{worker} has {name} {found.get(name)} and this process {own}; install the same on both")
+def check_versions(worker: str, other: Mapping[str, str]) -> None:
+    """Raise a WorkerError that names the worker and the difference unless its :func:`versions` are those of this process."""
+    for name, version in versions().items():
+        if other.get(name) != version:
+            raise WorkerError(
+                f"{worker} has {name} {other.get(name)} and this process {version}; install the same on both"
+            )
 
 
 class FunctionServer:
-    """The worker's side of a call: it keeps functions by number and calls them.
+    """Keeps functions by number and calls them, in a worker.
 
     Args:
         settings: The :func:`settings` of the process that sends the functions.
@@ -62,14 +64,17 @@ class FunctionServer:
         settle(settings)
         self._functions: dict[int, Callable[..., Any]] = {}
 
-    def call(self, number: int, live: Collection[int], function: bytes | None, arguments: bytes) -> bytes:
-        """Call a function; returns its result, or the error that it raised, as bytes.
+    def call(self, number: int, live: Collection[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
+        """Call a function.
 
         Args:
             number: The function's number.
             live: The numbers of all functions that are still needed.
             function: The function, unless it was sent before.
             arguments: Its arguments.
+
+        Returns:
+            Whether the worker has the function now, and the function's result, or the error that it raised, as bytes.
         """
         answer: Any = None
         try:
@@ -80,17 +85,13 @@ class FunctionServer:
         except Exception as error:
             answer = error
         try:
-            found = dumps(answer)
+            message = dumps(answer)
             if isinstance(answer, Exception):
                 # An error whose class wants other arguments than it has kept can be sent, but not read.
-                loads(found)
-            return found
+                loads(message)
         except Exception:
-            return pickle.dumps(WorkerError(one_line_error(answer)))
-
-    def has(self, number: int) -> bool:
-        """Whether a function is here."""
-        return number in self._functions
+            message = pickle.dumps(WorkerError(one_line_error(answer)))
+        return number in self._functions, message
 
 
 class Process:
@@ -101,7 +102,7 @@ class Process:
         processors: The processors that it may use.
         on_gpu: Whether it sees one GPU alone.
         low_priority: Whether it yields the processors to other processes.
-        quiet: Whether nothing that it prints is shown.
+        quiet: Whether its output is discarded.
     """
 
     def __init__(
@@ -121,11 +122,11 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its number in the system, 0 before it has started."""
+        """Its process id, 0 before it has started."""
         return 0 if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process, or start it anew, and wait until it can work.
+        """Start the process, or start it anew, and wait until it is ready.
 
         Raises:
             WorkerError: if it dies before that, several times in a row.
@@ -135,11 +136,11 @@ class Process:
             self.close()
             if self._closed:
                 break
-            found = self._launched()
-            if isinstance(found, int):
-                status = found
+            process = self._launched()
+            if isinstance(process, int):
+                status = process
                 continue
-            self._process = found
+            self._process = process
             if self._closed:
                 self.kill()
             self._send(json.dumps([sys.path, self._processors, self._low_priority, self._environment()]).encode())
@@ -155,7 +156,7 @@ class Process:
         )
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """See :meth:`FunctionServer.call`; also returns whether the function is there now.
+        """See :meth:`FunctionServer.call`.
 
         Raises:
             Died: if the process ends before it answers.
@@ -167,7 +168,7 @@ class Process:
         return pickle.loads(answer)
 
     def kill(self) -> None:
-        """End it and what it has started, whatever it is doing; it does not start again."""
+        """End it and the processes that it has started, at once and for good."""
         self._closed = True
         self._end()
 
@@ -181,19 +182,19 @@ class Process:
         process = self._process
         if process is not None and process.poll() is None:
             for kill in (os.kill, os.killpg) if sys.platform != "win32" else (os.kill,):
-                # A new process has no group of its own yet, which is that of what it starts.
+                # A new process has no group yet, of which the processes are that it starts.
                 with contextlib.suppress(OSError):
                     kill(process.pid, signal.SIGKILL if sys.platform != "win32" else signal.SIGTERM)
 
     def _environment(self) -> dict[str, str]:
-        own = {"OMP_NUM_THREADS": str(len(self._processors))}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(len(self._processors))}
         if self._on_gpu:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
-            own["CUDA_VISIBLE_DEVICES"] = visible.split(",")[self._number % len(visible.split(","))]
-        return {**os.environ, **own}
+            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[self._number % len(visible.split(","))]
+        return environment
 
     def _launched(self) -> subprocess.Popen[bytes] | Forked | int:
-        """The process, or how what was to make it has ended."""
+        """The process; if the fork server has died, its exit status."""
         program = f"from {__name__} import serve"
         if sys.platform == "linux":
             return forked(program, self._quiet)
@@ -203,14 +204,14 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if self._quiet else None,
-            # Ctrl-C is for the process that asks.
+            # Ctrl-C is for the calling process alone.
             start_new_session=True,
             env={**self._environment(), **path},
         )
 
     def _send(self, message: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None
-        # The pipe of one that was closed is closed; that it is dead shows in the answer.
+        # The pipe of a closed process is closed; the missing answer tells that it is dead.
         with contextlib.suppress(ValueError):
             send(self._process.stdin, message)
 
@@ -226,40 +227,38 @@ class Process:
 
 
 def serve() -> None:
-    """The program of a worker process: one call after another from the standard input, until that ends."""
-    orders, answers = _streams()
-    server = FunctionServer(pickle.loads(receive(orders) or pickle.dumps({})))
+    """The program of a worker process: make one call after another until the standard input ends."""
+    calls, answers = _streams()
+    server = FunctionServer(pickle.loads(receive(calls) or pickle.dumps({})))
     send(answers, pickle.dumps(versions()))
-    while (message := receive(orders)) is not None:
-        order = pickle.loads(message)
-        found = server.call(*order)
-        send(answers, pickle.dumps((server.has(order[0]), found)))
+    while (message := receive(calls)) is not None:
+        send(answers, pickle.dumps(server.call(*pickle.loads(message))))
 
 
 def _streams() -> tuple[IO[bytes], IO[bytes]]:
-    """Where calls come from and answers go to; also takes the worker's processors.
+    """The streams of calls and of answers; also sets up path, environment, priority and processors of the worker.
 
-    The worker ends when the process that asks does, even if that is killed and whatever the worker is doing.
+    The worker ends with its parent process, even if that is killed and whatever the worker is doing.
     """
-    # It ends by itself only if the process that asks is gone.
+    # Without its parent nobody else removes shared files.
     atexit.register(sweep)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "wb")
-    # What its code prints is no answer.
+    # What functions print goes to the standard error, because the standard output is for answers.
     os.dup2(2, 1)
-    orders = sys.stdin.buffer
-    sys.path[:], processors, low_priority, environment = json.loads(receive(orders) or b"[[], [0], false, {}]")
+    calls = sys.stdin.buffer
+    sys.path[:], processors, low_priority, environment = json.loads(receive(calls) or b"[[], [0], false, {}]")
     os.environ.clear()
     os.environ.update(environment)
     if low_priority and hasattr(os, "nice"):
         os.nice(19)
         with contextlib.suppress(OSError):
-            # On Linux a session is a group of its own, within which alone "nice" counts.
+            # On Linux "nice" counts only within the group of the session, which has a priority itself.
             pathlib.Path("/proc/self/autogroup").write_text("19")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, processors)
     torch.set_num_threads(len(processors))
-    return orders, answers
+    return calls, answers
 
 
 def _end_with(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""What a process computes with, besides its code and data: results and compiled graphs depend on it."""
+"""Settings of a process that results and compiled graphs depend on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hfta_func.rules._extend import adopt, outside_rules
 
 def _precision() -> str:
     with warnings.catch_warnings():
-        # PyTorch 2.9 warns whoever asks.
+        # PyTorch 2.9 warns when it is read.
         warnings.simplefilter("ignore")
         return torch.get_float32_matmul_precision()
 
@@ -25,11 +25,11 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (outside_rules, adopt),
 )
-"""How to read and to set each."""
+"""The functions that read and that set each of them."""
 
 
 def settle(wanted: Mapping[str, Any]) -> None:
-    """Have this process compute as another one does, whose :data:`SETTINGS` these are."""
+    """Take over the :func:`settings` of another process."""
     for get, put in SETTINGS:
         # Graphs remember whether a precision was ever set.
         if get.__name__ in wanted and get() != wanted[get.__name__]:
@@ -37,5 +37,5 @@ def settle(wanted: Mapping[str, Any]) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """What this process computes with, but for its number of threads."""
+    """The settings of this process by name, without its number of threads."""
     return {get.__name__: get() for get, _ in SETTINGS[1:]}

@@ -1,4 +1,4 @@
-"""What passes between processes: messages through pipes, and large tensors in files that each maps into its memory."""
+"""Messages between processes through pipes, and large tensors in files that each process maps into its memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-if sys.platform != "win32":
-    import fcntl
+from hfta_func.files.atomic import lock
 
 _SHARED = 1 << 12
 """Tensors of at least this many bytes are shared, and not copied into every process."""
-
 
 _PREFIX, _OWNER = "hfta-", "owner.lock"
 
@@ -48,13 +46,12 @@ class SharedTensorRef:
 
     def tensor(self) -> Tensor:
         """The tensor; on the CPU, all processes see what one writes."""
-        size = self.shape.numel()
-        flat = torch.from_file(self.path, shared=True, size=size, dtype=self.dtype)
+        flat = torch.from_file(self.path, shared=True, size=self.shape.numel(), dtype=self.dtype)
         return flat.reshape(self.shape).to(self.kind)
 
 
 class TensorBytes(NamedTuple):
-    """A tensor's bytes, dtype and shape: how a tensor is sent to a process that shares no memory with this one."""
+    """A tensor's bytes, dtype and shape, for a process that shares no memory with this one."""
 
     data: bytes
     dtype: torch.dtype
@@ -62,25 +59,25 @@ class TensorBytes(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorBytes:
-        """The bytes of a tensor, wherever it lies."""
+        """The bytes of a tensor on any device."""
         plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
         return cls(ctypes.string_at(plain.data_ptr(), plain.nbytes), tensor.dtype, tensor.shape)
 
     def tensor(self) -> Tensor:
-        """The tensor, in this process's own memory."""
+        """The tensor, in memory of this process."""
         if not self.data:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.data), dtype=self.dtype).reshape(self.shape)
 
 
 class Folder:
-    """Files for tensors that processes share; in memory, where the system has such a folder with room."""
+    """Files of tensors that processes share, in the system's folder in memory if it has one with room."""
 
     def __init__(self) -> None:
         _sweep_once()
         self._folders = [
-            tempfile.TemporaryDirectory(dir=place, prefix=_PREFIX, ignore_cleanup_errors=True)
-            for place in _shared_folders()
+            tempfile.TemporaryDirectory(dir=parent, prefix=_PREFIX, ignore_cleanup_errors=True)
+            for parent in _shared_folders()
         ]
         self._locks = [_locked(folder.name) for folder in self._folders]
         self._refs: dict[Any, tuple[SharedTensorRef, Tensor]] = {}
@@ -88,12 +85,12 @@ class Folder:
 
     def close(self) -> None:
         """Remove all files; processes that have them in memory keep them."""
-        for folder, lock in zip(self._folders, self._locks, strict=True):
+        for folder, file in zip(self._folders, self._locks, strict=True):
             folder.cleanup()
-            lock.close()
+            file.close()
 
     def put(self, tensor: Tensor) -> SharedTensorRef:
-        """Write a tensor, once."""
+        """Write a tensor, unless it has been written."""
         key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         if key not in self._refs:
             # The tensor is kept, so that no other one gets its address.
@@ -101,9 +98,9 @@ class Folder:
         return self._refs[key][0]
 
     def write(self, tensor: Tensor) -> SharedTensorRef:
-        """Write a tensor to a file of its own."""
-        # Who writes a file in memory where there is no room is killed.
-        free = [one.name for one in self._folders if shutil.disk_usage(one.name).free > 2 * tensor.nbytes]
+        """Write a tensor to a new file."""
+        # The system kills a process that writes a file in memory where there is no room.
+        free = [folder.name for folder in self._folders if shutil.disk_usage(folder.name).free > 2 * tensor.nbytes]
         if not free:
             raise OSError(
                 f"there is no room for {tensor.nbytes} bytes that processes share; free some in {self._folders[-1].name}"
@@ -116,40 +113,39 @@ class Folder:
 
 
 def _shared_folders() -> list[str]:
-    """Where shared files may lie, in memory if the system has such a folder."""
+    """Folders for shared files: first the one in memory, if the system has one."""
     return [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(folder)]
 
 
 def _locked(folder: str) -> IO[bytes]:
-    """A lock that the system gives back when this process ends, however it ends, and never before."""
+    """A file in the folder that stays locked until this process ends."""
     new = Path(folder) / "new"
-    lock = new.open("wb")
-    if sys.platform != "win32":
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    # Under the name that others look for it is locked from the beginning.
+    file = new.open("wb")
+    lock(file)
+    # Other processes look for this name, under which the file has been locked from the beginning.
     new.rename(Path(folder) / _OWNER)
-    return lock
+    return file
 
 
 def sweep() -> None:
-    """Remove the folders of this user's processes that have been killed."""
-    for place in _shared_folders():
-        with contextlib.suppress(OSError), os.scandir(place) as entries:
+    """Remove the folders that killed processes of this user have left."""
+    for parent in _shared_folders():
+        with contextlib.suppress(OSError), os.scandir(parent) as entries:
             for entry in entries:
                 if entry.name.startswith(_PREFIX):
                     _remove_if_dead(entry)
 
 
 def _remove_if_dead(entry: os.DirEntry[str]) -> None:
-    # Others' folders, those that are just being made, and those that just vanish are left alone.
+    # Folders of other users, and those that are just being made or removed, are left alone.
     if sys.platform == "win32":
         return
     with contextlib.suppress(OSError):
         if not entry.is_dir(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_uid != os.getuid():
             return
-        with open(os.path.join(entry.path, _OWNER), "r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(entry.path, ignore_errors=True)
+        with open(os.path.join(entry.path, _OWNER), "r+b") as file:
+            if lock(file):
+                shutil.rmtree(entry.path, ignore_errors=True)
 
 
 @functools.cache
@@ -161,8 +157,8 @@ class Pickler(cloudpickle.Pickler):
     """Pickles anything, functions of a notebook included.
 
     Args:
-        file: Where to.
-        folder: Places for large tensors; without one, all tensors become plain bytes.
+        file: The file to write to.
+        folder: Gets the large tensors; without a folder, all tensors become plain bytes.
     """
 
     def __init__(self, file: IO[bytes], folder: Folder | None):
@@ -170,7 +166,7 @@ class Pickler(cloudpickle.Pickler):
         self._folder = folder
 
     def persistent_id(self, obj: Any) -> Any:
-        """What stands for a tensor."""
+        """The reference that is pickled instead of a tensor."""
         if type(obj) is not Tensor or obj.is_meta or obj.requires_grad or obj.layout != torch.strided:
             return None
         if self._folder is None:
@@ -182,24 +178,24 @@ class Unpickler(pickle.Unpickler):
     """Reads what :class:`Pickler` has written."""
 
     def persistent_load(self, pid: Any) -> Any:
-        """The tensor that something stands for."""
+        """The tensor of such a reference."""
         return pid.tensor()
 
 
 def dumps(value: Any, folder: Folder | None = None) -> bytes:
     """A value as bytes, see :class:`Pickler`."""
-    found = io.BytesIO()
-    Pickler(found, folder).dump(value)
-    return found.getvalue()
+    file = io.BytesIO()
+    Pickler(file, folder).dump(value)
+    return file.getvalue()
 
 
 def loads(message: bytes) -> Any:
-    """What :func:`dumps` has written."""
+    """The value that :func:`dumps` has made bytes of."""
     return Unpickler(io.BytesIO(message)).load()
 
 
 def send(stream: IO[bytes], message: bytes) -> None:
-    """Write one message; that nobody is left to read it shows where the next one is received."""
+    """Write one message; if its reader has gone, the next :func:`receive` tells."""
     with contextlib.suppress(BrokenPipeError):
         stream.write(struct.pack("<Q", len(message)))
         stream.write(message)

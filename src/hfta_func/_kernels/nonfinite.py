@@ -1,0 +1,56 @@
+"""One kernel that finds the members whose tensors hold a value that is NaN or infinite."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from hfta_func._kernels import native
+
+# NaN and infinity have all bits of the exponent set. Four streams of values are read faster than one.
+_HEAD = """
+#define EXPONENT ((T){mask}u)
+typedef {type} T;
+static int has_failed(const T *x, int64_t length)
+{{
+    const int64_t part = length / 4;
+    const T *a = x, *b = x + part, *c = b + part, *d = c + part;
+    T most = 0;
+    for (int64_t i = 0; i < part; i++) {{
+        const T p = a[i] & EXPONENT, q = b[i] & EXPONENT, r = c[i] & EXPONENT, s = d[i] & EXPONENT;
+        const T pq = p > q ? p : q, rs = r > s ? r : s, most_of_four = pq > rs ? pq : rs;
+        most = most_of_four > most ? most_of_four : most;
+    }}
+    for (int64_t i = 4 * part; i < length; i++) {{
+        const T exponent = x[i] & EXPONENT;
+        most = exponent > most ? exponent : most;
+    }}
+    return most == EXPONENT;
+}}
+"""
+_LEAF = """if (has_failed((const T *)values[leaf] + model * sizes[leaf] + low, high - low)) {
+#pragma omp atomic write
+                        failed[(leaf > 0) * models + model] = 1;
+                    }"""
+_EXPONENTS = {
+    torch.float64: ("uint64_t", "0x7FF0000000000000"),
+    torch.float32: ("uint32_t", "0x7F800000"),
+    torch.bfloat16: ("uint16_t", "0x7F80"),
+    torch.float16: ("uint16_t", "0x7C00"),
+}
+
+
+@functools.cache
+def program(dtype: torch.dtype) -> Any:
+    """``run(sizes, models, [leaves, failed])`` marks in ``failed``, ``int64[2, M]``, members with such a value.
+
+    The first row is about the first leaf, the second about all others. None where there is no program for the dtype.
+    """
+    if dtype not in _EXPONENTS:
+        return None
+    kind, mask = _EXPONENTS[dtype]
+    return native.program(
+        native.shared_out(_HEAD.format(type=kind, mask=mask), "const char **values, int64_t *failed", _LEAF)
+    )

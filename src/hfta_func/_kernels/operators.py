@@ -1,0 +1,46 @@
+"""Operators ``hfta_func::<name>``, which transforms, graphs and compilers call like PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hfta_func._torch import taken_apart
+
+_LIBRARIES: list[torch.library.Library] = []
+"""The libraries that define the operators; PyTorch forgets an operator with its library."""
+
+
+def define_operator(
+    schema: str,
+    kernels: Mapping[str, Callable[..., Any]],
+    *,
+    fake: Callable[..., Any] | None = None,
+    decomposition: Callable[..., Any] | None = None,
+) -> Any:
+    """Define an operator unless this process has it already, and return it.
+
+    Call this at first use: an import of the package defines nothing.
+
+    Args:
+        schema: Name and signature in PyTorch's notation.
+        kernels: What runs, by dispatch key.
+        fake: Computes outputs of the right shapes and strides; graphs then hold the operator as a whole.
+        decomposition: What graphs hold in the operator's stead, below autograd.
+    """
+    name = schema.partition("(")[0]
+    is_new = not hasattr(torch.ops.hfta_func, name)
+    if is_new:
+        library = torch.library.Library("hfta_func", "FRAGMENT")
+        library.define(schema)
+        for key, kernel in kernels.items():
+            library.impl(name, kernel, key)
+        if fake is not None:
+            torch.library.register_fake(f"hfta_func::{name}", fake, lib=library)
+        _LIBRARIES.append(library)
+    operator = getattr(torch.ops.hfta_func, name).default
+    if is_new and decomposition is not None:
+        taken_apart(operator, decomposition)
+    return operator

@@ -1,0 +1,19 @@
+"""What tests of workers run under."""
+
+from __future__ import annotations
+
+import pytest
+
+from hfta_func.run import trainers
+from hfta_func.run.executor_trainer import ExecutorTrainer
+from hfta_func.workers import local
+from worker_arrays import waits
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines with one core run these as well, and no step is made here while workers start."""
+    monkeypatch.setattr(ExecutorTrainer, "is_ready", waits)
+    if len(local.cores()) < 2:
+        for module in (trainers, local):
+            monkeypatch.setattr(module, "cores", lambda: [0, 0])
