@@ -28,7 +28,11 @@ TESTS = [
 ]
 """Files of tests that reach most of the public names in a minute; doctests reach the rest."""
 EXTRAS = "adapters,plot,tensorboard,tune"
-HELPERS = ["conftest.py", "typed_user.py", *(f"helpers/{name}.py" for name in ("cases", "oracle", "schedule_cases"))]
+HELPERS = [
+    "conftest.py",
+    "typed_user.py",
+    *(f"helpers/{name}.py" for name in ("cases", "comparisons", "oracle", "schedule_cases")),
+]
 
 
 def build(folder: Path) -> Path:
@@ -74,7 +78,7 @@ def test(wheel: Path, python: str, torch: str | None) -> None:
         (folder / "tests").mkdir()
         for file in ("pyproject.toml", "conftest.py"):
             shutil.copy(ROOT / file, folder)
-        for file in [*HELPERS, *TESTS]:
+        for file in ["conftest.py", "typed_user.py", *(f"helpers/{name}.py" for name in HELPERS), *TESTS]:
             (folder / "tests" / file).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / "tests" / file, folder / "tests" / file)
         shutil.copy(ROOT / ".ci" / "test_installed.py", folder / "tests")

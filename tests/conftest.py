@@ -27,18 +27,23 @@ def covers(mark, item):
 
 
 def pytest_collection_modifyitems(items):
-    """Take markers from the cases that they do not cover, and choose every third of a table of alike cases."""
-    exhaustive_cases = collections.Counter()
+    """Take markers from the cases that they do not cover, and choose from tables of alike cases."""
+    quick, exhaustive = collections.Counter(), collections.Counter()
     for item in items:
         item.own_markers[:] = [mark for mark in item.own_markers if covers(mark, item)]
+        name = item.nodeid.partition("[")[0]
         # The longest are exhaustive, too.
         if item.get_closest_marker("soak") and not item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.exhaustive)
-        if item.get_closest_marker("thirds") and item.get_closest_marker("exhaustive"):
-            name = item.nodeid.partition("[")[0]
-            if exhaustive_cases[name] % 3:
-                item.add_marker(pytest.mark.soak)
-            exhaustive_cases[name] += 1
+        if item.get_closest_marker("exhaustive"):
+            if item.get_closest_marker("thirds"):
+                if exhaustive[name] % 3:
+                    item.add_marker(pytest.mark.soak)
+                exhaustive[name] += 1
+        elif sampled := item.get_closest_marker("sampled"):
+            if quick[name] % sampled.kwargs["every"]:
+                item.add_marker(pytest.mark.exhaustive)
+            quick[name] += 1
 
 
 @pytest.fixture

@@ -98,6 +98,7 @@ def alone(model: nn.Module, loss: Callable[..., Tensor], data: list[Batch], lr: 
     return value.detach()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("count", "chunk_size"), [(1, None), (3, None), (3, 1), (3, 2)])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("shared", [False, True])

@@ -98,6 +98,7 @@ def validating() -> Any:
 
 
 @pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.sampled(every=2)
 @pytest.mark.thirds
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", LOSSES)

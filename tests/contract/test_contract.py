@@ -66,7 +66,8 @@ def test_no_comparison_overlooks_nan(place: int) -> None:
         assert not _identical(one, other)
 
 
-@pytest.mark.exhaustive(ids="transformer", unless="^adamw-|^muon")
+@pytest.mark.exhaustive(ids="cnn|transformer", unless="^adamw-|^muon")
+@pytest.mark.thirds
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
@@ -86,6 +87,7 @@ def test_members_are_the_runs_of_torch(name: str, case: OptimizerCase) -> None:
 
 
 # SequentialLR itself calls scheduler.step(epoch), which torch deprecates.
+@pytest.mark.sampled(every=7)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -112,7 +114,7 @@ def test_every_optimizer_follows_every_schedule(case: OptimizerCase, schedule: s
         torch.testing.assert_close(param, torch.stack([x.detach() for x in column]), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.exhaustive(ids="cnn|transformer", unless="^adamw-|^muon")
+@pytest.mark.exhaustive(unless="^(sgd|lion)-mlp|^(adamw|muon)-")
 @pytest.mark.thirds
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_an_optimizer_that_breaks_a_law(make: Any, reference: Any, message: str)
         assert_optimizer(make, HYPERPARAMS, reference)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS + MATRIX_OPTIMIZERS])
 def test_optimizers_of_the_package_keep_the_laws(case: OptimizerCase) -> None:
     # It makes the first sums, and is no part of the state.

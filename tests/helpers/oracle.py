@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import hfta_func as hfta
+from comparisons import assert_tensors_close
 
 M = 3
 KEYS = torch.tensor([3, 14, 15])
@@ -140,14 +141,7 @@ def _grads(outputs: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
 def _close(what: str, got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
     assert len(got) == len(expected), f"{len(got)} {what}, expected {len(expected)}"
     for place, (one, other) in enumerate(zip(got, expected, strict=True)):
-        torch.testing.assert_close(
-            one,
-            other,
-            rtol=tolerance,
-            atol=tolerance,
-            equal_nan=True,
-            msg=lambda text, place=place: f"{what}, number {place}: {text}",
-        )
+        assert_tensors_close(one, other, tolerance, f"{what}, number {place}")
 
 
 def for_every(samples: Iterable[tuple[str, Any]], check: Callable[[Any], None]) -> None:

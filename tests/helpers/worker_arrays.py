@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from comparisons import assert_tensors_close, assert_trees_close
 from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.workers.pool import Pool
 
@@ -42,11 +42,10 @@ def loader(seeds: Any = range(M), **options: Any) -> hfta.ArrayLoader:
 
 
 def assert_same(one: hfta.Result, other: hfta.Result) -> None:
-    for a, b in zip(optree.tree_leaves(one.state), optree.tree_leaves(other.state), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert_trees_close(one.state, other.state, 1e-10, "state")
     assert [*one.history.epochs[0]] == [*other.history.epochs[0]]
     for name in one.history.epochs[0]:
-        torch.testing.assert_close(one.history[name], other.history[name], rtol=1e-10, atol=1e-10, equal_nan=True)
+        assert_tensors_close(one.history[name], other.history[name], 1e-10, f"history[{name!r}]", member_dim=1)
     assert one.history.failures == other.history.failures
 
 

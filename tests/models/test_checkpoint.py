@@ -157,6 +157,7 @@ def _assert_same_steps(plain: Any, checkpointed: Any, state: hfta.TrainState, da
     return b
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bits_are_those_of_a_step_without(name: str, options: dict[str, Any]) -> None:
@@ -171,6 +172,7 @@ def test_members_share_a_batch(name: str) -> None:
     _assert_same_steps(plain, checkpointed, state, [(x[0], y[0]) for x, y in batches(1, 3)])
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_members_are_arrays_of_one(name: str) -> None:
     _, step, state = _pair(MODELS[name])
@@ -329,6 +331,7 @@ SAVES = {
 }
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 2}, {"checkpoint": ["blocks.1"]}], ids=str)
 @pytest.mark.parametrize("save", SAVES)
 def test_what_a_model_saves_by_itself(save: str, options: dict[str, Any]) -> None:

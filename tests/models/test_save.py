@@ -98,6 +98,7 @@ def train(factory: Any, num_models: int, steps: int = 3, dtype: torch.dtype = to
     return state, metrics
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     "options",
     [{}, {"chunk_size": 2}, {"chunk_size": 1}, {"checkpoint": True}, {"donate": True}, {"autocast": torch.bfloat16}],

@@ -132,6 +132,7 @@ def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_leafwise, "_PIECE_SIZE", 2 if request.param == "in pieces" else 1 << 60)
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("case", CASES)

@@ -71,6 +71,7 @@ def _close(got: object, expected: object, tolerance: float = 1e-11) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("case", EVERY)
 def test_tangents(case: RuleCase) -> None:
     if case.name == "gaussian_nll_loss":
@@ -117,6 +118,7 @@ def check_autocast(case: RuleCase, dtype: torch.dtype, device: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * scale)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("case", EVERY)
 def test_autocast(case: RuleCase, dtype: torch.dtype) -> None:

@@ -441,6 +441,8 @@ def _decided(case: _lowering.Case) -> str:
     return next(row for row in _lowering.TABLE[case.op] if row.when(case)).lowering
 
 
+@pytest.mark.exhaustive
+@pytest.mark.soak(ids="^dilated|sequences|volumes")
 @pytest.mark.parametrize(
     ("layers", "shape"),
     [

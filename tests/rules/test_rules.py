@@ -38,6 +38,7 @@ CASES = [
 ALL_BATCHED = [pytest.param(case, id=case.name) for case in RULE_CASES]
 
 
+@pytest.mark.exhaustive(unless="-(b+|sb+|b+s)$")
 @pytest.mark.parametrize(("case", "mask"), CASES)
 def test_matches_the_loop_forward_and_backward(case: RuleCase, mask: tuple[bool, ...]) -> None:
     check_against_loop(case, mask)

@@ -146,7 +146,7 @@ def test_the_status_of_a_study(study: pathlib.Path, capsys: pytest.CaptureFixtur
         process.kill()
         process.communicate()
     assert cli.main(["status", folder]) == 0
-    assert "not running any more (no word for" in capsys.readouterr().out
+    assert "not running any more (last status" in capsys.readouterr().out
     gate.touch()
     assert cli.main(["tune", str(study), "--scheduler", "halving"]) == 0
     capsys.readouterr()

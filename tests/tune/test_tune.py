@@ -32,7 +32,7 @@ FLAT = {name: SPACE[name] for name in ("lr", "momentum")}
 SIX = STUDY | {"nonfusible": (), "trials": 6, "epochs": 1, "max_models": 8}
 
 
-@pytest.mark.exhaustive(ids="median|population")
+@pytest.mark.exhaustive(unless="hyperband|asynchronous")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_results_are_the_same_however_trials_are_packed(scheduler: str) -> None:
     alone = tune.run(build, SPACE, scheduler=SCHEDULERS[scheduler], batch=11, max_models=1, **STUDY)
@@ -104,7 +104,7 @@ class Killed(BaseException):
     """Ends a study without any of its handlers."""
 
 
-@pytest.mark.exhaustive(ids="halving|population|median|none")
+@pytest.mark.exhaustive(unless="hyperband")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_study_that_is_killed_goes_on(
     scheduler: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -549,6 +549,7 @@ def test_a_grid_is_tried_whole() -> None:
     assert all(trial.status == "complete" for trial in study.trials)
 
 
+@pytest.mark.exhaustive(ids="CmaEs|GP")
 @pytest.mark.parametrize(
     ("kind", "options", "asked"),
     [

@@ -36,6 +36,7 @@ def test_worker_processes_keep_the_laws(monkeypatch: pytest.MonkeyPatch) -> None
         assert_executor(pool, restarts=True)
 
 
+@pytest.mark.exhaustive
 def test_actors_of_ray_keep_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
     from hfta_func import cluster

@@ -259,6 +259,7 @@ def test_auto_does_not_try_workers_for_a_short_run(monkeypatch: pytest.MonkeyPat
     assert not crews
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # The server that they are forked from imports from the same folders as this process.
     monkeypatch.setattr(fork_server, "_server", None)

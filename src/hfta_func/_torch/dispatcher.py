@@ -108,7 +108,7 @@ def written_by(operator: Any) -> tuple[frozenset[int | str], tuple[int | str | N
 
 
 def why_not_looped(operator: Any) -> str | None:
-    """Why an operator cannot run member by member, if it cannot: PyTorch's own words."""
+    """The reason, in PyTorch's words, why an operator cannot run member by member; None if it can."""
     schema = operator._schema
     if schema.returns and not any("Tensor" in str(x.type) for x in schema.returns):
         return f"Batching rule not implemented for {operator.name()}, which returns no tensor"

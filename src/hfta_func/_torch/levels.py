@@ -21,17 +21,17 @@ pytree = private("torch.utils", "_pytree")
 vmap_level = private(_VMAP, "vmap_increment_nesting")
 # A plain tensor as one that a level of vmap maps over, and back.
 add_batch_dim = private(_FUNCTORCH, "_add_batch_dim")
-# The same, as the compiler knows it, and what takes a tensor out of a level of derivatives.
+# The same for tracing by the compiler, and the removal of a tensor's wrapper at a level of derivatives.
 traced_add_batch_dim = private(_VMAP, "_add_batch_dim")
 traced_unwrap_for_grad = private("torch._functorch.autograd_function", "_unwrap_for_grad")
 remove_batch_dim = private(_FUNCTORCH, "_remove_batch_dim")
 # The plain tensor and its model axis at a level, None where the level does not map over it.
 unwrap_batched = private(_FUNCTORCH, "_unwrap_batched")
-# Leaves a level of vmap for a flat list of tensors, enters it again around a function, and wraps what came out.
+# Unwrap a tree at a level of vmap, enter that level again around a function, and wrap results at the level.
 unwrap_leaves = private(_VMAP, "unwrap_batched")
 restore_vmap = private(_VMAP, "restore_vmap")
 wrap_leaves = private(_VMAP, "wrap_batched")
-# What is below the wrapper of the outermost level, and whether there is one.
+# The tensor inside the outermost wrapper, and predicates for wrappers: of vmap, and of any transform.
 get_unwrapped = private(_FUNCTORCH, "get_unwrapped")
 is_batched = private(_FUNCTORCH, "is_batchedtensor")
 is_wrapped = private(_FUNCTORCH, "is_functorch_wrapped_tensor")

@@ -1,4 +1,4 @@
-"""Modules, and what they hold."""
+"""Modules: their tensors, hooks and flat weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hfta_func._torch._release import private
 
 T = TypeVar("T")
 
-# What all batch normalisations derive from.
+# The base class of all batch normalisations.
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 else:

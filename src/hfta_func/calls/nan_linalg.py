@@ -59,14 +59,18 @@ def _masked(
     return masked
 
 
+def _without_info(outputs: Any) -> Any:
+    """The outputs of a function that reports failures in ``info``, its last output; NaN if there is one."""
+    *results, info = outputs
+    return _spoiled(results, (info != 0).any())
+
+
 def _cholesky(A: Tensor, upper: bool = False, **options: Any) -> Tensor:
-    factor, info = linalg.cholesky_ex(in_float32(A), upper=upper, **options)
-    return _spoiled(factor, (info != 0).any())
+    return _without_info(linalg.cholesky_ex(in_float32(A), upper=upper, **options))[0]
 
 
 def _inv(A: Tensor, **options: Any) -> Tensor:
-    inverse, info = linalg.inv_ex(in_float32(A), **options)
-    return _spoiled(inverse, (info != 0).any())
+    return _without_info(linalg.inv_ex(in_float32(A), **options))[0]
 
 
 def _is_singular(x: Tensor) -> Tensor:
@@ -92,13 +96,13 @@ def _determinant(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lu_factor(A: Tensor, *, pivot: bool = True, **options: Any) -> Any:
-    *factor, info = linalg.lu_factor_ex(A, pivot=pivot, **options)
-    return torch.return_types.linalg_lu_factor(_spoiled(factor, (info != 0).any()))  # pyright: ignore
+    factor = _without_info(linalg.lu_factor_ex(A, pivot=pivot, **options))
+    return torch.return_types.linalg_lu_factor(factor)  # pyright: ignore
 
 
 def _ldl_factor(A: Tensor, *, hermitian: bool = False, **options: Any) -> Any:
-    *factor, info = linalg.ldl_factor_ex(A, hermitian=hermitian, **options)
-    return torch.return_types.linalg_ldl_factor(_spoiled(factor, (info != 0).any()))  # pyright: ignore
+    factor = _without_info(linalg.ldl_factor_ex(A, hermitian=hermitian, **options))
+    return torch.return_types.linalg_ldl_factor(factor)  # pyright: ignore
 
 
 def _matrix_power(input: Tensor, n: int, **options: Any) -> Tensor:

@@ -121,7 +121,7 @@ def _with(args: Any, kwargs: Any, name: str, position: int, value: Any) -> tuple
 
 
 def called_with(error: BaseException) -> list[Any]:
-    """What was given to the functions of PyTorch that the error came through."""
+    """The arguments of the functions of PyTorch that raised the error or called one that did."""
     values, trace = [], error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code is numbered.__torch_function__.__code__:
@@ -165,4 +165,4 @@ _REPLACEMENTS = {
 _REPLACEMENTS |= {func: _REPLACEMENTS[torch.clamp] for func in (torch.clip, Tensor.clip)} | {
     Tensor.clip_: _REPLACEMENTS[Tensor.clamp_]
 }
-"""What replaces a function if one of its numbers is a tensor."""
+"""Replacements for functions, used if one of their numbers is a tensor."""

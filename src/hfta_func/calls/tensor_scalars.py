@@ -22,22 +22,6 @@ class Replacement(NamedTuple):
     numbers: tuple[tuple[str, int], ...]
 
 
-TENSOR_SCALAR_FUNCTIONS: dict[str, Replacement] = {}
-"""What replaces a function of PyTorch, by its name."""
-
-
-def _takes_tensor_as(*names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Enter a function into :data:`TENSOR_SCALAR_FUNCTIONS`; the arguments ``names`` may be tensors."""
-
-    def enter(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        positions = [*inspect.signature(func).parameters]
-        numbers = tuple((name, positions.index(name)) for name in names)
-        TENSOR_SCALAR_FUNCTIONS[func.__name__.removeprefix("_")] = Replacement(func, numbers)
-        return func
-
-    return enter
-
-
 def is_zero(rate: Any) -> bool:
     """Whether nothing is dropped in any member; the rates in a tensor may be 0 for some."""
     return not isinstance(rate, Tensor) and rate == 0
@@ -55,38 +39,32 @@ def inverse(keep: Any) -> Any:
     return 1 / keep if keep else 0.0
 
 
-@_takes_tensor_as("negative_slope")
 def leaky_relu(input: Tensor, negative_slope: Any = 0.01, inplace: bool = False) -> Tensor:
     """``F.leaky_relu``."""
     return _applied(input, lambda x: torch.where(x > 0, x, x * negative_slope), inplace)
 
 
-@_takes_tensor_as("alpha")
 def _elu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
     # The exponential of positive values may be infinite and its gradient NaN, so they are replaced by 0.
     return _applied(input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x))), inplace)
 
 
-@_takes_tensor_as("alpha")
 def _celu(input: Tensor, alpha: Any = 1.0, inplace: bool = False) -> Tensor:
     return _applied(
         input, lambda x: torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x) / alpha)), inplace
     )
 
 
-@_takes_tensor_as("beta", "threshold")
 def _softplus(input: Tensor, beta: Any = 1.0, threshold: Any = 20.0) -> Tensor:
     scaled = input * beta
     is_linear = scaled > threshold
     return torch.where(is_linear, input, torch.log1p(torch.exp(torch.where(is_linear, 0, scaled))) / beta)
 
 
-@_takes_tensor_as("threshold", "value")
 def _threshold(input: Tensor, threshold: Any, value: Any, inplace: bool = False) -> Tensor:
     return _applied(input, lambda x: torch.where(x <= threshold, _like(value, x), x), inplace)
 
 
-@_takes_tensor_as("min_val", "max_val")
 def _hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Tensor:
     return _applied(
         input,
@@ -95,23 +73,19 @@ def _hardtanh(input: Tensor, min_val: Any = -1.0, max_val: Any = 1.0, inplace: b
     )
 
 
-@_takes_tensor_as("lambd")
 def _hardshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
     return torch.where(input.abs() <= lambd, 0, input)
 
 
-@_takes_tensor_as("lambd")
 def _softshrink(input: Tensor, lambd: Any = 0.5) -> Tensor:
     return torch.where(input > lambd, input - lambd, torch.where(input < -lambd, input + lambd, input * 0))
 
 
-@_takes_tensor_as("min", "max")
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     """PyTorch's takes two numbers or two tensors."""
     return torch.clamp(input, _bound(min, input), _bound(max, input))
 
 
-@_takes_tensor_as("min", "max")
 def _clamp_(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     return input.clamp_(_bound(min, input), _bound(max, input))
 
@@ -123,7 +97,6 @@ def _bound(value: Any, like: Tensor) -> Any:
     return value if isinstance(value, Tensor) else torch.tensor(value, device=like.device)
 
 
-@_takes_tensor_as("delta")
 def _huber_loss(
     input: Tensor, target: Tensor, reduction: str = "mean", delta: Any = 1.0, weight: Tensor | None = None
 ) -> Tensor:
@@ -132,7 +105,6 @@ def _huber_loss(
     return _reduced(loss if weight is None else loss * weight, reduction)
 
 
-@_takes_tensor_as("beta")
 def _smooth_l1_loss(
     input: Tensor,
     target: Tensor,
@@ -148,7 +120,6 @@ def _smooth_l1_loss(
     return _reduced(torch.where(near, curved, distance - 0.5 * beta), reduction, size_average, reduce)
 
 
-@_takes_tensor_as("margin")
 def _margin_ranking_loss(
     input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0.0, size_average: Any = None, reduce: Any = None,
     reduction: str = "mean",
@@ -156,7 +127,6 @@ def _margin_ranking_loss(
     return _reduced((-target * (input1 - input2) + margin).clamp(min=0), reduction, size_average, reduce)
 
 
-@_takes_tensor_as("margin")
 def _hinge_embedding_loss(
     input: Tensor, target: Tensor, margin: Any = 1.0, size_average: Any = None, reduce: Any = None,
     reduction: str = "mean",
@@ -165,7 +135,6 @@ def _hinge_embedding_loss(
     return _reduced(apart + torch.where(target == -1, 0, input), reduction, size_average, reduce)
 
 
-@_takes_tensor_as("margin")
 def _cosine_embedding_loss(
     input1: Tensor, input2: Tensor, target: Tensor, margin: Any = 0.0, size_average: Any = None, reduce: Any = None,
     reduction: str = "mean",
@@ -177,7 +146,6 @@ def _cosine_embedding_loss(
     return _reduced(loss, reduction, size_average, reduce)
 
 
-@_takes_tensor_as("margin", "eps")
 def _triplet_margin_loss(
     anchor: Tensor, positive: Tensor, negative: Tensor, margin: Any = 1.0, p: float = 2, eps: Any = 1e-6,
     swap: bool = False, size_average: Any = None, reduce: Any = None, reduction: str = "mean",
@@ -188,7 +156,6 @@ def _triplet_margin_loss(
     return _reduced((margin + near - far).clamp(min=0), reduction, size_average, reduce)
 
 
-@_takes_tensor_as("margin")
 def _triplet_margin_with_distance_loss(
     anchor: Tensor, positive: Tensor, negative: Tensor, *, distance_function: Callable[..., Tensor] | None = None,
     margin: Any = 1.0, swap: bool = False, reduction: str = "mean",
@@ -200,7 +167,6 @@ def _triplet_margin_with_distance_loss(
     return _reduced((margin + near - far).clamp(min=0), reduction)
 
 
-@_takes_tensor_as("margin")
 def _multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: Any = 1.0, weight: Tensor | None = None, size_average: Any = None,
     reduce: Any = None, reduction: str = "mean",
@@ -212,12 +178,10 @@ def _multi_margin_loss(
     return _reduced(torch.where(is_other, loss, 0).sum(-1) / input.shape[-1], reduction, size_average, reduce)
 
 
-@_takes_tensor_as("eps")
 def _pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: Any = 1e-6, keepdim: bool = False) -> Tensor:
     return torch.linalg.vector_norm(x1 - x2 + eps, p, dim=-1, keepdim=keepdim)
 
 
-@_takes_tensor_as("eps")
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: Any = 1e-8) -> Tensor:
     x1, x2 = torch.broadcast_tensors(x1, x2)
     unit1, unit2 = (x / _at_least(torch.linalg.vector_norm(x, 2, dim=dim, keepdim=True), eps) for x in (x1, x2))
@@ -229,7 +193,6 @@ def _at_least(norm: Tensor, eps: Any) -> Tensor:
     return norm + torch.where(norm < eps, eps - norm, 0).detach()
 
 
-@_takes_tensor_as("eps")
 def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: Any = 1e-5
 ) -> Tensor:
@@ -237,7 +200,6 @@ def _layer_norm(
     return _affine(_normed(input, dims, eps), weight, bias)
 
 
-@_takes_tensor_as("eps")
 def _group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: Any = 1e-5
 ) -> Tensor:
@@ -246,7 +208,6 @@ def _group_norm(
     return _affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
 
 
-@_takes_tensor_as("momentum", "eps")
 def _instance_norm(
     input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None,
     bias: Tensor | None = None, use_input_stats: bool = True, momentum: Any = 0.1, eps: Any = 1e-5,
@@ -262,14 +223,12 @@ def _instance_norm(
     return _affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
 
 
-@_takes_tensor_as("eps")
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
     wide = _wide(input)
     dims = [*range(-len(normalized_shape), 0)]
     return _affine((wide * (wide.square().mean(dims, keepdim=True) + eps).rsqrt()).to(input.dtype), weight, None)
 
 
-@_takes_tensor_as("momentum", "eps")
 def _batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: Any = 0.1, eps: Any = 1e-5,
@@ -324,3 +283,27 @@ def _reduced(loss: Tensor, reduction: str, *older: Any) -> Tensor:
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+_NUMBERS = frozenset(
+    "alpha beta delta eps lambd margin max max_val min min_val momentum negative_slope threshold value".split()
+)
+"""The arguments that may be tensors."""
+
+
+def _replacement(func: Callable[..., Tensor]) -> Replacement:
+    parameters = enumerate(inspect.signature(func).parameters)
+    return Replacement(func, tuple((name, position) for position, name in parameters if name in _NUMBERS))
+
+
+TENSOR_SCALAR_FUNCTIONS = {
+    func.__name__.removeprefix("_"): _replacement(func)
+    for func in (
+        *(leaky_relu, _elu, _celu, _softplus, _threshold, _hardtanh, _hardshrink, _softshrink, _clamp, _clamp_),
+        *(_huber_loss, _smooth_l1_loss, _margin_ranking_loss, _hinge_embedding_loss, _cosine_embedding_loss),
+        *(_triplet_margin_loss, _triplet_margin_with_distance_loss, _multi_margin_loss),
+        *(_pairwise_distance, _cosine_similarity),
+        *(_layer_norm, _group_norm, _instance_norm, _rms_norm, _batch_norm),
+    )
+}
+"""Replacements, by the name of PyTorch's function."""

@@ -1,4 +1,4 @@
-"""Batching rules: what an operator of M members becomes. They are installed on first use."""
+"""Batching rules: how operators run for M members as one call. They are installed on first use."""
 
 # Importing a family registers its rules.
 # isort: off

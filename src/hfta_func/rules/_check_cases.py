@@ -21,7 +21,7 @@ class Integers(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A function of one member's inputs; those that are no :class:`Integers` are shapes of floating-point tensors."""
+    """A function of one member's inputs; inputs other than :class:`Integers` are shapes of floating-point tensors."""
 
     name: str
     func: Callable[..., Any]

@@ -23,8 +23,7 @@ def one_by_one(
     writes, results = written_by(operator)
     # One unbind, because the gradients of M separate selections would be M arrays.
     parts = {
-        key: _copies(operator, value, axes[key], num_models) if key in writes else _unbind(value, axes[key], num_models)
-        for key, value in values.items()
+        key: _unbind(operator, value, axes[key], num_models, is_written=key in writes) for key, value in values.items()
     }
     outputs = [
         operator(*(parts[i][m] for i in range(len(args))), **{name: parts[name][m] for name in kwargs})
@@ -44,21 +43,16 @@ def one_by_one(
     return pairs[0] if len(pairs) == 1 else (outputs, out_dims)
 
 
-def _unbind(value: Any, dim: Any, num_models: int) -> Sequence[Any]:
-    """One value per member."""
+def _unbind(operator: Any, value: Any, dim: Any, num_models: int, is_written: bool) -> Sequence[Any]:
+    """One value per member; a copy if the operator writes it."""
     if isinstance(dim, tuple):
-        return list(zip(*(_unbind(x, d, num_models) for x, d in zip(value, dim, strict=True)), strict=True))
-    return [value] * num_models if dim is None else value.unbind(dim)
-
-
-def _copies(operator: Any, value: Any, dim: Any, num_models: int) -> Sequence[Any]:
-    """A copy per member of what the operator writes."""
-    if isinstance(dim, tuple):
-        columns = (_copies(operator, x, d, num_models) for x, d in zip(value, dim, strict=True))
+        columns = (_unbind(operator, x, d, num_models, is_written) for x, d in zip(value, dim, strict=True))
         return list(zip(*columns, strict=True))
-    if dim is None and isinstance(value, Tensor):
-        raise RuntimeError(f"vmap: inplace arithmetic of {operator.name()} into a tensor that all members share")
-    return [x.clone() if isinstance(x, Tensor) else x for x in _unbind(value, dim, num_models)]
+    if dim is None:
+        if is_written and isinstance(value, Tensor):
+            raise RuntimeError(f"vmap: inplace arithmetic of {operator.name()} into a tensor that all members share")
+        return [value] * num_models
+    return [x.clone() for x in value.unbind(dim)] if is_written else value.unbind(dim)
 
 
 def _write(operator: Any, value: Any, dim: Any, parts: Sequence[Any]) -> None:

@@ -262,7 +262,7 @@ LOWERINGS: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("grouped", "channels_last", "matmul", "sample_matmul", "windows"),
 )
 LOWERINGS["convolution"] += ("wide",)
-"""The lowerings that overrides can force besides ``"loop"``; an operator that is missing has those of its rows."""
+"""Lowerings that overrides can force besides ``"loop"``, by operator; an operator that is missing has those of its rows."""
 
 UNLOOPED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence"})
 """Operators without a loop: they return lengths that members share, while a loop would give each member its own."""

@@ -19,7 +19,7 @@ from hfta_func.rules._registry import FRONT, Call, Result, register
 
 
 def _decomposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What PyTorch decomposes ``linear`` into under transforms."""
+    """``linear`` as PyTorch decomposes it under transforms."""
     if bias is not None and x.dim() == 2:
         return torch.addmm(bias, x, weight.t())
     y = torch.matmul(x, weight.t())

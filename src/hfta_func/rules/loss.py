@@ -165,13 +165,6 @@ def multilabel_margin_loss(call: Call, input: Tensor, target: Tensor, reduction:
     return _reduce(rows.split(aten.multilabel_margin_loss.default(rows.input, rows.of(target), _NONE)), reduction), 0
 
 
-@register("soft_margin_loss", "loss")
-def soft_margin_loss(call: Call, input: Tensor, target: Tensor, reduction: int = _MEAN) -> Result:
-    """Logistic losses of every entry, any shape."""
-    input, target = each(expand, (input, target), call.dims, call.num_models)
-    return _reduce(aten.soft_margin_loss.default(input, target, _NONE), reduction), 0
-
-
 @register("cosine_embedding_loss", "loss")
 def cosine_embedding_loss(
     call: Call, first: Tensor, second: Tensor, target: Tensor, margin: float = 0.0, reduction: int = _MEAN
@@ -212,7 +205,14 @@ def _broadcasting(op: str) -> None:
 
 for _op in (
     *("binary_cross_entropy_with_logits", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss"),
-    *("margin_ranking_loss", "mse_loss", "poisson_nll_loss", "smooth_l1_loss", "triplet_margin_loss"),
+    *(
+        "margin_ranking_loss",
+        "mse_loss",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+    ),
 ):
     _broadcasting(_op)
 

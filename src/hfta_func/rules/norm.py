@@ -209,7 +209,7 @@ def _rank(x: Tensor, dim: int | None) -> int:
 
 
 def _sum_rows(x: Tensor, shape: list[int], vector: Tensor | None) -> Tensor:
-    """The gradient of a vector from those of its rows: ``[M,N,D] -> [M,D]``."""
+    """The gradient of a vector from the gradients per row: ``[M,N,D] -> [M,D]``."""
     assert vector is not None
     rows = x.dim() - 1 - len(shape)
     return (x.sum(tuple(range(1, rows + 1))) if rows else x).to(vector.dtype)

@@ -228,7 +228,7 @@ def _joined(
 
 
 def _base(kind: str, x: _Value, weights: _Weights, num_models: int) -> Tensor:
-    """What inputs and biases add to the gates: ``[M,T,N,I], [M,GH,I] -> [M,T,N,GH]``, as :mod:`_recurrence` takes it."""
+    """The part of the gates from inputs and biases: ``[M,T,N,I], [M,GH,I] -> [M,T,N,GH]``, as :mod:`_recurrence` takes it."""
     biases = weights.input_bias, weights.state_bias
     per_member = any(bias is not None and bias.dim is not None for bias in biases)
     input_bias, state_bias = (

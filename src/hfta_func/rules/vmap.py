@@ -178,7 +178,7 @@ def _num_models(leaves: list[Any], dims: tuple[Any, ...]) -> int | None:
 def _mapped_level(
     func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...], count: int, randomness: str
 ) -> tuple[Tensor, ...]:
-    """What ``torch.func.vmap`` does with flat tensors, without traversing trees in Python."""
+    """As ``torch.func.vmap`` of flat tensors, without traversing trees in Python."""
     with vmap_level(count, randomness) as level:
         inputs = [
             leaf if dim is None else add_batch_dim(leaf, dim if dim >= 0 else leaf.dim() + dim, level)

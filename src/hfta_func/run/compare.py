@@ -57,8 +57,8 @@ class Difference(NamedTuple):
             difference: A mean difference that matters, in units of the metric.
 
         Example:
-            >>> found = compare({"plain": [0.90, 0.91, 0.93, 0.90], "dropout": [0.92, 0.92, 0.94, 0.93]})
-            >>> found.differences[0].seeds_for(0.02), found.differences[0].seeds_for(0.005)
+            >>> comparison = compare({"plain": [0.90, 0.91, 0.93, 0.90], "dropout": [0.92, 0.92, 0.94, 0.93]})
+            >>> comparison.differences[0].seeds_for(0.02), comparison.differences[0].seeds_for(0.005)
             (5, 31)
         """
         return _seeds(require("scipy.stats", "plot"), difference, self.deviation)
@@ -149,8 +149,8 @@ def compare(
             in common.
 
     Example:
-        >>> found = compare({"plain": [0.90, 0.91, 0.93, 0.90], "dropout": [0.92, 0.92, 0.94, 0.93]})
-        >>> round(found.differences[0].mean, 4), found.differences[0].wins
+        >>> comparison = compare({"plain": [0.90, 0.91, 0.93, 0.90], "dropout": [0.92, 0.92, 0.94, 0.93]})
+        >>> round(comparison.differences[0].mean, 4), comparison.differences[0].wins
         (0.0175, 1.0)
     """
     if not 0 < level < 1:

@@ -62,7 +62,7 @@ class Plan(NamedTuple):
         return self.shared + num_models * self.held + _line(self.sizes, self.peaks, num_models)
 
     def __str__(self) -> str:
-        rows = [("models", "ms", "ms per model", "MiB", "")]
+        rows: list[tuple[str, ...]] = [("models", "ms", "ms per model", "MiB", "")]
         for size in sorted({*self.sizes, self.num_models} - {0}):
             numbers = 1e3 * self.time(size), 1e3 * self.time(size) / size
             how = "" if size in self.sizes else "predicted"
@@ -105,8 +105,8 @@ def plan(
         >>> factory = lambda: torch.nn.Linear(4, 1)
         >>> step = make_train_step(factory(), lambda model, batch: model(batch).square().mean(), sgd(lr=0.1))
         >>> state = step.init(*init_params(factory, seeds=[0]), seeds=[0])
-        >>> found = plan(step, state, torch.randn(1, 8, 4), limit=100, sizes=[1, 4])
-        >>> found.num_models, found.time(50) > 0
+        >>> result = plan(step, state, torch.randn(1, 8, 4), limit=100, sizes=[1, 4])
+        >>> result.num_models, result.time(50) > 0
         (100, True)
     """
     sizes = tuple(sizes)

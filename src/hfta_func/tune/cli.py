@@ -215,9 +215,9 @@ def _best(study: Study) -> list[str]:
     rows = []
     for trial in ranked[:_ROWS]:
         epoch = max(study.population.members[member].epoch for member in trial.members)
-        values = " ".join(f"{name} {value:.5g}" for name, value in zip(study.metrics, trial.values[-1], strict=True))
-        rows.append(f"  {trial.number:4d} {trial.status:>8} epoch {epoch:4d}  {values}  {_shown(trial.params)}")
-    return rows
+        values = (f"{name} {value:.5g}" for name, value in zip(study.metrics, trial.values[-1], strict=True))
+        rows.append(("", str(trial.number), trial.status, f"epoch {epoch}", *values, _shown(trial.params)))
+    return text_table(rows, "<>>>" + "<" * (len(study.metrics) + 1)).splitlines()
 
 
 def _shown(params: Mapping[str, Any]) -> str:

@@ -66,11 +66,11 @@ def population(
         ...     state = step.init(*hfta.init_params(factory, seeds), seeds=seeds)
         ...     return tune.Array(step, state, hfta.ArrayLoader(x, 16, seeds=seeds))
         >>> table = {"lr": [1e-3, 1e-2, 1e-1, 1e-2], "width": [8, 8, 8, 16]}
-        >>> found = tune.population(build, table, nonfusible=["width"], max_models=8)
-        >>> found.fit(epochs=2)
-        >>> best = found.keep(top=0.5, by="loss", direction="minimize")
-        >>> found.fit(epochs=2)
-        >>> [found.members[number].epoch for number in best]
+        >>> members = tune.population(build, table, nonfusible=["width"], max_models=8)
+        >>> members.fit(epochs=2)
+        >>> best = members.keep(top=0.5, by="loss", direction="minimize")
+        >>> members.fit(epochs=2)
+        >>> [members.members[number].epoch for number in best]
         [4, 4]
     """
     return Population(build, nonfusible, max_models, seed, table, executor)
@@ -198,8 +198,9 @@ def run(
         stack.callback(members.jobs.fall_back)
         study = Study(members, session, metrics, directions, rank)
         search = Search(study, scheduler, cohorts, range(seed, seed + seeds), batch, max_models)
-        folder = stack.enter_context(StudyFolder(resume, about)) if resume is not None else None
-        if folder is not None:
+        folder = None
+        if resume is not None:
+            folder = stack.enter_context(StudyFolder(resume, about))
             index = folder.restore(study.population)
             if index is not None:
                 session.replay(index["events"])

@@ -50,8 +50,9 @@ class SamplerSession:
             # Otherwise it draws at random until the first trial completes, whose space it takes.
             categorical = module.distributions.CategoricalDistribution
             numerical = {name: kind for name, kind in space.items() if not isinstance(kind, categorical)}
-            sampler: Any = copy.copy(sampler)
-            sampler.infer_relative_search_space = lambda study, trial: numerical
+            restricted: Any = copy.copy(sampler)
+            restricted.infer_relative_search_space = lambda study, trial: numerical
+            sampler = restricted
         with _quiet():
             self.study: optuna.Study = module.create_study(sampler=sampler, directions=list(directions))
         self.events: list[Event] = []

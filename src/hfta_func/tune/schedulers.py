@@ -145,7 +145,8 @@ class PopulationBased(Scheduler):
                 params = cohort.params[source]
                 changes = {name: self.explored(cohort.space[name], params[name], draws) for name in names}
                 copies[copy] = Copy(source, changes)
-        return copies | {trial: "go" for trial in at_rung if trial not in copies}
+        others: dict[int, Verdict] = {trial: "go" for trial in at_rung if trial not in copies}
+        return copies | others
 
     def pairs(self, values: Mapping[int, float]) -> list[tuple[int, int]]:
         """Pairs of a trial and the one that it copies: the worst and the best; of two or more trials, at least one pair."""

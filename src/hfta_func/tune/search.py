@@ -230,11 +230,8 @@ class Search:
             trial = study.trials[number]
             member = study.population.members[trial.members[0]]
             is_at_rung = member.epoch == self.rungs_of(trial)[len(trial.values) - 1]
-            if (
-                isinstance(verdict, Copy)
-                and is_at_rung
-                and (not member.parents or member.parents[-1][0] != member.epoch)
-            ):
+            has_copied = bool(member.parents) and member.parents[-1][0] == member.epoch
+            if isinstance(verdict, Copy) and is_at_rung and not has_copied:
                 by_names.setdefault(tuple(sorted(verdict.changes)), {})[number] = verdict
         for names, copies in by_names.items():
             pairs = [

@@ -101,9 +101,8 @@ def shown(status: dict[str, Any]) -> str:
     now = time.time()
     state = status["state"]
     if state == "running" and not _is_alive(status, now):
-        state = (
-            f"not running any more (no word for {_time(now - status['now'])}); the same call goes on from its folder"
-        )
+        ago = _time(now - status["now"])
+        state = f"not running any more (last status {ago} ago); the same call goes on from its folder"
     counts = ", ".join(f"{count} {name}" for name, count in status["trials"].items() if count) or "none yet"
     lines = [f"{state}: {counts}, of {status['of']} trials"]
     seconds, made = status["now"] - status["began"], status["epochs"] - status["before"]
@@ -111,7 +110,7 @@ def shown(status: dict[str, Any]) -> str:
     lines.append(f"{rate:.3g} epochs of a member per second, {status['epochs']} in all")
     left = max(0, status["planned"] - status["epochs"])
     if status["state"] == "running" and rate:
-        lines.append(f"about {_time(left / rate)} left, if {left} epochs are")
+        lines.append(f"about {_time(left / rate)} left for {left} epochs")
     if status["deaths"]:
         lines.append(f"workers have died {status['deaths']} times, and were replaced")
     for array in status["training"] if state == "running" else ():
