@@ -28,7 +28,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float) or type(value) is int
 
 
-def is_own(module: nn.Module, name: str) -> bool:
+def may_differ(module: nn.Module, name: str) -> bool:
     """Whether members may differ in this attribute: not if its class has the name too, which would hide a buffer."""
     return is_number(vars(module).get(name)) and name not in MODULE_ATTRIBUTES and not hasattr(type(module), name)
 
@@ -39,7 +39,7 @@ def numbers_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         f"{path}.{name}" if path else name: (module, name)
         for path, module in model.named_modules()
         for name in vars(module)
-        if is_own(module, name)
+        if may_differ(module, name)
     }
 
 

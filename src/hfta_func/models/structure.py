@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, own_tensors, weight_hooks
 from hfta_func._types import StackError
-from hfta_func.models.scalar_attributes import is_own
+from hfta_func.models.scalar_attributes import may_differ
 
 T = TypeVar("T")
 
@@ -51,8 +51,8 @@ def check_same_structure(
     numbers: dict[str, tuple[float, float]] = {}
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
     # Hooks may be methods of any module; modules with the same path are compared by the loop.
-    common = [(modules[path], first_modules[path]) for path in modules.keys() & first_modules.keys()]
-    known = {(id(module), id(other)): (module, other) for module, other in common}
+    aligned = [(modules[path], first_modules[path]) for path in modules.keys() & first_modules.keys()]
+    known = {(id(module), id(other)): (module, other) for module, other in aligned}
     for path, module, other in pairs(modules, first_modules, member, "module "):
         numbers |= _check_module(module, other, path, member, known, varied)
     tied, first_tied = ties(model), ties(first)
@@ -159,7 +159,7 @@ def _check_module(
             continue
         # Integers may be sizes, which must be equal.
         is_real = isinstance(a, float) or isinstance(b, float) or label in varied
-        if is_real and is_own(module, name) and is_own(first, name):
+        if is_real and may_differ(module, name) and may_differ(first, name):
             numbers[label] = a, b
             continue
         free = "; if this is no size, write it as a float" if type(a) is int and type(b) is int else ""
