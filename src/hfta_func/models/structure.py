@@ -51,8 +51,8 @@ def check_same_structure(
     numbers: dict[str, tuple[float, float]] = {}
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
     # Hooks may be methods of any module; modules with the same path are compared by the loop.
-    common = [(modules[path], first_modules[path]) for path in modules.keys() & first_modules.keys()]
-    known = {(id(module), id(other)): (module, other) for module, other in common}
+    aligned = [(modules[path], first_modules[path]) for path in modules.keys() & first_modules.keys()]
+    known = {(id(module), id(other)): (module, other) for module, other in aligned}
     for path, module, other in pairs(modules, first_modules, member, "module "):
         numbers |= _check_module(module, other, path, member, known, varied)
     tied, first_tied = ties(model), ties(first)

@@ -139,7 +139,7 @@ class Range(enum.Enum):
     RATE = 0.0, 1.0 + math.ulp(1.0), "at least 0 and at most 1"
 
 
-_COMMON: dict[str, Range] = {
+_DEFAULT_RANGES: dict[str, Range] = {
     **dict.fromkeys(("lr", "eps", "weight_decay", "momentum"), Range.NONNEGATIVE),
     **dict.fromkeys(("beta1", "beta2"), Range.DECAY),
 }
@@ -170,7 +170,7 @@ def restrict(owner: type, **ranges: Range) -> None:
 
 def range_of(owner: type, name: str) -> Range:
     """The range of a hyperparameter of an optimizer whose state is of class ``owner``."""
-    return _RANGES.get(owner, {}).get(name) or _COMMON.get(name, Range.FINITE)
+    return _RANGES.get(owner, {}).get(name) or _DEFAULT_RANGES.get(name, Range.FINITE)
 
 
 class Hyperparams:

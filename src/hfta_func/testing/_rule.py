@@ -129,7 +129,10 @@ def _weighted(outputs: Sequence[Tensor]) -> Tensor:
 def _grads(run: Callable[..., Any], op: Any, args: Sequence[Any], batched: set[int]) -> list[Tensor]:
     """By every input of floating point, as ``run`` computes the outputs."""
     leaves = [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-    wanted, total = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad], _weighted(run(op, leaves, batched))
+    wanted, total = (
+        [x for x in leaves if isinstance(x, Tensor) and x.requires_grad],
+        _weighted(run(op, leaves, batched)),
+    )
     if not total.requires_grad:
         return []
     return list(torch.autograd.grad(total, wanted, materialize_grads=True, allow_unused=True))
