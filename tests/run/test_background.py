@@ -103,6 +103,7 @@ def test_a_step_goes_over_to_a_graph_and_on_with_the_same_results(donate: bool) 
     assert quick.is_compiled
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("donate", [False, True])
 def test_on_a_gpu_a_step_in_place_is_replayed(donate: bool) -> None:
     """Elsewhere the same function runs, without a replay."""
