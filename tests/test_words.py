@@ -11,7 +11,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 GLOSSARY = ROOT.joinpath("CONTRIBUTING.md").read_text().split("## Words")[1].split("\n## ")[0]
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in GLOSSARY.splitlines() if line.startswith("| ")][2:]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")] for line in GLOSSARY.splitlines() if line.startswith("| ")
+][2:]
 INSTEAD = {word: row[0] for row in ROWS for word in re.findall(r"\w+", row[2])}
 INSTEAD |= dict.fromkeys(re.findall(r"`(\w+)`", GLOSSARY.rsplit("A variable", 1)[1]), "what it holds")
 FILES = sorted(ROOT.joinpath("src").rglob("*.py"))

@@ -22,7 +22,7 @@ class Planted(NamedTuple):
 PLANTED = [
     Planted(
         "evaluation does not switch to eval mode",
-        *("step/evaluate.py", "self._measure, training=False, ", "self._measure, "),
+        *("step/evaluate.py", "metrics, training=False, ", "metrics, "),
         "test_evaluate.py::test_it_runs_in_eval_mode",
     ),
     Planted(
@@ -240,8 +240,8 @@ PLANTED = [
         "buffers of members that stand still change",
         *(
             "step/commit.py",
-            "found.buffers if keep is None else where(keep, found.buffers, state.buffers)",
-            "found.buffers",
+            "outputs.buffers if keep is None else where(keep, outputs.buffers, state.buffers)",
+            "outputs.buffers",
         ),
         "test_step.py::test_inactive_members_keep_everything",
     ),
@@ -262,7 +262,7 @@ PLANTED = [
     ),
     Planted(
         "updating in place forgets who stands still",
-        *("step/update.py", "found.params, keep)", "found.params, None)"),
+        *("step/update.py", "outputs.params, keep)", "outputs.params, None)"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
@@ -319,8 +319,8 @@ PLANTED = [
         "evaluation without autocast",
         *(
             "step/evaluate.py",
-            "autocasting(members[0].device, self.options.autocast)",
-            "autocasting(members[0].device, None)",
+            "autocasting(keys.device, self.options.autocast)",
+            "autocasting(keys.device, None)",
         ),
         "test_evaluate.py::test_autocast_in_groups",
     ),
@@ -421,7 +421,7 @@ PLANTED = [
     ),
     Planted(
         "a compiled step may do what an eager one refuses",
-        *("step/check.py", "        self._rehearse(layout, *found)", "        pass"),
+        *("step/check.py", "        self._rehearse(layout, *values)", "        pass"),
         "test_attributes.py::test_compiled_it_is_refused_in_the_same_words",
     ),
     Planted(
@@ -515,7 +515,7 @@ PLANTED = [
     ),
     Planted(
         "errors of workers name members by their places in the part",
-        *("run/parts.py", "members[int(found[1])]", "int(found[1])"),
+        *("run/parts.py", "members[int(match[1])]", "int(match[1])"),
         "test_workers.py::test_a_member_that_fails_is_named_by_its_place_in_the_array",
     ),
     Planted(
@@ -626,7 +626,7 @@ PLANTED = [
     ),
     Planted(
         "who is away averages",
-        *("step/mixing.py", "& (found >= 0)", ""),
+        *("step/mixing.py", "& (labels >= 0)", ""),
         "test_averaging.py::test_groups_average_with_weights_and_who_is_away_keeps_its_own",
     ),
     Planted(
@@ -704,7 +704,7 @@ PLANTED = [
     ),
     Planted(
         "a member that failed spoils what all share",
-        *("step/shared.py", "if keep is not None and not found.summed:", "if False:"),
+        *("step/shared.py", "if keep is not None and not outputs.summed:", "if False:"),
         "test_shared.py::test_a_member_that_fails_contributes_nothing",
     ),
     Planted(
