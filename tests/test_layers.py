@@ -110,6 +110,7 @@ FILES_IN = {
             "jobs",
             "population",
             "cohorts",
+            "options",
             "schedulers",
             "sampling",
             "study",

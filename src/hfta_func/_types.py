@@ -176,6 +176,7 @@ def require(module: str, extra: str) -> Any:
         ImportError: if the package is not installed; it names the package and the extra.
     """
     try:
+        importlib.import_module(module.partition(".")[0])
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(f"{error.name or module} is not installed; pip install 'hfta_func[{extra}]'") from error

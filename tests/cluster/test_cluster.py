@@ -63,6 +63,7 @@ def kill(crew: Any, place: int) -> None:
     os.kill(crew._workers[place].pid, signal.SIGKILL)
 
 
+@pytest.mark.exhaustive
 def test_a_fit_and_a_study_find_the_same(crew: cluster.RayPool, tmp_path: pathlib.Path) -> None:
     assert crew.count == 2
     step, state = arrayed()

@@ -401,6 +401,7 @@ FOUND = [
 """Programs that once came out wrong, as small as they get."""
 
 
+@pytest.mark.exhaustive(ids="compiled")
 @pytest.mark.parametrize(("judge", "spec"), FOUND, ids=lambda value: getattr(value, "words", value))
 def test_found(judge: str, spec: Spec) -> None:
     assert models(spec, 1)[0].words == spec.words.split(), "a word is left out"

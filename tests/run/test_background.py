@@ -103,6 +103,7 @@ def test_a_step_goes_over_to_a_graph_and_on_with_the_same_results(donate: bool) 
     assert quick.is_compiled
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("donate", [False, True])
 def test_on_a_gpu_a_step_in_place_is_replayed(donate: bool) -> None:
@@ -121,6 +122,7 @@ def test_on_a_gpu_a_step_in_place_is_replayed(donate: bool) -> None:
     assert all(same) is donate
 
 
+@pytest.mark.exhaustive
 def test_the_other_process_says_at_once_that_there_is_a_graph() -> None:
     worker = compiler.Compiler(*arrayed(), torch.ones(M, 5, 4, dtype=torch.float64))
     until(worker, lambda worker: worker.answer() is not None, lambda: None)
@@ -169,6 +171,7 @@ def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) 
     assert refused(state, batch)
 
 
+@pytest.mark.exhaustive
 def test_a_call_checks_little_of_what_the_graph_rests_on(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, list[Any]] = {}
 

@@ -15,11 +15,12 @@ from hfta_func.run.fit import ctrl_c
 from hfta_func.tune.array import Build
 from hfta_func.tune.cohorts import Scheduler
 from hfta_func.tune.folder import StudyFolder
+from hfta_func.tune.options import Rank, StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import Mirror, SamplerSession
 from hfta_func.tune.search import Search
 from hfta_func.tune.status import Status
-from hfta_func.tune.study import Rank, Study, notify
+from hfta_func.tune.study import Study, notify
 from hfta_func.workers.executor import Executor
 
 if TYPE_CHECKING:
@@ -167,48 +168,31 @@ def run(
         >>> study.export(study.best.number)
         Linear(in_features=4, out_features=1, bias=True)
     """
+    options = StudyOptions(
+        **{"space": space, "metric": metric, "direction": direction, "nonfusible": nonfusible, "trials": trials},
+        **{"epochs": epochs, "scheduler": scheduler, "batch": batch, "max_models": max_models, "seeds": seeds},
+        **{"rank": rank, "seed": seed},
+    )
+    if workers is not None and executor is not None:
+        raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
     with contextlib.ExitStack() as stack:
         # Until there is a study to return, Ctrl-C waits.
         setting_up = stack.enter_context(contextlib.ExitStack())
         pressed = setting_up.enter_context(ctrl_c())
-        metrics = (metric,) if isinstance(metric, str) else tuple(metric)
-        directions = (direction,) * len(metrics) if isinstance(direction, str) else tuple(direction)
-        _check(space, nonfusible, metrics, directions, trials, epochs, seeds, scheduler)
-        if batch is not None and (not isinstance(batch, int) or batch < 1):
-            raise ValueError(f"batch is {batch!r}; pass a number of trials, at least 1, or None")
-        scheduler = scheduler or Scheduler()
-        session = SamplerSession(space, directions, sampler, seed)
-        if workers is not None and executor is not None:
-            raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
-        if rank == "paired" and seeds < 2:
-            raise ValueError(f"rank is 'paired' and seeds is {seeds}; pass at least 2, whose differences are compared")
-        cohorts = scheduler.cohorts(trials, epochs)
-        if not any(cohort.trials for cohort in cohorts):
-            raise ValueError(
-                "trials is 0, the scheduler's own number, and this scheduler has none; pass how many to try"
-            )
-        about = {
-            **{"space": {key: session.json(key) for key in space}, "metric": metrics, "direction": directions},
-            **{"nonfusible": list(nonfusible), "trials": trials, "epochs": epochs},
-            **{"scheduler": repr(scheduler), "seeds": seeds, "seed": seed, "rank": rank},
-        }
+        session = SamplerSession(space, options.directions, sampler, seed)
+        about = options.about(session.json)
         if workers is not None and workers != 1:
             executor = stack.enter_context(hfta.WorkerPool(workers))
         members = Population(build, nonfusible, max_models, seed, executor=executor)
         stack.callback(members.jobs.fall_back)
-        study = Study(members, session, metrics, directions, rank)
-        search = Search(study, scheduler, cohorts, range(seed, seed + seeds), batch, max_models)
+        study = Study(members, session, options)
+        search = Search(study, options)
         folder = None
         if resume is not None:
             folder = stack.enter_context(StudyFolder(resume, about))
-            index = folder.restore(study.population)
-            if index is not None:
-                session.replay(index["events"])
-                study.restore(index["trials"], index["trajectory"])
-                # The decisions before the study was broken off follow from the values.
-                search.decide()
+            _restore(folder, search)
             stack.enter_context(Status(resume, search))
-        mirror = Mirror(session, storage, name, metrics, about) if storage is not None else None
+        mirror = Mirror(session, storage, name, options.metrics, about) if storage is not None else None
         total = sum(cohort.trials for cohort in search.cohorts)
         bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="trial", dynamic_ncols=True))
         try:
@@ -236,39 +220,12 @@ def run(
     return study
 
 
-def _check(
-    space: Mapping[str, Any],
-    nonfusible: Sequence[str],
-    metrics: Sequence[str],
-    directions: Sequence[str],
-    trials: int,
-    epochs: int,
-    seeds: int,
-    scheduler: Scheduler | None,
-) -> None:
-    if isinstance(nonfusible, str):
-        raise ValueError(f"nonfusible is '{nonfusible}'; pass a list of names, ['{nonfusible}']")
-    unknown = [name for name in nonfusible if name not in space]
-    if unknown:
-        raise ValueError(f"nonfusible names '{unknown[0]}', but the space has {', '.join(space) or 'no names'}")
-    if not set(space) - set(nonfusible):
-        raise ValueError("the space has no fusible name, so no two trials could share an array; use Optuna itself")
-    taken = [name for name in space if name in ("trial", "status", "epochs", "seconds", *metrics)]
-    if taken:
-        raise ValueError(
-            f"the space has '{taken[0]}', which is a column of study.frame() besides; give it another name"
-        )
-    if "seed" in space:
-        raise ValueError("the space has 'seed', which members have besides; pass seeds= for several seeds per trial")
-    if len(directions) != len(metrics) or set(directions) - {"minimize", "maximize"}:
-        raise ValueError(f"direction is {list(directions)}; pass 'minimize' or 'maximize' for each metric")
-    for name, value in zip(metrics, directions, strict=True):
-        if (first := directions[metrics.index(name)]) != value:
-            raise ValueError(f"the directions of metric '{name}' contradict each other: {first} and {value}; pass one")
-    if len(metrics) > 1 and scheduler is not None:
-        raise ValueError("a scheduler compares one metric; pass a single one, or no scheduler")
-    for label, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("seeds", seeds, 1)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{label} is {value!r}; pass an integer, at least {least}")
-    if scheduler is not None and scheduler.copies and seeds > 1:
-        raise ValueError("a scheduler that copies trials has one seed per trial; leave seeds out")
+def _restore(folder: StudyFolder, search: Search) -> None:
+    """Go on from what a folder holds of the study, if anything."""
+    study = search.study
+    index = folder.restore(study.population)
+    if index is not None:
+        study.session.replay(index["events"])
+        study.restore(index["trials"], index["trajectory"])
+        # The decisions before the study was broken off follow from the values.
+        search.decide()

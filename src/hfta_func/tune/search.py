@@ -10,6 +10,7 @@ from typing import Literal
 
 import hfta_func as hfta
 from hfta_func.tune.cohorts import Cohort, Copy, Scheduler, Verdict
+from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.study import Study, Trial
 
 
@@ -18,30 +19,19 @@ class Search:
 
     Args:
         study: The study.
-        scheduler: The scheduler.
-        cohorts: The scheduler's cohorts for this study.
-        seeds: The seeds of every trial's members.
-        batch: Number of trials that are asked for at a time; None for the default of :func:`run`.
-        max_models: The largest array.
+        options: What it searches and how.
     """
 
-    def __init__(
-        self,
-        study: Study,
-        scheduler: Scheduler,
-        cohorts: list[Cohort],
-        seeds: Sequence[int],
-        batch: int | None,
-        max_models: int | Literal["auto"],
-    ):
-        self.study, self.scheduler, self.cohorts, self.seeds = study, scheduler, cohorts, seeds
-        size = max_models if isinstance(max_models, int) else 16
-        learns = study.session.learns
+    def __init__(self, study: Study, options: StudyOptions):
+        self.study, self.scheduler, self.cohorts = study, options.scheduler or Scheduler(), options.cohorts
+        self.seeds = range(options.seed, options.seed + options.seeds)
+        """Those of every trial's members."""
+        self.learns = study.session.learns
         self._verdicts: dict[int, Verdict] = {}
         executor = study.population.jobs.executor
-        room = sum(executor.limits) or executor.count * size
-        self.batch = batch or (max(1, room // len(seeds)) if learns else sum(cohort.trials for cohort in cohorts))
-        self.learns = learns
+        room = sum(executor.limits) or executor.count * (16 if options.max_models == "auto" else options.max_models)
+        at_once = max(1, room // options.seeds) if self.learns else sum(cohort.trials for cohort in self.cohorts)
+        self.batch = options.batch or at_once
 
     @property
     def planned(self) -> int:

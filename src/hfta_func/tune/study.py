@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func._types import SIGNS, Direction
+from hfta_func._types import SIGNS
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.member import counted
+from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, named
 from hfta_func.tune.tables import frame_of, write_tables
@@ -23,8 +24,6 @@ from hfta_func.tune.tables import frame_of, write_tables
 if TYPE_CHECKING:
     import optuna
     import pandas
-
-Rank = Literal["mean", "lower", "paired"]
 
 
 @dataclasses.dataclass
@@ -65,15 +64,13 @@ class Study:
         self,
         population: Population,
         session: SamplerSession,
-        metrics: tuple[str, ...],
-        directions: tuple[Direction, ...],
-        rank: Rank,
+        options: StudyOptions,
     ):
         self.trials: list[Trial] = []
         self.population = population
         self.optuna: optuna.Study = session.study
-        named(self.optuna, metrics)
-        self.metrics, self.directions, self.rank = metrics, directions, rank
+        self.metrics, self.directions, self.rank = options.metrics, options.directions, options.rank
+        named(self.optuna, self.metrics)
         self.session = session
         self.trajectory: list[tuple[float, int, float]] = []
 
