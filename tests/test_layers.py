@@ -240,6 +240,24 @@ def test_no_file_is_two_rooms(file):
     assert len(FILES[file].read_text().splitlines()) <= 350
 
 
+LONG = {"leafwise": "functions that share twelve options, each shorter than a page; apart, they would hand these on"}
+"""Functions whose bodies have more than 60 lines, and why."""
+
+
+def bodies(source):
+    """Every function of a file with the number of its lines, without signature and docstring."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            first = node.body[1 if ast.get_docstring(node) is not None else 0 :]
+            yield node.name, node.end_lineno - first[0].lineno + 1 if first else 0
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_functions_are_short(file):
+    long = {name for name, lines in bodies(FILES[file].read_text()) if lines > 60}
+    assert not long - LONG.keys()
+
+
 def test_there_is_no_room_for_odds_and_ends():
     assert not [
         file for file in FILES if file.split("/")[-1].strip("_") in ("utils", "util", "helpers", "misc", "common")

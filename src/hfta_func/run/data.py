@@ -83,35 +83,13 @@ class ArrayLoader:
             raise HyperparameterError("pass seeds=[...], one integer per model, or shared=True for one batch for all")
         if not isinstance(batch_size, int) or batch_size < 1:
             raise HyperparameterError(f"batch_size is {batch_size!r}; it must be at least 1, and an integer")
-        try:
-            self.data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise BatchError(
-                f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets)"
-            ) from error
+        self.data = _tensors_of(data, device)
         tensors = leaves(self.data)
-        sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]
-        if not tensors or len(sizes) < len(tensors) or len(set(sizes)) > 1 or sizes[0] == 0:
-            raise BatchError(
-                f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]}; every leaf needs one row "
-                f"per sample, and at least one"
-            )
-        self.rows, device = sizes[0], tensors[0].device
+        self.rows, device = tensors[0].shape[0], tensors[0].device
         self.shared = shared
         self.keys = random.keys([seeds] if isinstance(seeds, int) else seeds, device=device)
-        second = {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
-        if (
-            not shared
-            and len(tensors) > 1
-            and self.rows == len(self.keys)
-            and len(second) == 1 < self.rows < max(second)
-        ):
-            raise BatchError(
-                f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]} for {self.rows} models, so it "
-                f"seems to have a model axis; an ArrayLoader deals rows [n, ...] to the models. For rows of each model's "
-                f"own, join them, leaf.flatten(0, 1), and pass rows=[[0, 1, ...], ...]; or give the step batches "
-                f"[{self.rows}, N, ...] of your own, such as leaf[:, start:stop]"
-            )
+        if not shared:
+            _refuse_model_axis(tensors, len(self.keys))
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -305,3 +283,33 @@ class ArrayLoader:
         assert self.transform is not None
         with routed(key):
             return self.transform(batch)
+
+
+def _tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
+    """The data as tensors; raises a BatchError unless all have as many rows, and at least one."""
+    try:
+        data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(
+            f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets)"
+        ) from error
+    tensors = leaves(data)
+    sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]
+    if not tensors or len(sizes) < len(tensors) or len(set(sizes)) > 1 or sizes[0] == 0:
+        raise BatchError(
+            f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]}; every leaf needs one row "
+            f"per sample, and at least one"
+        )
+    return data
+
+
+def _refuse_model_axis(tensors: Sequence[Tensor], num_models: int) -> None:
+    """Raise a BatchError if the rows seem to be models: as many as these, and as many samples in each leaf."""
+    rows, second = tensors[0].shape[0], {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors}
+    if len(tensors) > 1 and rows == num_models and len(second) == 1 < rows < max(second):
+        raise BatchError(
+            f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]} for {rows} models, so it "
+            f"seems to have a model axis; an ArrayLoader deals rows [n, ...] to the models. For rows of each model's "
+            f"own, join them, leaf.flatten(0, 1), and pass rows=[[0, 1, ...], ...]; or give the step batches "
+            f"[{rows}, N, ...] of your own, such as leaf[:, start:stop]"
+        )
