@@ -75,6 +75,11 @@ PLANTED = [
         "test_promises.py::test_promise",
     ),
     Planted(
+        "the first call writes the parameters of its caller",
+        *("step/members.py", "            params = copied(params)", "            pass"),
+        "test_evaluate.py::test_what_a_model_writes_is_its_own_copy",
+    ),
+    Planted(
         "one member may do what many may not",
         *("rules/vmap.py", "if not (known.tried or known.reads):", "if False:"),
         "test_promises.py::test_what_many_members_cannot_do_is_refused_for_one",
