@@ -41,6 +41,7 @@ test-more: test
 
 test-all: test-more
 	$(PYTHON) -m pytest -n auto --dist worksteal -m soak
+	$(MAKE) test-xla XLA_MARKERS=soak
 
 $(XLA_STAMP): pyproject.toml constraints.txt
 	@echo "Setting up .venv-xla with several GB of packages; this takes some minutes"
@@ -52,10 +53,11 @@ $(XLA_STAMP): pyproject.toml constraints.txt
 
 # Most of the time on XLA goes into compiling, and graphs this small gain nothing from an optimised one. One process alone
 # would hold so many programs that it runs into the system's limit of memory maps.
+XLA_MARKERS ?= not soak
 test-xla: export PJRT_DEVICE := CPU
 test-xla: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 test-xla: $(XLA_STAMP)
-	$(XLA_PYTHON) -m pytest -n auto tests/test_xla.py
+	$(XLA_PYTHON) -m pytest -n auto -m "$(XLA_MARKERS)" tests/test_xla.py
 	$(XLA_PYTHON) -m pytest -n auto -m "not exhaustive" \
 		$(foreach name,contract/test_contract models/test_checkpoint models/test_stack rules/test_rules run/test_data run/test_fit \
 		test_layers test_random,tests/$(name).py)

@@ -97,12 +97,15 @@ def _identical(a: Any, b: Any) -> bool:
 
 
 def _rows() -> Iterator[Any]:
-    for case in RULE_CASES:
+    """Every rule lazily, and every third one compiled or with a shared input; the others take long."""
+    for number, case in enumerate(RULE_CASES):
         count = len(case.make())
+        turn = [() if number % 3 == chosen else pytest.mark.soak for chosen in (0, 1)]
         yield pytest.param(case, (True,) * count, "lazy", id=f"{case.name}-all")
-        yield pytest.param(case, (True,) * count, "compiled", id=f"{case.name}-compiled")
+        yield pytest.param(case, (True,) * count, "compiled", id=f"{case.name}-compiled", marks=turn[0])
         if count > 1:
-            yield pytest.param(case, (False,) + (True,) * (count - 1), "lazy", id=f"{case.name}-first shared")
+            mask = (False,) + (True,) * (count - 1)
+            yield pytest.param(case, mask, "lazy", id=f"{case.name}-first shared", marks=turn[1])
 
 
 @pytest.mark.parametrize(("case", "mask", "mode"), list(_rows()))
