@@ -212,7 +212,10 @@ def tensorboard(writer: Any) -> Callback:
         >>> callback = tensorboard(tempfile.mkdtemp())
     """
     if isinstance(writer, (str, os.PathLike)):
-        writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter(os.fspath(writer))
+        try:
+            writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter(os.fspath(writer))
+        except ImportError as error:
+            raise ImportError(f"{error}, or pass a SummaryWriter") from error
 
     def record(state: TrainState, history: History) -> None:
         for name, values in history.epochs[-1].items():

@@ -518,3 +518,18 @@ def test_groups_that_do_not_fit(label: Any, message: str) -> None:
 def test_numbers_out_of_range(make: Any, message: str) -> None:
     with pytest.raises(hfta.HyperparameterError, match=message):
         make()
+
+
+def test_a_link_of_a_chain_may_drop_parameters() -> None:
+    """Only the last link's updates are applied, so that the others may return any."""
+    start = _start_at(0, SHAPES)
+    dropped = next(iter(start))
+
+    def update(grads: dict[str, Tensor], state: Any, params: dict[str, Tensor]) -> Any:
+        return {name: grad for name, grad in grads.items() if name != dropped}, state
+
+    chained = hfta.chain(hfta.GradientTransformation(lambda params: (), update), hfta.sgd(lr=0.1))
+    updates, _ = chained.update(
+        {name: torch.ones_like(param) for name, param in start.items()}, chained.init(start), start
+    )
+    assert updates.keys() == start.keys() - {dropped}

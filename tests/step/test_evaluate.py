@@ -313,6 +313,32 @@ def test_what_a_model_writes_is_its_own_copy(way: str, size: Any, dims: Any, cou
         assert all(map(torch.equal, optree.tree_leaves((stacked, x)), optree.tree_leaves(held)))
 
 
+class WritesSometimes(nn.Module):
+    """Writes its parameter where the sum of its input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            with torch.no_grad():
+                self.weight.add_(1)
+        return (x * self.weight).sum()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_model_is_refused_before_it_writes_whichever_member_does(trains: bool) -> None:
+    stacked, x = hfta.stack_params([WritesSometimes() for _ in range(2)]), torch.stack([-torch.ones(3), torch.ones(3)])
+    with pytest.raises(hfta.StateError, match=r"writes its parameter 'weight' in place"):
+        if trains:
+            step = hfta.make_train_step(WritesSometimes(), lambda model, x: model(x), hfta.sgd(lr=0.1), chunk_size=1)
+            step(step.init(*stacked, seeds=[0, 1]), x)
+        else:
+            hfta.make_eval_step(WritesSometimes(), lambda model, x: model(x), chunk_size=1, batch_dims=0)(stacked, x)
+    assert torch.equal(stacked.params["weight"], torch.ones(2, 3))
+
+
 def test_metrics_take_the_hparams_of_a_training_state() -> None:
     models = [nn.Linear(4, 1) for _ in range(3)]
     x = torch.randn(3, 7, 4)

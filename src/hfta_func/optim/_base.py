@@ -116,9 +116,7 @@ def renew(
     if transformation.renew is not None:
         return transformation.renew(grads, opt_state, params, keep, donate, apply)
     updates, new = transformation.update(grads, opt_state, params)
-    before, after = (params, opt_state), (apply_updates(params, updates), new)
-    if not apply:
-        before, after = before[1:], after[1:]
+    before, after = ((params, opt_state), (apply_updates(params, updates), new)) if apply else ((opt_state,), (new,))
     if keep is not None:
         after = where(keep, after, before)
     if donate:
@@ -208,9 +206,9 @@ class Hyperparams:
         count, device = num_models(params), next(iter(params.values())).device
         return {name: vector(name, spec, count, device) for name, spec in self.specs.items()}
 
-    def at(self, values: Mapping[str, Any], count: Tensor) -> dict[str, Tensor]:
-        """The numbers ``float64[M]`` after ``count`` (``int64[M]``) updates, from the values in the state."""
-        numbers = {name: _read(spec, values[name], count) for name, spec in self.specs.items()}
+    def at(self, held: Mapping[str, Any], count: Tensor) -> dict[str, Tensor]:
+        """The numbers ``float64[M]`` after ``count`` (``int64[M]``) updates, from the values ``held`` in a state."""
+        numbers = {name: _read(spec, held[name], count) for name, spec in self.specs.items()}
         for name, value in numbers.items():
             if not isinstance(value, Tensor) or value.shape != count.shape:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__qualname__

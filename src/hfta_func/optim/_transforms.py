@@ -61,6 +61,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
 HyperparamState = namedtuple("HyperparamState", ["step", "hyperparams"])
 """Number of updates, and hyperparameters."""
+KnobState = HyperparamState  # the name in pickles of earlier versions
 restrict(HyperparamState, max_norm=Range.POSITIVE, clip_value=Range.POSITIVE)
 
 

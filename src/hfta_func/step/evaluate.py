@@ -127,24 +127,26 @@ class EvalStep(Compiled):
             raise StateError(
                 f"'{path}' is shared by members of {'the state' if path in shared else 'this step'} alone; {cure}"
             )
-        members = keys, state.params, shared, buffers, hparams
-        self._rehearse(members, batch)
-        return self.chunks(functools.partial(self._run, batch), members, plain(batch))
+        self._rehearse((keys, state.params, shared, buffers, hparams), batch)
+
+        def measure(params: Params, shared: Params) -> dict[str, Tensor]:
+            members = keys, params, shared, buffers, hparams
+            return self.chunks(functools.partial(self._run, batch), members, plain(batch))
+
+        metrics = self._members.guard(keys, measure, state.params, shared)
+        self._members.has_run(keys)
+        return metrics
 
     def _run(
         self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree
     ) -> dict[str, Tensor]:
         keys, params, shared, buffers, hparams = members
         dims = dict.fromkeys(params, 0) | dict.fromkeys(shared, None)
-        run = self._members.vmap(
-            functools.partial(self._member, batch), (0, dims, 0, 0, leaf_dims(self.options.batch_dims, tree))
-        )
-
-        def measure(params: Params, shared: Params) -> dict[str, Tensor]:
-            return run(keys, params | {path: param[0] for path, param in shared.items()}, buffers, hparams, tree)
-
+        params = params | {path: param[0] for path, param in shared.items()}
+        in_dims = (0, dims, 0, 0, leaf_dims(self.options.batch_dims, tree))
         with autocasting(keys.device, self.options.autocast):
-            return self._members.guard(keys, measure, params, shared)
+            run = self._members.vmap(functools.partial(self._member, batch), in_dims)
+            return run(keys, params, buffers, hparams, tree)
 
     def _member(
         self, like: Tree, key: Tensor, params: Params, buffers: Params, hparams: Params, tree: Tree

@@ -79,9 +79,11 @@ class Gradients:
             buffers = emptied(buffers, state.hparams, state.buffers)
             if bool(torch.stack([leaf.sum() for leaf in (losses, *grads.values(), *sums.values())]).isfinite().all()):
                 sums = {path: total[None] for path, total in sums.items()}
+                self._members.has_run(keys)
                 return StepOutputs(trained, grads, losses, metrics, buffers, sums, summed=True)
             # A sum does not tell whose part is not finite.
         grads, losses, metrics, buffers = self.chunks(functools.partial(self._run, batch), members, plain(batch))
+        self._members.has_run(keys)
         buffers = emptied(buffers, state.hparams, state.buffers)
         if self._options.scaling is not None:
             grads = amp.unscaled(grads, state.loss_scale.scale)

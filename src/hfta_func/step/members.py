@@ -33,22 +33,26 @@ class Members:
         return vmap_routed(member, in_dims, self._facts)
 
     def is_first(self, keys: Tensor) -> bool:
-        """Whether no call has been guarded yet; False to a compiler, which would compile again once the answer changes."""
+        """Whether the members have not been called yet, where values can be looked at: eagerly on a CPU, outside transforms.
+
+        To a compiler it is always False; it would compile again once the answer changes.
+        """
         return can_look(keys) and not self._has_run
 
     def guard(self, keys: Tensor, call: Callable[..., T], *params: Params) -> T:
-        """``call(*params)``, which raises a StateError if it writes one of them in place.
+        """``call(*params)``; raises a StateError if it writes one of them in place, where that can be seen.
 
-        The first call gets copies, so that the caller's parameters are as they were when it is refused.
+        Until :meth:`has_run` it gets copies, so that the caller's parameters are as they were when it is refused.
         """
-        first = self.is_first(keys)
-        if first:
+        if self.is_first(keys):
             params = copied(params)
         with unwritten({path: leaf for tree in params for path, leaf in tree.items()}):
-            result = call(*params)
-        if first:
+            return call(*params)
+
+    def has_run(self, keys: Tensor) -> None:
+        """Note that all members have been called: from now on, parameters are not copied."""
+        if can_look(keys):
             self._has_run = True
-        return result
 
 
 def with_batch(func: Callable[..., Any], takes_hparams: bool) -> Callable[..., Any]:

@@ -195,9 +195,11 @@ def call(
 
     axes = dict.fromkeys(params, 0) | dict.fromkeys((*shared, *base), None)
     mapped = members.vmap(member, (0, axes, 0, leaf_dims(dims, tree)))
-    return members.guard(
+    outputs = members.guard(
         keys, lambda params, shared: mapped(keys, params | shared | base, stacked.buffers, tree), params, shared
     )
+    members.has_run(keys)
+    return outputs
 
 
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -63,7 +63,7 @@ class Cohort(NamedTuple):
 
     @property
     def complete_rung(self) -> int:
-        """Number of rungs, without the last one, that all trials alive have reached; 0 before all trials have begun."""
+        """The rung, from 1, that all trials alive have reached; 0 before all have begun, and once all are at the last one."""
         rung = min((len(values) for values in self.alive.values()), default=0)
         return 0 if len(self.values) < self.trials or rung == len(self.rungs) else rung
 

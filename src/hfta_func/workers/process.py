@@ -26,7 +26,7 @@ from hfta_func.workers.settings import settings, settle
 from hfta_func.workers.wire import dumps, loads, one_line_error, receive, send, sweep
 
 TRIES = 3
-"""Number of deaths of workers in a row after which a call is given up."""
+"""Number of deaths of a worker in a row after which a call, or starting a worker, is given up."""
 
 
 class Died(Exception):
@@ -182,7 +182,7 @@ class Process:
         process = self._process
         if process is not None and process.poll() is None:
             for kill in (os.kill, os.killpg) if sys.platform != "win32" else (os.kill,):
-                # A new process has no group yet, of which the processes are that it starts.
+                # A new process has no process group yet; later, its group has the processes that it starts.
                 with contextlib.suppress(OSError):
                     kill(process.pid, signal.SIGKILL if sys.platform != "win32" else signal.SIGTERM)
 

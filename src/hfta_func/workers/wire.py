@@ -118,7 +118,7 @@ def _shared_folders() -> list[str]:
 
 
 def _locked(folder: str) -> IO[bytes]:
-    """A file in the folder that stays locked until this process ends."""
+    """A file in the folder that stays locked until it is closed or this process ends."""
     new = Path(folder) / "new"
     file = new.open("wb")
     lock(file)
