@@ -41,8 +41,11 @@ def pytest_collection_modifyitems(items):
                     item.add_marker(pytest.mark.soak)
                 exhaustive[name] += 1
         elif sampled := item.get_closest_marker("sampled"):
-            if quick[name] % sampled.kwargs["every"]:
+            turn = quick[name] % sampled.kwargs["every"]
+            if turn:
                 item.add_marker(pytest.mark.exhaustive)
+            if turn > 1:
+                item.add_marker(pytest.mark.soak)
             quick[name] += 1
 
 
