@@ -61,7 +61,6 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
 HyperparamState = namedtuple("HyperparamState", ["step", "hyperparams"])
 """Number of updates, and hyperparameters."""
-KnobState = HyperparamState  # the name in pickles of earlier versions
 restrict(HyperparamState, max_norm=Range.POSITIVE, clip_value=Range.POSITIVE)
 
 
@@ -338,3 +337,10 @@ def _zeros(tree: Params) -> Params:
 def _lerp(old: Params, new: Params, share: Tensor) -> Params:
     """``(1 - share) * old + share * new``, with one share per member."""
     return {path: torch.lerp(old[path], leaf, per_model(share, leaf)) for path, leaf in new.items()}
+
+
+def __getattr__(name: str) -> Any:
+    # The name that pickles of earlier versions have.
+    if name == "KnobState":
+        return HyperparamState
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
