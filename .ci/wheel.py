@@ -78,7 +78,7 @@ def test(wheel: Path, python: str, torch: str | None) -> None:
         (folder / "tests").mkdir()
         for file in ("pyproject.toml", "conftest.py"):
             shutil.copy(ROOT / file, folder)
-        for file in ["conftest.py", "typed_user.py", *(f"helpers/{name}.py" for name in HELPERS), *TESTS]:
+        for file in [*HELPERS, *TESTS]:
             (folder / "tests" / file).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / "tests" / file, folder / "tests" / file)
         shutil.copy(ROOT / ".ci" / "test_installed.py", folder / "tests")
