@@ -88,7 +88,6 @@ def test_every_stage_runs(bench, whole):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.soak(ids="lowerings|busy")
 @pytest.mark.parametrize("stage", ["tests", "cells", "updates", "lowerings", "busy", "largest"])
 def test_a_run_that_ends_in_the_middle_of_a_stage_goes_on(bench, whole, monkeypatch, tmp_path, stage):
     stages, ended = bench("gpu.stages"), []

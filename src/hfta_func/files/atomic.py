@@ -27,8 +27,12 @@ _TEMPORARY = re.compile(r"hfta-[0-9a-f]{16}\.tmp")
 
 
 @contextlib.contextmanager
-def replacing(path: PathLike) -> Iterator[BinaryIO]:
+def replacing(path: PathLike, durable: bool = True) -> Iterator[BinaryIO]:
     """A new file that replaces ``path`` if the block succeeds, and is removed otherwise.
+
+    Args:
+        path: The file to replace.
+        durable: Whether to wait until the disk has it, so that it is there after the machine fails, too.
 
     Raises:
         CheckpointError: if ``path`` is not a regular file, or cannot be written.
@@ -36,12 +40,13 @@ def replacing(path: PathLike) -> Iterator[BinaryIO]:
     with _writing(path), _beside(path) as file:
         yield file
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
         if sys.platform == "win32":
             # Only closed files can be renamed there; elsewhere the file stays locked until it has its final name.
             file.close()
         os.replace(file.name, path)
-    if os.name == "posix":
+    if durable and os.name == "posix":
         # A rename is durable once its directory is synchronised.
         directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         try:
@@ -50,9 +55,9 @@ def replacing(path: PathLike) -> Iterator[BinaryIO]:
             os.close(directory)
 
 
-def write(path: PathLike, content: bytes) -> None:
+def write(path: PathLike, content: bytes, durable: bool = True) -> None:
     """Replace a file by one with this content, see :func:`replacing`."""
-    with replacing(path) as file:
+    with replacing(path, durable) as file:
         file.write(content)
 
 

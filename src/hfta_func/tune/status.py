@@ -55,7 +55,7 @@ class Status:
     def _write(self, state: str) -> None:
         # The study goes on in another thread; if its data changes during a write, the next write is correct.
         with contextlib.suppress(RuntimeError, OSError):
-            atomic.write(self._path, json.dumps(self._report(state)).encode())
+            atomic.write(self._path, json.dumps(self._report(state)).encode(), durable=False)
 
     def _report(self, state: str) -> dict[str, Any]:
         search, study = self._search, self._search.study
