@@ -111,6 +111,7 @@ def test_ratios_in_the_readme_were_measured():
     assert set(ratios) <= measured
 
 
+@pytest.mark.exhaustive
 def test_tables_of_speed_show_the_committed_results(monkeypatch, capsys):
     """And say so where the code that was measured is another one; ``python -m benchmarks report`` writes them."""
     monkeypatch.syspath_prepend(ROOT)

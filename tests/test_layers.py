@@ -285,6 +285,7 @@ def in_a_new_process(code):
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_import_does_nothing():
     in_a_new_process("""
 import sys
@@ -303,6 +304,7 @@ assert torch.get_num_threads() and not torch._C._functorch.peek_interpreter_stac
 """)
 
 
+@pytest.mark.exhaustive
 def test_uninstall_restores_the_kernels_of_torch():
     in_a_new_process("""
 import torch

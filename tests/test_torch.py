@@ -95,6 +95,7 @@ def test_a_release_without_a_private_name_is_refused_in_one_line(file, module, n
     )
 
 
+@pytest.mark.exhaustive
 def test_an_import_ends_in_that_line():
     code = """
 import torch

@@ -126,6 +126,7 @@ def test_a_run_that_ends_in_the_middle_of_a_stage_goes_on(bench, whole, monkeypa
     assert lasting(bench, tmp_path) == expected
 
 
+@pytest.mark.exhaustive
 def test_rows_age_with_the_code_that_they_measure(bench):
     code, singles = bench("_code"), bench("gpu.singles")
     digests = {single.key: single.code for single in singles.updates("cpu", False)}

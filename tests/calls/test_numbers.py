@@ -430,6 +430,7 @@ def test_members_are_taken_and_joined(tmp_path):
     assert_same(averaged.buffers, step(averaged, xs[2])[0].buffers | averaged.buffers)
 
 
+@pytest.mark.exhaustive
 def test_they_change_between_steps_without_a_new_graph():
     members = three()
     torch._dynamo.reset()

@@ -203,6 +203,7 @@ def test_outside_of_arrays_it_is_pytorchs_own(reentrant: bool) -> None:
     torch.testing.assert_close(compiled(x), x.sin())
 
 
+@pytest.mark.exhaustive
 def test_the_compiler_traces_as_before_afterwards() -> None:
     variables = importlib.import_module("torch._dynamo.variables.higher_order_ops")
     before = variables.CheckpointHigherOrderVariable.call_function

@@ -102,6 +102,7 @@ def test_nothing_listens_beyond_this_machine(crew: cluster.RayPool) -> None:
     assert found and found <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
+@pytest.mark.exhaustive
 def test_bad_input(crew: cluster.RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="workers is 0; it must be at least 1"):
         cluster.ray(0)

@@ -172,6 +172,7 @@ def test_what_leaves_a_site_is_numbers():
     assert all(type(number) in (int, float) for member in found["all"] for each in member for number in each)
 
 
+@pytest.mark.exhaustive
 def test_bad_input():
     site = cluster.Site("a", lambda: rows(1))
     for change, match in (

@@ -363,6 +363,7 @@ def test_an_array_of_arrays() -> None:
         assert _largest_difference(optree.tree_map(lambda leaf, i=i: leaf[i], nested), alone) <= 1e-10
 
 
+@pytest.mark.exhaustive
 def test_tables_with_max_norm_are_the_runs_of_torch() -> None:
     # Such a table rescales its rows in place, before it reads them.
     def make() -> nn.Module:

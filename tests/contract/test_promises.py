@@ -227,6 +227,7 @@ def test_a_batch_may_be_empty() -> None:
                 torch.testing.assert_close(after.params["bias"], state.params["bias"] - 0.2)
 
 
+@pytest.mark.exhaustive
 def test_steps_run_in_several_threads_at_once() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.3), nn.Linear(64, 8))

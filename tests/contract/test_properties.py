@@ -62,6 +62,7 @@ def _identical(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
 
 
+@pytest.mark.exhaustive
 @cases
 @given(st.data())
 def test_a_failure_changes_no_other_member(data: st.DataObject) -> None:

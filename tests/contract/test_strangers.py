@@ -372,6 +372,7 @@ class ClosesOnce(executor.LastFirst):
         del self._numbers
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -423,6 +424,7 @@ def study(pull: tune.Scheduler, **options: Any) -> tune.Study:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_study_with_extensions_alone() -> None:
     seen, own = [], callback.keep_up("loss")
 
@@ -444,6 +446,7 @@ def test_a_study_with_extensions_alone() -> None:
     assert history["loss"].tolist() == expected
 
 
+@pytest.mark.exhaustive
 def test_a_study_that_goes_on_copies_nobody_twice(tmp_path: Any) -> None:
     whole, stops = study(scheduler.Pull()), []
 
@@ -458,6 +461,7 @@ def test_a_study_that_goes_on_copies_nobody_twice(tmp_path: Any) -> None:
         assert (one.config, one.parents, one.metrics) == (other.config, other.parents, other.metrics)
 
 
+@pytest.mark.exhaustive
 def test_a_study_names_a_scheduler_that_breaks_its_contract() -> None:
     with pytest.raises(ValueError, match=r"Broken: decide says 'wait' of trial 0; say 'go', 'stop' or tune\.Copy"):
         study(broken_scheduler(lambda cohort: everyone(cohort, "wait"))())

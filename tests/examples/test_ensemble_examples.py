@@ -104,6 +104,7 @@ def test_bad_flags(name, argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_an_ensemble_on_a_table(tmp_path, capsys):
     assert main("ensemble", "--members", 6, "--epochs", 12, "--out", tmp_path / "new") == 0
     lines = capsys.readouterr().out.splitlines()

@@ -441,6 +441,7 @@ def modules():
         yield sys.modules
 
 
+@pytest.mark.exhaustive
 def test_plain_pytorch_imports_nothing_of_the_package(call, monkeypatch, modules):
     for name in [name for name in modules if name.partition(".")[0] in ("examples", "hfta_func")]:
         del modules[name]
@@ -645,6 +646,7 @@ def test_files_that_are_not_what_they_should_be(call, tmp_path):
     refuses(call, "Not a directory", "resnet", "--out", str(tmp_path / "data" / "cifar-10-binary.tar.gz" / "out"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", [["--hfta"], []])
 def test_files_that_are_of_something_else(way, call, tmp_path, monkeypatch):
     argv = [*only(0, RUNS["resnet"]), *way, "--save", str(tmp_path)]
@@ -692,6 +694,7 @@ def test_a_run_goes_on_with_the_flags_that_it_was_begun_with(way, call, tmp_path
     assert call("mobilenet", *keep, "--lr", "0.5", "0.6")[0] == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
 @pytest.mark.parametrize(
     ("way", "kept"), [(["--hfta"], "resnet-model-0.pt"), ([], "resnet-model-0.pt"), ([], "resnet-solo-0.run")]

@@ -22,6 +22,7 @@ def test_clients_of_an_array_reach_what_a_loop_reaches(capsys):
     assert abs(array[-1] - loop[-1]) < 4 * spread / 3**0.5 + 0.01
 
 
+@pytest.mark.exhaustive
 def test_peers_come_together_as_expected(capsys):
     assert main("peers --peers 64 --rounds 4".split()) == 0
     averaged, trained = capsys.readouterr().out.split("accuracy after")

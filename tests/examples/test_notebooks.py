@@ -84,6 +84,7 @@ def test_path_pattern_finds_paths():
     assert not PATHS.search("accuracy/loss, train/test, [0, 1]")
 
 
+@pytest.mark.exhaustive
 def test_check_names_notebook_cell_and_error(tmp_path):
     path = make(tmp_path / "broken.ipynb", "print(1)", "def divide(a):\n    return a / 0\n\ndivide(1)", "print(2)")
     before = path.read_bytes()
@@ -110,6 +111,7 @@ def test_run_saves_outputs_and_check_accepts_them(tmp_path):
     assert check("--check", path).returncode == 0
 
 
+@pytest.mark.exhaustive
 def test_run_leaves_a_failing_notebook_as_it_was(tmp_path):
     path = make(tmp_path / "broken.ipynb", "raise SystemError('no')")
     before = path.read_bytes()

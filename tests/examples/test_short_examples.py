@@ -38,12 +38,14 @@ def test_an_ensemble_errs_less_than_its_members(capsys):
     assert 0.3 < error < alone < 0.6 and 0.05 < deviation < 0.5
 
 
+@pytest.mark.exhaustive
 def test_halves_go_on(capsys):
     rungs = [re.findall(r"\d+\.\d+", line) for line in run("halving", capsys).splitlines()]
     assert len(rungs) == 4 and all(set(after) <= set(before) for before, after in itertools.pairwise(rungs))
     assert len(rungs[0]) >= 32 and 4 <= len(rungs[-1]) <= 12 and all(0.001 < float(rate) < 0.2 for rate in rungs[-1])
 
 
+@pytest.mark.exhaustive
 def test_clients_that_hold_few_classes_learn_all_of_them(capsys):
     found = numbers(run("federated", capsys))
     assert len(found) == 30 and found[-1] > 0.7 and max(found[:3]) < 0.6

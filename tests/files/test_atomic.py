@@ -251,6 +251,7 @@ with atomic.holding(sys.argv[1]):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_killed_run_lets_go_of_its_file(tmp_path):
     path = tmp_path / "run"

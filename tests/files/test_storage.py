@@ -392,6 +392,7 @@ JSON_TO_SAVE = st.recursive(
 )
 
 
+@pytest.mark.exhaustive
 @fuzzed
 @given(metadata=st.dictionaries(st.text(max_size=3), JSON_TO_SAVE, max_size=3), names=st.sets(st.text(), max_size=4))
 def test_what_is_written_is_read(tmp_path_factory, metadata, names):

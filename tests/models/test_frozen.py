@@ -145,6 +145,7 @@ def test_members_are_the_solo_runs(options):
     assert state.params.keys() == OWN
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step_reads_the_base_where_it_is():
     base = nn.Linear(4, 4).double().requires_grad_(False)
     models = [nn.Sequential(over(base), nn.Linear(4, 1).double()) for _ in range(2)]
@@ -363,6 +364,7 @@ def test_a_base_on_another_device_is_noticed():
         step(elsewhere, tuple(x.to("meta") for x in make_batches(1)[0]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["assign", "buffers", "replaced"])
 def test_a_base_whose_tensors_were_replaced_is_noticed(how):
     models = make_models()

@@ -119,6 +119,7 @@ def test_bits_are_the_same(name, num_models):
     assert all(map(torch.equal, *map(optree.tree_leaves, (found, expected))))
 
 
+@pytest.mark.exhaustive
 def test_compiled_it_changes_nothing():
     expected = train(Views, 2)[0]
     seeds = [0, 1]

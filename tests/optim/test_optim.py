@@ -374,6 +374,7 @@ def test_decayed_weights_before_an_optimizer_are_an_l2_penalty() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compiled", [False, True])
 def test_accumulated_gradients_are_those_of_larger_batches(compiled: bool) -> None:
     torch._dynamo.reset()

@@ -88,6 +88,7 @@ def test_directions_of_a_convolution_have_lowerings_of_their_own(op: str, loweri
     assert choices.pop(op) == lowering and lowering not in choices.values()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lowering", ["grouped", "channels_last", "matmul", "windows", "loop"])
 def test_second_derivatives_and_tangents_of_every_lowering(lowering: str) -> None:
     x, weight = torch.randn(2, 1, 2, 4, 4).double(), torch.randn(2, 3, 2, 3, 3).double()
@@ -289,6 +290,7 @@ def test_install_from_many_threads() -> None:
     assert hfta.rules.is_installed()
 
 
+@pytest.mark.exhaustive
 def test_uninstall_inside_a_compiled_function() -> None:
     def func(x: Tensor, weight: Tensor) -> Tensor:
         y = hfta.vmap(torch.conv2d)(x, weight)
@@ -543,6 +545,7 @@ def _images() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 1, groups=2), nn.ConvTranspose2d(4, 2, 3, 2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("order", ["forward", "reverse", "twice"])
 def test_compiled_convolutions_have_all_derivatives(order: str) -> None:
     def value(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

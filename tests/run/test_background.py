@@ -144,6 +144,7 @@ def test_functions_of_a_notebook_are_sent_too() -> None:
 SCALE = 2.0
 
 
+@pytest.mark.exhaustive
 def test_a_graph_notices_what_its_user_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"one": 1.0}
     step, state = arrayed(lambda model, x: SCALE * weights["one"] * model(x).square().mean())
@@ -231,6 +232,7 @@ def test_without_a_compiler_one_line(tmp_path: pathlib.Path, monkeypatch: pytest
     assert "\n" not in str(caught[0].message)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "Process", process.Process)
     step, state = arrayed()
@@ -389,6 +391,7 @@ def test_it_is_the_step_to_whoever_asks() -> None:
     assert hfta.plan(quick, state, torch.ones(M, 5, 4, dtype=torch.float64)).num_models >= 1
 
 
+@pytest.mark.exhaustive
 def test_the_other_process_ends_with_this_one(tmp_path: pathlib.Path) -> None:
     program = f"""
 import sys, time; sys.path[:0] = {sys.path!r}

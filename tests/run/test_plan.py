@@ -120,6 +120,7 @@ def test_the_state_is_not_written(donate: bool) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.exhaustive
 def test_shared_batches() -> None:
     step, state, (inputs, targets) = _array(batch_dims=None)
     assert hfta.plan(step, state, (inputs[0], targets[0]), sizes=[1, 2], limit=5).num_models == 5
@@ -143,6 +144,7 @@ def _failing(most: int, error: Exception) -> Any:
     return step
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("most", "sizes", "num_models"),
     [(8, (1, 2, 4, 8), 30), (7, (1, 2, 4), 7), (4, (1, 2, 4), 7), (3, (1, 2), 3), (1, (1,), 1)],
@@ -156,6 +158,7 @@ def test_sizes_that_run_out_of_memory_are_left_out(most: int, sizes: tuple[int, 
     assert [line.split()[0] for line in str(found).splitlines()[1:-1]] == [*map(str, sorted({*sizes, num_models}))]
 
 
+@pytest.mark.exhaustive
 def test_a_size_that_will_not_fit_is_not_run_on_a_cpu() -> None:
     step, state, batch = _array()
     free = int(hfta.plan(step, state, batch, sizes=[2, 4]).memory(5))
@@ -324,6 +327,7 @@ def test_other_errors_are_no_lack_of_memory(find: Any) -> None:
         find(_failing(4, RuntimeError("shapes do not fit")), state, batch)
 
 
+@pytest.mark.exhaustive
 def test_a_budget_is_kept() -> None:
     step, state, batch = _array()
     free = int(hfta.plan(step, state, batch, sizes=[8, 16]).memory(20))

@@ -93,6 +93,7 @@ def test_folds_part_the_data():
     assert torch.equal(hfta.ArrayLoader(DATA, 4, seeds=[1, 1, 1, 1], folds=3).held_out()["row"], held_out)
 
 
+@pytest.mark.exhaustive
 def test_weights_are_proportions():
     rows = torch.arange(5)
     weights = torch.tensor([[0, 1, 2, 0, 1], [1, 0, 0, 0, 0.0]])

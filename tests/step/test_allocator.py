@@ -105,6 +105,7 @@ print(held - resident() > 100 << 20)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 @pytest.mark.parametrize(("calls", "is_given_back"), [((0,), True), ((1,), False), ((1, 0), True)])
 def test_where_a_freed_block_goes(calls, is_given_back):

@@ -244,6 +244,7 @@ def test_torch_exports_it(name):
     assert "aten.copy_.default" not in found and not [name for name in found if "hfta" in name]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_onnx_runtime_runs_it():
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -271,6 +271,7 @@ def test_the_model_axis_of_a_batch_is_the_first(make: Any, dims: Any) -> None:
         make(nn.Linear(4, 1), outputs, *more, batch_dims=dims)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stacked", [False, True])
 def test_compiled_it_is_the_eager_one(members: Any, state: hfta.TrainState, inputs: Tensor, stacked: bool) -> None:
     torch._dynamo.reset()

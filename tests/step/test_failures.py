@@ -94,6 +94,7 @@ def test_the_cause(compiled: bool) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("leaves", [3, 30])
 def test_causes_in_a_transform(leaves: int) -> None:
     torch._dynamo.reset()

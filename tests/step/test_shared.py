@@ -218,6 +218,7 @@ def test_loss_scales_of_the_members_cancel():
         torch.testing.assert_close(other.shared.params[path], state.shared.params[path], rtol=1e-10, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_files_modules_evaluation_and_predictions_have_the_trunk(tmp_path):
     models = make_models()
     step, state = array(models)

@@ -157,6 +157,7 @@ def test_the_status_of_a_study(study: pathlib.Path, capsys: pytest.CaptureFixtur
     assert "hfta_func.tune members " in log and " train for 1 epochs" in log
 
 
+@pytest.mark.exhaustive
 def test_plan_explain_and_doctor(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "example_study.py", "--limit", "8", "--sizes", "1", "4"]) == 0
     assert "8 of 8 models fit" in capsys.readouterr().out

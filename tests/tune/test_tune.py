@@ -80,6 +80,7 @@ def test_ctrl_c_while_a_study_is_set_up_ends_it(
     assert told(tune.run(build, FLAT, resume=tmp_path / "study", **SIX)) == told(tune.run(build, FLAT, **SIX))
 
 
+@pytest.mark.exhaustive
 def test_hyperband_finds_the_winner_of_hfht() -> None:
     study = tune.run(build, SPACE, scheduler=tune.hyperband(), max_models=8, **STUDY | {"trials": 0})
     assert len(study.trials) == 9 + 5 + 3
@@ -585,6 +586,7 @@ def test_samplers_are_asked_in_batches(kind: str, options: Mapping[str, Any], as
     assert told(search(**batch)) == told(study)
 
 
+@pytest.mark.exhaustive
 def test_a_storage_shows_trials_while_they_train(tmp_path: pathlib.Path) -> None:
     """From before the first epoch on, with curves, states, times and names of the objective."""
     url, seen = f"sqlite:///{tmp_path}/study.db", []

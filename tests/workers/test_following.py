@@ -51,6 +51,7 @@ def change(state: Any, history: hfta.History) -> Any:
     return hfta.take(state, [1]) if len(history) == 4 else None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["workers", "executor"])
 def test_members_come_and_go(way: str) -> None:
     expected = Run().fit(6, change, restore_best="mse")

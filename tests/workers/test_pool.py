@@ -60,6 +60,7 @@ def test_several_fits_use_the_same_processes(crew: hfta.WorkerPool, tmp_path: pa
     assert_same(again, hfta.fit(step, state, loader(), epochs=5, progress=False))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("save_every", [None, 3])
 def test_batches_of_any_kind(crew: hfta.WorkerPool, tmp_path: pathlib.Path, save_every: int | None) -> None:
     inputs, targets = data()
@@ -226,6 +227,7 @@ def test_whatever_happens_to_a_worker_its_call_is_answered() -> None:
         assert number == call and "its workers died 3 times in a row, last only OSError: the line is cut" in str(answer)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(crew: hfta.WorkerPool, tmp_path: pathlib.Path) -> None:
     def slow(model: Any, batch: Any) -> Any:
         time.sleep(0.2)

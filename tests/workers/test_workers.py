@@ -107,6 +107,7 @@ def test_an_error_of_the_user_s_code_comes_through() -> None:
         hfta.fit(step, state, loader(), epochs=1, progress=False, workers=2)
 
 
+@pytest.mark.exhaustive
 def test_workers_keep_large_blocks() -> None:
     # Otherwise every step of wide models pays for page faults.
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -178,6 +179,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, save_
         assert torch.equal(a, b)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dims", [0, None])
 @pytest.mark.parametrize("kind", ["dealt", "batches"])
 def test_steps_while_workers_start_are_those_of_workers(
@@ -321,6 +323,7 @@ time.sleep(3600)
 """
 
 
+@pytest.mark.exhaustive
 def test_what_a_killed_process_shared_is_removed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_shared_folders", lambda: [str(tmp_path)])
     code = f"from hfta_func.workers import wire; wire._shared_folders = lambda: [{str(tmp_path)!r}]\n" + KILLED
