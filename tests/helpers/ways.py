@@ -1,0 +1,83 @@
+"""One model in every way in which an array runs it, against the loop over members alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from comparisons import assert_trees_close
+
+WAYS = ("together", "one by one", "in pairs", "compiled", "evaluated", "ensemble", "mapped")
+
+
+def assert_as_alone(
+    make: Callable[[], nn.Module], batch: Any, way: str, count: int = 3, shared: bool = False, tolerance: float = 1e-10
+) -> None:
+    """Losses, new parameters and buffers of two steps, or outputs, of ``count`` members in one of the ``WAYS``.
+
+    The loss is the mean square of what the model returns. ``batch`` is a tensor ``[M, ...]``, or one for all if ``shared``.
+    """
+    models = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        models.append(make())
+    dims, rows = (None, [batch] * count) if shared else (0, [*batch[:count]])
+    batch = batch if shared else batch[:count]
+    alone = [copy.deepcopy(model) for model in models]
+    if way in ("evaluated", "ensemble", "mapped"):
+        with torch.no_grad():
+            expected = torch.stack([loss(model.eval(), row.clone()) for model, row in zip(alone, rows, strict=True)])
+        found = _outputs(models, batch, dims, way)
+        assert_trees_close({"outputs": found}, {"outputs": expected}, tolerance)
+        return
+    options = {"one by one": {"chunk_size": 1}, "in pairs": {"chunk_size": 2}}.get(way, {})
+    step: Any = hfta.make_train_step(
+        models[0], loss, hfta.sgd(lr=[0.1 + 0.1 * i for i in range(count)]), batch_dims=dims, **options
+    )
+    state = step.init(*hfta.stack_params(models), seeds=range(count))
+    if way == "compiled":
+        torch._dynamo.reset()
+        step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        losses = torch.stack(
+            [_solo_step(model, row, 0.1 + 0.1 * i) for i, (model, row) in enumerate(zip(alone, rows, strict=True))]
+        )
+        assert_trees_close({"loss": metrics["loss"]}, {"loss": losses}, tolerance)
+    expected = hfta.stack_params(alone)
+    assert_trees_close((state.params, state.buffers), (expected.params, expected.buffers), tolerance, "state")
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    """The mean square of what a model returns."""
+    return model(batch).abs().square().mean()
+
+
+def _solo_step(model: nn.Module, batch: Tensor, lr: float) -> Tensor:
+    value = loss(model, batch.clone())
+    model.zero_grad()
+    value.backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param -= lr * param.grad
+    return value.detach()
+
+
+def _outputs(models: list[nn.Module], batch: Any, dims: Any, way: str) -> Tensor:
+    stacked = hfta.stack_params(models)
+    if way == "evaluated":
+        return hfta.make_eval_step(models[0], loss, batch_dims=dims)(stacked, batch)["loss"]
+    if way == "ensemble":
+        ensemble = hfta.Ensemble.from_modules(models).eval()
+        with torch.no_grad():
+            outputs = ensemble(batch, batch_dims=dims)
+        return torch.stack([output.abs().square().mean() for output in outputs])
+    apply = hfta.functional(models[0].eval())
+    run = hfta.vmap(lambda params, buffers, x: apply(params, buffers, x)[0], (0, 0, dims))
+    return torch.stack([output.abs().square().mean() for output in run(*stacked, batch)])
