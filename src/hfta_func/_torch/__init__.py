@@ -11,12 +11,13 @@ from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoi
 from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, intercept_checkpoint
 from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, original, set_compiling, stand_for, stays
 from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, until_compiled, untraced
-from hfta_func._torch.dispatcher import SingleLevelFunction, below_autograd, below_batching, counter, decompositions
+from hfta_func._torch.dispatcher import SingleLevelFunction, batched_function, below_autograd, below_batching, counter
+from hfta_func._torch.dispatcher import decompositions
 from hfta_func._torch.dispatcher import default_generators, destroy, draws, function_modes, has_tangents, implement
 from hfta_func._torch.dispatcher import is_alias, is_fallback_enabled, load_decompositions, num_dispatch_modes
 from hfta_func._torch.dispatcher import num_libraries, operator, operators_without, out_of_place, parts, refusing_writes
-from hfta_func._torch.dispatcher import replace_validation, set_fallback_enabled, single_level_functions, taken_apart
-from hfta_func._torch.dispatcher import why_not_looped, without_views, writes, written_by
+from hfta_func._torch.dispatcher import replace_apply, replace_validation, set_fallback_enabled, single_level_functions
+from hfta_func._torch.dispatcher import taken_apart, why_not_looped, without_views, writes, written_by
 from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
 from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, get_unwrapped, gradient
 from hfta_func._torch.levels import inside_transform, interpreters, is_batched, is_wrapped, levels_above

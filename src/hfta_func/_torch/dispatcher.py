@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.levels import get_unwrapped, is_batched, is_wrapped
+from hfta_func._torch.levels import TransformType, current_interpreter, get_unwrapped, is_batched, is_wrapped
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
@@ -29,6 +30,7 @@ below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
 # Autograd functions inside one level of a transform, as operators of C++ are.
 SingleLevelFunction = private("torch.autograd.function", "_SingleLevelFunction")
 single_level_functions = private("torch._functorch.utils", "enable_single_level_autograd_function")
+_transformed_functions = private("torch._functorch.autograd_function", "custom_function_call.functorch_table")
 
 _keys = private("torch._C", "DispatchKeySet")
 _key = private("torch._C", "DispatchKey")
@@ -43,6 +45,7 @@ _BATCHING = _keys(_key.FuncTorchBatched) | _keys(_key.FuncTorchVmapMode)
 for _module, _name in (
     ("torch", "Tensor._version"),
     ("torch.autograd.forward_ad", "_current_level"),
+    ("torch.autograd.function", "Function.apply.__func__.__code__"),
     ("torch.distributions", "Distribution._validate_sample"),
     ("torch.library", "Library._destroy"),
     ("torch.library", "_defs"),
@@ -218,3 +221,35 @@ def replace_validation(is_left_out: Callable[[], bool]) -> Callable[[], None]:
 
     kind.__init__, kind._validate_sample = __init__, _validate_sample
     return restore
+
+
+def replace_apply(apply: Callable[..., Any], batch: Callable[..., Any]) -> Callable[[], None]:
+    """Call ``apply(original, function, *args)`` for ``function.apply(*args)`` of every autograd function.
+
+    ``batch(original, interpreter, function, *args)`` then runs under ``vmap`` for a function that has ``setup_context``.
+    Returns a function that restores what was there before.
+    """
+    __class__: Any = torch.autograd.Function
+    method, table = __class__.apply.__func__, _transformed_functions
+    code, rule = method.__code__, table[TransformType.Vmap]
+    original = types.FunctionType(code, method.__globals__, method.__name__, None, method.__closure__)
+
+    # The code is replaced and not the method, because models keep methods: ``relu = ReLU.apply``. Code fits a method only if
+    # it closes over the same variables, here ``__class__``.
+    def replacement(cls: Any, *args: Any, _apply: Any, **kwargs: Any) -> Any:
+        assert issubclass(cls, __class__)
+        return _apply(cls, *args, **kwargs)
+
+    def restore() -> None:
+        method.__code__, method.__kwdefaults__ = code, None
+        table[TransformType.Vmap] = rule
+
+    method.__kwdefaults__ = {"_apply": functools.partial(apply, original)}
+    method.__code__ = replacement.__code__.replace(co_filename=code.co_filename)
+    table[TransformType.Vmap] = functools.partial(batch, rule)
+    return restore
+
+
+def batched_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply an autograd function that has ``setup_context`` at the innermost level, one of ``vmap``."""
+    return _transformed_functions[TransformType.Vmap](current_interpreter(), function, *args, **kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func._types import LoopWarning
 from hfta_func.calls import validation
-from hfta_func.rules import _aliasing, _check, _choice
+from hfta_func.rules import _aliasing, _check, _choice, _functions
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule, fingerprint
@@ -67,6 +67,7 @@ def install() -> None:
             _withdraw()
             raise
         validation.install()
+        _functions.install()
         _installed = True
 
 
@@ -240,6 +241,7 @@ def uninstall() -> None:
         if _installed:
             _withdraw()
             validation.uninstall()
+            _functions.uninstall()
             _installed = False
         _torch.mark_graphs(_RULES, None)
 

@@ -160,6 +160,8 @@ def grad_and_aux(
     if not value.requires_grad:
         raise LossError("the loss does not depend on any parameter that requires grad; return what model(...) computed")
     grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    # The backward pass of an autograd function may have called autograd itself, which adds to ``.grad``.
+    grads = [grad if leaf.grad is None else grad + leaf.grad for leaf, grad in zip(leaves.values(), grads, strict=True)]
     return dict(zip(leaves, grads, strict=True)), tree_map(torch.Tensor.detach, aux)
 
 
