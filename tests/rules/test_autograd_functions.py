@@ -364,7 +364,7 @@ def inplace(function):
     def func(model, y):
         z = y * 2
         w = function.apply(z, 3.0)
-        assert w is z
+        assert torch.compiler.is_compiling() or w is z
         return w * y + z
 
     return lambda: Model(func)
@@ -429,7 +429,7 @@ class BatchModel(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
 
     def forward(self, x):
-        return LinearInTwo.apply(Spike.apply(x), Cube.apply(self.weight), self.bias) + Reading.apply(x).sum()
+        return LinearInTwo.apply(Spike.apply(x), Cube.apply(self.weight), self.bias) + Outer.apply(x).sum()
 
 
 ONLY_EAGER = {"reading", "twice", "fixed point", "adjoint", "adjoint, method", "reversible"}

@@ -183,3 +183,20 @@ def trace_checkpoint(call: Any) -> Any:
     variable = private("torch._dynamo.variables.higher_order_ops", "CheckpointHigherOrderVariable")
     before, variable.call_function = variable.call_function, call
     return before
+
+
+def trace_functions(call: Any) -> Any:
+    """Make the compiler trace ``apply`` of autograd functions by ``call(self, tx, args, kwargs)``; returns the previous one."""
+    variable = private("torch._dynamo.variables.misc", "AutogradFunctionVariable")
+    before, variable.call_apply = variable.call_apply, call
+    return before
+
+
+def in_graph(tx: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """A call of ``func`` as one node of the graph that is traced; of its results, ``func.constants`` are no tensors."""
+    arguments = private("torch._dynamo.utils", "proxy_args_kwargs")(args, kwargs)
+    proxy = tx.output.create_proxy("call_function", func, *arguments)
+    results = private("torch._dynamo.variables.builder", "wrap_fx_proxy")(tx=tx, proxy=proxy)
+    for position, value in func.constants.items():
+        results.items[position] = private("torch._dynamo.variables.base", "VariableTracker").build(tx, value)
+    return results

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.levels import TransformType, current_interpreter, get_unwrapped, is_batched, is_wrapped
+from hfta_func._torch.levels import TransformType, get_unwrapped, is_batched, is_wrapped
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
@@ -30,7 +30,9 @@ below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
 # Autograd functions inside one level of a transform, as operators of C++ are.
 SingleLevelFunction = private("torch.autograd.function", "_SingleLevelFunction")
 single_level_functions = private("torch._functorch.utils", "enable_single_level_autograd_function")
-_transformed_functions = private("torch._functorch.autograd_function", "custom_function_call.functorch_table")
+# How transforms apply autograd functions, and what starts the innermost one.
+_in_transforms = private("torch._functorch.autograd_function", "custom_function_call")
+_start_transform = private("torch._functorch.pyfunctorch", "dispatch_functorch")
 
 _keys = private("torch._C", "DispatchKeySet")
 _key = private("torch._C", "DispatchKey")
@@ -230,13 +232,13 @@ def replace_apply(apply: Callable[..., Any], batch: Callable[..., Any]) -> Calla
     Returns a function that restores what was there before.
     """
     __class__: Any = torch.autograd.Function
-    method, table = __class__.apply.__func__, _transformed_functions
+    method, table = __class__.apply.__func__, _in_transforms.functorch_table
     code, rule = method.__code__, table[TransformType.Vmap]
     original = types.FunctionType(code, method.__globals__, method.__name__, None, method.__closure__)
 
     # The code is replaced and not the method, because models keep methods: ``relu = ReLU.apply``. Code fits a method only if
     # it closes over the same variables, here ``__class__``.
-    def replacement(cls: Any, *args: Any, _apply: Any, **kwargs: Any) -> Any:
+    def replacement(cls: Any, /, *args: Any, _apply: Any, **kwargs: Any) -> Any:
         assert issubclass(cls, __class__)
         return _apply(cls, *args, **kwargs)
 
@@ -250,6 +252,6 @@ def replace_apply(apply: Callable[..., Any], batch: Callable[..., Any]) -> Calla
     return restore
 
 
-def batched_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an autograd function that has ``setup_context`` at the innermost level, one of ``vmap``."""
-    return _transformed_functions[TransformType.Vmap](current_interpreter(), function, *args, **kwargs)
+def apply_in_transforms(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Apply an autograd function that has ``setup_context`` under transforms, where PyTorch would leave the function modes."""
+    return _start_transform(_in_transforms, (function, *args), kwargs)

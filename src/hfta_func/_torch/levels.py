@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +40,7 @@ batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
 # The transform that runs innermost: None outside of all, an object of C++, and one of Python that can be left for a while.
 peek_interpreter = private(_FUNCTORCH, "peek_interpreter_stack")
 interpreters = private(_FUNCTORCH, "get_interpreter_stack")
+_num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
 current_interpreter = private(_PYFUNCTORCH, "retrieve_current_functorch_interpreter")
 VmapInterpreter = private(_FUNCTORCH, "CVmapInterpreterPtr")
 TransformType = private(_FUNCTORCH, "TransformType")
@@ -108,3 +109,13 @@ def gradient(func: Callable[..., Tensor], positions: tuple[int, ...]) -> Callabl
 def can_look(flags: Tensor) -> bool:
     """Whether reading values costs less than computing around them: on a CPU, outside compilation and transforms."""
     return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not inside_transform()
+
+
+def is_captured(tensors: Sequence[Tensor]) -> bool:
+    """Whether operators on these tensors are being captured for a graph, so that they have no values."""
+    for tensor in tensors if _num_dispatch_modes() else ():
+        while is_wrapped(tensor):
+            tensor = get_unwrapped(tensor)
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return True
+    return False

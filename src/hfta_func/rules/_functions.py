@@ -18,10 +18,11 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._torch import pytree
-from hfta_func._types import LoopWarning, TraceError
+from hfta_func._types import LoopWarning, RandomnessError, TraceError
 from hfta_func.calls.captured import tensors_in, with_tensors
 from hfta_func.calls.routing import routed
 from hfta_func.calls.validation import inside_array
+from hfta_func.rules._function_graphs import apply_to_all
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 _restore: Callable[[], None] | None = None
@@ -42,7 +43,7 @@ def uninstall() -> None:
         _warned.clear()
 
 
-def _apply(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """``function.apply(*args, **kwargs)``."""
     interpreter = _torch.peek_interpreter()
     if interpreter is None:
@@ -52,26 +53,42 @@ def _apply(original: Callable[..., Any], function: Any, *args: Any, **kwargs: An
             tensors = {id(x): x.item() if mode is not None and mode.is_number(x) else x for x in tensors_in((args, kwargs))}
             args, kwargs = with_tensors((args, kwargs), tensors)
         return original(function, *args, **kwargs)
-    is_old = function.setup_context is torch.autograd.Function.setup_context
-    if interpreter.key() == _torch.TransformType.Vmap:
-        if is_old:
-            return _one_by_one(function, args, kwargs)
+    if not _has_rule(function) and _torch.is_captured(tensors_in((args, kwargs))):
+        return apply_to_all(function, args, kwargs)
+    if function.setup_context is not torch.autograd.Function.setup_context:
         bound = inspect.signature(function.forward).bind(*args, **kwargs)
         bound.apply_defaults()
-        # PyTorch would call a rule outside of the mode that routes noise.
-        return _torch.batched_function(function, *bound.args, **bound.kwargs)
-    if is_old:
-        raise TraceError(
-            f"{function.__qualname__} has no setup_context, which PyTorch needs under torch.func.grad and its like; write "
-            f"it, or take the gradient with torch.autograd.grad, as gradient penalties do"
-        )
-    return original(function, *args, **kwargs)
+        return _torch.apply_in_transforms(function, *bound.args, **bound.kwargs)
+    if interpreter.key() == _torch.TransformType.Vmap:
+        return _one_by_one(function, args, kwargs)
+    raise TraceError(
+        f"{function.__qualname__} has no setup_context, which PyTorch needs under torch.func.grad and its like; write it, or "
+        f"take the gradient with torch.autograd.grad, as gradient penalties do"
+    )
 
 
-def _batch(rule: Callable[..., Any], interpreter: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+def _has_rule(function: Any) -> bool:
+    return function.generate_vmap_rule or function.vmap is not torch.autograd.Function.vmap
+
+
+def _batch(rule: Callable[..., Any], interpreter: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Apply a function that has ``setup_context``, by its own rule if it has one."""
-    has_rule = function.generate_vmap_rule or function.vmap is not torch.autograd.Function.vmap
-    return rule(interpreter, function, *args, **kwargs) if has_rule else _one_by_one(function, args, kwargs)
+    if not _has_rule(function):
+        return _one_by_one(function, args, kwargs)
+    mode = _routing()
+    with contextlib.nullcontext() if mode is None or function.generate_vmap_rule else _Undrawn(mode.key):
+        return rule(interpreter, function, *args, **kwargs)
+
+
+class _Undrawn(routed):
+    """A mode for rules, which compute with the tensors of all members, for which there is no key."""
+
+    def next_key(self, rate: Any = None) -> Any:
+        """Refuse a draw."""
+        raise RandomnessError(
+            "a vmap staticmethod draws random numbers, and each member has its own; draw them outside of the function and "
+            "pass them to it, or write generate_vmap_rule = True"
+        )
 
 
 def _routing() -> routed | None:

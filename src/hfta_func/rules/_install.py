@@ -14,7 +14,7 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func._types import LoopWarning
 from hfta_func.calls import validation
-from hfta_func.rules import _aliasing, _check, _choice, _functions
+from hfta_func.rules import _aliasing, _check, _choice, _function_graphs, _functions
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule, fingerprint
@@ -223,12 +223,14 @@ def _set_up_until_compiled() -> None:
         copies.__exit__()
         _torch.mark_graphs(_LAYOUT, None)
         _torch.allow_recurrent_layers(allowed)
+        _torch.trace_functions(traced)
         guard.__exit__()
 
     _compiling = True
     copies = _aliasing.watched(_aliasing.AliasFacts()).__enter__()
     # Recurrent layers belong in graphs, because their rules decompose them.
     allowed = _torch.allow_recurrent_layers(True)
+    traced = _function_graphs.trace()
     guard.__enter__()
     _torch.until_compiled(end)
 
