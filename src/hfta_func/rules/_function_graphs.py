@@ -2,13 +2,14 @@
 
 The compiler itself would take a forward pass apart and differentiate its operators, because under ``vmap`` no tensor seems to
 require a gradient. So a graph holds the call as a whole until its operators are captured, by the batching rule of the function
-or, if it has none, by one that runs both passes under ``vmap``.
+or, if it has none, by running both passes under ``vmap``.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import types
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from hfta_func import _torch
 from hfta_func._torch import pytree
+from hfta_func._types import TraceError
 
 
 def trace() -> Any:
@@ -25,7 +27,14 @@ def trace() -> Any:
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if not _torch.inside_transform():
             return before(self, tx, args, kwargs)
-        return _torch.in_graph(tx, _node(self.fn_cls), args, kwargs)
+        try:
+            return _torch.in_graph(tx, _node(self.fn_cls), args, kwargs)
+        except Exception as error:
+            raise TraceError(
+                f"the autograd function {self.fn_cls.__qualname__} cannot be compiled: in a compiled step a function takes "
+                f"tensors and plain values only, reads no values of tensors, and draws no random numbers; leave the step "
+                f"uncompiled, or draw and read outside of the function"
+            ) from error
 
     before = _torch.trace_functions(call)
     return before
@@ -33,7 +42,7 @@ def trace() -> Any:
 
 @functools.cache
 def _node(function: Any) -> Any:
-    """What graphs call for ``function.apply``; graphs have results that are tensors or None, and constants apart."""
+    """What graphs call for ``function.apply``; its results there are tensors or None, and constants are left apart."""
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         outputs = function.apply(*args, **kwargs)
@@ -62,53 +71,9 @@ def apply_to_all(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return outputs[0] if call.is_single else tuple(outputs)
 
 
-class _Call:
-    """What a forward pass leaves on its ``ctx``, without tensors: their positions among results, arguments and others."""
-
-    def __init__(self, ctx: Any, args: tuple[Any, ...], output: Any):
-        outputs = output if isinstance(output, tuple) else (output,)
-        self.count, self.is_single = len(outputs), output is not outputs
-        tensors = [*outputs, *args]
-        leaves, self._spec = pytree.tree_flatten(vars(ctx))
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and not any(leaf is x for x in tensors):
-                tensors.append(leaf)
-        self.others = tensors[len(outputs) + len(args) :]
-        positions = {id(x): i for i, x in reversed([*enumerate(tensors)])}
-        self._leaves = [positions[id(leaf)] if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-        self._kept = sorted({leaf for leaf in self._leaves if isinstance(leaf, int)})
-        self._materializes = getattr(ctx, "materialize_grads", True)
-        given = {id(x): i for i, x in enumerate(args)}
-        self.written = [(given[id(x)], positions[id(x)]) for x in getattr(ctx, "dirty_tensors", ())]
-        self._constant = [positions[id(x)] for x in getattr(ctx, "non_differentiable", ())]
-
-    def keep(self, ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-        """Keep the tensors for the backward pass."""
-        tensors = [*outputs[: self.count], *inputs, *outputs[self.count :]]
-        ctx.save_for_backward(*(tensors[position] for position in self._kept))
-        ctx.set_materialize_grads(self._materializes)
-        ctx.call = self
-
-    def context(self, ctx: Any) -> Any:
-        """The ``ctx`` that the function has left, with these tensors."""
-        tensors = dict(zip(self._kept, ctx.saved_tensors, strict=True))
-        leaves = [tensors[leaf] if isinstance(leaf, int) else leaf[0] for leaf in self._leaves]
-        own: Any = FunctionCtx()
-        vars(own).update(pytree.tree_unflatten(leaves, self._spec))
-        own.saved_tensors, own.needs_input_grad = getattr(own, "to_save", ()), ctx.needs_input_grad
-        return own
-
-    def grads(self, grads: tuple[Any, ...]) -> list[Any]:
-        """The gradients of the function's own results."""
-        mine = list(grads[: self.count])
-        for j in self._constant:
-            mine[j] = mine[j] if mine[j] is None else mine[j] * 0
-        return mine
-
-
 @functools.cache
 def _with_rule(function: Any) -> Any:
-    """The same function, with everything that its backward pass needs among its results, so that PyTorch can batch it."""
+    """The same function, with all that its backward pass needs among its results, so that PyTorch can batch it."""
 
     def forward(*args: Any) -> Any:
         # A function may write its arguments.
@@ -120,16 +85,38 @@ def _with_rule(function: Any) -> Any:
         else:
             output = function.forward(*args)
             function.setup_context(ctx, args, output)
-        call = _Call(ctx, args, output)
-        others, call.others = call.others, []
-        return (*((output,) if call.is_single else output), *others, call)
+        outputs = output if isinstance(output, tuple) else (output,)
+        # What is kept is an argument or a result, so that it has a history if the backward pass is differentiated.
+        positions = {id(x): i for i, x in reversed([*enumerate((*outputs, *args))])}
+        leaves, spec = pytree.tree_flatten(vars(ctx))
+        others = [x for x in leaves if isinstance(x, Tensor) and id(x) not in positions]
+        positions |= {id(x): len(outputs) + len(args) + i for i, x in enumerate(others)}
+        call = types.SimpleNamespace(
+            count=len(outputs),
+            is_single=outputs is not output,
+            leaves=[positions[id(x)] if isinstance(x, Tensor) else (x,) for x in leaves],
+            spec=spec,
+            materializes=getattr(ctx, "materialize_grads", True),
+            written=[(i, positions[id(x)]) for x in getattr(ctx, "dirty_tensors", ()) for i, y in enumerate(args) if x is y],
+            constant=[positions[id(x)] for x in getattr(ctx, "non_differentiable", ())],
+        )
+        return (*outputs, *others, call)
 
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
-        outputs[-1].keep(ctx, inputs, outputs[:-1])
+        *results, call = outputs
+        tensors = [*results[: call.count], *inputs, *results[call.count :]]
+        ctx.save_for_backward(*(tensors[leaf] for leaf in call.leaves if isinstance(leaf, int)))
+        ctx.set_materialize_grads(call.materializes)
+        ctx.call = call
 
     def backward(ctx: Any, *grads: Any) -> Any:
+        call, saved, inner = ctx.call, iter(ctx.saved_tensors), types.SimpleNamespace()
+        leaves = [next(saved) if isinstance(leaf, int) else leaf[0] for leaf in call.leaves]
+        vars(inner).update(pytree.tree_unflatten(leaves, call.spec))
+        inner.saved_tensors, inner.needs_input_grad = getattr(inner, "to_save", ()), ctx.needs_input_grad
+        grads = tuple(grad * 0 if j in call.constant and grad is not None else grad for j, grad in enumerate(grads))
         differentiate = function.vjp if function.backward is Function.backward else function.backward
-        return differentiate(ctx.call.context(ctx), *ctx.call.grads(grads))
+        return differentiate(inner, *grads[: call.count])
 
     methods = {"forward": forward, "setup_context": setup_context, "backward": backward}
     members = {name: staticmethod(method) for name, method in methods.items()}

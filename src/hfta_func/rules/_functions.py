@@ -10,11 +10,12 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hfta_func import _torch
 from hfta_func._torch import pytree
@@ -55,7 +56,7 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
         return original(function, *args, **kwargs)
     if not _has_rule(function) and _torch.is_captured(tensors_in((args, kwargs))):
         return apply_to_all(function, args, kwargs)
-    if function.setup_context is not torch.autograd.Function.setup_context:
+    if function.setup_context is not Function.setup_context:
         bound = inspect.signature(function.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         return _torch.apply_in_transforms(function, *bound.args, **bound.kwargs)
@@ -68,7 +69,7 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
 
 
 def _has_rule(function: Any) -> bool:
-    return function.generate_vmap_rule or function.vmap is not torch.autograd.Function.vmap
+    return function.generate_vmap_rule or function.vmap is not Function.vmap
 
 
 def _batch(rule: Callable[..., Any], interpreter: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -98,120 +99,99 @@ def _routing() -> routed | None:
 
 def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply a function to the arguments of each member, below the innermost level of ``vmap``."""
-    name, interpreter = function.__qualname__, _torch.current_interpreter()
-    _warn_of(function, name)
+    name, interpreter, mode = function.__qualname__, _torch.current_interpreter(), _routing()
+    _warn_of(function)
     level, count = interpreter.level(), interpreter.batch_size()
-    given, results = tensors_in((args, kwargs)), []
-    noise = _Noise(interpreter, given)
-    plain, dims = _torch.unwrap_leaves(given, level)
+    given = [*{id(x): x for x in tensors_in((args, kwargs))}.values()]
+    noise = () if mode is None else (mode.key, mode.skipped)
+    plain, dims = _torch.unwrap_leaves([*given, *noise], level)
+    before = torch.default_generator.get_state()
+    results, modes = [], []
     with interpreter.lower():
         parts = [[x] * count if dim is None else [*x.unbind(dim)] for x, dim in zip(plain, dims, strict=True)]
         # Copies of the first member's tensors show which ones a function writes. Inference mode would count no writes.
         with torch.inference_mode(False):
-            parts = [part if dim is None else [part[0].clone(), *part[1:]] for part, dim in zip(parts, dims, strict=True)]
-        versions = [_torch.writes(part[0]) for part in parts]
+            for part, dim in zip(parts, dims, strict=True):
+                part[0] = part[0] if dim is None else part[0].clone()
+        versions = [_torch.writes(part[0]) for part in parts[: len(given)]]
         written: list[int] = []
         for m in range(count):
-            tensors = {id(x): part[m] for x, part in zip(given, parts, strict=True)}
-            member_args, member_kwargs = with_tensors((args, kwargs), tensors)
-            with noise.of(m, tensors):
+            tensors: dict[int, Any] = {id(x): part[m] for x, part in zip(given, parts, strict=False)}
+            with _drawing(mode, [part[m] for part in parts[len(given) :]], given, tensors) as inner:
+                member_args, member_kwargs = with_tensors((args, kwargs), dict(tensors))
                 results.append(function.apply(*member_args, **member_kwargs))
+            modes.append(inner)
             if m == 0:
-                written = [i for i, part in enumerate(parts) if _torch.writes(part[0]) != versions[i]]
-                if not written and not noise.is_drawn() and all(dim is None for dim in dims):
-                    return results[0]
+                written = [i for i, version in enumerate(versions) if _torch.writes(parts[i][0]) != version]
                 for i in written:
                     if dims[i] is None:
                         raise RuntimeError(f"vmap: inplace arithmetic of {name} into a tensor that all members share")
                     parts[i][1:] = [x.clone() for x in parts[i][1:]]
-        noise.end(name)
+        if interpreter.randomness() != "different" and not torch.equal(torch.default_generator.get_state(), before):
+            torch.default_generator.set_state(before)
+            raise RuntimeError(f"vmap: called random operation while in randomness error mode: {name}")
+        if mode is not None:
+            _go_on(mode, modes, level)
         for i in written:
             plain[i].copy_(torch.stack(parts[i]).movedim(0, dims[i]))
-        firsts = [(part[0], x) for part, x, dim in zip(parts, given, dims, strict=True) if dim is not None]
         leaves, specs = zip(*map(pytree.tree_flatten, results), strict=True)
         if any(spec != specs[0] for spec in specs):
             raise TraceError(f"{name} returns {results[0]!r} for member 0; it must return as many results for each member")
-        return pytree.tree_unflatten([_joined(name, column, firsts, level) for column in zip(*leaves)], specs[0])
+        firsts = [(part[0], x) for x, part, dim in zip(given, parts, dims, strict=False) if dim is not None]
+        joined = [_joined(name, column, firsts, level) for column in zip(*leaves, strict=True)]
+        return pytree.tree_unflatten(joined, specs[0])
 
 
-def _warn_of(function: Any, name: str) -> None:
-    if function in _warned:
-        return
-    _warned.add(function)
-    warnings.warn(
-        f"{name} is an autograd function without a batching rule and runs one member after another; write setup_context and "
-        f"a vmap staticmethod, or generate_vmap_rule = True, or compute with operators; or silence this with "
-        f"warnings.filterwarnings('ignore', category=hfta_func.LoopWarning)",
-        LoopWarning,
-        stacklevel=5,
-    )
+def _warn_of(function: Any) -> None:
+    if function not in _warned:
+        _warned.add(function)
+        warnings.warn(
+            f"{function.__qualname__} is an autograd function without a batching rule and runs one member after another; "
+            f"write setup_context and a vmap staticmethod, or generate_vmap_rule = True, or compute with operators; or "
+            f"silence this with warnings.filterwarnings('ignore', category=hfta_func.LoopWarning)",
+            LoopWarning,
+            stacklevel=5,
+        )
+
+
+def _drawing(mode: routed | None, noise: Sequence[Any], given: Sequence[Tensor], tensors: dict[int, Tensor]) -> Any:
+    """A context in which a member, which has these tensors for those given, draws from its key."""
+    if mode is None:
+        return contextlib.nullcontext()
+    key, skipped = noise
+    inner = mode.again(key, mode.site, [tensors[id(x)] for x in given if mode.is_number(x)])
+    inner.skipped = skipped
+    return inner
+
+
+def _go_on(mode: routed, modes: Sequence[routed], level: int) -> None:
+    """Let the members' mode go on behind the call sites of all members; one that has drawn less has skipped sites."""
+    site = max(inner.site for inner in modes)
+    skipped = [site - inner.site + (0 if inner.skipped is None else inner.skipped) for inner in modes]
+    if mode.key is not None and any(isinstance(number, Tensor) or number for number in skipped):
+        numbers = [torch.as_tensor(number, device=mode.key.device) for number in skipped]
+        mode.skipped = _torch.add_batch_dim(torch.stack(numbers), 0, level)
+    mode.site = site
 
 
 def _joined(name: str, column: Sequence[Any], firsts: Sequence[tuple[Tensor, Tensor]], level: int) -> Any:
-    """The members' results as one; ``firsts`` are the tensors of the first member, each with that of all members."""
+    """The members' results as one; ``firsts`` are the tensors given for the first member, each with that for all."""
     first, *others = column
     if not isinstance(first, Tensor):
         if all(other is first or (other == first) is True for other in others):
             return first
         raise TraceError(f"{name} returns {first!r} for member 0 and other values for others; return a tensor instead")
     for part, whole in firsts:
-        # What is returned as it was given, or as a view of it that has no history, is the array that was given.
-        if part is first or (not first.requires_grad and _is_same(part, first)):
+        # What is returned as it was given, or without a history as a view of all of it, is the array that was given.
+        if part is first or (not first.requires_grad and _torch.is_alias(part, first) and _layout(part) == _layout(first)):
             return whole
     if any(other.shape != first.shape for other in others):
         raise TraceError(
             f"{name} returns tensors whose shapes depend on values, and each member has its own; keep all entries and mask "
             f"them (torch.where, masks)"
         )
-    return _torch.add_batch_dim(torch.stack(column), 0, level)
+    return _torch.add_batch_dim(torch.stack(list(column)), 0, level)
 
 
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are the same view of one storage."""
-    return _torch.is_alias(x, y) and (x.shape, x.stride(), x.storage_offset()) == (y.shape, y.stride(), y.storage_offset())
-
-
-class _Noise:
-    """The draws of members that run one after another: by their keys, or as their level of ``vmap`` lets them draw."""
-
-    def __init__(self, interpreter: Any, given: Sequence[Tensor]):
-        self._mode = mode = _routing()
-        self._numbers = [id(x) for x in given if mode is not None and mode.is_number(x)]
-        self._level, self._randomness, count = interpreter.level(), interpreter.randomness(), interpreter.batch_size()
-        state = (None, None) if mode is None else (mode.key, mode.skipped)
-        plain, dims = _torch.unwrap_leaves(state, self._level)
-        with interpreter.lower():
-            unbound = [[x] * count if dim is None else x.unbind(dim) for x, dim in zip(plain, dims, strict=True)]
-        self._keys, self._skipped = unbound
-        self._modes: list[routed] = []
-        self._before = torch.default_generator.get_state()
-
-    def of(self, member: int, tensors: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """A context in which a member draws, with its ``tensors`` for those given."""
-        if self._randomness == "same":
-            torch.default_generator.set_state(self._before)
-        if self._mode is None:
-            return contextlib.nullcontext()
-        mode = self._mode.again(self._keys[member], self._mode.site, [tensors[key] for key in self._numbers])
-        mode.skipped = self._skipped[member]
-        self._modes.append(mode)
-        return mode
-
-    def is_drawn(self) -> bool:
-        """Whether the first member has drawn."""
-        by_key = self._mode is not None and self._modes[0].site != self._mode.site
-        return by_key or not torch.equal(torch.default_generator.get_state(), self._before)
-
-    def end(self, name: str) -> None:
-        """Go on behind the call sites of all members; raises a RuntimeError if a draw was not routed to the keys."""
-        if self._mode is not None and self._mode.key is not None:
-            site = max(mode.site for mode in self._modes)
-            # A member that has drawn less than another one has skipped sites.
-            skipped = [site - mode.site + (0 if mode.skipped is None else mode.skipped) for mode in self._modes]
-            if any(isinstance(count, Tensor) or count for count in skipped):
-                counts = [torch.as_tensor(count, device=self._mode.key.device) for count in skipped]
-                self._mode.skipped = _torch.add_batch_dim(torch.stack(counts), 0, self._level)
-            self._mode.site = site
-        if self._randomness == "error" and not torch.equal(torch.default_generator.get_state(), self._before):
-            torch.default_generator.set_state(self._before)
-            raise RuntimeError(f"vmap: called random operation while in randomness error mode: {name}")
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.shape, x.stride(), x.storage_offset()

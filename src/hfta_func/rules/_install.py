@@ -273,6 +273,8 @@ def _kernel(
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         interpreter = _torch.peek_interpreter()
+        if interpreter is None:
+            raise RuntimeError(f"a tensor of {op} may have escaped from vmap")
         if otherwise is not None and interpreter.key() != _torch.TransformType.Vmap:
             return otherwise(*args, **kwargs)
         level = interpreter.level()

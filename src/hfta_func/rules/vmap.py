@@ -119,7 +119,7 @@ def _vmap(
         except RuntimeError as error:
             if routed and isinstance(error, Diverged):
                 raise
-            raise _advice(error) or error from error.__cause__
+            raise advice(error) or error from error.__cause__
 
     return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func)
 
@@ -224,7 +224,18 @@ _UNROUTED = (
 )
 
 
-def _advice(error: RuntimeError) -> Exception | None:
+_OF_FUNCTIONS = {
+    "vmap staticmethod|marked as dirty": "applies an autograd function whose batching rule does not work: write either a vmap "
+    "staticmethod that returns (outputs, out_dims), or generate_vmap_rule = True and no argument in place; without either, "
+    "it runs one member after another",
+    "may have escaped": "uses a tensor of a member below vmap, where an autograd function without a batching rule runs; pass "
+    "it to apply as an argument",
+    "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",
+}
+"""Advice by what PyTorch says of autograd functions."""
+
+
+def advice(error: RuntimeError) -> Exception | None:
     """An error that says which line is at fault and what to do; None for errors that need no advice."""
     text, where = str(error), user_code_location(error)
     if isinstance(error, HFTAError):
@@ -233,6 +244,9 @@ def _advice(error: RuntimeError) -> Exception | None:
         return None if named else type(error)(f"in {where.rstrip(',')}: {text}")
     if "called random operation while in randomness error mode" in text:
         return RandomnessError(f"{where} {_UNROUTED}")
+    for pattern, cure in _OF_FUNCTIONS.items():
+        if re.search(pattern, text):
+            return TraceError(f"{where} {cure}")
     unsupported = re.search(
         r"(\w+::\w+(?:\.\w+)?)\.? hit the vmap fallback|rule not implemented for (\w+::\w+(?:\.\w+)?)|"
         r"(aten::\w+) requires special handling|vmap over (torch\.\w+)",

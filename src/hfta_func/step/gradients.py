@@ -18,6 +18,7 @@ from hfta_func._types import LossError, Params, Tree
 from hfta_func.calls.recompute import Recalls
 from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
+from hfta_func.rules.vmap import advice
 from hfta_func.step import amp
 from hfta_func.step.batch import copied, leaf_dims, plain
 from hfta_func.step.check import Rehearsal
@@ -159,7 +160,10 @@ def grad_and_aux(
         value, aux = func(leaves)
     if not value.requires_grad:
         raise LossError("the loss does not depend on any parameter that requires grad; return what model(...) computed")
-    grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    try:
+        grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    except RuntimeError as error:
+        raise advice(error) or error from error.__cause__
     # The backward pass of an autograd function may have called autograd itself, which adds to ``.grad``.
     grads = [grad if leaf.grad is None else grad + leaf.grad for leaf, grad in zip(leaves.values(), grads, strict=True)]
     return dict(zip(leaves, grads, strict=True)), tree_map(torch.Tensor.detach, aux)
