@@ -8,8 +8,12 @@ or, if it has none, by running both passes under ``vmap``.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import pathlib
+import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -21,14 +25,19 @@ from hfta_func._torch import pytree
 from hfta_func._types import TraceError
 
 
-def trace() -> Any:
-    """Make the compiler put the functions of members into graphs; returns how it has traced them before."""
+def trace() -> Callable[[], None]:
+    """Make the compiler put the functions of members into graphs, until what this returns is called."""
+    marked: list[str] = []
 
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if not _torch.inside_transform():
             return before(self, tx, args, kwargs)
+        node, version = _node(self.fn_cls), _version(self.fn_cls)
+        if version is not None:
+            marked.append(f"{__name__}.{node.__name__}")
+            _torch.mark_graphs(marked[-1], version)
         try:
-            return _torch.in_graph(tx, _node(self.fn_cls), args, kwargs)
+            return _torch.in_graph(tx, node, args, kwargs)
         except Exception as error:
             raise TraceError(
                 f"the autograd function {self.fn_cls.__qualname__} cannot be compiled: in a compiled step a function takes "
@@ -36,8 +45,13 @@ def trace() -> Any:
                 f"uncompiled, or draw and read outside of the function"
             ) from error
 
+    def end() -> None:
+        _torch.trace_functions(before)
+        for name in marked:
+            _torch.mark_graphs(name, None)
+
     before = _torch.trace_functions(call)
-    return before
+    return end
 
 
 @functools.cache
@@ -52,8 +66,25 @@ def _node(function: Any) -> Any:
         return tuple(None if j in node.constants else output for j, output in enumerate(outputs))
 
     node: Any = apply
-    node.constants = {}
+    node.constants, node.__name__ = {}, f"{function.__module__}.{function.__qualname__}".replace(".", "_")
+    # PyTorch compares graphs by pickles, which must find it here.
+    node.__qualname__ = node.__name__
+    globals()[node.__name__] = node
     return node
+
+
+def _version(function: Any) -> str | None:
+    """A hash of the file of a function and the numbers that it reads there, for graphs on disk; None if they cannot tell."""
+    path = getattr(sys.modules.get(function.__module__), "__file__", None)
+    if path is None or "<locals>" in function.__qualname__:
+        return None
+    numbers = {
+        name: value
+        for method in (function.forward, function.setup_context, function.backward)
+        for name in method.__code__.co_names
+        if isinstance(value := method.__globals__.get(name), int | float | str)
+    }
+    return hashlib.sha256(pathlib.Path(path).read_bytes() + repr(numbers).encode()).hexdigest()
 
 
 def apply_to_all(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

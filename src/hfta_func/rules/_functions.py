@@ -20,6 +20,7 @@ from torch.autograd import Function
 from hfta_func import _torch
 from hfta_func._torch import pytree
 from hfta_func._types import LoopWarning, RandomnessError, TraceError
+from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.captured import tensors_in, with_tensors
 from hfta_func.calls.routing import routed
 from hfta_func.calls.validation import inside_array
@@ -143,7 +144,8 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _warn_of(function: Any) -> None:
-    if function not in _warned:
+    # A compiled step, which is rehearsed for one member, runs all members at once.
+    if function not in _warned and not rehearsing.get():
         _warned.add(function)
         warnings.warn(
             f"{function.__qualname__} is an autograd function without a batching rule and runs one member after another; "

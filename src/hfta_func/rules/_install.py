@@ -223,14 +223,14 @@ def _set_up_until_compiled() -> None:
         copies.__exit__()
         _torch.mark_graphs(_LAYOUT, None)
         _torch.allow_recurrent_layers(allowed)
-        _torch.trace_functions(traced)
+        end_of_functions()
         guard.__exit__()
 
     _compiling = True
     copies = _aliasing.watched(_aliasing.AliasFacts()).__enter__()
     # Recurrent layers belong in graphs, because their rules decompose them.
     allowed = _torch.allow_recurrent_layers(True)
-    traced = _function_graphs.trace()
+    end_of_functions = _function_graphs.trace()
     guard.__enter__()
     _torch.until_compiled(end)
 
