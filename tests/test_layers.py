@@ -40,6 +40,7 @@ FILES_IN = {
         "routing",
         "scalar_args",
         "validation",
+        "captured",
     ],
     "rules": [
         *(
@@ -55,7 +56,7 @@ FILES_IN = {
             "_operator",
             "_recurrence",
         ),
-        *("_check_cases", "_check", "_install", "_extend", "vmap"),
+        *("_check_cases", "_check", "_function_graphs", "_functions", "_install", "_extend", "vmap"),
     ],
     "models": [
         *("scalar_attributes", "structure", "sharing", "stack", "remat", "recomputation", "attributes"),

@@ -384,41 +384,18 @@ def penalised(model, y):
 def fixed_point(model, y):
     with torch.no_grad():
         weight = model.inner.weight
-    return FixedPoint.apply(lambda z, x: torch.tanh(model.inner(z) / 2 + x), y, *model.inner.parameters()) + weight.sum()
+    return (
+        FixedPoint.apply(lambda z, x: torch.tanh(model.inner(z) / 2 + x), y, *model.inner.parameters()) + weight.sum()
+    )
 
 
 def reversible():
     model = Model(lambda model, y: Invertible.apply(y, model.blocks), width=6)
     model.inner = nn.Identity()
-    model.blocks = nn.ModuleList(nn.ModuleList([nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())]) for _ in range(2))
+    model.blocks = nn.ModuleList(
+        nn.ModuleList([nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())]) for _ in range(2)
+    )
     return model
-
-
-MODELS = {
-    "old": after(straight),
-    "new": after(StraightInTwo.apply),
-    "generated": after(StraightGenerated.apply),
-    "own vmap": after(StraightBatched.apply),
-    "reversal": after(lambda y: Reversed.apply(y, 0.5)),
-    "spike": after(Spike.apply),
-    "sparsemax": after(lambda y: Sparsemax.apply(y, -1)),
-    "linear": lambda: Model(lambda model, y: Linear.apply(y, model.inner.weight, model.inner.bias)),
-    "linear, one argument None": lambda: Model(lambda model, y: Linear.apply(y, model.inner.weight)),
-    "linear, named": lambda: Model(lambda model, y: LinearInTwo.apply(y, weight=model.inner.weight)),
-    "of the batch": lambda: BatchModel(),
-    "several": lambda: Model(several),
-    "materialised": after(lambda y: Materialised.apply(y)[0]),
-    "in place": inplace(Inplace),
-    "in place, new": inplace(InplaceInTwo),
-    "reading": after(Reading.apply),
-    "nested": after(Outer.apply),
-    "twice": lambda: Model(penalised),
-    "integers": after(lambda y: Picked.apply(y, (y > 0).long())),
-    "fixed point": lambda: Model(fixed_point),
-    "adjoint": lambda: Model(lambda model, y: Adjoint.apply(model.inner, 4, y, *model.inner.parameters())),
-    "adjoint, method": lambda: Model(lambda model, y: Adjoint.apply(model.inner.forward, 4, y, *model.inner.parameters())),
-    "reversible": reversible,
-}
 
 
 class BatchModel(nn.Module):
@@ -432,15 +409,384 @@ class BatchModel(nn.Module):
         return LinearInTwo.apply(Spike.apply(x), Cube.apply(self.weight), self.bias) + Outer.apply(x).sum()
 
 
-ONLY_EAGER = {"reading", "twice", "fixed point", "adjoint", "adjoint, method", "reversible"}
-NEEDS_GRADIENTS = {"twice"}
+MODELS = {
+    "old": after(straight),
+    "new": after(StraightInTwo.apply),
+    "generated": after(StraightGenerated.apply),
+    "own vmap": after(StraightBatched.apply),
+    "reversal": after(lambda y: Reversed.apply(y, 0.5)),
+    "spike": after(Spike.apply),
+    "sparsemax": after(lambda y: Sparsemax.apply(y, -1)),
+    "linear": lambda: Model(lambda model, y: Linear.apply(y, model.inner.weight, model.inner.bias)),
+    "linear, one argument None": lambda: Model(lambda model, y: Linear.apply(y, model.inner.weight)),
+    "linear, named": lambda: Model(lambda model, y: LinearInTwo.apply(y, weight=model.inner.weight)),
+    "of the batch": BatchModel,
+    "several": lambda: Model(several),
+    "materialised": after(lambda y: Materialised.apply(y)[0]),
+    "in place": inplace(Inplace),
+    "in place, new": inplace(InplaceInTwo),
+    "reading": after(Reading.apply),
+    "nested": after(Outer.apply),
+    "twice": lambda: Model(penalised),
+    "integers": after(lambda y: Picked.apply(y, (y > 0).long())),
+    "fixed point": lambda: Model(fixed_point),
+    "adjoint": lambda: Model(lambda model, y: Adjoint.apply(model.inner, 4, y, *model.inner.parameters())),
+    "adjoint, method": lambda: Model(
+        lambda model, y: Adjoint.apply(model.inner.forward, 4, y, *model.inner.parameters())
+    ),
+    "reversible": reversible,
+}
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("way", WAYS)
+ONLY_EAGER = ("reading", "twice", "fixed point", "adjoint", "adjoint, method", "reversible")
+"""Those that read values, hold a module or call autograd, which graphs cannot."""
+
+CASES = [
+    (name, way, shared)
+    for shared in (False, True)
+    for way in WAYS
+    for name in MODELS
+    if not (way == "compiled" and (name in ONLY_EAGER or shared))
+    # Without gradients, there is no penalty.
+    if not (name == "twice" and way in ("evaluated", "ensemble", "mapped"))
+]
+
+
+@pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize(("name", "way", "shared"), CASES, ids=str)
+def test_functions_act_as_in_a_model_alone(name, way, shared):
+    assert_as_alone(MODELS[name], torch.randn(5, 3) if shared else torch.randn(M, 5, 3), way, M, shared)
+
+
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", MODELS)
-def test_as_alone(name, way, shared):
-    if way == "compiled" and name in ONLY_EAGER or way in WAYS[4:] and name in NEEDS_GRADIENTS:
-        pytest.skip("not to be had")
-    batch = torch.randn(5, 3) if shared else torch.randn(M, 5, 3)
-    assert_as_alone(MODELS[name], batch, way, M, shared)
+def test_an_array_of_one(name):
+    assert_as_alone(MODELS[name], torch.randn(1, 5, 3), "together", 1)
+
+
+class Everything(nn.Module):
+    """Functions of all styles in one model, which compiles once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(make() for name, make in MODELS.items() if name not in ONLY_EAGER)
+
+    def forward(self, x):
+        return torch.stack([layer(x).abs().sum() for layer in self.layers])
+
+
+@pytest.mark.parametrize("name", ["linear", "several", "in place, new", "own vmap", "spike"])
+def test_gradients_in_a_graph(name, one_thread):
+    torch.manual_seed(0)
+    models = [MODELS[name]() for _ in range(M)]
+    (params, buffers), x = hfta.stack_params(models), torch.randn(M, 5, 3)
+    apply = hfta.functional(models[0])
+
+    def total(params):
+        return hfta.vmap(lambda params, x: apply(params, {}, x)[0])(params, x).square().sum()
+
+    found = torch.compile(torch.func.grad(total), fullgraph=True, backend="aot_eager")(params)
+    for model, row in zip(models, x, strict=True):
+        model(row).square().sum().backward()
+    none = torch.zeros(())
+    expected = [
+        {path: none.expand_as(p) if p.grad is None else p.grad for path, p in m.named_parameters()} for m in models
+    ]
+    assert_trees_close(found, {path: torch.stack([one[path] for one in expected]) for path in found}, 1e-10)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shared", [False, True])
+def test_functions_of_all_styles_in_one_graph(shared):
+    assert_as_alone(Everything, torch.randn(5, 3) if shared else torch.randn(M, 5, 3), "compiled", M, shared)
+
+
+def trained(make, members, compiled=False, **options):
+    """Losses and parameters of some members after two steps on one batch."""
+    models = []
+    for seed in members:
+        torch.manual_seed(seed)
+        models.append(make())
+    options = {"batch_dims": None, **options}
+    step = hfta.make_train_step(models[0], lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), **options)
+    state = step.init(*hfta.stack_params(models), seeds=members)
+    step = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    torch.manual_seed(9)
+    batch = torch.randn(5, 3)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    return state.params
+
+
+OPTIONS = {
+    "in pairs": {"chunk_size": 2},
+    "rematerialised": {"checkpoint": True},
+    "rematerialised layer": {"checkpoint": ["inner"]},
+    "less": {"save": "less"},
+}
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "twice"])
+def test_options_that_change_no_results(name, option):
+    options = OPTIONS[option]
+    if "checkpoint" in options and name in ("of the batch", "reversible"):
+        # Parts of a module that a function gets cannot run again, and there is no layer.
+        options = {"checkpoint": [""] if name == "of the batch" else ["layer"]}
+    assert_trees_close(trained(MODELS[name], [0, 1, 2], **options), trained(MODELS[name], [0, 1, 2]), 1e-10)
+
+
+class Noisy(Function):
+    @staticmethod
+    def forward(ctx, x, rate):
+        mask = torch.bernoulli(torch.full_like(x, 1 - rate)) + torch.rand(1)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+class NoisyGenerated(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, rate):
+        mask = torch.bernoulli(torch.full_like(x, 1 - rate))
+        return x * mask, mask
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx, grad, of_mask):
+        return grad * ctx.saved_tensors[0], None
+
+
+class NoisyBatched(NoisyGenerated):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info, in_dims, x, rate):
+        return NoisyBatched.apply(x, rate), (in_dims[0], in_dims[0])
+
+
+class NoisyForSome(Function):
+    """Members draw more or less often."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + sum(torch.rand(()) for _ in range(int(x[0, 0] * 100) % 3))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+NOISY = {
+    "old": lambda y: Noisy.apply(y, 0.4),
+    "generated": lambda y: NoisyGenerated.apply(y, 0.4)[0],
+    "members draw more or less": NoisyForSome.apply,
+}
+
+
+@pytest.mark.parametrize("option", [None, *OPTIONS])
+@pytest.mark.parametrize("name", NOISY)
+def test_functions_draw_from_the_key_of_their_member(name, option):
+    make = after(lambda y: F.dropout(NOISY[name](F.dropout(y, 0.2)), 0.3))
+    together = trained(make, [0, 1, 2], **OPTIONS.get(option, {}))
+    alone = [trained(make, [member]) for member in range(3)]
+    assert_trees_close(together, {path: torch.cat([one[path] for one in alone]) for path in together}, 1e-10)
+
+
+def test_autocast_runs_functions_in_lower_precision():
+    class Product(Function):
+        @staticmethod
+        @functools.partial(torch.amp.custom_fwd, device_type="cpu")
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            kinds.append(x.mm(weight).dtype)
+            return x.mm(weight)
+
+        @staticmethod
+        @functools.partial(torch.amp.custom_bwd, device_type="cpu")
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            kinds.append(grad.mm(weight.t()).dtype)
+            return grad.mm(weight.t()), x.t().mm(grad)
+
+    kinds = []
+    torch.set_default_dtype(torch.float32)
+    make = functools.partial(Model, lambda model, y: Product.apply(y, model.inner.weight).float())
+    options = {"autocast": torch.bfloat16}
+    together = trained(make, [0, 1, 2], **options)
+    alone = [trained(make, [member], **options) for member in range(3)]
+    assert set(kinds) == {torch.bfloat16}
+    assert_trees_close(together, {path: torch.cat([one[path] for one in alone]) for path in together}, 1e-6)
+
+
+def test_numbers_in_which_members_differ():
+    class Slope(nn.Module):
+        def __init__(self, slope=25.0):
+            super().__init__()
+            self.layer, self.slope = nn.Linear(3, 4), slope
+
+        def forward(self, x):
+            return Spike.apply(self.layer(x), self.slope) * self.layer(x)
+
+    def run(slopes):
+        torch.manual_seed(0)
+        models = [Slope() for _ in range(3)][: len(slopes)]
+        step = hfta.make_train_step(models[0], lambda model, x: model(x).sum(), hfta.sgd(lr=0.1), batch_dims=None)
+        state = step.init(*hfta.stack_params(models), seeds=range(len(slopes)), hparams={"slope": slopes})
+        return step(state, torch.ones(2, 3))[0].params["layer.weight"]
+
+    together = run([5.0, 10.0])
+    assert_trees_close([together[:1]], [run([5.0])], 1e-10)
+    assert not torch.equal(together[0], together[1])
+
+
+# What is warned of and refused.
+
+
+def test_a_function_warns_once_and_names_the_cure():
+    class Warned(Straight):
+        pass
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            hfta.vmap(lambda x: Warned.apply(x))(torch.ones(3, 2))
+    (one,) = told
+    assert one.category is hfta.LoopWarning and one.filename == __file__
+    assert (
+        "Warned is an autograd function without a batching rule and runs one member after another; write setup_"
+        in str(one.message)
+    )
+
+
+class TwoRules(StraightBatched):
+    generate_vmap_rule = True
+
+
+class NoDims(StraightInTwo):
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x
+
+
+class InplaceGenerated(InplaceInTwo):
+    generate_vmap_rule = True
+
+
+class Holder:
+    def __init__(self, weight):
+        self.weight = weight
+
+
+class OfHolder(Straight):
+    @staticmethod
+    def forward(ctx, x, holder):
+        return x * holder.weight.sum()
+
+
+class Ragged(Straight):
+    @staticmethod
+    def forward(ctx, x):
+        return x[x > 0]
+
+
+class Number(Straight):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1, x.sum().item()
+
+
+class ReadingBackward(StraightGenerated):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * grad.sum().item()
+
+
+REFUSED = {
+    "two rules": (lambda model, y: TwoRules.apply(y), "applies an autograd function whose batching rule does not work"),
+    "no dims": (lambda model, y: NoDims.apply(y), "vmap staticmethod that returns (outputs, out_dims)"),
+    "in place": (
+        lambda model, y: InplaceGenerated.apply(y * 2, 3.0),
+        "generate_vmap_rule = True and no argument in place",
+    ),
+    "holder": (lambda model, y: OfHolder.apply(y, Holder(model.inner.weight)), "pass it to apply as an argument"),
+    "shapes": (lambda model, y: Ragged.apply(y), "Ragged returns tensors whose shapes depend on values"),
+    "number": (
+        lambda model, y: Number.apply(y)[0],
+        "for member 0 and other values for others; return a tensor instead",
+    ),
+    "reading backward": (lambda model, y: ReadingBackward.apply(y), "asks for the value of a tensor"),
+    "func.grad": (
+        lambda model, y: torch.func.grad(lambda z: Straight.apply(z).sum())(y),
+        "Straight has no setup_context, which PyTorch needs under torch.func.grad",
+    ),
+    "func.jvp": (lambda model, y: torch.func.jvp(StraightInTwo.apply, (y,), (y,))[1], "write its jvp staticmethod"),
+    "shared in place": (lambda model, y: y + Inplace.apply(shared_scale, 2.0), "into a tensor that all members share"),
+}
+shared_scale = torch.ones(())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    func, message = REFUSED[name]
+    with pytest.raises(hfta.TraceError) as caught:
+        trained(lambda: Model(func), [0, 1, 2])
+    assert message in str(caught.value) and "functorch" not in str(caught.value)
+
+
+def test_a_batching_rule_that_draws_is_refused():
+    with pytest.raises(hfta.RandomnessError, match="a vmap staticmethod draws random numbers"):
+        trained(after(lambda y: NoisyBatched.apply(y.clone(), 0.5)[0]), [0, 1])
+
+
+@pytest.mark.parametrize("randomness", ["error", "different"])
+def test_draws_outside_of_models(randomness):
+    run = hfta.vmap(lambda x: Noisy.apply(x, 0.5), randomness=randomness)
+    if randomness == "different":
+        rows = run(torch.ones(3, 8))
+        assert not torch.equal(rows[0], rows[1])
+        return
+    with pytest.raises(hfta.RandomnessError, match="draws from PyTorch's global generator"):
+        run(torch.ones(3, 8))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["reading", "adjoint", "noisy"])
+def test_what_graphs_cannot_hold_is_refused(name):
+    make = after(NOISY["old"]) if name == "noisy" else MODELS[name]
+    with pytest.raises(
+        Exception, match=r"the autograd function \w+ cannot be compiled: in a compiled step a function takes"
+    ):
+        trained(make, [0, 1], compiled=True)
+
+
+def test_new_functions_under_derivatives():
+    run = hfta.vmap(torch.func.grad(lambda x: StraightInTwo.apply(x * x).sum()))
+    x = torch.randn(3, 4)
+    assert_trees_close([run(x)], [6 * x], 1e-12)
+    assert_trees_close([hfta.vmap(hfta.vmap(straight))(x)], [x.round()], 0)
+
+
+def test_uninstall_restores_pytorch():
+    method = Function.apply.__func__
+    hfta.rules.install()
+    replaced = method.__code__
+    hfta.rules.uninstall()
+    try:
+        assert method.__code__ is not replaced and method.__kwdefaults__ is None
+        with pytest.raises(RuntimeError, match="must override the setup_context"):
+            torch.func.vmap(straight)(torch.ones(2))
+    finally:
+        hfta.rules.install()
+    assert torch.equal(torch.func.vmap(straight)(torch.ones(2)), torch.ones(2))

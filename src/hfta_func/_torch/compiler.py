@@ -192,8 +192,15 @@ def trace_functions(call: Any) -> Any:
     return before
 
 
-def in_graph(tx: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """A call of ``func`` as one node of the graph that is traced; of its results, ``func.constants`` are no tensors."""
+def in_graph(variable: Any, tx: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """A call of ``func`` for the class that is traced as ``variable``: one node of the graph.
+
+    Of its results, ``func.constants`` are no tensors.
+    """
+    if variable.source is not None:
+        # Of a method that a model keeps, such as ``ReLU.apply``, the compiler does not check whose it is.
+        guard = variable.source.make_guard(private("torch._dynamo.guards", "GuardBuilder.ID_MATCH"))
+        private("torch._dynamo.guards", "install_guard")(guard)
     arguments = private("torch._dynamo.utils", "proxy_args_kwargs")(args, kwargs)
     proxy = tx.output.create_proxy("call_function", func, *arguments)
     results = private("torch._dynamo.variables.builder", "wrap_fx_proxy")(tx=tx, proxy=proxy)

@@ -37,7 +37,7 @@ def trace() -> Callable[[], None]:
             marked.append(f"{__name__}.{node.__name__}")
             _torch.mark_graphs(marked[-1], version)
         try:
-            return _torch.in_graph(tx, node, args, kwargs)
+            return _torch.in_graph(self, tx, node, args, kwargs)
         except Exception as error:
             raise TraceError(
                 f"the autograd function {self.fn_cls.__qualname__} cannot be compiled: in a compiled step a function takes "
@@ -128,7 +128,9 @@ def _with_rule(function: Any) -> Any:
             leaves=[positions[id(x)] if isinstance(x, Tensor) else (x,) for x in leaves],
             spec=spec,
             materializes=getattr(ctx, "materialize_grads", True),
-            written=[(i, positions[id(x)]) for x in getattr(ctx, "dirty_tensors", ()) for i, y in enumerate(args) if x is y],
+            written=[
+                (i, positions[id(x)]) for x in getattr(ctx, "dirty_tensors", ()) for i, y in enumerate(args) if x is y
+            ],
             constant=[positions[id(x)] for x in getattr(ctx, "non_differentiable", ())],
         )
         return (*outputs, *others, call)

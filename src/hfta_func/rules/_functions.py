@@ -52,7 +52,9 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
         if inside_array():
             mode = _routing()
             # One member alone has Python numbers.
-            tensors = {id(x): x.item() if mode is not None and mode.is_number(x) else x for x in tensors_in((args, kwargs))}
+            tensors = {
+                id(x): x.item() if mode is not None and mode.is_number(x) else x for x in tensors_in((args, kwargs))
+            }
             args, kwargs = with_tensors((args, kwargs), tensors)
         return original(function, *args, **kwargs)
     if not _has_rule(function) and _torch.is_captured(tensors_in((args, kwargs))):
@@ -137,7 +139,9 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             plain[i].copy_(torch.stack(parts[i]).movedim(0, dims[i]))
         leaves, specs = zip(*map(pytree.tree_flatten, results), strict=True)
         if any(spec != specs[0] for spec in specs):
-            raise TraceError(f"{name} returns {results[0]!r} for member 0; it must return as many results for each member")
+            raise TraceError(
+                f"{name} returns {results[0]!r} for member 0; it must return as many results for each member"
+            )
         firsts = [(part[0], x) for x, part, dim in zip(given, parts, dims, strict=False) if dim is not None]
         joined = [_joined(name, column, firsts, level) for column in zip(*leaves, strict=True)]
         return pytree.tree_unflatten(joined, specs[0])
@@ -185,7 +189,9 @@ def _joined(name: str, column: Sequence[Any], firsts: Sequence[tuple[Tensor, Ten
         raise TraceError(f"{name} returns {first!r} for member 0 and other values for others; return a tensor instead")
     for part, whole in firsts:
         # What is returned as it was given, or without a history as a view of all of it, is the array that was given.
-        if part is first or (not first.requires_grad and _torch.is_alias(part, first) and _layout(part) == _layout(first)):
+        if part is first or (
+            not first.requires_grad and _torch.is_alias(part, first) and _layout(part) == _layout(first)
+        ):
             return whole
     if any(other.shape != first.shape for other in others):
         raise TraceError(
