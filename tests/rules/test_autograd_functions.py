@@ -305,7 +305,7 @@ class Adjoint(Function):
                 y = y.detach().requires_grad_()
                 change = ctx.func(y)
                 slope, *grads = torch.autograd.grad(change, (y, *params), grad / ctx.steps, allow_unused=True)
-            total = [one + more for one, more in zip(total, grads)]
+            total = [one + more for one, more in zip(total, grads, strict=True)]
             grad, y = grad + slope, y.detach() - change.detach() / ctx.steps
         return None, None, grad, *total
 
@@ -371,7 +371,7 @@ def inplace(function):
 
 
 def several(model, y):
-    values, nothing, order, name, unused = Several.apply(y, "name", {"a": [2.0]})
+    values, nothing, order, name, _ = Several.apply(y, "name", {"a": [2.0]})
     assert nothing is None and name == "name" and not order.requires_grad
     return values * order
 
@@ -480,7 +480,7 @@ class Everything(nn.Module):
 def test_gradients_in_a_graph(name, one_thread):
     torch.manual_seed(0)
     models = [MODELS[name]() for _ in range(M)]
-    (params, buffers), x = hfta.stack_params(models), torch.randn(M, 5, 3)
+    (params, _), x = hfta.stack_params(models), torch.randn(M, 5, 3)
     apply = hfta.functional(models[0])
 
     def total(params):

@@ -12,10 +12,16 @@ from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hit
 from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, original, set_compiling, stand_for, stays
 from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, trace_functions, until_compiled
 from hfta_func._torch.compiler import untraced
-from hfta_func._torch.dispatcher import SingleLevelFunction, apply_in_transforms, below_autograd, below_batching
-from hfta_func._torch.dispatcher import counter, decompositions
+from hfta_func._torch.dispatcher import SingleLevelFunction, apply_at_level, apply_in_transforms, below_autograd
+from hfta_func._torch.dispatcher import below_batching, counter, decompositions
 from hfta_func._torch.dispatcher import default_generators, destroy, draws, function_modes, has_tangents, implement
-from hfta_func._torch.dispatcher import is_alias, is_fallback_enabled, load_decompositions, num_dispatch_modes
+from hfta_func._torch.dispatcher import (
+    is_alias,
+    is_derivative_of_operator,
+    is_fallback_enabled,
+    load_decompositions,
+    num_dispatch_modes,
+)
 from hfta_func._torch.dispatcher import num_libraries, operator, operators_without, out_of_place, parts, refusing_writes
 from hfta_func._torch.dispatcher import replace_apply, replace_validation, set_fallback_enabled, single_level_functions
 from hfta_func._torch.dispatcher import taken_apart, why_not_looped, without_views, writes, written_by

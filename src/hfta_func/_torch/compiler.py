@@ -186,7 +186,7 @@ def trace_checkpoint(call: Any) -> Any:
 
 
 def trace_functions(call: Any) -> Any:
-    """Make the compiler trace ``apply`` of autograd functions by ``call(self, tx, args, kwargs)``; returns the previous one."""
+    """Make the compiler trace autograd functions by ``call(self, tx, args, kwargs)``; returns the previous function."""
     variable = private("torch._dynamo.variables.misc", "AutogradFunctionVariable")
     before, variable.call_apply = variable.call_apply, call
     return before

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.levels import TransformType, get_unwrapped, is_batched, is_wrapped
+from hfta_func._torch.levels import TransformType, current_interpreter, get_unwrapped, is_batched, is_wrapped
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
@@ -37,6 +37,7 @@ _start_transform = private("torch._functorch.pyfunctorch", "dispatch_functorch")
 _keys = private("torch._C", "DispatchKeySet")
 _key = private("torch._C", "DispatchKey")
 _excluded = private("torch._C", "_ExcludeDispatchKeyGuard")
+_is_excluded = private("torch._C", "_dispatch_tls_is_dispatch_key_excluded")
 _registrations = private("torch._C", "_dispatch_get_registrations_for_dispatch_key")
 _all_operators = private("torch._C", "_dispatch_get_all_op_names")
 _has_kernel = private("torch._C", "_dispatch_has_kernel")
@@ -253,5 +254,17 @@ def replace_apply(apply: Callable[..., Any], batch: Callable[..., Any]) -> Calla
 
 
 def apply_in_transforms(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Apply an autograd function that has ``setup_context`` under transforms, where PyTorch would leave the function modes."""
+    """Apply an autograd function that has ``setup_context`` under transforms; PyTorch would leave the function modes."""
     return _start_transform(_in_transforms, (function, *args), kwargs)
+
+
+def is_derivative_of_operator() -> bool:
+    """Whether a kernel of an operator is running that differentiates at the innermost level of transforms."""
+    kind = current_interpreter().key()
+    return kind != TransformType.Vmap and _is_excluded(_key.FuncTorchDynamicLayerFrontMode)
+
+
+def apply_at_level(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Apply an autograd function to the tensors of one level, as operators of C++ are."""
+    with single_level_functions():
+        return super(torch.autograd.Function, function).apply(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Autograd functions in compiled graphs: one program for all members.
 
-The compiler itself would take a forward pass apart and differentiate its operators, because under ``vmap`` no tensor seems to
-require a gradient. So a graph holds the call as a whole until its operators are captured, by the batching rule of the function
-or, if it has none, by running both passes under ``vmap``.
+The compiler itself would differentiate the operators of a forward pass, because under ``vmap`` no tensor seems to require a
+gradient. So a graph holds the call as a whole until its operators are captured, by the batching rule of the function or else
+by running both passes under ``vmap``.
 """
 
 from __future__ import annotations

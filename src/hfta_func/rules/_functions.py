@@ -57,6 +57,9 @@ def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs:
             }
             args, kwargs = with_tensors((args, kwargs), tensors)
         return original(function, *args, **kwargs)
+    if _torch.is_derivative_of_operator():
+        # PyTorch writes the derivatives of custom operators as autograd functions.
+        return _torch.apply_at_level(function, *args, **kwargs)
     if not _has_rule(function) and _torch.is_captured(tensors_in((args, kwargs))):
         return apply_to_all(function, args, kwargs)
     if function.setup_context is not Function.setup_context:

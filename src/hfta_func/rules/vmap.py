@@ -225,9 +225,9 @@ _UNROUTED = (
 
 
 _OF_FUNCTIONS = {
-    "vmap staticmethod|marked as dirty": "applies an autograd function whose batching rule does not work: write either a vmap "
-    "staticmethod that returns (outputs, out_dims), or generate_vmap_rule = True and no argument in place; without either, "
-    "it runs one member after another",
+    "vmap staticmethod|marked as dirty": "applies an autograd function whose batching rule does not work: write either a "
+    "vmap staticmethod that returns (outputs, out_dims), or generate_vmap_rule = True and no argument in place; without "
+    "either, it runs one member after another",
     "may have escaped": "uses a tensor of a member below vmap, where an autograd function without a batching rule runs; pass "
     "it to apply as an argument",
     "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",
