@@ -453,7 +453,7 @@ CASES = [
 
 
 @pytest.mark.exhaustive(ids="compiled")
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(("name", "way", "shared"), CASES, ids=str)
 def test_functions_act_as_in_a_model_alone(name, way, shared):
     assert_as_alone(MODELS[name], torch.randn(5, 3) if shared else torch.randn(M, 5, 3), way, M, shared)
@@ -476,7 +476,7 @@ class Everything(nn.Module):
         return torch.stack([layer(x).abs().sum() for layer in self.layers])
 
 
-@pytest.mark.parametrize("name", ["linear", "several", "in place, new", "own vmap", "spike"])
+@pytest.mark.parametrize("name", ["linear", "in place, new", "own vmap", "spike"])
 def test_gradients_in_a_graph(name, one_thread):
     torch.manual_seed(0)
     models = [MODELS[name]() for _ in range(M)]
@@ -527,14 +527,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "twice"])
 def test_options_that_change_no_results(name, option):
     options = OPTIONS[option]
-    if "checkpoint" in options and name in ("of the batch", "reversible"):
-        # Parts of a module that a function gets cannot run again, and there is no layer.
-        options = {"checkpoint": [""] if name == "of the batch" else ["layer"]}
+    if "checkpoint" in options and name == "of the batch":
+        options = {"checkpoint": [""]}
+    elif "checkpoint" in options and name in ONLY_EAGER:
+        # A module that a function gets cannot be one that runs again.
+        options = {"checkpoint": ["layer"]}
     assert_trees_close(trained(MODELS[name], [0, 1, 2], **options), trained(MODELS[name], [0, 1, 2]), 1e-10)
 
 
