@@ -266,5 +266,6 @@ def is_derivative_of_operator() -> bool:
 
 def apply_at_level(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Apply an autograd function to the tensors of one level, as operators of C++ are."""
+    inherited: Any = super(torch.autograd.Function, function)
     with single_level_functions():
-        return super(torch.autograd.Function, function).apply(*args, **kwargs)
+        return inherited.apply(*args, **kwargs)
