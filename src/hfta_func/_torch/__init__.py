@@ -10,7 +10,8 @@ from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_un
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
 from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, intercept_checkpoint
 from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, original, set_compiling, stand_for, stays
-from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, until_compiled, untraced
+from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, traced_lines, until_compiled
+from hfta_func._torch.compiler import untraced
 from hfta_func._torch.dispatcher import SingleLevelFunction, below_autograd, below_batching, counter, decompositions
 from hfta_func._torch.dispatcher import default_generators, destroy, draws, function_modes, has_tangents, implement
 from hfta_func._torch.dispatcher import is_alias, is_fallback_enabled, load_decompositions, num_dispatch_modes
@@ -19,7 +20,7 @@ from hfta_func._torch.dispatcher import replace_validation, set_fallback_enabled
 from hfta_func._torch.dispatcher import why_not_looped, without_views, writes, written_by
 from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
 from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, get_unwrapped, gradient
-from hfta_func._torch.levels import inside_transform, interpreters, is_batched, is_wrapped, levels_above
+from hfta_func._torch.levels import inside_transform, interpreters, is_batched, is_wrapped, level_of, levels_above
 from hfta_func._torch.levels import outside_transforms, peek_interpreter, pytree, remove_batch_dim, restore_vmap
 from hfta_func._torch.levels import traced_add_batch_dim, traced_unwrap_for_grad, unwrap_batched, unwrap_leaves
 from hfta_func._torch.levels import vmap_level, wrap_leaves

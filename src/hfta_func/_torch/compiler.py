@@ -162,6 +162,12 @@ def eager_unless_compiled() -> Any:
     return torch.compiler.set_stance("eager_on_recompile")
 
 
+def traced_lines() -> list[tuple[str, int]]:
+    """File and line of the code that the compiler is tracing and of its callers, innermost first."""
+    stack = private("torch._guards", "TracingContext").extract_stack()
+    return [(frame.filename, frame.lineno) for frame in reversed(stack)]
+
+
 def dotted_path(expression: str) -> str:
     """``getattr(root.features, '0')``, as the compiler spells paths of modules, as ``root.features.0``."""
     while (plain := re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", expression)) != expression:

@@ -35,6 +35,8 @@ wrap_leaves = private(_VMAP, "wrap_batched")
 get_unwrapped = private(_FUNCTORCH, "get_unwrapped")
 is_batched = private(_FUNCTORCH, "is_batchedtensor")
 is_wrapped = private(_FUNCTORCH, "is_functorch_wrapped_tensor")
+# The number of a tensor's outermost level.
+level_of = private(_FUNCTORCH, "maybe_get_level")
 # The model axis at the outermost level, below 0 where there is none.
 batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
 # The transform that runs innermost: None outside of all, an object of C++, and one of Python that can be left for a while.

@@ -27,7 +27,7 @@ from hfta_func._torch import (
 )
 from hfta_func._types import RandomnessError
 from hfta_func.calls.control_flow import truth
-from hfta_func.calls.draws import EMPTY, REFUSED, ROUTED, spellings
+from hfta_func.calls.draws import REFUSED, ROUTED, spellings
 from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
@@ -160,7 +160,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     for func, _ in spellings(name)
     # alpha_dropout and rrelu are also in ROUTED, for torch.alpha_dropout and torch.rrelu.
     if func not in _ENTERED
-} | EMPTY
+}
 """Handlers by function, for calls with a key."""
 
 _REPLACED = {**LOWERED, Tensor.__bool__: truth}

@@ -15,8 +15,7 @@ from hfta_func.models.functional import bind, outline, tables_with_max_norm
 from hfta_func.models.sharing import Base, shared_of, statistics_of
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.step.gradients import NOISE
-from hfta_func.step.members import Members
-from hfta_func.step.prediction import Prediction, call, forward, predict_with
+from hfta_func.step.prediction import Prediction, call, forward, predict_with, predicting
 
 _MADE = ("_run", "_runs", "_members", "_owners")
 """Attributes of an ensemble that are made anew in a copy."""
@@ -249,7 +248,8 @@ class Ensemble(nn.Module):
         self._owners = [[(path, self.array.owner(path)) for path in paths] for paths in kinds]
         modes = tuple(module.training for module in self._model[0].modules())
         if modes not in runs:
-            runs[modes] = bind(self._model[0], forward, share_frozen=bool(self._base)), Members()
+            run = bind(self._model[0], forward, share_frozen=bool(self._base))
+            runs[modes] = run, predicting(run)
         self._run, self._members = runs[modes]
         self._writes_tables = bool(tables_with_max_norm(self._model[0]))
 
