@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ways import WAYS, assert_as_alone
+import hfta_func as hfta
+from hfta_func._torch import is_batched
+from ways import WAYS, assert_as_alone, loss
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
 
@@ -198,12 +200,142 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:index_reduce")
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_as_alone(case, shared, way):
+def test_as_alone(case, shared, count, way):
     if case is with_gradient and way not in ("together", "one by one", "in pairs"):
         pytest.skip("needs a gradient inside the model")
     torch.manual_seed(7)
     batch = torch.randn(5, 4) if shared else torch.randn(3, 5, 4)
-    assert_as_alone(lambda: Writing(case), batch, way, shared=shared)
+    assert_as_alone(lambda: Writing(case), batch, way, count, shared)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = Writing(zeros), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": True}, {"checkpoint": ["inner"], "chunk_size": 2}, {"save": "less"}]
+)
+def test_computed_again_for_the_backward_pass(options):
+    assert_as_alone(Checkpointed, torch.randn(3, 5, 4), "together", **options)
+
+
+def test_members_that_branch_apart():
+    def branch(linear, x):
+        out = torch.zeros(())
+        if linear(x).sum() > 0:
+            out += linear(x).sum()
+        else:
+            out -= linear(x).mean()
+        return out
+
+    with pytest.warns(hfta.LoopWarning, match="branches on the value"):
+        assert_as_alone(lambda: Writing(branch), torch.randn(3, 5, 4), "together")
+
+
+def test_numbers_in_which_members_differ():
+    class Scaled(Writing):
+        def __init__(self) -> None:
+            super().__init__(zeros)
+            self.scale = torch.rand(()).item()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.ones(5, 8)
+            out *= self.scale
+            out[0] = self.scale
+            return out * super().forward(x)
+
+    assert_as_alone(Scaled, torch.randn(3, 5, 4), "together")
+
+
+def test_noise_goes_on_as_before():
+    def noisy(linear, x):
+        first = F.dropout(linear(x))
+        out = torch.zeros(5, 4)
+        out += first + torch.randn(5, 4)
+        return out * torch.rand(4)
+
+    def plain(linear, x):
+        first = F.dropout(linear(x))
+        return (first + torch.randn(5, 4)) * torch.rand(4)
+
+    models, batch, losses = [Writing(noisy) for _ in range(3)], torch.randn(3, 5, 4), []
+    for write in (noisy, plain):
+        step = hfta.make_train_step(Writing(write), loss, hfta.sgd(lr=0.1))
+        state = step.init(*hfta.stack_params(models), seeds=[4, 5, 6])
+        losses.append(step(state, batch)[1]["loss"])
+    assert torch.equal(*losses)
+
+
+def test_only_what_is_written_is_made_for_each_member():
+    def grid(linear, x):
+        index, out, mask = torch.arange(4), torch.zeros(4), torch.ones(4)
+        out += linear(x)[0]
+        mask[1:] = 0.5
+        batched.append([is_batched(tensor) for tensor in (index, out, mask)])
+        return out[index] * mask
+
+    batched: list[list[bool]] = []
+    step = hfta.make_train_step(Writing(grid), loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params([Writing(grid) for _ in range(3)]), seeds=range(3))
+    for _ in range(2):
+        state, _ = step(state, torch.randn(3, 5, 4))
+    # The function runs until the write, again to find where the tensor was made, and then once a step.
+    assert batched == [[False, True, False]] * 2
+
+
+class Constant(Writing):
+    def __init__(self) -> None:
+        super().__init__(self.into_constant)
+        self.constant = torch.zeros(4)
+
+    def into_constant(self, linear: nn.Module, x: Tensor) -> Tensor:
+        self.constant[0] = linear(x).sum()
+        return self.constant * x
+
+
+def into_unknown(linear, x):
+    out = torch.Tensor(4)
+    out.copy_(linear(x)[0])
+    return out
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("make", [Constant, lambda: Writing(into_unknown)], ids=["constant", "constructor"])
+def test_what_is_not_made_in_the_call_is_refused(make, count):
+    models = [make() for _ in range(count)]
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models), seeds=range(count))
+    cure = "writes a member's value in place into a tensor that all members share; .*torch.zeros.*clone.*buffer"
+    with pytest.raises(hfta.TraceError, match=cure):
+        step(state, torch.randn(count, 5, 4))
+
+
+def test_what_a_function_under_vmap_has_written_is_not_written_twice():
+    def write(x, out):
+        out += 1
+        total = torch.zeros(2)
+        total += x
+        return total
+
+    x, out = torch.randn(3, 2), torch.zeros(3, 2)
+    with pytest.raises(hfta.TraceError, match="copy the input first"):
+        hfta.vmap(write)(x, out)
+    assert torch.equal(out, torch.ones(3, 2))
+
+
+def test_a_compiled_ensemble():
+    models = [Writing(zeros) for _ in range(3)]
+    x = torch.randn(5, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(hfta.Ensemble.from_modules(models), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), torch.stack([model(x) for model in models]))

@@ -22,7 +22,7 @@ from hfta_func._torch import constant_to_compiler
 from hfta_func._types import TraceError
 from hfta_func.calls.body import is_users_file
 
-Line = tuple[str, int]
+Line = tuple[str, int] | None
 
 
 class MadeCalls:
@@ -123,7 +123,10 @@ class _Seeking(_Making):
                     raise TraceError(f"the model {REFUSAL}")
                 raise _Written(*self._calls[number][:2])
         result = super().__torch_function__(func, types, args, kwargs)
-        known = {_number(tensor) for tensor in given}
+        # This package copies modules with their constants, which a model must not write.
+        known = {
+            _number(tensor) for tensor in (given if func is not Tensor.__deepcopy__ else _tensors((given, result)))
+        }
         for tensor in _tensors(result):
             if not self._is_batched(tensor) and (number := _number(tensor)) not in known:
                 self._calls.setdefault(number, (func, _line(), tensor))
@@ -183,7 +186,7 @@ def _number(tensor: Tensor) -> int:
     return id(tensor) if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
 
 
-def _line() -> Line | None:
+def _line() -> Line:
     """The innermost line of the user's code that is running, or that the compiler traces."""
     if torch.compiler.is_compiling():
         return next((line for line in _torch.traced_lines() if is_users_file(line[0])), None)

@@ -119,7 +119,7 @@ def _vmap(
             try:
                 return attempt()
             except RuntimeError as error:
-                if isinstance(error, (Diverged, HFTAError, torch.OutOfMemoryError)):
+                if isinstance(error, (Diverged, torch.OutOfMemoryError)):
                     raise
             return known.made.find(again)
         except RuntimeError as error:
