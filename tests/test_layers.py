@@ -58,7 +58,7 @@ FILES_IN = {
         *("_check_cases", "_check", "_install", "_extend", "vmap"),
     ],
     "models": [
-        *("scalar_attributes", "structure", "sharing", "stack", "remat", "recomputation", "attributes"),
+        *("scalar_attributes", "copies", "structure", "sharing", "stack", "remat", "recomputation", "attributes"),
         *("functional", "adapters"),
     ],
     "step": [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +28,9 @@ def assert_as_alone(
     The loss is the mean square of what the model returns. ``batch`` is a tensor ``[M, ...]``, or one for all if ``shared``;
     ``options`` are those of :func:`hfta_func.make_train_step`.
     """
-    models = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        models.append(make())
+    models, alone = [_seeded(make, seed) for seed in range(count)], [_seeded(make, seed) for seed in range(count)]
     dims, rows = (None, [batch] * count) if shared else (0, [*batch[:count]])
     batch = batch if shared else batch[:count]
-    alone = [copy.deepcopy(model) for model in models]
     if way in ("evaluated", "ensemble", "mapped"):
         with torch.no_grad():
             expected = torch.stack([loss(model.eval(), row.clone()) for model, row in zip(alone, rows, strict=True)])
@@ -60,6 +55,11 @@ def assert_as_alone(
     # Numbers in which members differ are hyperparameters of the state.
     found, wanted = ({k: v for k, v in x.buffers.items() if k not in state.hparams} for x in (state, expected))
     assert_trees_close((state.params, found), (expected.params, wanted), tolerance, "state")
+
+
+def _seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:

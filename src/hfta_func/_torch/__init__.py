@@ -25,4 +25,5 @@ from hfta_func._torch.levels import outside_transforms, peek_interpreter, pytree
 from hfta_func._torch.levels import traced_add_batch_dim, traced_unwrap_for_grad, unwrap_batched, unwrap_leaves
 from hfta_func._torch.levels import vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
+from hfta_func._torch.modules import is_compiled, run_uncompiled
 from hfta_func._torch.modules import tensors_of, places_of, reparametrized, weight_hooks

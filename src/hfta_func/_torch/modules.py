@@ -78,6 +78,21 @@ def weight_hooks(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
     return computed
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has wrapped this around a module."""
+    return "_orig_mod" in module._modules
+
+
+def run_uncompiled(module: Any) -> None:
+    """Make such a module, and its copies, which initialise it again, call the one inside as it is."""
+    module.dynamo_ctx = _as_it_is
+    module._initialize()
+
+
+def _as_it_is(func: T) -> T:
+    return func
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Whether the backward pass calls a hook with the gradient of a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

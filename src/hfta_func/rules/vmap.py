@@ -100,19 +100,23 @@ def _vmap(
         install()
         given = [] if routed else [(x, writes(x)) for x in _tensors((args, kwargs))]
 
-        def attempt() -> Any:
-            outputs, is_split = run(args, kwargs)
-            if not is_split:
-                return outputs
-            known.models_first = True
-            return again()
-
-        def again() -> Any:
+        def check_unwritten() -> None:
             if any(writes(x) != before for x, before in given):
                 raise TraceError(
                     "a function under vmap writes its input and has to run again, because it writes into a view that is a "
                     "copy here, or into a tensor that all members share; copy the input first: x = x.clone()"
                 )
+
+        def attempt() -> Any:
+            outputs, is_split = run(args, kwargs)
+            if is_split:
+                check_unwritten()
+                known.models_first = True
+                outputs, _ = run(args, kwargs)
+            return outputs
+
+        def again() -> Any:
+            check_unwritten()
             return attempt()
 
         try:
@@ -244,6 +248,9 @@ _UNROUTED = (
 )
 
 
+_SHARED = "; of a buffer that is equal in all models they are known if it is one for all: share_frozen=True"
+
+
 def _advice(error: RuntimeError) -> Exception | None:
     """An error that says which line is at fault and what to do; None for errors that need no advice."""
     text, where = str(error), user_code_location(error)
@@ -270,7 +277,7 @@ def _advice(error: RuntimeError) -> Exception | None:
         called = re.search(r"(aten::|torch\.)\w+", text)
         return TraceError(
             f"{where} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), and each "
-            f"member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some"
+            f"member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some{_SHARED}"
         )
     if operator:
         what = f"compares values of tensors ({operator.replace('aten::', 'torch.')})"
@@ -284,5 +291,5 @@ def _advice(error: RuntimeError) -> Exception | None:
         return None
     return TraceError(
         f"{where} {what}, but the members run as one and each has its own value; compute with tensors instead (torch.where, "
-        f"masks, clamp), or return the value as a metric and read it outside"
+        f"masks, clamp), or return the value as a metric and read it outside{_SHARED}"
     )
