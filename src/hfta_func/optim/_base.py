@@ -45,7 +45,7 @@ class GradientTransformation(NamedTuple):
     renew: Renew | None = None
 
     def __reduce__(self) -> Any:
-        return recipe(self, *self)
+        return recipe(self)
 
 
 def by_renew(init: Callable[[Params], Tree], run: Renew) -> GradientTransformation:

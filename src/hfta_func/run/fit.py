@@ -196,7 +196,8 @@ def _summary(metrics: Metrics) -> str:
             failed = int((value < 1).sum())
             shown += [f"{failed} not finite"] if failed else []
         elif value.dim() == 1:
-            # Members that a smaller array left out have none.
+            # Members that a smaller array left out have none; counts are integers, which have no mean.
+            value = value.float()
             value = value[~value.isnan()] if value.isnan().any() and not value.isnan().all() else value
             shown.append(f"{name} {value.mean():.4f} ± {value.std(correction=0):.4f}")
     return ", ".join(shown)

@@ -164,7 +164,7 @@ class History:
 
 
 def present(history: History, metric: str) -> Tensor:
-    """A metric ``[epochs, M]`` of the members that a run has now.
+    """A metric ``[epochs, M]`` of the members that a run has now, in floating point.
 
     Raises:
         ValueError: if the metric does not have one number per member.
@@ -175,7 +175,7 @@ def present(history: History, metric: str) -> Tensor:
             f"metric '{metric}' has shape {list(values.shape[1:])} per epoch; a callback needs one number per model "
             f"{list(history.seeds.shape)}"
         )
-    return values[:, history.members]
+    return (values if values.is_floating_point() else values.double())[:, history.members]
 
 
 def _widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
