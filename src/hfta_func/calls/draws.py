@@ -260,7 +260,7 @@ def _recurrent(keys: _Keys, func: Any, *args: Any) -> Any:
 def _refused(cure: str) -> Callable[..., Any]:
     def refused(keys: _Keys, func: Any, *args: Any, **kwargs: Any) -> Any:
         raise RandomnessError(
-            f"{_NAMES.get(func, func)} draws from PyTorch's global generator, so a member's noise would depend on the "
+            f"{NAMES.get(func, func)} draws from PyTorch's global generator, so a member's noise would depend on the "
             f"other members; {cure}"
         )
 
@@ -270,7 +270,7 @@ def _refused(cure: str) -> Callable[..., Any]:
 def _no_generator(func: Any, generator: Any) -> None:
     if generator is not None:
         raise RandomnessError(
-            f"{_NAMES.get(func, func)} got a generator, which all members would share; leave it out, and the call draws "
+            f"{NAMES.get(func, func)} got a generator, which all members would share; leave it out, and the call draws "
             f"from the member's own key"
         )
 
@@ -328,4 +328,4 @@ REFUSED: dict[str, Callable[..., Any]] = {
 }
 """Handlers of operators that cannot draw from a key: each raises a RandomnessError with its cure."""
 
-_NAMES = {func: spelled for name in (*ROUTED, *REFUSED) for func, spelled in spellings(name)}
+NAMES = {func: spelled for name in (*ROUTED, *REFUSED) for func, spelled in spellings(name)}

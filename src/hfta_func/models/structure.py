@@ -293,5 +293,12 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, types.FunctionType):
         named = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
         return {**named, "__closure__": tuple(cell.cell_contents for cell in value.__closure__ or ())}
-    plain = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
-    return vars(value) if plain else None
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    plain = type(value).__eq__ is object.__eq__ and (slots or hasattr(value, "__dict__"))
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**held, **getattr(value, "__dict__", {})} if plain else None
+
+
+def _slots_of(kind: type) -> list[str]:
+    """The names of the attributes that a class holds in slots."""
+    return [name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType)]

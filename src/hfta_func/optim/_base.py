@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -55,6 +56,15 @@ def by_renew(init: Callable[[Params], Tree], run: Renew) -> GradientTransformati
         return run(grads, opt_state, params, None, False, False)
 
     return GradientTransformation(init, update, run)
+
+
+def is_of_package(transformation: GradientTransformation) -> bool:
+    """Whether only constructors of this package have made a transformation and its parts; these draw no random numbers."""
+    make, parts = recipe(transformation)
+    kwargs = make.keywords if isinstance(make, functools.partial) else {}
+    inner = optree.tree_leaves((parts, kwargs), is_leaf=lambda part: isinstance(part, GradientTransformation))  # pyright: ignore
+    made_here = isinstance(make, functools.partial) and make.func.__module__.startswith("hfta_func.")
+    return made_here and all(is_of_package(part) for part in inner if isinstance(part, GradientTransformation))
 
 
 def check_transformation(name: str, value: Any) -> None:

@@ -109,17 +109,19 @@ def fit(
         raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
     if callable(callbacks):
         raise ValueError("callbacks is a single function; pass a list of them, [callback]")
-    run = Run(state, loader, None if restore_best is None else Best(restore_best))
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
-
-    def save() -> None:
-        if resume is not None:
-            checkpoint.write(resume, run.state, run.state_dict())
-
-    length = len(loader) if isinstance(loader, Sized) else 0
     with contextlib.ExitStack() as stack:
+        # Ctrl-C waits from the first moment to the last, until there is a result to return.
+        pressed = stack.enter_context(ctrl_c())
+        run = Run(state, loader, None if restore_best is None else Best(restore_best))
+        length = len(loader) if isinstance(loader, Sized) else 0
+
+        def save() -> None:
+            if resume is not None:
+                checkpoint.write(resume, run.state, run.state_dict())
+
         if resume is not None:
             stack.enter_context(atomic.holding(resume))
             if os.path.exists(resume):
@@ -131,7 +133,7 @@ def fit(
             unit="step",
             dynamic_ncols=True,
         )
-        pressed, bar = stack.enter_context(ctrl_c()), stack.enter_context(bar)
+        bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, epochs * length or None, executor)
         stack.callback(trainer.close)
         trainer = Compact(trainer) if compact else trainer
@@ -147,10 +149,10 @@ def fit(
             if ended:
                 bar.set_postfix_str(_summary(run.end_epoch(evaluate)))
                 for callback in callbacks:
-                    if run.follow(callback(run.state, run.history)):
+                    if run.follow(callback):
                         trainer.follow(run.loader)
             save()
-        run.history.interrupted = pressed()
+    run.history.interrupted = pressed()
     return Result(run.result, run.history)
 
 

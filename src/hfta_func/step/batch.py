@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,9 @@ def restored(tree: Tree, batch: Tree) -> Any:
             return parts
         if hasattr(batch, "batch_size"):
             return _tensor_dict(parts, batch)
+        if isinstance(batch, defaultdict):
+            # A compiler cannot copy it.
+            return defaultdict(batch.default_factory, parts)
         if not hasattr(batch, "update"):
             # One that cannot be changed, such as a MappingProxyType, can be made of a dict.
             return type(batch)(parts)  # pyright: ignore[reportCallIssue]

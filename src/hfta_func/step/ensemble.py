@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Ensemble(nn.Module):
     Raises:
         StackError: if params, buffers and shared parameters do not belong to the model, or a frozen module would write the
             running statistics that all members share.
+        StateError: if ``params`` is a whole state, which :func:`stacked` takes apart.
         HyperparameterError: if there is not one seed per member.
 
     Example:
@@ -65,6 +66,11 @@ class Ensemble(nn.Module):
         shared: Params | None = None,
     ):
         super().__init__()
+        if not isinstance(params, Mapping):
+            raise StateError(
+                f"params is a {type(params).__qualname__}; unpack it: Ensemble(model, *stacked), or "
+                f"Ensemble(model, *hfta.stacked(state)) of a training state"
+            )
         buffers, shared = dict(buffers or {}), dict(shared or {})
         self.num_models = num_models((params, buffers))
         check_stacked((params, buffers), shapes(model, share_frozen, [*shared]))

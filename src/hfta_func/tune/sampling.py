@@ -19,6 +19,7 @@ Event = list[Any]
 """``["ask", params]``, ``["report", trial, epoch, values]``, ``["change", trial, params]`` or
 ``["tell", trial, status, values]``."""
 
+
 class SamplerSession:
     """Asks a sampler for trials and tells it their results; records these events, so that they can be replayed.
 
