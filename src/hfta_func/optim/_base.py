@@ -61,10 +61,11 @@ def by_renew(init: Callable[[Params], Tree], run: Renew) -> GradientTransformati
 def is_of_package(transformation: GradientTransformation) -> bool:
     """Whether only constructors of this package have made a transformation and its parts; these draw no random numbers."""
     make, parts = recipe(transformation)
-    kwargs = make.keywords if isinstance(make, functools.partial) else {}
-    inner = optree.tree_leaves((parts, kwargs), is_leaf=lambda part: isinstance(part, GradientTransformation))  # pyright: ignore
-    made_here = isinstance(make, functools.partial) and make.func.__module__.startswith("hfta_func.")
-    return made_here and all(is_of_package(part) for part in inner if isinstance(part, GradientTransformation))
+    if not isinstance(make, functools.partial) or not make.func.__module__.startswith("hfta_func."):
+        return False
+    arguments: Any = parts, make.keywords
+    inner = optree.tree_leaves(arguments, is_leaf=lambda part: isinstance(part, GradientTransformation))
+    return all(is_of_package(part) for part in inner if isinstance(part, GradientTransformation))
 
 
 def check_transformation(name: str, value: Any) -> None:

@@ -124,7 +124,7 @@ def configurations(sampler: optuna.samplers.BaseSampler | None, space: Mapping[s
     """The number of configurations that a sampler goes through, after which it would repeat itself; None for any number."""
     samplers = require("optuna", "tune").samplers
     if isinstance(sampler, samplers.GridSampler):
-        return sampler._n_min_trials
+        return sampler._n_min_trials  # pyright: ignore
     if not isinstance(sampler, samplers.BruteForceSampler):
         return None
     counts = []
