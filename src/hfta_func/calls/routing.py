@@ -163,8 +163,8 @@ class routed_by_member(TorchFunctionMode):
             is_apart = 0 in dims
         if not is_apart:
             raise RandomnessError(
-                f"the optimizer calls {NAMES.get(func, func)} for numbers that are not one part per model, [{count}, ...], so that "
-                f"models would share them; draw in the shape of a gradient, torch.randn_like(grad)"
+                f"the optimizer calls {NAMES.get(func, func)} for numbers that are not one part per model, "
+                f"[{count}, ...], so that models would share them; draw in the shape of a gradient, torch.randn_like(grad)"
             )
         self.site += 1
 

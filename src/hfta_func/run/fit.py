@@ -58,14 +58,15 @@ def fit(
         evaluate: ``evaluate(state) -> metrics``, called after each epoch: ``lambda state: eval_step(state, test)``.
         callbacks: Called after each epoch with ``(state, history)``, where ``len(history)`` is the epoch and
             ``history.epochs[-1]`` its metrics. A state that a callback returns replaces the current one; it may have fewer
-            members or more, by :func:`take` and :func:`concat`, which an :class:`ArrayLoader` and the history follow by
-            the members' seeds.
+            members or more, by :func:`take` and :func:`concat`, which an :class:`ArrayLoader` and the history follow; in
+            states made in other ways, seeds tell the members.
         progress: Show a progress bar with mean and standard deviation of each metric over the members.
         resume: A file for state, history and position, written after each epoch and on Ctrl-C; :func:`load` reads its
             state. If it exists, training continues from it with the same bits as without interruption, and ``state`` only
             gives structure and device. A loader continues by its ``state_dict`` and ``load_state_dict``, or, without
-            these, by skipping the batches already seen. What would keep the file from being written is found before the
-            first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends, even if killed.
+            these, from the states that PyTorch's generator and its own, as of a shuffling ``DataLoader``, had at the start
+            of the epoch, by skipping the batches already seen. What would keep the file from being written is found before
+            the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends, even if killed.
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
         workers: Number of processes that train a part of the members each, with an equal share of the processors, or a GPU
