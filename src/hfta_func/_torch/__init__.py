@@ -10,11 +10,11 @@ from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_un
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
 from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, intercept_checkpoint
 from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, original, set_compiling, stand_for, stays
-from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, traced_lines, until_compiled
-from hfta_func._torch.compiler import untraced
-from hfta_func._torch.dispatcher import SingleLevelFunction, below_autograd, below_batching, counter, decompositions
-from hfta_func._torch.dispatcher import default_generators, destroy, draws, function_modes, has_tangents, implement
-from hfta_func._torch.dispatcher import is_alias, is_fallback_enabled, load_decompositions, num_dispatch_modes
+from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, traced_lines, until_compiled, untraced
+from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, autocast_operators, before_autocast
+from hfta_func._torch.dispatcher import below_autograd, below_batching, counter, decompositions, default_generators
+from hfta_func._torch.dispatcher import destroy, draws, function_modes, has_kernel, has_tangents, implement, is_alias
+from hfta_func._torch.dispatcher import is_autocasting, is_fallback_enabled, load_decompositions, num_dispatch_modes
 from hfta_func._torch.dispatcher import num_libraries, operator, operators_without, out_of_place, parts, refusing_writes
 from hfta_func._torch.dispatcher import replace_validation, set_fallback_enabled, single_level_functions, taken_apart
 from hfta_func._torch.dispatcher import why_not_looped, without_views, writes, written_by
@@ -24,6 +24,5 @@ from hfta_func._torch.levels import inside_transform, interpreters, is_batched, 
 from hfta_func._torch.levels import outside_transforms, peek_interpreter, pytree, remove_batch_dim, restore_vmap
 from hfta_func._torch.levels import traced_add_batch_dim, traced_unwrap_for_grad, unwrap_batched, unwrap_leaves
 from hfta_func._torch.levels import vmap_level, wrap_leaves
-from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
-from hfta_func._torch.modules import is_compiled, run_uncompiled
-from hfta_func._torch.modules import tensors_of, places_of, reparametrized, weight_hooks
+from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks, is_compiled
+from hfta_func._torch.modules import places_of, reparametrized, run_uncompiled, tensors_of, weight_hooks

@@ -36,7 +36,12 @@ _excluded = private("torch._C", "_ExcludeDispatchKeyGuard")
 _registrations = private("torch._C", "_dispatch_get_registrations_for_dispatch_key")
 _all_operators = private("torch._C", "_dispatch_get_all_op_names")
 _has_kernel = private("torch._C", "_dispatch_has_kernel")
+# Whether autocast is on for any device.
+is_autocasting = private("torch._C", "_is_any_autocast_enabled")
 _schema = private("torch._C", "_get_schema")
+_parse_key = private("torch._C", "_parse_dispatch_key")
+# The dispatch keys of autocast, by name.
+AUTOCAST = {name: _parse_key(name) for name in ("AutocastCPU", "AutocastCUDA", "AutocastXLA")}
 _BATCHING = _keys(_key.FuncTorchBatched) | _keys(_key.FuncTorchVmapMode)
 
 # Attributes that the code below reads from objects; checked at import, because it would fail only later.
@@ -64,6 +69,30 @@ def without_views() -> Any:
 def taken_apart(operator: Any, forward: Callable[..., Any]) -> None:
     """Replace an operator by the operators that ``forward`` calls, when graphs are captured below autograd."""
     operator.py_impl(_key.CompositeImplicitAutograd)(forward)
+
+
+def autocast_operators() -> dict[str, list[str]]:
+    """For every operator that autocast casts the arguments of, the dispatch keys at which it does."""
+    listed: dict[str, list[str]] = {}
+    for kind in AUTOCAST:
+        for name in _registrations(kind):
+            listed.setdefault(name.removeprefix("aten::"), []).append(kind)
+    return listed
+
+
+def has_kernel(operator: Any, key: str) -> bool:
+    """Whether a kernel has been registered for an operator at a dispatch key."""
+    return operator.has_kernel_for_dispatch_key(_parse_key(key))
+
+
+def after(key: str, operator: Any) -> Callable[..., Any]:
+    """``kernel(keyset, *args, **kwargs)``, which goes on with the dispatch keys that come after one."""
+    rest = private("torch._C", "_dispatch_keyset_full_after")(_parse_key(key))
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return operator.redispatch(keyset & rest, *args, **kwargs)
+
+    return kernel
 
 
 def operators_without(key: str) -> set[str]:
@@ -217,4 +246,21 @@ def replace_validation(is_left_out: Callable[[], bool]) -> Callable[[], None]:
         kind.__init__, kind._validate_sample = init, check
 
     kind.__init__, kind._validate_sample = __init__, _validate_sample
+    return restore
+
+
+def before_autocast(call: Callable[[], None]) -> Callable[[], None]:
+    """Call ``call()`` whenever autocast is entered; returns a function that ends it."""
+    kind: Any = torch.autocast
+    enter = kind.__enter__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        call()
+        return enter(self)
+
+    def restore() -> None:
+        kind.__enter__ = enter
+
+    kind.__enter__ = entered
     return restore

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hfta_func._torch import BatchNorm, is_batched
 from hfta_func.calls.autodiff import AUTODIFF
-from hfta_func.calls.nan_linalg import GUARDED, in_float32
+from hfta_func.calls.nan_linalg import GUARDED
 
 
 class lowered(TorchFunctionMode):
@@ -93,13 +93,6 @@ def lowered_for_compiler() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> Tensor:
-    """Casts to float32 under autocast; autocast never sees the operator, because vmap decomposes it first."""
-    return F.binary_cross_entropy_with_logits(
-        *map(in_float32, args), **{name: in_float32(value) for name, value in kwargs.items()}
-    )
-
-
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """Reads no values; PyTorch reads them under vmap if a gradient is taken inside."""
     if num_classes <= 0:
@@ -164,7 +157,6 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,
-    F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
     F.batch_norm: _batch_norm,
     F.normalize: _normalize,
     Tensor.__float__: _float,

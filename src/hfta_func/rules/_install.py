@@ -14,7 +14,7 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func._types import LoopWarning
 from hfta_func.calls import validation
-from hfta_func.rules import _aliasing, _check, _choice
+from hfta_func.rules import _aliasing, _autocast, _check, _choice
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule, fingerprint
@@ -68,7 +68,8 @@ def install() -> None:
             raise
         validation.install()
         _installed = True
-
+        early = {op: _kernel(op, *entry) for op, entry in RULES.items() if entry.key != BATCHED}
+        _autocast.install(_replace, early)
 
 def _register() -> None:
     """Register every rule, as the table is now."""
@@ -238,6 +239,7 @@ def uninstall() -> None:
     global _installed
     with _lock:
         if _installed:
+            _autocast.uninstall()
             _withdraw()
             validation.uninstall()
             _installed = False

@@ -292,11 +292,11 @@ def _through_time(
     if kind == "lstm":
         if weights[0].project is not None:
             project = _side_by_side([one.project for one in weights], num_models)
-        after = _recurrence.lstm(base, weight, states[0], states[1], project, mask)[:2]
+        after = _recurrence.lowered(_recurrence.lstm, base, weight, states[0], states[1], project, mask)[:2]
     elif kind == "gru":
-        after = _recurrence.gru(base, weight, states[0], mask)[:1]
+        after = _recurrence.lowered(_recurrence.gru, base, weight, states[0], mask)[:1]
     else:
-        after = (_recurrence.rnn(base, weight, states[0], mask, kind == "rnn_relu"),)
+        after = (_recurrence.lowered(_recurrence.rnn, base, weight, states[0], mask, kind == "rnn_relu"),)
     if base.device.type == "cpu" and not is_fused and kind in ("lstm", "gru"):
         # Under autocast, PyTorch's step-by-step path on the CPU accumulates in the precision of the first state.
         kept = torch.promote_types(states[-1].dtype, after[-1].dtype)
