@@ -13,11 +13,12 @@ from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, original,
 from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, traced_lines, until_compiled, untraced
 from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, autocast_operators, before_autocast
 from hfta_func._torch.dispatcher import below_autograd, below_batching, counter, decompositions, default_generators
-from hfta_func._torch.dispatcher import destroy, draws, function_modes, has_kernel, has_tangents, implement, is_alias
-from hfta_func._torch.dispatcher import is_autocasting, is_fallback_enabled, load_decompositions, num_dispatch_modes
-from hfta_func._torch.dispatcher import num_libraries, operator, operators_without, out_of_place, parts, refusing_writes
-from hfta_func._torch.dispatcher import replace_validation, set_fallback_enabled, single_level_functions, taken_apart
-from hfta_func._torch.dispatcher import why_not_looped, without_views, writes, written_by
+from hfta_func._torch.dispatcher import destroy, draws, function_modes, has_kernel, has_native_lstm, has_tangents
+from hfta_func._torch.dispatcher import implement, is_alias, is_autocasting, is_fallback_enabled, load_decompositions
+from hfta_func._torch.dispatcher import num_dispatch_modes, num_libraries, operator, operators_without, out_of_place
+from hfta_func._torch.dispatcher import parts, refusing_writes, replace_validation, set_fallback_enabled
+from hfta_func._torch.dispatcher import single_level_functions, taken_apart, why_not_looped, without_views, writes
+from hfta_func._torch.dispatcher import written_by
 from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
 from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, get_unwrapped, gradient
 from hfta_func._torch.levels import inside_transform, interpreters, is_batched, is_wrapped, level_of, levels_above

@@ -224,6 +224,12 @@ class refusing_writes(_TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def has_native_lstm(dtype: torch.dtype) -> bool:
+    """Whether PyTorch has a kernel for all steps of an LSTM on this processor for inputs of a dtype."""
+    names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype not in names or private("torch", f"ops.mkldnn.{names[dtype]}")()
+
+
 def default_generators(device: torch.device) -> list[torch.Generator]:
     """The generators that a draw on a device uses if none is passed."""
     generators = [torch.default_generator]

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func._torch import num_dispatch_modes
+from hfta_func._torch import has_native_lstm, num_dispatch_modes
 from hfta_func._types import RandomnessError
 from hfta_func.rules import _recurrence
 from hfta_func.rules._layout import each, expand, models_first
@@ -134,7 +134,7 @@ def _layers(
         sources, positions, mask = _padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
         selected = inputs.tensor.index_select(-2, sources)
         inputs = inputs._replace(tensor=selected.unflatten(-2, mask.shape[1:3]))
-    is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None
+    is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None and has_native_lstm(x.dtype)
     finals: list[tuple[Tensor, ...]] = []
     for layer in range(num_layers):
         span = slice(layer * directions, (layer + 1) * directions)
