@@ -10,7 +10,8 @@ from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_un
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
 from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, intercept_checkpoint
 from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, original, set_compiling, stand_for, stays
-from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, traced_lines, until_compiled, untraced
+from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, trace_history, traced_lines
+from hfta_func._torch.compiler import until_compiled, untraced
 from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, autocast_operators, before_autocast
 from hfta_func._torch.dispatcher import below_autograd, below_batching, counter, decompositions, default_generators
 from hfta_func._torch.dispatcher import destroy, draws, function_modes, has_kernel, has_native_lstm, has_tangents
@@ -21,9 +22,9 @@ from hfta_func._torch.dispatcher import single_level_functions, taken_apart, why
 from hfta_func._torch.dispatcher import written_by
 from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
 from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, get_unwrapped, gradient
-from hfta_func._torch.levels import inside_transform, interpreters, is_batched, is_wrapped, level_of, levels_above
-from hfta_func._torch.levels import outside_transforms, peek_interpreter, pytree, remove_batch_dim, restore_vmap
-from hfta_func._torch.levels import traced_add_batch_dim, traced_unwrap_for_grad, unwrap_batched, unwrap_leaves
-from hfta_func._torch.levels import vmap_level, wrap_leaves
+from hfta_func._torch.levels import inside_transform, inside_vmap, interpreters, is_batched, is_wrapped, level_of
+from hfta_func._torch.levels import levels_above, outside_transforms, peek_interpreter, pytree, remove_batch_dim
+from hfta_func._torch.levels import restore_vmap, traced_add_batch_dim, traced_unwrap_for_grad, unwrap_batched
+from hfta_func._torch.levels import unwrap_leaves, vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks, is_compiled
 from hfta_func._torch.modules import places_of, reparametrized, run_uncompiled, tensors_of, weight_hooks

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from hfta_func._torch._release import private
+from hfta_func._torch.levels import inside_vmap, is_batched
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -189,3 +190,36 @@ def trace_checkpoint(call: Any) -> Any:
     variable = private("torch._dynamo.variables.higher_order_ops", "CheckpointHigherOrderVariable")
     before, variable.call_function = variable.call_function, call
     return before
+
+
+def trace_history() -> Callable[[], None]:
+    """Make the compiler answer ``requires_grad``, ``is_leaf`` and ``data`` of members' tensors; returns a function to end it.
+
+    It would read them from the wrapper of ``vmap``, which has no history.
+    """
+    variable = private("torch._dynamo.variables.tensor", "TensorVariable")
+    before = {name: vars(variable).get(name) for name in ("method_attr_requires_grad", "method_attr_is_leaf")}
+    data = variable.method_attr_data
+
+    def reading(name: str, other: Any) -> Callable[..., Any]:
+        def read(self: Any, tx: Any) -> Any:
+            value = self.as_proxy().node.meta.get("example_value")
+            if not is_batched(value):
+                return other and other(self, tx)
+            return torch._dynamo.variables.ConstantVariable.create(getattr(inside_vmap(value), name))
+
+        return read
+
+    def detached(self: Any, tx: Any) -> Any:
+        is_plain = not is_batched(self.as_proxy().node.meta.get("example_value"))
+        return data(self, tx) if is_plain else self.call_method(tx, "detach", [], {})
+
+    def restore() -> None:
+        for name, other in before.items():
+            delattr(variable, name) if other is None else setattr(variable, name, other)
+        variable.method_attr_data = data
+
+    for name, other in before.items():
+        setattr(variable, name, reading(name.removeprefix("method_attr_"), other))
+    variable.method_attr_data = detached
+    return restore

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.levels import get_unwrapped, is_batched, is_wrapped
+from hfta_func._torch.levels import inside_vmap, is_wrapped
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
@@ -174,15 +174,13 @@ def has_tangents() -> bool:
 
 def writes(tensor: Tensor) -> int:
     """Number of in-place writes into a tensor; -1 if it was made in inference mode, which does not count them."""
-    while is_batched(tensor):
-        tensor = get_unwrapped(tensor)
+    tensor = inside_vmap(tensor)
     return -1 if tensor.is_inference() else tensor._version
 
 
 def counter(tensor: Tensor) -> Tensor:
     """A tensor with the write counter of ``tensor``, for :func:`writes`, and without its memory where possible."""
-    while is_batched(tensor):
-        tensor = get_unwrapped(tensor)
+    tensor = inside_vmap(tensor)
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and not is_wrapped(tensor) and not tensor.is_inference()
     if not plain or tensor.device.type not in ("cpu", "cuda"):
         return tensor

@@ -107,6 +107,13 @@ def gradient(func: Callable[..., Tensor], positions: tuple[int, ...]) -> Callabl
     return run
 
 
+def inside_vmap(tensor: Tensor) -> Tensor:
+    """The tensor inside all levels of ``vmap``, which has the history of the members'."""
+    while is_batched(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
 def can_look(flags: Tensor) -> bool:
     """Whether reading values costs less than computing around them: on a CPU, outside compilation and transforms."""
     return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not inside_transform()

@@ -27,14 +27,31 @@ def only_vmap() -> bool:
     return all(interpreter.key() == _torch.TransformType.Vmap for interpreter in _torch.interpreters() or ())
 
 
-def _inside(tensor: Tensor) -> Tensor:
-    while _torch.is_batched(tensor):
-        tensor = _torch.get_unwrapped(tensor)
-    return tensor
-
-
 def _requires_grad(tensor: Tensor) -> bool:
-    return (tensor if torch.compiler.is_compiling() else _inside(tensor)).requires_grad
+    return _torch.inside_vmap(tensor).requires_grad
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    tensor = _torch.inside_vmap(tensor)
+    return tensor.is_leaf or _is_given(tensor)
+
+
+def _grad_fn(tensor: Tensor) -> Any:
+    if _is_leaf(tensor):
+        return None
+    if rehearsing.get():
+        raise TraceError(
+            "the model reads grad_fn, which a compiler does not know; ask whether the tensor is_leaf, or leave the step "
+            "uncompiled"
+        )
+    return _torch.inside_vmap(tensor).grad_fn
+
+
+def _is_given(tensor: Tensor) -> bool:
+    """Whether a tensor is the parameter ``[1, ...]`` of a single member, without the model axis."""
+    node = tensor.grad_fn
+    source = node.next_functions[0][0] if node is not None and node.name() == "SqueezeBackward1" else None
+    return source is not None and getattr(source, "variable", tensor).shape == (1, *tensor.shape)
 
 
 def _requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
@@ -42,8 +59,27 @@ def _requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
     if not under_derivatives and not _must_unwrap():
         return tensor.requires_grad_(requires_grad)
     with _torch.outside_transforms():
-        _inside(tensor).requires_grad_(requires_grad)
+        _torch.inside_vmap(tensor).requires_grad_(requires_grad)
     return tensor
+
+
+def _data(tensor: Tensor) -> Tensor:
+    return tensor.detach() if _torch.is_batched(tensor) else tensor.data
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    if value is not tensor:
+        raise TraceError(
+            "the model assigns to .data of a tensor (as module.to(dtype) does), which the members, who run as one, cannot; "
+            "cast in the call, as in F.linear(x, layer.weight.to(x.dtype)), or write with torch.no_grad(): x.copy_(...)"
+        )
+
+
+def _refused(what: str, cure: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise TraceError(f"{what}, but the members have one backward pass, which the step takes; {cure}")
+
+    return refuse
 
 
 def _grad(
@@ -126,10 +162,20 @@ def _sequence(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
+_RETURN = "return the loss, and take other gradients by torch.autograd.grad(..., create_graph=True)"
+_AS_VALUE = "take the gradient of an activation by torch.autograd.grad(loss, activation, create_graph=True) in the loss"
+
 AUTODIFF: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
+    **dict.fromkeys((torch.autograd.backward, Tensor.backward), _refused("the loss calls backward()", _RETURN)),
+    Tensor.register_hook: _refused("the model registers a hook on a tensor", _AS_VALUE),
+    Tensor.retain_grad: _refused("the model calls retain_grad()", _AS_VALUE),
     Tensor.requires_grad_: _requires_grad_,
     Tensor.requires_grad.__get__: _requires_grad,  # pyright: ignore
+    Tensor.is_leaf.__get__: _is_leaf,  # pyright: ignore
+    Tensor.grad_fn.__get__: _grad_fn,  # pyright: ignore
+    Tensor.data.__get__: _data,  # pyright: ignore
+    Tensor.data.__set__: _set_data,  # pyright: ignore
     Tensor.requires_grad.__set__: _requires_grad_,  # pyright: ignore
 }
 """Replacement by function."""

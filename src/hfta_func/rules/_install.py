@@ -221,6 +221,7 @@ def _set_up_until_compiled() -> None:
         global _compiling
         _compiling = False
         copies.__exit__()
+        forget_history()
         _torch.mark_graphs(_LAYOUT, None)
         _torch.allow_recurrent_layers(allowed)
         guard.__exit__()
@@ -229,6 +230,7 @@ def _set_up_until_compiled() -> None:
     copies = _aliasing.watched(_aliasing.AliasFacts()).__enter__()
     # Recurrent layers belong in graphs, because their rules decompose them.
     allowed = _torch.allow_recurrent_layers(True)
+    forget_history = _torch.trace_history()
     guard.__enter__()
     _torch.until_compiled(end)
 
