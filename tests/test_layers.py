@@ -55,7 +55,7 @@ FILES_IN = {
             "_operator",
             "_recurrence",
         ),
-        *("_check_cases", "_check", "_install", "_extend", "vmap"),
+        *("_check_cases", "_check", "_autocast", "_install", "_extend", "vmap"),
     ],
     "models": [
         *("scalar_attributes", "copies", "structure", "sharing", "stack", "remat", "recomputation", "attributes"),

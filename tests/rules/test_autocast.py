@@ -26,7 +26,9 @@ pytestmark = [
 ]
 
 ROWS = [
-    pytest.param(info, training, dtype, id=f"{info.name.removeprefix('nn.')}-{mode}-{str(dtype).removeprefix('torch.')}")
+    pytest.param(
+        info, training, dtype, id=f"{info.name.removeprefix('nn.')}-{mode}-{str(dtype).removeprefix('torch.')}"
+    )
     for info in module_db
     for mode, training in (("train", True), ("eval", False))[: 1 + info.train_and_eval_differ]
     for dtype in (torch.bfloat16, torch.float16)
@@ -66,7 +68,9 @@ def _check(info: ModuleInfo, training: bool, dtype: torch.dtype, made: Any, call
     def member(key: Tensor, arguments: list[Tensor], *tensors: Tensor) -> Any:
         own = dict(zip(names, tensors, strict=True))
         args, kwargs = rebuild(arguments)
-        return apply({path: own[path] for path in params}, {path: own[path] for path in buffers}, *args, key=key, **kwargs)
+        return apply(
+            {path: own[path] for path in params}, {path: own[path] for path in buffers}, *args, key=key, **kwargs
+        )
 
     def outcome(run: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in (*params.values(), *buffers.values())]
@@ -74,7 +78,9 @@ def _check(info: ModuleInfo, training: bool, dtype: torch.dtype, made: Any, call
             outputs = _tensors(run(leaves))
         total = sum((x.double().square().sum() for x in outputs if x.requires_grad), torch.zeros(()))
         wanted = [x for x in leaves if x.requires_grad]
-        grads = torch.autograd.grad(total, wanted, materialize_grads=True, allow_unused=True) if total.requires_grad else ()
+        grads = (
+            torch.autograd.grad(total, wanted, materialize_grads=True, allow_unused=True) if total.requires_grad else ()
+        )
         return [x.detach() for x in outputs], [*grads]
 
     def alone(i: int, leaves: list[Tensor]) -> list[Tensor]:

@@ -27,4 +27,5 @@ from hfta_func._torch.levels import levels_above, outside_transforms, peek_inter
 from hfta_func._torch.levels import restore_vmap, traced_add_batch_dim, traced_unwrap_for_grad, unwrap_batched
 from hfta_func._torch.levels import unwrap_leaves, vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks, is_compiled
-from hfta_func._torch.modules import places_of, reparametrized, run_uncompiled, tensors_of, weight_hooks
+from hfta_func._torch.modules import is_nestable, places_of, reparametrized, run_uncompiled, takes_data, tensors_of
+from hfta_func._torch.modules import weight_hooks

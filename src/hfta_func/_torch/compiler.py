@@ -198,6 +198,7 @@ def trace_history() -> Callable[[], None]:
     It would read them from the wrapper of ``vmap``, which has no history.
     """
     variable = private("torch._dynamo.variables.tensor", "TensorVariable")
+    constant = private("torch._dynamo.variables", "ConstantVariable")
     before = {name: vars(variable).get(name) for name in ("method_attr_requires_grad", "method_attr_is_leaf")}
     data = variable.method_attr_data
 
@@ -206,7 +207,7 @@ def trace_history() -> Callable[[], None]:
             value = self.as_proxy().node.meta.get("example_value")
             if not is_batched(value):
                 return other and other(self, tx)
-            return torch._dynamo.variables.ConstantVariable.create(getattr(inside_vmap(value), name))
+            return constant.create(getattr(inside_vmap(value), name))
 
         return read
 

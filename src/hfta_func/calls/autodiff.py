@@ -54,7 +54,8 @@ def _is_given(tensor: Tensor) -> bool:
     return source is not None and getattr(source, "variable", tensor).shape == (1, *tensor.shape)
 
 
-def _requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
+def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    """``tensor.requires_grad_(requires_grad)``, of the tensor inside where a loss in a step calls it."""
     under_derivatives = not only_vmap() and _torch.is_batched(tensor) and not torch.compiler.is_compiling()
     if not under_derivatives and not _must_unwrap():
         return tensor.requires_grad_(requires_grad)
@@ -75,9 +76,13 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         )
 
 
-def _refused(what: str, cure: str) -> Callable[..., Any]:
+def _grad_of_step(tensor: Tensor) -> Tensor | None:
+    return None if _is_given(tensor) else tensor.grad
+
+
+def _refused(text: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise TraceError(f"{what}, but the members have one backward pass, which the step takes; {cure}")
+        raise TraceError(f"the model {text}")
 
     return refuse
 
@@ -162,20 +167,26 @@ def _sequence(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
-_RETURN = "return the loss, and take other gradients by torch.autograd.grad(..., create_graph=True)"
+_ONE_PASS = "but the members have one backward pass, which the step takes"
+CALLS_BACKWARD = (
+    f"calls backward(), {_ONE_PASS}; return the loss, and take other gradients by "
+    f"torch.autograd.grad(..., create_graph=True)"
+)
 _AS_VALUE = "take the gradient of an activation by torch.autograd.grad(loss, activation, create_graph=True) in the loss"
 
 AUTODIFF: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
-    **dict.fromkeys((torch.autograd.backward, Tensor.backward), _refused("the loss calls backward()", _RETURN)),
-    Tensor.register_hook: _refused("the model registers a hook on a tensor", _AS_VALUE),
-    Tensor.retain_grad: _refused("the model calls retain_grad()", _AS_VALUE),
-    Tensor.requires_grad_: _requires_grad_,
+    Tensor.backward: _refused(CALLS_BACKWARD),
+    Tensor.register_hook: _refused(f"or a tool around the step registers a hook on a tensor, {_ONE_PASS}; {_AS_VALUE}"),
+    Tensor.retain_grad: _refused(f"calls retain_grad(), {_ONE_PASS}; {_AS_VALUE}"),
+    Tensor.grad.__get__: _grad_of_step,  # pyright: ignore
+    Tensor.requires_grad_: requires_grad_,
     Tensor.requires_grad.__get__: _requires_grad,  # pyright: ignore
     Tensor.is_leaf.__get__: _is_leaf,  # pyright: ignore
     Tensor.grad_fn.__get__: _grad_fn,  # pyright: ignore
     Tensor.data.__get__: _data,  # pyright: ignore
     Tensor.data.__set__: _set_data,  # pyright: ignore
-    Tensor.requires_grad.__set__: _requires_grad_,  # pyright: ignore
+    _torch.takes_data: lambda param, value: True,
+    Tensor.requires_grad.__set__: requires_grad_,  # pyright: ignore
 }
 """Replacement by function."""

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hfta_func._torch import BatchNorm, is_batched
-from hfta_func.calls.autodiff import AUTODIFF
+from hfta_func._torch import BatchNorm, is_batched, is_nestable
+from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
 from hfta_func.calls.nan_linalg import GUARDED
 
 
@@ -112,6 +112,18 @@ def _without_layout(func: Callable[..., Any]) -> Callable[..., Any]:
     return plain
 
 
+def _made_like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Asks for the gradient of the new tensor inside ``vmap``, not of its wrapper, which has no history."""
+    plain = _without_layout(func)
+
+    @functools.wraps(func)
+    def made(*args: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+        result = plain(*args, **kwargs)
+        return requires_grad_(result) if requires_grad else result
+
+    return made
+
+
 def _float(x: Tensor) -> float:
     """NaN where batch normalisation with ``momentum=None`` reads how many batches each member has seen."""
     return math.nan if is_batched(x) and _averaging() is not None else float(x)
@@ -153,7 +165,7 @@ _CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int lon
 LOWERED: dict[Any, Callable[..., Any]] = {
     **GUARDED,
     **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
-    **{func: _without_layout(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
+    **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,
@@ -162,6 +174,8 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     Tensor.__float__: _float,
     **AUTODIFF,
     F.one_hot: _one_hot,
+    # Whether a transformer may take nested tensors, which are made of values; without them it computes padding, too.
+    is_nestable: lambda *args, **kwargs: False,
 }
 """Replacement by function."""
 

@@ -71,6 +71,7 @@ def install() -> None:
         early = {op: _kernel(op, *entry) for op, entry in RULES.items() if entry.key != BATCHED}
         _autocast.install(_replace, early)
 
+
 def _register() -> None:
     """Register every rule, as the table is now."""
     for op, entry in RULES.items():

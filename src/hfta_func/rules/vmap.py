@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
 from hfta_func._types import HFTAError, RandomnessError, TraceError
+from hfta_func.calls.autodiff import CALLS_BACKWARD
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.made import REFUSAL
@@ -273,6 +274,8 @@ def _advice(error: RuntimeError) -> Exception | None:
         )
     if "inplace arithmetic" in text or "(self, *extra_args) is not possible" in text:
         return TraceError(f"{where} {REFUSAL}")
+    if "backward() called inside a functorch transform" in text:
+        return TraceError(f"{where} {CALLS_BACKWARD}")
     if "dynamic shape" in text or "differently shaped" in text:
         called = re.search(r"(aten::|torch\.)\w+", text)
         return TraceError(
