@@ -20,12 +20,12 @@ from hfta_func._torch.dispatcher import num_dispatch_modes, num_libraries, opera
 from hfta_func._torch.dispatcher import parts, refusing_writes, replace_validation, set_fallback_enabled
 from hfta_func._torch.dispatcher import single_level_functions, taken_apart, why_not_looped, without_views, writes
 from hfta_func._torch.dispatcher import written_by
-from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
-from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, get_unwrapped, gradient
-from hfta_func._torch.levels import inside_transform, inside_vmap, interpreters, is_batched, is_wrapped, level_of
-from hfta_func._torch.levels import levels_above, outside_transforms, peek_interpreter, pytree, remove_batch_dim
-from hfta_func._torch.levels import restore_vmap, traced_add_batch_dim, traced_unwrap_for_grad, unwrap_batched
-from hfta_func._torch.levels import unwrap_leaves, vmap_level, wrap_leaves
-from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks, is_compiled
-from hfta_func._torch.modules import is_nestable, places_of, reparametrized, run_uncompiled, takes_data, tensors_of
-from hfta_func._torch.modules import weight_hooks
+from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim
+from hfta_func._torch.levels import can_look, constant_to_compiler, current_interpreter, depth, get_unwrapped
+from hfta_func._torch.levels import gradient, inside_transform, inside_vmap, interpreters, is_batched, is_wrapped
+from hfta_func._torch.levels import level_of, levels_above, outside_transforms, peek_interpreter, pytree
+from hfta_func._torch.levels import remove_batch_dim, restore_vmap, traced_add_batch_dim, traced_unwrap_for_grad
+from hfta_func._torch.levels import unwrap_batched, unwrap_leaves, vmap_level, wrap_leaves
+from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
+from hfta_func._torch.modules import is_compiled, is_nestable, places_of, reparametrized, run_uncompiled, takes_data
+from hfta_func._torch.modules import tensors_of, weight_hooks
