@@ -56,10 +56,10 @@ FILES_IN = {
             "_operator",
             "_recurrence",
         ),
-        *("_check_cases", "_check", "_function_graphs", "_functions", "_install", "_extend", "vmap"),
+        *("_check_cases", "_check", "_autocast", "_function_graphs", "_functions", "_install", "_extend", "vmap"),
     ],
     "models": [
-        *("scalar_attributes", "structure", "sharing", "stack", "remat", "recomputation", "attributes"),
+        *("scalar_attributes", "copies", "structure", "sharing", "stack", "remat", "recomputation", "attributes"),
         *("functional", "adapters"),
     ],
     "step": [

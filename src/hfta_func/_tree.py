@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import optree
@@ -98,7 +100,12 @@ def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:
     chosen = indices(index, count)
 
     def taken(leaf: Any) -> Any:
-        return tree_map(torch.clone, leaf) if is_shared(leaf) else leaf.index_select(0, chosen.to(leaf.device))
+        if is_shared(leaf):
+            return tree_map(torch.clone, leaf)
+        selected = leaf.index_select(0, chosen.to(leaf.device))
+        if (origins := _origins.get()) is not None and origins.of(leaf) is not None:
+            origins.note(selected, [origins.of(leaf)[index] for index in chosen.tolist()])
+        return selected
 
     return optree.tree_map(taken, tree, is_leaf=is_shared)  # pyright: ignore
 
@@ -174,7 +181,44 @@ def concat(trees: Sequence[T]) -> T:
                     f"{column[0].dtype}{list(column[0].shape[1:])}; join arrays of the same model and dtype"
                 )
         joined.append(torch.cat(column))
+        if (origins := _origins.get()) is not None:
+            origins.note(joined[-1], [at for leaf in column for at in origins.of(leaf) or [-1] * len(leaf)])
     return optree.tree_unflatten(optree.tree_structure(trees[0]), joined)  # pyright: ignore
+
+
+class Origins:
+    """The members, by their places in a tensor, that :func:`take` and :func:`concat` make other tensors of.
+
+    Members may have equal seeds and be equal in all values, so that what they hold does not tell which they are.
+
+    Args:
+        leaf: The tensor ``[M]`` that the members are followed by.
+    """
+
+    def __init__(self, leaf: Tensor):
+        # The tensors are kept, so that no other one gets the id of one.
+        self._known = {id(leaf): (leaf, [*range(len(leaf))])}
+
+    def note(self, leaf: Tensor, places: list[int]) -> None:
+        """Note the places that the members of a new tensor have in the first one, -1 for others."""
+        if max(places) >= 0:
+            self._known[id(leaf)] = leaf, places
+
+    def of(self, leaf: Tensor) -> Any:
+        """What was noted of a tensor; None if it was made in another way."""
+        return self._known.get(id(leaf), (None, None))[1]
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """A block in which members are followed."""
+        token = _origins.set(self)
+        try:
+            yield
+        finally:
+            _origins.reset(token)
+
+
+_origins: contextvars.ContextVar[Origins | None] = contextvars.ContextVar("origins", default=None)
 
 
 def per_model(value: Tensor, leaf: Tensor) -> Tensor:

@@ -31,10 +31,11 @@ def recorded(make: Callable[_P, _T]) -> Callable[_P, _T]:
     The call is noted on a function that the result holds, see :func:`recipe`.
     """
     function = _function
+    parts = _parts
 
     def made(*args: Any, **kwargs: Any) -> Any:
         value: Any = make(*args, **kwargs)
-        function(value).recipe = public, args, kwargs
+        function(value).recipe = public, args, kwargs, parts(value)
         return value
 
     # With the globals of the constructor's module, by which tools tell where a function is from.
@@ -42,10 +43,17 @@ def recorded(make: Callable[_P, _T]) -> Callable[_P, _T]:
     return functools.update_wrapper(public, make)
 
 
-def recipe(value: Any, *parts: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def recipe(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What ``value.__reduce__`` returns: the call that made it, else its class and its parts."""
-    make, args, kwargs = getattr(_function(value), "recipe", (type(value), parts, {}))
+    make, args, kwargs, parts = getattr(_function(value), "recipe", (None, (), {}, ()))
+    # A value of a user's own may hold a function that a constructor made for another value.
+    if make is None or any(part is not other for part, other in zip(_parts(value), parts, strict=True)):
+        return type(value), _parts(value)
     return functools.partial(make, **kwargs), args
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple) else (value.knobs, value.value)
 
 
 def _function(value: Any) -> Any:
@@ -79,7 +87,7 @@ class Schedule:
     value: Callable[..., Tensor]
 
     def __reduce__(self) -> Any:
-        return recipe(self, self.knobs, self.value)
+        return recipe(self)
 
 
 PerModel: TypeAlias = "float | Sequence[float] | Tensor | Schedule"

@@ -24,6 +24,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 import hfta_func as hfta
 from hfta_func import tune
+from hfta_func.tune import status
 
 EPOCHS, SEEDS = 6, [5, 3, 8, 1]
 
@@ -49,6 +50,7 @@ class Training:
     """One and the same training, as often as wanted."""
 
     leaves = ("best", "run")  # patterns of what it may leave in its folder
+    saves = "."  # where it saves
 
     def __init__(self):
         self.data = data()
@@ -85,10 +87,13 @@ class Study:
     """One and the same study, as often as wanted, in one kind of storage and another by turns."""
 
     # Optuna renames its lock before it removes it, and may be killed between the two.
-    leaves = ("journal", "journal.lock", "journal.lock*.rename", "run", "study.db", "study.db-journal")
+    leaves = ("journal", "journal.lock", "journal.lock*.rename", "run", "status.json", "study.db", "study.db-journal")
+    saves = "run"
 
     def __init__(self):
         self.data = data()
+        # Beside the folder, where it is not taken for a save.
+        status._NAME = os.path.join(os.pardir, status._NAME)
 
     def build(self, fixed, members):
         step = hfta.make_train_step(Net(), loss_fn, hfta.sgd(lr=members["lr"], momentum=members["momentum"]))
@@ -147,8 +152,9 @@ def kill_training(training, own, delay, aimed):
             os._exit(1)
         os._exit(0)
     time.sleep(delay)
-    ended, before = 0, writing(own)
-    while aimed and not ended and not writing(own) - before:
+    ended, saves = 0, own / training.saves
+    before = writing(saves)
+    while aimed and not ended and not writing(saves) - before:
         ended, status = os.waitpid(child, os.WNOHANG)
     if not ended:
         os.kill(child, signal.SIGKILL)
@@ -160,8 +166,8 @@ def kill_training(training, own, delay, aimed):
 
 
 def writing(folder):
-    """What is being written, or was when somebody was killed."""
-    return {path for where in (folder, folder / "run") for path in where.glob("*.tmp")}
+    """The saves that are being written to a folder, or were when somebody was killed."""
+    return {*folder.glob("*.tmp")}
 
 
 def serve(training, folder, kills):
@@ -187,14 +193,17 @@ def serve(training, folder, kills):
             training, own, chance.uniform(0, longest), aimed=report["kills"] % 2 == 1
         ):
             report["kills"] += 1
-            report["in a save"] += bool(writing(own) - before)
-            before = writing(own)
+            report["in a save"] += bool(writing(own / training.saves) - before)
+            before = writing(own / training.saves)
             report["before the first save"] += not (own / "run").exists()
             steps.append(training.steps(own))
             # On a machine that has become slower than it was, a training is given the time to get on.
             longest = seconds / 4 if steps[-1:] != steps[-2:-1] else 2 * longest
         report["runs"].append(steps)
         training.check(own, training.run(own), folder / "whole", expected)
+        # The last status may have been broken off.
+        for path in writing(own) if training.saves != "." else ():
+            path.unlink()
         left = [name for name in os.listdir(own) if not any(fnmatch.fnmatch(name, leaf) for leaf in training.leaves)]
         assert not left, left
     print(json.dumps(report))

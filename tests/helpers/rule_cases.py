@@ -524,7 +524,7 @@ SHAPE = [
         "index_put by a mask, rows", lambda x, m, v: x.index_put((m > 0,), v.detach()), _randn((4, 3), (4,), (3,))
     ),
     RuleCase("masked_fill", lambda x, m, v: x.masked_fill(m > 0, v), _randn((4, 3), (3,), ())),
-    RuleCase("index_fill", lambda x, v: x.index_fill(-1, torch.tensor([2, 0]), v), _randn((4, 3), ())),
+    RuleCase("index_fill", lambda x, v: x.index_fill(-1, torch.arange(2, -1, -2), v), _randn((4, 3), ())),
     RuleCase("pinv", lambda x, tol: torch.linalg.pinv(x, atol=tol.detach().abs() / 100), _randn((4, 3), ())),
 ]
 

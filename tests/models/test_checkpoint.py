@@ -446,3 +446,25 @@ def test_errors_keep_their_place() -> None:
     x = torch.ones(2, requires_grad=True)
     x.square().sum().backward()
     assert caught and x.grad is not None and x.grad.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("chosen", [True, ["0"], ["0.0"], [""]])
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_parts_with_tables_that_shorten_their_rows(chosen, chunk_size):
+    def make():
+        table = torch.nn.Embedding(7, 4, max_norm=0.8)
+        part = torch.nn.Sequential(table, torch.nn.Linear(4, 4))
+        return torch.nn.Sequential(part, torch.nn.Sequential(torch.nn.Linear(4, 1))).double()
+
+    def train(**options):
+        step = hfta.make_train_step(
+            make(), lambda model, rows: model(rows).square().mean(), hfta.sgd(lr=0.1), batch_dims=None, **options
+        )
+        state = step.init(*hfta.init_params(make, [0, 1, 2]), seeds=[0, 1, 2])
+        for _ in range(2):
+            state, _ = step(state, torch.arange(6))
+        return state.params
+
+    expected = train()
+    for path, leaf in train(checkpoint=chosen, chunk_size=chunk_size).items():
+        torch.testing.assert_close(leaf, expected[path], rtol=1e-12, atol=1e-12)

@@ -480,3 +480,29 @@ def test_objects_without_equality_are_compared_by_attributes():
     hfta.stack_params([Settings(Opaque(1)), Settings(Opaque(1))])
     with pytest.raises(hfta.StackError, match=r"'setting.value' is 2 but in model 0 it is 1"):
         hfta.stack_params([Settings(Opaque(1)), Settings(Opaque(2))])
+
+
+class Slots:
+    __slots__ = ("__hidden", "rate", "unset")
+
+    def __init__(self, rate, hidden):
+        self.rate, self.__hidden = rate, hidden
+
+
+class SlotsAndMore(Slots):
+    def __init__(self, rate, hidden):
+        super().__init__(rate, hidden)
+        self.more = [rate]
+
+
+@pytest.mark.parametrize("kind", [Slots, SlotsAndMore])
+def test_settings_in_slots_are_compared_by_their_values(kind):
+    def make(*values):
+        model = torch.nn.Linear(2, 1)
+        model.settings = kind(*values)
+        return model
+
+    hfta.stack_params([make(0.5, [1, 2]), make(0.5, [1, 2])])
+    for values, name in (((0.7, [1, 2]), "rate"), ((0.5, [1, 3]), "hidden")):
+        with pytest.raises(hfta.StackError, match=f"model 1: 'settings.*{name}"):
+            hfta.stack_params([make(0.5, [1, 2]), make(*values)])

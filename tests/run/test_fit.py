@@ -631,3 +631,58 @@ def test_training_something_that_is_no_state(setting):
 def test_a_metric_before_the_first_epoch():
     with pytest.raises(KeyError, match="no metric 'loss', because no epoch has ended"):
         hfta.History(torch.tensor([1]))["loss"]
+
+
+@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("after", [3, 4, 6])
+def test_a_shuffling_loader_goes_on_to_the_same_bits(after, generator, tmp_path):
+    step = hfta.make_train_step(torch.nn.Linear(4, 2), loss_fn, hfta.sgd(lr=[0.1, 0.2, 0.3]), batch_dims=None)
+    first = step.init(*hfta.init_params(lambda: torch.nn.Linear(4, 2), SEEDS), seeds=SEEDS)
+    data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.randn(12, 2))
+
+    def train(seed, calls=99, **options):
+        torch.manual_seed(seed)
+        own = torch.Generator().manual_seed(seed) if generator else None
+        loader = torch.utils.data.DataLoader(data, 4, shuffle=True, generator=own)
+
+        def some(state, batch):
+            nonlocal calls
+            calls -= 1
+            if calls < 0:
+                raise RuntimeError("broken off")
+            return step(state, batch)
+
+        return hfta.fit(some, first, loader, epochs=4, progress=False, **options)
+
+    expected = train(1)
+    with pytest.raises(RuntimeError, match="broken off"):
+        train(1, after, resume=tmp_path / "run", save_every=1)
+    result = train(2, resume=tmp_path / "run", save_every=2)
+    assert torch.equal(result.state.params["weight"], expected.state.params["weight"])
+    assert torch.equal(result.history["loss"], expected.history["loss"])
+
+
+@pytest.mark.parametrize("moment", ["load", "close"])
+def test_ctrl_c_before_the_first_step_and_after_the_last(setting, moment, monkeypatch, tmp_path):
+    step, state, loader = setting
+    hfta.fit(step, state, loader, epochs=1, progress=False, resume=tmp_path / "run")
+    owner, name = {"load": (hfta.run.run.Run, "load"), "close": (hfta.run.trainer.LocalTrainer, "close")}[moment]
+    before = getattr(owner, name)
+
+    def pressed(*args):
+        signal.raise_signal(signal.SIGINT)
+        return before(*args)
+
+    monkeypatch.setattr(owner, name, pressed)
+    _, history = hfta.fit(step, state, loader, epochs=2, progress=False, resume=tmp_path / "run")
+    assert history.interrupted and len(history) == (1 if moment == "load" else 2)
+
+
+def test_counts_are_metrics_of_callbacks(setting):
+    step, state, loader = setting
+    right = iter([[3, 1, 2], [2, 2, 2], [1, 3, 2]])
+    state, history = hfta.fit(
+        *(step, state, loader), epochs=3, evaluate=lambda state: {"right": torch.tensor(next(right))}, progress=False,
+        callbacks=[hfta.early_stopping("right", 2, mode="max")], restore_best=("right", "max"),
+    )  # fmt: skip
+    assert history["right"].dtype == torch.int64 and state.active.tolist() == [False, True, False]

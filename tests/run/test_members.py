@@ -1,5 +1,6 @@
 """Members that a run keeps, drops or adds: each trains, is reported and is given back as it would be alone."""
 
+import optree
 import pytest
 import torch
 
@@ -167,7 +168,7 @@ def test_bad_uses(tmp_path):
     with pytest.raises(
         hfta.StateError, match="dropped some of the 2 members with seed 1, and the run cannot tell which"
     ):
-        Run([1, 1, 2]).fit(2, lambda state, history: hfta.take(state, [1, 2]))
+        Run([1, 1, 2]).fit(2, lambda state, history: optree.tree_map(lambda leaf: leaf[[1, 2]], state))
     with pytest.raises(ValueError, match="mode is 'best'; it must be 'min' or 'max'"):
         Run().fit(1, restore_best=("mse", "best"))
     with pytest.raises(KeyError, match="epoch 1 has no metric 'accuracy'; it has"):
@@ -211,3 +212,46 @@ def test_a_bad_member_spoils_its_own_averages_only():
     for bad in ([1, 2], [-1, 1, 1], [0, 0, 0], [nan, 1, 1], [[1, 0, 0], [0, 0, 0], [0, 0, 1]], 1.0):
         with pytest.raises(hfta.HyperparameterError, match="weights"):
             hfta.average(tree, bad)
+
+
+EQUAL = [7, 7, 7, 7]
+MOVES = {
+    "turned round": (lambda state, first: hfta.take(state, [3, 2, 1, 0]), [3, 2, 1, 0]),
+    "dropped": (lambda state, first: hfta.take(state, [2, 0]), [2, 0]),
+    "twice": (lambda state, first: hfta.take(hfta.take(state, [3, 1, 2]), [1, 0]), [1, 3]),
+    "joined": (lambda state, first: hfta.concat([hfta.take(state, [2]), hfta.take(state, slice(2))]), [2, 0, 1]),
+    "a copy": (lambda state, first: hfta.take(state, [1, 1, 0]), [1, 4, 0]),
+    "a stranger": (lambda state, first: hfta.concat([hfta.take(state, [3, 2]), first]), [3, 2, 4]),
+    "other values": (lambda state, first: hfta.with_hyperparams(hfta.take(state, [3, 0]), lr=[0.1, 0.2]), [3, 0]),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_members_of_equal_seeds_are_followed(move):
+    moved, numbers = MOVES[move]
+    stranger = Run([7]).state
+    seen = []
+
+    def callback(state, history):
+        # What tells the members apart, by their numbers.
+        seen.append((history.members.tolist(), history.epochs[-1]["mse"]))
+        return moved(state, stranger) if len(history) == 1 else None
+
+    run = Run(EQUAL)
+    scale = torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+    run.state = run.state._replace(
+        params={path: leaf * scale.reshape(-1, *[1] * (leaf.dim() - 1)) for path, leaf in run.state.params.items()}
+    )
+    state, history = run.fit(2, callback)
+    assert history.members.tolist() == numbers == seen[1][0]
+    last = run.evaluate(state)["mse"]
+    torch.testing.assert_close(history["mse"][1, numbers].to(last), last)
+
+
+def test_members_of_equal_seeds_that_were_moved_go_on(tmp_path):
+    turn = lambda state, history: hfta.take(state, [3, 1, 0]) if len(history) == 1 else None  # noqa: E731
+    whole, history = Run(EQUAL).fit(3, turn)
+    Run(EQUAL).fit(2, turn, resume=tmp_path / "run")
+    state, again = Run(EQUAL).fit(3, turn, resume=tmp_path / "run")
+    assert_same(state.params, whole.params)
+    assert again.members.tolist() == history.members.tolist() == [3, 1, 0]

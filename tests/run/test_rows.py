@@ -156,3 +156,26 @@ def test_bad_uses():
     for way in ("rows", "folds", "weights each"):
         with pytest.raises(hfta.HyperparameterError, match="make a loader for them"):
             loader(way).of_members(torch.tensor([1, 2]))
+
+
+def test_epochs_of_one_length_are_the_same_in_any_array():
+    def stops(members):
+        make = lambda: nn.Linear(2, 1).double()  # noqa: E731
+        step = hfta.make_train_step(
+            make(), lambda model, batch: (model(batch["x"] / 20) - 1).square().mean(), hfta.sgd(lr=0.1)
+        )
+        seeds = [SEEDS[member] for member in members]
+        state = step.init(*hfta.init_params(make, seeds), seeds=seeds)
+        rows = [OWN[member] for member in members]
+        dealt = hfta.ArrayLoader(DATA, 4, seeds=seeds, rows=rows, length=2)
+        assert len(dealt) == 2
+        stop = hfta.early_stopping("loss", 1, min_delta=0.01)
+        return hfta.fit(step, state, dealt, epochs=6, callbacks=[stop], progress=False).state.step.tolist()
+
+    whole = stops([0, 1, 2, 3])
+    assert whole == [*itertools.chain(*(stops([member]) for member in range(4)))] and len(set(whole)) > 1
+    for wrong in ({"length": 0, "rows": OWN}, {"length": 2}):
+        with pytest.raises(
+            hfta.HyperparameterError, match="it is the number of batches, at least 1, in an epoch of rows"
+        ):
+            hfta.ArrayLoader(DATA, 4, seeds=SEEDS, **wrong)

@@ -362,3 +362,14 @@ def test_bad_input_is_refused_with_a_cure():
     with pytest.raises(hfta.StateError, match="train with make_train_step"):
         table(torch.tensor([0, 1]))
     assert table.eval()(torch.tensor([0, 1])).norm(dim=-1).max() <= 1 + 1e-6
+
+
+def test_a_state_is_no_params():
+    make = lambda: torch.nn.Linear(4, 1)  # noqa: E731
+    step = hfta.make_train_step(make(), lambda model, x: model(x).mean(), hfta.sgd(lr=0.1))
+    stacked = hfta.init_params(make, [0, 1])
+    state = step.init(*stacked, seeds=[0, 1])
+    for whole, kind in ((state, "TrainState"), (stacked, "Stacked")):
+        with pytest.raises(hfta.StateError, match=rf"params is a {kind}; unpack it: Ensemble\(model, \*stacked\)"):
+            hfta.Ensemble(make(), whole)
+    assert hfta.Ensemble(make(), *hfta.stacked(state)).num_models == 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import pickle
+import types
 from typing import Any
 
 import optree
@@ -73,3 +76,38 @@ def test_batches_of_unequal_number(wrong):
     step, state = start()
     with pytest.raises(hfta.BatchError, match="stack as many batches in every leaf"):
         step.many(state, batches() | wrong)
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+
+
+CONTAINERS = {
+    "dataclass": Record,
+    "UserDict": lambda x: collections.UserDict(x=x),
+    "defaultdict": lambda x: collections.defaultdict(list, x=x),
+    "mapping proxy": lambda x: types.MappingProxyType({"x": x}),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_batches_in_containers_that_a_step_takes(kind):
+    make, seen = CONTAINERS[kind], set()
+
+    def loss_fn(model, batch):
+        seen.add(type(batch))
+        return model(batch.x if kind == "dataclass" else batch["x"]).square().mean()
+
+    step = hfta.make_train_step(nn.Linear(4, 1), loss_fn, hfta.sgd(lr=[0.1, 0.2]))
+    state = step.init(*hfta.stack_params([nn.Linear(4, 1) for _ in range(2)]), seeds=[0, 1])
+    batches = torch.randn(3, 2, 8, 4)
+    expected = state
+    for batch in batches:
+        expected, _ = step(expected, make(batch))
+    found, _ = step.many(state, make(batches))
+    assert torch.equal(found.params["weight"], expected.params["weight"])
+    assert seen == {type(make(batches))}
+    if kind == "defaultdict":
+        compiled, _ = torch.compile(step, backend="eager", fullgraph=True)(state, make(batches[0]))
+        assert torch.equal(compiled.params["weight"], step(state, make(batches[0]))[0].params["weight"])

@@ -10,26 +10,23 @@ from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_un
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
 from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, in_graph, intercept_checkpoint
 from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, original, set_compiling, stand_for, stays
-from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, trace_functions, until_compiled
-from hfta_func._torch.compiler import untraced
-from hfta_func._torch.dispatcher import SingleLevelFunction, apply_at_level, apply_in_transforms, below_autograd
-from hfta_func._torch.dispatcher import below_batching, counter, decompositions
-from hfta_func._torch.dispatcher import default_generators, destroy, draws, function_modes, has_tangents, implement
-from hfta_func._torch.dispatcher import (
-    is_alias,
-    is_derivative_of_operator,
-    is_fallback_enabled,
-    load_decompositions,
-    num_dispatch_modes,
-)
-from hfta_func._torch.dispatcher import num_libraries, operator, operators_without, out_of_place, parts, refusing_writes
-from hfta_func._torch.dispatcher import replace_apply, replace_validation, set_fallback_enabled, single_level_functions
-from hfta_func._torch.dispatcher import taken_apart, why_not_looped, without_views, writes, written_by
-from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
-from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, get_unwrapped, gradient
-from hfta_func._torch.levels import inside_transform, interpreters, is_batched, is_captured, is_wrapped, levels_above
-from hfta_func._torch.levels import outside_transforms, peek_interpreter, pytree, remove_batch_dim, restore_vmap
-from hfta_func._torch.levels import traced_add_batch_dim, traced_unwrap_for_grad, unwrap_batched, unwrap_leaves
-from hfta_func._torch.levels import vmap_level, wrap_leaves
+from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, trace_functions, trace_history
+from hfta_func._torch.compiler import traced_lines, until_compiled, untraced
+from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, apply_at_level, apply_in_transforms
+from hfta_func._torch.dispatcher import autocast_operators, before_autocast, below_autograd, below_batching, counter
+from hfta_func._torch.dispatcher import decompositions, default_generators, destroy, draws, function_modes
+from hfta_func._torch.dispatcher import has_kernel, has_native_lstm, has_tangents, implement, is_alias
+from hfta_func._torch.dispatcher import is_autocasting, is_derivative_of_operator, is_fallback_enabled
+from hfta_func._torch.dispatcher import load_decompositions, num_dispatch_modes, num_libraries, operator
+from hfta_func._torch.dispatcher import operators_without, out_of_place, parts, refusing_writes, replace_apply
+from hfta_func._torch.dispatcher import replace_validation, set_fallback_enabled, single_level_functions, taken_apart
+from hfta_func._torch.dispatcher import why_not_looped, without_views, writes, written_by
+from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim
+from hfta_func._torch.levels import can_look, constant_to_compiler, current_interpreter, depth, get_unwrapped
+from hfta_func._torch.levels import gradient, inside_transform, inside_vmap, interpreters, is_batched, is_captured
+from hfta_func._torch.levels import is_wrapped, level_of, levels_above, outside_transforms, peek_interpreter, pytree
+from hfta_func._torch.levels import remove_batch_dim, restore_vmap, traced_add_batch_dim, traced_unwrap_for_grad
+from hfta_func._torch.levels import unwrap_batched, unwrap_leaves, vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
-from hfta_func._torch.modules import tensors_of, places_of, reparametrized, weight_hooks
+from hfta_func._torch.modules import is_compiled, is_nestable, places_of, reparametrized, run_uncompiled, takes_data
+from hfta_func._torch.modules import tensors_of, weight_hooks

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from hfta_func._torch._release import private
+from hfta_func._torch.levels import inside_vmap, is_batched
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -162,6 +163,12 @@ def eager_unless_compiled() -> Any:
     return torch.compiler.set_stance("eager_on_recompile")
 
 
+def traced_lines() -> list[tuple[str, int]]:
+    """File and line of the code that the compiler is tracing and of its callers, innermost first."""
+    stack = private("torch._guards", "TracingContext").extract_stack()
+    return [(frame.filename, frame.lineno) for frame in reversed(stack)]
+
+
 def dotted_path(expression: str) -> str:
     """``getattr(root.features, '0')``, as the compiler spells paths of modules, as ``root.features.0``."""
     while (plain := re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", expression)) != expression:
@@ -207,3 +214,37 @@ def in_graph(variable: Any, tx: Any, func: Any, args: Any, kwargs: Any) -> Any:
     for position, value in func.constants.items():
         results.items[position] = private("torch._dynamo.variables.base", "VariableTracker").build(tx, value)
     return results
+
+
+def trace_history() -> Callable[[], None]:
+    """Make the compiler answer ``requires_grad``, ``is_leaf`` and ``data`` of members' tensors; returns a function to end it.
+
+    It would read them from the wrapper of ``vmap``, which has no history.
+    """
+    variable = private("torch._dynamo.variables.tensor", "TensorVariable")
+    constant = private("torch._dynamo.variables", "ConstantVariable")
+    before = {name: vars(variable).get(name) for name in ("method_attr_requires_grad", "method_attr_is_leaf")}
+    data = variable.method_attr_data
+
+    def reading(name: str, other: Any) -> Callable[..., Any]:
+        def read(self: Any, tx: Any) -> Any:
+            value = self.as_proxy().node.meta.get("example_value")
+            if not is_batched(value):
+                return other and other(self, tx)
+            return constant.create(getattr(inside_vmap(value), name))
+
+        return read
+
+    def detached(self: Any, tx: Any) -> Any:
+        is_plain = not is_batched(self.as_proxy().node.meta.get("example_value"))
+        return data(self, tx) if is_plain else self.call_method(tx, "detach", [], {})
+
+    def restore() -> None:
+        for name, other in before.items():
+            delattr(variable, name) if other is None else setattr(variable, name, other)
+        variable.method_attr_data = data
+
+    for name, other in before.items():
+        setattr(variable, name, reading(name.removeprefix("method_attr_"), other))
+    variable.method_attr_data = detached
+    return restore

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.levels import TransformType, current_interpreter, get_unwrapped, is_batched, is_wrapped
+from hfta_func._torch.levels import (
+    TransformType,
+    current_interpreter,
+    inside_vmap,
+    is_wrapped,
+)
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
@@ -41,7 +46,12 @@ _is_excluded = private("torch._C", "_dispatch_tls_is_dispatch_key_excluded")
 _registrations = private("torch._C", "_dispatch_get_registrations_for_dispatch_key")
 _all_operators = private("torch._C", "_dispatch_get_all_op_names")
 _has_kernel = private("torch._C", "_dispatch_has_kernel")
+# Whether autocast is on for any device.
+is_autocasting = private("torch._C", "_is_any_autocast_enabled")
 _schema = private("torch._C", "_get_schema")
+_parse_key = private("torch._C", "_parse_dispatch_key")
+# The dispatch keys of autocast, by name.
+AUTOCAST = {name: _parse_key(name) for name in ("AutocastCPU", "AutocastCUDA", "AutocastXLA")}
 _BATCHING = _keys(_key.FuncTorchBatched) | _keys(_key.FuncTorchVmapMode)
 
 # Attributes that the code below reads from objects; checked at import, because it would fail only later.
@@ -70,6 +80,30 @@ def without_views() -> Any:
 def taken_apart(operator: Any, forward: Callable[..., Any]) -> None:
     """Replace an operator by the operators that ``forward`` calls, when graphs are captured below autograd."""
     operator.py_impl(_key.CompositeImplicitAutograd)(forward)
+
+
+def autocast_operators() -> dict[str, list[str]]:
+    """For every operator that autocast casts the arguments of, the dispatch keys at which it does."""
+    listed: dict[str, list[str]] = {}
+    for kind in AUTOCAST:
+        for name in _registrations(kind):
+            listed.setdefault(name.removeprefix("aten::"), []).append(kind)
+    return listed
+
+
+def has_kernel(operator: Any, key: str) -> bool:
+    """Whether a kernel has been registered for an operator at a dispatch key."""
+    return operator.has_kernel_for_dispatch_key(_parse_key(key))
+
+
+def after(key: str, operator: Any) -> Callable[..., Any]:
+    """``kernel(keyset, *args, **kwargs)``, which goes on with the dispatch keys that come after one."""
+    rest = private("torch._C", "_dispatch_keyset_full_after")(_parse_key(key))
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return operator.redispatch(keyset & rest, *args, **kwargs)
+
+    return kernel
 
 
 def operators_without(key: str) -> set[str]:
@@ -151,15 +185,13 @@ def has_tangents() -> bool:
 
 def writes(tensor: Tensor) -> int:
     """Number of in-place writes into a tensor; -1 if it was made in inference mode, which does not count them."""
-    while is_batched(tensor):
-        tensor = get_unwrapped(tensor)
+    tensor = inside_vmap(tensor)
     return -1 if tensor.is_inference() else tensor._version
 
 
 def counter(tensor: Tensor) -> Tensor:
     """A tensor with the write counter of ``tensor``, for :func:`writes`, and without its memory where possible."""
-    while is_batched(tensor):
-        tensor = get_unwrapped(tensor)
+    tensor = inside_vmap(tensor)
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and not is_wrapped(tensor) and not tensor.is_inference()
     if not plain or tensor.device.type not in ("cpu", "cuda"):
         return tensor
@@ -199,6 +231,12 @@ class refusing_writes(_TorchDispatchMode):
             if type(one) in (Tensor, torch.nn.Parameter) and one.untyped_storage().data_ptr() in self._paths:
                 raise self._error(self._paths[one.untyped_storage().data_ptr()])
         return func(*args, **kwargs)
+
+
+def has_native_lstm(dtype: torch.dtype) -> bool:
+    """Whether PyTorch has a kernel for all steps of an LSTM on this processor for inputs of a dtype."""
+    names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype not in names or private("torch", f"ops.mkldnn.{names[dtype]}")()
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
@@ -269,3 +307,20 @@ def apply_at_level(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     inherited: Any = super(torch.autograd.Function, function)
     with single_level_functions():
         return inherited.apply(*args, **kwargs)
+
+
+def before_autocast(call: Callable[[], None]) -> Callable[[], None]:
+    """Call ``call()`` whenever autocast is entered; returns a function that ends it."""
+    kind: Any = torch.autocast
+    enter = kind.__enter__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        call()
+        return enter(self)
+
+    def restore() -> None:
+        kind.__enter__ = enter
+
+    kind.__enter__ = entered
+    return restore

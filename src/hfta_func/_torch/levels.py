@@ -35,6 +35,8 @@ wrap_leaves = private(_VMAP, "wrap_batched")
 get_unwrapped = private(_FUNCTORCH, "get_unwrapped")
 is_batched = private(_FUNCTORCH, "is_batchedtensor")
 is_wrapped = private(_FUNCTORCH, "is_functorch_wrapped_tensor")
+# The number of a tensor's outermost level.
+level_of = private(_FUNCTORCH, "maybe_get_level")
 # The model axis at the outermost level, below 0 where there is none.
 batch_dim = private(_FUNCTORCH, "maybe_get_bdim")
 # The transform that runs innermost: None outside of all, an object of C++, and one of Python that can be left for a while.
@@ -104,6 +106,13 @@ def gradient(func: Callable[..., Tensor], positions: tuple[int, ...]) -> Callabl
             return tuple(traced_unwrap_for_grad(grad, level) for grad in grads)
 
     return run
+
+
+def inside_vmap(tensor: Tensor) -> Tensor:
+    """The tensor inside all levels of ``vmap``, which has the history of the members'."""
+    while is_batched(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 def can_look(flags: Tensor) -> bool:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 else:
     BatchNorm = private("torch.nn.modules.batchnorm", "_BatchNorm")
+# What a module asks about each parameter when it changes dtype or device: whether to assign to its ``data``.
+takes_data = private("torch", "_has_compatible_shallow_copy_type")
+# What a transformer asks about its mask in evaluation: whether it can be replaced by nested tensors.
+is_nestable = private("torch", "_nested_tensor_from_mask_left_aligned")
 # Calls a module with other parameters and buffers.
 reparametrized: Any = private("torch.nn.utils.stateless", "_reparametrize_module")
 # Attributes of every module, and further ones of recurrent layers.
@@ -76,6 +80,21 @@ def weight_hooks(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
         elif isinstance(hook, _SpectralNorm):
             computed[hook.name] = functools.partial(hook.compute_weight, module, do_power_iteration=False)
     return computed
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has wrapped this around a module."""
+    return "_orig_mod" in module._modules
+
+
+def run_uncompiled(module: Any) -> None:
+    """Make such a module, and its copies, which initialise it again, call the one inside as it is."""
+    module.dynamo_ctx = _as_it_is
+    module._initialize()
+
+
+def _as_it_is(func: T) -> T:
+    return func
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -27,23 +27,64 @@ def only_vmap() -> bool:
     return all(interpreter.key() == _torch.TransformType.Vmap for interpreter in _torch.interpreters() or ())
 
 
-def _inside(tensor: Tensor) -> Tensor:
-    while _torch.is_batched(tensor):
-        tensor = _torch.get_unwrapped(tensor)
-    return tensor
-
-
 def _requires_grad(tensor: Tensor) -> bool:
-    return (tensor if torch.compiler.is_compiling() else _inside(tensor)).requires_grad
+    return _torch.inside_vmap(tensor).requires_grad
 
 
-def _requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
+def _is_leaf(tensor: Tensor) -> bool:
+    tensor = _torch.inside_vmap(tensor)
+    return tensor.is_leaf or _is_given(tensor)
+
+
+def _grad_fn(tensor: Tensor) -> Any:
+    if _is_leaf(tensor):
+        return None
+    if rehearsing.get():
+        raise TraceError(
+            "the model reads grad_fn, which a compiler does not know; ask whether the tensor is_leaf, or leave the step "
+            "uncompiled"
+        )
+    return _torch.inside_vmap(tensor).grad_fn
+
+
+def _is_given(tensor: Tensor) -> bool:
+    """Whether a tensor is the parameter ``[1, ...]`` of a single member, without the model axis."""
+    node = tensor.grad_fn
+    source = node.next_functions[0][0] if node is not None and node.name() == "SqueezeBackward1" else None
+    return source is not None and getattr(source, "variable", tensor).shape == (1, *tensor.shape)
+
+
+def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    """``tensor.requires_grad_(requires_grad)``, of the tensor inside where a loss in a step calls it."""
     under_derivatives = not only_vmap() and _torch.is_batched(tensor) and not torch.compiler.is_compiling()
     if not under_derivatives and not _must_unwrap():
         return tensor.requires_grad_(requires_grad)
     with _torch.outside_transforms():
-        _inside(tensor).requires_grad_(requires_grad)
+        _torch.inside_vmap(tensor).requires_grad_(requires_grad)
     return tensor
+
+
+def _data(tensor: Tensor) -> Tensor:
+    return tensor.detach() if _torch.is_batched(tensor) else tensor.data
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    if value is not tensor:
+        raise TraceError(
+            "the model assigns to .data of a tensor (as module.to(dtype) does), which the members, who run as one, cannot; "
+            "cast in the call, as in F.linear(x, layer.weight.to(x.dtype)), or write with torch.no_grad(): x.copy_(...)"
+        )
+
+
+def _grad_of_step(tensor: Tensor) -> Tensor | None:
+    return None if _is_given(tensor) else tensor.grad
+
+
+def _refused(text: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise TraceError(f"the model {text}")
+
+    return refuse
 
 
 def _grad(
@@ -126,10 +167,26 @@ def _sequence(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
+_ONE_PASS = "but the members have one backward pass, which the step takes"
+CALLS_BACKWARD = (
+    f"calls backward(), {_ONE_PASS}; return the loss, and take other gradients by "
+    f"torch.autograd.grad(..., create_graph=True)"
+)
+_AS_VALUE = "take the gradient of an activation by torch.autograd.grad(loss, activation, create_graph=True) in the loss"
+
 AUTODIFF: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
-    Tensor.requires_grad_: _requires_grad_,
+    Tensor.backward: _refused(CALLS_BACKWARD),
+    Tensor.register_hook: _refused(f"or a tool around the step registers a hook on a tensor, {_ONE_PASS}; {_AS_VALUE}"),
+    Tensor.retain_grad: _refused(f"calls retain_grad(), {_ONE_PASS}; {_AS_VALUE}"),
+    Tensor.grad.__get__: _grad_of_step,  # pyright: ignore
+    Tensor.requires_grad_: requires_grad_,
     Tensor.requires_grad.__get__: _requires_grad,  # pyright: ignore
-    Tensor.requires_grad.__set__: _requires_grad_,  # pyright: ignore
+    Tensor.is_leaf.__get__: _is_leaf,  # pyright: ignore
+    Tensor.grad_fn.__get__: _grad_fn,  # pyright: ignore
+    Tensor.data.__get__: _data,  # pyright: ignore
+    Tensor.data.__set__: _set_data,  # pyright: ignore
+    _torch.takes_data: lambda param, value: True,
+    Tensor.requires_grad.__set__: requires_grad_,  # pyright: ignore
 }
 """Replacement by function."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx.traceback import get_current_meta
 
@@ -71,6 +73,14 @@ def user_code_location(error: BaseException) -> str:
                 location = f"{where} ({type(owner).__qualname__}), {location},"
         trace = trace.tb_next
     return location
+
+
+_PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (os.path.dirname(__file__), torch.__file__))
+
+
+def is_users_file(name: str) -> bool:
+    """Whether a file of code belongs neither to PyTorch nor to this package."""
+    return not name.startswith(_PACKAGES)
 
 
 def _is_users(frame: types.FrameType) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,13 @@ class Diverged(RuntimeError):
         # PyTorch's message, from which :mod:`hfta_func.rules.vmap` makes a TraceError if members cannot run in groups.
         super().__init__("data-dependent control flow")
         self.sides = sides
+
+
+def contains(x: Tensor, element: Any) -> bool:
+    """``element in x``."""
+    if not isinstance(element, (Tensor, int, float, complex)):
+        return element in x
+    return truth((x == element).any())
 
 
 def truth(x: Tensor) -> bool:

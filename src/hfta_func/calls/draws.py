@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._torch import depth
 from hfta_func._types import RandomnessError
 from hfta_func.calls import distributions
 from hfta_func.calls.tensor_scalars import checked, inverse, is_zero, leaky_relu
@@ -23,7 +22,6 @@ from hfta_func.calls.tensor_scalars import checked, inverse, is_zero, leaky_relu
 
 class _Keys(Protocol):
     key: Tensor | None
-    depth: int
 
     def next_key(self, rate: Any = None) -> random.Stream: ...
 
@@ -238,16 +236,6 @@ def _multinomial(
     return _write_out(distributions.without_replacement(keys.next_key(), weights, num_samples), **rest)
 
 
-def _empty(keys: _Keys, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """A tensor with a model axis, so that values that differ between members can be written into it."""
-    empty = func(*args, **kwargs)
-    assert keys.key is not None
-    if depth() < keys.depth:
-        # PyTorch's code, outside of the levels that the key belongs to.
-        return empty
-    return keys.key.new_empty(empty.shape, dtype=empty.dtype, device=empty.device)
-
-
 def _recurrent(keys: _Keys, func: Any, *args: Any) -> Any:
     """Runs the layers one by one if there is dropout between them."""
     # Packed sequences come with their batch sizes, before the states and parameters.
@@ -272,7 +260,7 @@ def _recurrent(keys: _Keys, func: Any, *args: Any) -> Any:
 def _refused(cure: str) -> Callable[..., Any]:
     def refused(keys: _Keys, func: Any, *args: Any, **kwargs: Any) -> Any:
         raise RandomnessError(
-            f"{_NAMES.get(func, func)} draws from PyTorch's global generator, so a member's noise would depend on the "
+            f"{NAMES.get(func, func)} draws from PyTorch's global generator, so a member's noise would depend on the "
             f"other members; {cure}"
         )
 
@@ -282,7 +270,7 @@ def _refused(cure: str) -> Callable[..., Any]:
 def _no_generator(func: Any, generator: Any) -> None:
     if generator is not None:
         raise RandomnessError(
-            f"{_NAMES.get(func, func)} got a generator, which all members would share; leave it out, and the call draws "
+            f"{NAMES.get(func, func)} got a generator, which all members would share; leave it out, and the call draws "
             f"from the member's own key"
         )
 
@@ -340,7 +328,4 @@ REFUSED: dict[str, Callable[..., Any]] = {
 }
 """Handlers of operators that cannot draw from a key: each raises a RandomnessError with its cure."""
 
-EMPTY = {func: _empty for func in (torch.empty, torch.empty_like, Tensor.new_empty, Tensor.new)}
-"""Handlers of functions that make tensors to write into."""
-
-_NAMES = {func: spelled for name in (*ROUTED, *REFUSED) for func, spelled in spellings(name)}
+NAMES = {func: spelled for name in (*ROUTED, *REFUSED) for func, spelled in spellings(name)}

@@ -18,13 +18,6 @@ from torch import Tensor
 linalg: Any = torch.linalg
 
 
-def in_float32(value: Any) -> Any:
-    """Tensors of lower precision in float32 under autocast, for operators that autocast does not see."""
-    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-        return value.float() if torch.is_autocast_enabled(value.device.type) else value
-    return value
-
-
 def _spoiled(outputs: Any, bad: Tensor) -> Any:
     """The outputs, NaN if ``bad``, except integers: pivots and ranks."""
     if isinstance(outputs, Tensor):
@@ -66,15 +59,21 @@ def _without_info(outputs: Any) -> Any:
 
 
 def _cholesky(A: Tensor, upper: bool = False, **options: Any) -> Tensor:
-    return _without_info(linalg.cholesky_ex(in_float32(A), upper=upper, **options))[0]
+    return _without_info(linalg.cholesky_ex(A, upper=upper, **options))[0]
 
 
 def _inv(A: Tensor, **options: Any) -> Tensor:
-    return _without_info(linalg.inv_ex(in_float32(A), **options))[0]
+    return _without_info(linalg.inv_ex(A, **options))[0]
+
+
+def _in_float32(x: Tensor) -> Tensor:
+    """As autocast casts what it solves: factors of matrices it does not list."""
+    is_low = x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if is_low and torch.is_autocast_enabled(x.device.type) else x
 
 
 def _is_singular(x: Tensor) -> Tensor:
-    return (linalg.lu_factor_ex(in_float32(x)).info != 0).any()
+    return (linalg.lu_factor_ex(_in_float32(x)).info != 0).any()
 
 
 # Not by solve_ex, whose derivative under a transform solves with the matrix again.

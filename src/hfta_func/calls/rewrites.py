@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hfta_func._torch import BatchNorm, is_batched
-from hfta_func.calls.autodiff import AUTODIFF
-from hfta_func.calls.nan_linalg import GUARDED, in_float32
+from hfta_func._torch import BatchNorm, is_batched, is_nestable
+from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
+from hfta_func.calls.nan_linalg import GUARDED
 
 
 class lowered(TorchFunctionMode):
@@ -93,13 +93,6 @@ def lowered_for_compiler() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _binary_cross_entropy_with_logits(*args: Any, **kwargs: Any) -> Tensor:
-    """Casts to float32 under autocast; autocast never sees the operator, because vmap decomposes it first."""
-    return F.binary_cross_entropy_with_logits(
-        *map(in_float32, args), **{name: in_float32(value) for name, value in kwargs.items()}
-    )
-
-
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """Reads no values; PyTorch reads them under vmap if a gradient is taken inside."""
     if num_classes <= 0:
@@ -117,6 +110,18 @@ def _without_layout(func: Callable[..., Any]) -> Callable[..., Any]:
         return func(*args, **kwargs)
 
     return plain
+
+
+def _made_like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Asks for the gradient of the new tensor inside ``vmap``, not of its wrapper, which has no history."""
+    plain = _without_layout(func)
+
+    @functools.wraps(func)
+    def made(*args: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+        result = plain(*args, **kwargs)
+        return requires_grad_(result) if requires_grad else result
+
+    return made
 
 
 def _float(x: Tensor) -> float:
@@ -160,16 +165,17 @@ _CASTS = "bfloat16 bool byte cdouble cfloat chalf char double float half int lon
 LOWERED: dict[Any, Callable[..., Any]] = {
     **GUARDED,
     **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
-    **{func: _without_layout(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
+    **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,
-    F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
     F.batch_norm: _batch_norm,
     F.normalize: _normalize,
     Tensor.__float__: _float,
     **AUTODIFF,
     F.one_hot: _one_hot,
+    # Whether a transformer may take nested tensors, which are made of values; without them it computes padding, too.
+    is_nestable: lambda *args, **kwargs: False,
 }
 """Replacement by function."""
 

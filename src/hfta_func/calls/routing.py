@@ -26,8 +26,8 @@ from hfta_func._torch import (
     traced_unwrap_for_grad,
 )
 from hfta_func._types import RandomnessError
-from hfta_func.calls.control_flow import truth
-from hfta_func.calls.draws import EMPTY, REFUSED, ROUTED, spellings
+from hfta_func.calls.control_flow import contains, truth
+from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
@@ -129,6 +129,52 @@ class routed(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class routed_by_member(TorchFunctionMode):
+    """Draw every random tensor ``[M, ...]`` inside the ``with`` block from the keys ``[M]`` of its members.
+
+    The block sees all members at once, as the update of an optimizer does.
+
+    Raises:
+        RandomnessError: from a random call without a part for each member, or that cannot draw from a key.
+    """
+
+    def __init__(self, keys: Tensor):
+        if torch.compiler.is_compiling():
+            _tell_compiler()
+        super().__init__()
+        self.keys = keys
+        self.site = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace one call of a torch function."""
+        kwargs = kwargs or {}
+        if func not in HANDLERS:
+            return func(*args, **kwargs)
+        count = self.keys.shape[0]
+        if func in (torch.rand, torch.randn):
+            sizes = kwargs.pop("size") if "size" in kwargs else args
+            sizes = [*(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)]
+            args = (*sizes[1:],)
+            dims, is_apart = [None] * len(args), sizes[:1] == [count]
+        else:
+            dims = [0 if isinstance(arg, Tensor) and arg.shape[:1] == (count,) else None for arg in args]
+            is_apart = 0 in dims
+        if not is_apart:
+            raise RandomnessError(
+                f"the optimizer calls {NAMES.get(func, func)} for numbers that are not one part per model, "
+                f"[{count}, ...], so that models would share them; draw in the shape of a gradient, torch.randn_like(grad)"
+            )
+        self.site += 1
+
+        def draw(key: Tensor, *args: Any) -> Any:
+            with routed(key):
+                return func(*args, **kwargs)
+
+        return torch.vmap(draw, (0, *dims))(random.fold_in(self.keys, self.site), *args)
+
+
 def _entered(func: types.FunctionType) -> types.FunctionType:
     """A copy of a function without its check for modes: its body runs, and the mode sees the calls in it."""
     names = dict(func.__globals__)
@@ -160,10 +206,10 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     for func, _ in spellings(name)
     # alpha_dropout and rrelu are also in ROUTED, for torch.alpha_dropout and torch.rrelu.
     if func not in _ENTERED
-} | EMPTY
+}
 """Handlers by function, for calls with a key."""
 
-_REPLACED = {**LOWERED, Tensor.__bool__: truth}
+_REPLACED = {**LOWERED, Tensor.__bool__: truth, Tensor.__contains__: contains}
 """Functions that are replaced with a key or without."""
 
 

@@ -16,14 +16,17 @@ from hfta_func._torch import (
     call_with,
     constant_to_compiler,
     forget_flat_weights,
+    is_compiled,
     outside_transforms,
     places_of,
     pytree,
+    run_uncompiled,
     tensors_of,
 )
 from hfta_func._types import Params, StateError
 from hfta_func.calls.body import Body
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
+from hfta_func.models.copies import copied_module
 from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, explained, hold
@@ -111,7 +114,7 @@ class Bound:
         self._others: dict[tuple[str, ...], Bound] = {}
 
     def _make(self) -> Body:
-        body = Body(copy.deepcopy(self._inner, dict(self._shared)), self._func)
+        body = Body(copied_module(self._inner, dict(self._shared)), self._func)
         rematerialise(body.model, self._checkpoint)
         body.places = places_of(body)
         shared = set(() if self._base is None else self._base.buffers)
@@ -155,7 +158,7 @@ class Bound:
     @constant_to_compiler
     def _prepare(self, numbers: tuple[str, ...]) -> bool:
         if numbers not in self._others:
-            inner = copy.deepcopy(self._inner, dict(self._shared))
+            inner = copied_module(self._inner, dict(self._shared))
             hold(inner, numbers)
             other = copy.copy(self)
             other._start(inner, numbers)
@@ -276,7 +279,7 @@ def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequenc
     memo |= {id(leaf): leaf for leaf in shared_of(model, shared_params).values()}
     made = {path: computed(module) for path, module in model.named_modules()}
     memo |= {id(tensor): torch.empty(0) for tensors in made.values() for tensor in tensors.values()}
-    copied = copy.deepcopy(model, memo)
+    copied = copied_module(model, memo)
     for path, names in made.items():
         for name in names:
             delattr(copied.get_submodule(path), name)
@@ -302,6 +305,9 @@ def skeleton(model: nn.Module) -> nn.Module:
             if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
                 module.momentum = 1.0
                 module.forward = types.MethodType(_cumulative_average, module)
+        if is_compiled(module):
+            # An array is compiled as a whole.
+            run_uncompiled(module)
         if isinstance(module, nn.RNNBase):
             forget_flat_weights(module)
         if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):

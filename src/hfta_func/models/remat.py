@@ -149,6 +149,9 @@ def _run_twice(
     part: nn.Module, where: str, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: dict[str, Any]
 ) -> Any:
     """Run ``forward(*args, **kwargs)``, which uses the tensors of ``part``, and run it again in the backward pass."""
+    if any(getattr(module, "max_norm", None) is not None for module in part.modules()):
+        # A look-up table that shortens its rows as it is read does so once.
+        return forward(*args, **kwargs)
     mode = next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
     site, out_spec, alias_facts = mode.site, None, current()
     running = _running.get()

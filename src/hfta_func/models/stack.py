@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from hfta_func import random
 from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import Params, StackError, StateError
+from hfta_func.models.copies import copied_module
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
 from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
@@ -219,7 +219,7 @@ def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, i
         memo[id(leaf)] = buffers[path][index].detach().clone() if path in buffers else shared.get(path, leaf)
     for leaf in model.modules():
         memo |= {id(tensor): tensor.detach().clone() for tensor in computed(leaf).values()}
-    member = copy.deepcopy(model, memo)
+    member = copied_module(model, memo)
     for leaf in member.modules():
         for name, compute in weight_hooks(leaf).items():
             setattr(leaf, name, compute())

@@ -7,6 +7,7 @@ must be equal in all models.
 from __future__ import annotations
 
 import functools
+import random
 import re
 import types
 import weakref
@@ -19,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, tensors_of, weight_hooks
+from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, tensors_of, weight_hooks
 from hfta_func._types import StackError
 from hfta_func.models.scalar_attributes import may_differ
 
@@ -75,6 +76,17 @@ def check_materialised(model: nn.Module, owner: str = "") -> None:
         if is_lazy(tensor):
             raise StackError(
                 f"{owner}'{path}' is lazy and has no shape yet; run the model once on an example input first"
+            )
+        if tensor.layout != torch.strided:
+            raise StackError(
+                f"{owner}'{path}' is a {str(tensor.layout).removeprefix('torch.')} tensor, and these cannot be stacked; "
+                f"assign it to a plain attribute instead, which all models share"
+            )
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StackError(
+                f"{owner}{repr(path) if path else 'the model'} is a ScriptModule, whose code cannot run with other tensors "
+                f"than its own; stack models of the module that it was made from, and script one that is exported"
             )
 
 
@@ -152,6 +164,9 @@ def _check_module(
                 f"members; register hooks that hold the same values"
             )
     numbers: dict[str, tuple[float, float]] = {}
+    if is_compiled(module):
+        # Its settings are the compiler's.
+        return numbers
     computed_names = computed(module).keys() | computed(first).keys()
     for name in sorted({*vars(module), *vars(first)} - MODULE_ATTRIBUTES - computed_names):
         a, b, label = vars(module).get(name, UNSET), vars(first).get(name, UNSET), f"{path}.{name}".lstrip(".")
@@ -195,8 +210,9 @@ def _setting_difference(a: Any, b: Any, path: str, compared: set[int], seen: dic
 
 
 def _kind(module: nn.Module) -> Any:
-    # PyTorch derives a new class for each parametrized module; its base is the class to compare.
-    return type(module).__bases__ if parametrize.is_parametrized(module) else type(module)
+    # PyTorch derives a new class for each parametrized or traced module; its base is the class to compare.
+    derived = parametrize.is_parametrized(module) or isinstance(module, torch.fx.GraphModule)
+    return type(module).__bases__ if derived else type(module)
 
 
 def _show(value: Any) -> str:
@@ -224,7 +240,12 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        if a.grad_fn is not None and b.grad_fn is not None:
+            # What calls have computed is no setting.
+            return True
+        alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout == b.layout
+        if alike and a.layout != torch.strided:
+            return all(map(torch.equal, _strided(a), _strided(b)))
         return alike and (a.is_meta or bool(torch.equal(a, b)))
     parts, others = _parts(a), _parts(b)
     if parts is not None and others is not None:
@@ -236,6 +257,17 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
     return bool(same.all() if hasattr(same, "all") else same)
 
 
+def _strided(sparse: Any) -> tuple[Tensor, ...]:
+    """The plain tensors that a sparse or a jagged tensor is made of."""
+    if sparse.layout == torch.sparse_coo:
+        return sparse.coalesce().indices(), sparse.coalesce().values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+    return sparse.offsets(), sparse.values()
+
+
 def _parts(value: Any) -> Mapping[Any, Any] | None:
     """The parts of a composite setting by name; None if the setting is compared as a whole."""
     if isinstance(value, dict):
@@ -245,6 +277,13 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, RemovableHandle):
         # A number by which a hook can be removed; the hooks themselves are compared.
         return {}
+    if isinstance(value, torch.fx.Graph):
+        return {"code": value.python_code("self").src}
+    if isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random"):
+        # What the generators of PyTorch, Python and NumPy, old and new, are made of.
+        names = "get_state", "getstate", "bit_generator", "state"
+        state = next(getattr(value, name) for name in names if hasattr(value, name))
+        return {"state": state() if callable(state) else state}
     if isinstance(value, weakref.ref):
         return {"referent": value()}
     if isinstance(value, functools.partial):
@@ -254,5 +293,12 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, types.FunctionType):
         named = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
         return {**named, "__closure__": tuple(cell.cell_contents for cell in value.__closure__ or ())}
-    plain = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
-    return vars(value) if plain else None
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    plain = type(value).__eq__ is object.__eq__ and (slots or hasattr(value, "__dict__"))
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**held, **getattr(value, "__dict__", {})} if plain else None
+
+
+def _slots_of(kind: type) -> list[str]:
+    """The names of the attributes that a class holds in slots."""
+    return [name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType)]

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -45,7 +46,7 @@ class GradientTransformation(NamedTuple):
     renew: Renew | None = None
 
     def __reduce__(self) -> Any:
-        return recipe(self, *self)
+        return recipe(self)
 
 
 def by_renew(init: Callable[[Params], Tree], run: Renew) -> GradientTransformation:
@@ -55,6 +56,16 @@ def by_renew(init: Callable[[Params], Tree], run: Renew) -> GradientTransformati
         return run(grads, opt_state, params, None, False, False)
 
     return GradientTransformation(init, update, run)
+
+
+def is_of_package(transformation: GradientTransformation) -> bool:
+    """Whether only constructors of this package have made a transformation and its parts; these draw no random numbers."""
+    make, parts = recipe(transformation)
+    if not isinstance(make, functools.partial) or not make.func.__module__.startswith("hfta_func."):
+        return False
+    arguments: Any = parts, make.keywords
+    inner = optree.tree_leaves(arguments, is_leaf=lambda part: isinstance(part, GradientTransformation))
+    return all(is_of_package(part) for part in inner if isinstance(part, GradientTransformation))
 
 
 def check_transformation(name: str, value: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hfta_func._torch import counter, is_alias, writes
+from hfta_func.calls.made import MadeCalls
 from hfta_func.rules._layout import models_first
 
 
@@ -27,6 +28,8 @@ class AliasFacts:
         """Whether the model axis must come first in every new tensor."""
         self.tried = False
         """Whether one member alone has run as a member of an array."""
+        self.made = MadeCalls()
+        """The calls that make tensors into which members write their values."""
 
 
 class _Copy(NamedTuple):

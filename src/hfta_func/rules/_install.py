@@ -14,20 +14,19 @@ from torch import Tensor
 from hfta_func import _torch
 from hfta_func._types import LoopWarning
 from hfta_func.calls import validation
-from hfta_func.rules import _aliasing, _check, _choice, _function_graphs, _functions
+from hfta_func.rules import _aliasing, _autocast, _check, _choice, _function_graphs, _functions
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
 from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE, RULES, Call, Rule, fingerprint
 
+# Names of the marks that keep compiled graphs on disk apart.
 _RULES, _LAYOUT = "hfta_func.rules", "hfta_func.layout"
-"""Names of the marks that keep compiled graphs on disk apart."""
-
 _lock = threading.RLock()
 _libraries: dict[str, torch.library.Library] = {}
 """The libraries that register the rules and the loops of operators without one, by namespace."""
 _installed = False
+# The names of operators without a rule.
 _unruled: set[str] = set()
-"""The names of operators without a rule."""
 _counts: tuple[int, ...] = ()
 """Numbers of loaded libraries when operators without a rule were last looked for; see :func:`_torch.num_libraries`."""
 
@@ -69,6 +68,8 @@ def install() -> None:
         validation.install()
         _functions.install()
         _installed = True
+        early = {op: _kernel(op, *entry) for op, entry in RULES.items() if entry.key != BATCHED}
+        _autocast.install(_replace, early)
 
 
 def _register() -> None:
@@ -221,6 +222,7 @@ def _set_up_until_compiled() -> None:
         global _compiling
         _compiling = False
         copies.__exit__()
+        forget_history()
         _torch.mark_graphs(_LAYOUT, None)
         _torch.allow_recurrent_layers(allowed)
         end_of_functions()
@@ -231,6 +233,7 @@ def _set_up_until_compiled() -> None:
     # Recurrent layers belong in graphs, because their rules decompose them.
     allowed = _torch.allow_recurrent_layers(True)
     end_of_functions = _function_graphs.trace()
+    forget_history = _torch.trace_history()
     guard.__enter__()
     _torch.until_compiled(end)
 
@@ -241,6 +244,7 @@ def uninstall() -> None:
     global _installed
     with _lock:
         if _installed:
+            _autocast.uninstall()
             _withdraw()
             validation.uninstall()
             _functions.uninstall()

@@ -25,18 +25,6 @@ from hfta_func._torch import (
 from hfta_func.rules._registry import fingerprint
 
 
-def lower_precision(*values: Any) -> tuple[Any, ...]:
-    """The values as autocast passes them to operators that it runs in lower precision; unchanged outside autocast.
-
-    For rules of operators that autocast itself does not know, because such operators decompose into them.
-    """
-    kind = next(value.device.type for value in values if isinstance(value, Tensor))
-    if not torch.is_autocast_enabled(kind):
-        return values
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in values)
-
-
 @dataclasses.dataclass(eq=False)
 class Operator:
     """An operator ``hfta_func::<name>`` with a backward pass that is written for it.
@@ -53,18 +41,11 @@ class Operator:
     fake: Callable[..., Any] | None = None
     # What an outer vmap runs, if the gradient of the forward pass alone would be wrong.
     batched: Callable[..., Any] | None = None
-    lowers: bool = True  # whether autocast runs it in lower precision
 
     def __call__(self, *args: Any) -> Any:
-        """Call the operator; under autocast in the lower precision if it ``lowers``, backward pass included."""
-        kind = args[0].device.type
+        """Call the operator."""
         # An exported program runs without this package.
-        op = self.forward if torch.compiler.is_exporting() else self._op
-        if not (self.lowers and torch.is_autocast_enabled(kind)):
-            return op(*args)
-        args = lower_precision(*args)
-        with torch.autocast(kind, enabled=False):
-            return op(*args)
+        return (self.forward if torch.compiler.is_exporting() else self._op)(*args)
 
     @functools.cached_property
     def _op(self) -> Any:

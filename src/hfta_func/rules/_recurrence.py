@@ -230,3 +230,13 @@ rnn = Operator(
     "rnn(Tensor base, Tensor weight, Tensor h, Tensor? mask, bool relu) -> Tensor",
     *(_rnn_forward, _rnn_context, _rnn_backward),
 )
+
+
+def lowered(operator: Operator, *args: Any) -> Any:
+    """Call an operator, under autocast in the lower precision of the products in it, backward pass included."""
+    kind = args[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return operator(*args)
+    dtype = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
+        return operator(*(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in args))

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from hfta_func.rules._layout import align, each
-from hfta_func.rules._operator import lower_precision
 from hfta_func.rules._registry import Call, Result, register
 
 
 @register("_prelu_kernel", "activation")
 def prelu(call: Call, x: Tensor, weight: Tensor) -> Result:
     """Elementwise; PyTorch passes the slopes as ``[1,C,1]``, shaped like the input."""
-    x, weight = _aligned(call, *lower_precision(x, weight))
+    x, weight = _aligned(call, x, weight)
     if x.device.type == "xla":
         # XLA's kernel takes the second axis for the channels, whatever the shape of the slopes.
         return torch.where(x > 0, x, weight * x), 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
-from hfta_func._torch import RandomnessType, current_interpreter, has_tangents
+from hfta_func._torch import current_interpreter, has_tangents
 from hfta_func._types import RandomnessError
 from hfta_func.rules._layout import align, each, fold, split
 from hfta_func.rules._registry import MODE, Call, Result, register
@@ -33,7 +33,7 @@ def attention(
 ) -> Result:
     """Members join the batch, which kernels run in parallel."""
     dims, options = call.first_dims(4), {"scale": scale, "enable_gqa": enable_gqa}
-    if dropout_p > 0 and current_interpreter().randomness() != RandomnessType.Different:
+    if dropout_p > 0 and current_interpreter().randomness() != "different":
         raise RandomnessError(
             "scaled_dot_product_attention with dropout draws from PyTorch's global generator for all members; call it "
             "inside a step or functional(model)(..., key=), where it draws from the member's key, or give vmap "

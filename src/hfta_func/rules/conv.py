@@ -29,7 +29,7 @@ from hfta_func.rules import _products, _windows
 from hfta_func.rules._choice import choose, remembered
 from hfta_func.rules._layout import align, expand, fold, models_first, split
 from hfta_func.rules._lowering import Case, make_case
-from hfta_func.rules._operator import Operator, lower_precision
+from hfta_func.rules._operator import Operator
 from hfta_func.rules._products import Geometry, is_pointwise
 from hfta_func.rules._registry import Call, Result, register
 
@@ -52,8 +52,6 @@ class Plan(NamedTuple):
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Result:
     """Convolution and transposed convolution, any number of space axes, any mix of shared and per-member inputs."""
     num_models, (x_dim, weight_dim, bias_dim) = call.num_models, call.dims[:3]
-    if torch.is_autocast_enabled(x.device.type):
-        x, weight, bias = lower_precision(x, weight, bias)
     case = make_case("convolution", num_models, (x, weight, *options), (x_dim, weight_dim, *(None,) * len(options)))
     crop, geometry, lowerings, bias_apart = _plan(case)
     # A bias that is per member exactly when the filters are goes into the kernel; any other is added afterwards.

@@ -35,9 +35,7 @@ def embedding(
     if padding_idx < 0:
         return torch.ops.aten.embedding.default(table, rows, -1, by_freq), 0
     targets = torch.where(indices == padding_idx, padding_idx, rows)
-    # Autocast leaves tables alone.
-    with torch.autocast(weight.device.type, enabled=False):
-        return _padded(table, rows, targets, padding_idx, by_freq), 0
+    return _padded(table, rows, targets, padding_idx, by_freq), 0
 
 
 @register("embedding_renorm_", "embedding")

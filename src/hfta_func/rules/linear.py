@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfta_func.rules._layout import align, each, expand, fold, models_first, split
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._operator import Operator, lower_precision
+from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import FRONT, Call, Result, register
 
 
@@ -88,9 +88,8 @@ def linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         y = y.squeeze(-1)
     if bias is None or inner is not None:
         return y, dim
-    (extra,) = lower_precision(bias)
     rank = y.dim() - (dim is not None)
-    return align(y, dim, rank) + align(extra, bias_dim, rank), 0
+    return align(y, dim, rank) + align(bias, bias_dim, rank), 0
 
 
 @register("mm", "linear")

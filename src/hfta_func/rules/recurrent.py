@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func._torch import num_dispatch_modes
+from hfta_func._torch import has_native_lstm, num_dispatch_modes
 from hfta_func._types import RandomnessError
 from hfta_func.rules import _recurrence
 from hfta_func.rules._layout import each, expand, models_first
@@ -134,7 +134,7 @@ def _layers(
         sources, positions, mask = _padding(batch_sizes, inputs.tensor.shape[-2], states[0].shape[2], x.device)
         selected = inputs.tensor.index_select(-2, sources)
         inputs = inputs._replace(tensor=selected.unflatten(-2, mask.shape[1:3]))
-    is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None
+    is_fused = kind == "lstm" and batch_sizes is None and weights[0].project is None and has_native_lstm(x.dtype)
     finals: list[tuple[Tensor, ...]] = []
     for layer in range(num_layers):
         span = slice(layer * directions, (layer + 1) * directions)
@@ -292,11 +292,11 @@ def _through_time(
     if kind == "lstm":
         if weights[0].project is not None:
             project = _side_by_side([one.project for one in weights], num_models)
-        after = _recurrence.lstm(base, weight, states[0], states[1], project, mask)[:2]
+        after = _recurrence.lowered(_recurrence.lstm, base, weight, states[0], states[1], project, mask)[:2]
     elif kind == "gru":
-        after = _recurrence.gru(base, weight, states[0], mask)[:1]
+        after = _recurrence.lowered(_recurrence.gru, base, weight, states[0], mask)[:1]
     else:
-        after = (_recurrence.rnn(base, weight, states[0], mask, kind == "rnn_relu"),)
+        after = (_recurrence.lowered(_recurrence.rnn, base, weight, states[0], mask, kind == "rnn_relu"),)
     if base.device.type == "cpu" and not is_fused and kind in ("lstm", "gru"):
         # Under autocast, PyTorch's step-by-step path on the CPU accumulates in the precision of the first state.
         kept = torch.promote_types(states[-1].dtype, after[-1].dtype)

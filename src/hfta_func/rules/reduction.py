@@ -34,7 +34,7 @@ def _extreme(name: str) -> None:
     """The rule of ``amax`` or ``amin``."""
     plain: Callable[..., Tensor] = getattr(torch, name)
     schema = f"{name}(Tensor x, int[] dims, bool keepdim) -> Tensor"
-    operator = Operator(schema, lambda x, dims, keepdim: plain(x, dims, keepdim), _setup, _backward, lowers=False)
+    operator = Operator(schema, lambda x, dims, keepdim: plain(x, dims, keepdim), _setup, _backward)
 
     @register(name, "reduction")
     def extreme(call: Call, x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Result:

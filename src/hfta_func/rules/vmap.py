@@ -14,8 +14,10 @@ from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
 from hfta_func._types import HFTAError, RandomnessError, TraceError
+from hfta_func.calls.autodiff import CALLS_BACKWARD
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
+from hfta_func.calls.made import REFUSAL
 from hfta_func.calls.rewrites import lowered
 from hfta_func.rules import _choice
 from hfta_func.rules._aliasing import AliasFacts, watched
@@ -81,47 +83,70 @@ def _vmap(
     known: AliasFacts,
     routed: bool,
 ) -> Callable[..., Any]:
-    mapped = torch.func.vmap(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
+    member = known.made.within(func, in_dims)
+    mapped = torch.func.vmap(member, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
     def run(args: Any, kwargs: Any) -> Any:
-        if kwargs or out_dims != 0:
-            return mapped(*args, **kwargs)
-        return _mapped_flat(func, args, in_dims, randomness, chunk_size, known if routed else None)
+        with no_fallback():
+            with watched(known) as copies:
+                if kwargs or out_dims != 0:
+                    outputs = mapped(*args, **kwargs)
+                else:
+                    outputs = _mapped_flat(member, args, in_dims, randomness, chunk_size, known if routed else None)
+            return outputs, not known.models_first and copies.is_written()
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-                # Functions run as they do eagerly, and no end of a compilation will undo settings.
-                install()
-                # PyTorch cannot export moving the model axis of results to the front.
-                with no_fallback(), watched(_MODELS_FIRST):
-                    return mapped(*args, **kwargs)
-            install_for_compiler(_choice.state)
-            outputs = mapped(*args, **kwargs)
-            settle_layout()
-            return outputs
+            return _traced(mapped, args, kwargs)
         install()
-        given = [] if routed or known.models_first else [(x, writes(x)) for x in _tensors((args, kwargs))]
-        try:
-            with no_fallback():
-                with watched(known) as copies:
-                    outputs = run(args, kwargs)
-                if known.models_first or not copies.is_written():
-                    return outputs
-                if any(writes(x) != before for x, before in given):
-                    raise TraceError(
-                        "a function under vmap writes its input, and into a view that is a copy here, because members' "
-                        "tensors lie apart; copy the input first: x = x.clone()"
-                    )
+        given = [] if routed else [(x, writes(x)) for x in _tensors((args, kwargs))]
+
+        def check_unwritten() -> None:
+            if any(writes(x) != before for x, before in given):
+                raise TraceError(
+                    "a function under vmap writes its input and has to run again, because it writes into a view that is a "
+                    "copy here, or into a tensor that all members share; copy the input first: x = x.clone()"
+                )
+
+        def attempt() -> Any:
+            outputs, is_split = run(args, kwargs)
+            if is_split:
+                check_unwritten()
                 known.models_first = True
-                with watched(known):
-                    return run(args, kwargs)
+                outputs, _ = run(args, kwargs)
+            return outputs
+
+        def again() -> Any:
+            check_unwritten()
+            return attempt()
+
+        try:
+            try:
+                return attempt()
+            except RuntimeError as error:
+                if isinstance(error, (Diverged, torch.OutOfMemoryError)):
+                    raise
+            return known.made.find(again)
         except RuntimeError as error:
             if routed and isinstance(error, Diverged):
                 raise
             raise advice(error) or error from error.__cause__
 
     return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func)
+
+
+def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``mapped(*args, **kwargs)`` for a compiler, or for an export that runs functions as they do eagerly."""
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        # No end of a compilation will undo settings.
+        install()
+        # PyTorch cannot export moving the model axis of results to the front.
+        with no_fallback(), watched(_MODELS_FIRST):
+            return mapped(*args, **kwargs)
+    install_for_compiler(_choice.state)
+    outputs = mapped(*args, **kwargs)
+    settle_layout()
+    return outputs
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -235,6 +260,9 @@ _OF_FUNCTIONS = {
 """Advice by what PyTorch says of autograd functions."""
 
 
+_SHARED = "; of a buffer that is equal in all models they are known if it is one for all: share_frozen=True"
+
+
 def advice(error: RuntimeError) -> Exception | None:
     """An error that says which line is at fault and what to do; None for errors that need no advice."""
     text, where = str(error), user_code_location(error)
@@ -258,16 +286,15 @@ def advice(error: RuntimeError) -> Exception | None:
             f"{where} calls {operator}, for which there is no batching rule; write it with operators that have one, "
             f"register one with hfta_func.rules.register, or make the step with chunk_size=1, which needs none"
         )
+    if "inplace arithmetic" in text or "(self, *extra_args) is not possible" in text:
+        return TraceError(f"{where} {REFUSAL}")
+    if "backward() called inside a functorch transform" in text:
+        return TraceError(f"{where} {CALLS_BACKWARD}")
     if "dynamic shape" in text or "differently shaped" in text:
         called = re.search(r"(aten::|torch\.)\w+", text)
         return TraceError(
             f"{where} makes a tensor whose shape depends on values ({called[0] if called else 'a boolean index'}), and each "
-            f"member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some"
-        )
-    if "inplace arithmetic" in text or "(self, *extra_args) is not possible" in text:
-        return TraceError(
-            f"{where} writes a value per member in place into a tensor that all members share; make a new tensor instead, "
-            f"e.g. torch.randn(shape) for torch.empty(shape).normal_()"
+            f"member has its own; keep all entries and mask them (torch.where, masks) instead of selecting some{_SHARED}"
         )
     if operator:
         what = f"compares values of tensors ({operator.replace('aten::', 'torch.')})"
@@ -281,5 +308,5 @@ def advice(error: RuntimeError) -> Exception | None:
         return None
     return TraceError(
         f"{where} {what}, but the members run as one and each has its own value; compute with tensors instead (torch.where, "
-        f"masks, clamp), or return the value as a metric and read it outside"
+        f"masks, clamp), or return the value as a metric and read it outside{_SHARED}"
     )

@@ -38,7 +38,9 @@ class ArrayLoader:
         drop_last: Skip a last batch smaller than ``batch_size``, so that compiled steps see only one shape.
         device: Where the data is moved, once.
         rows: The rows of each member, M lists of row numbers of any lengths. An epoch has as many batches as the longest
-            list needs; members with shorter ones go on with their next pass, so that every batch is full.
+            list needs; members with shorter ones go on with their next pass, so that every batch is full. What happens by
+            epoch, such as early stopping, then depends on the longest list, unless ``length`` is given.
+        length: Number of batches in an epoch of ``rows``, the same for these members in any array.
         bootstrap: Whether each member has n rows drawn with replacement by its seed in place of the n rows.
         folds: A number K of parts; member ``i`` has all rows but those of part ``i % K``, see :meth:`held_out`.
         weights: How often each row is drawn, ``[n]`` or ``[M, n]``; a pass then draws its rows with replacement, in
@@ -67,6 +69,7 @@ class ArrayLoader:
         shuffle: bool = True,
         drop_last: bool = False,
         rows: Sequence[Sequence[int] | Tensor] | None = None,
+        length: int | None = None,
         bootstrap: bool = False,
         folds: int | None = None,
         weights: Sequence[Any] | Tensor | None = None,
@@ -111,7 +114,13 @@ class ArrayLoader:
         elif folds is not None:
             self._rows_of = folded(folds, len(self.keys), self.rows, device)
         self._weights = None if weights is None else weighed(weights, len(self.keys), self.rows, device, self._rows_of)
-        self._length = self._batches_in(self.rows if self._rows_of is None else max(map(len, self._rows_of.by_member)))
+        if length is not None and (rows is None or not isinstance(length, int) or length < 1):
+            raise HyperparameterError(
+                f"length is {length!r}; it is the number of batches, at least 1, in an epoch of rows, and without rows there "
+                f"is one pass in each"
+            )
+        longest = self.rows if self._rows_of is None else max(map(len, self._rows_of.by_member))
+        self._length = length or self._batches_in(longest)
 
     def held_out(self) -> Any:
         """The rows of each member's own part, ``[M, n // K, ...]``, for evaluation with ``batch_dims=0``.

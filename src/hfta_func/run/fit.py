@@ -58,14 +58,15 @@ def fit(
         evaluate: ``evaluate(state) -> metrics``, called after each epoch: ``lambda state: eval_step(state, test)``.
         callbacks: Called after each epoch with ``(state, history)``, where ``len(history)`` is the epoch and
             ``history.epochs[-1]`` its metrics. A state that a callback returns replaces the current one; it may have fewer
-            members or more, by :func:`take` and :func:`concat`, which an :class:`ArrayLoader` and the history follow by
-            the members' seeds.
+            members or more, by :func:`take` and :func:`concat`, which an :class:`ArrayLoader` and the history follow; in
+            states made in other ways, seeds tell the members.
         progress: Show a progress bar with mean and standard deviation of each metric over the members.
         resume: A file for state, history and position, written after each epoch and on Ctrl-C; :func:`load` reads its
             state. If it exists, training continues from it with the same bits as without interruption, and ``state`` only
             gives structure and device. A loader continues by its ``state_dict`` and ``load_state_dict``, or, without
-            these, by skipping the batches already seen. What would keep the file from being written is found before the
-            first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends, even if killed.
+            these, from the states that PyTorch's generator and its own, as of a shuffling ``DataLoader``, had at the start
+            of the epoch, by skipping the batches already seen. What would keep the file from being written is found before
+            the first step; ``<name>.hfta-lock`` beside it keeps other runs out until this one ends, even if killed.
         save_every: Also write the file after every ``save_every`` steps of an epoch.
         compile: Let another process compile the step while it trains, see :func:`compile`.
         workers: Number of processes that train a part of the members each, with an equal share of the processors, or a GPU
@@ -109,17 +110,19 @@ def fit(
         raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
     if callable(callbacks):
         raise ValueError("callbacks is a single function; pass a list of them, [callback]")
-    run = Run(state, loader, None if restore_best is None else Best(restore_best))
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
-
-    def save() -> None:
-        if resume is not None:
-            checkpoint.write(resume, run.state, run.state_dict())
-
-    length = len(loader) if isinstance(loader, Sized) else 0
     with contextlib.ExitStack() as stack:
+        # Ctrl-C waits from the first moment to the last, until there is a result to return.
+        pressed = stack.enter_context(ctrl_c())
+        run = Run(state, loader, None if restore_best is None else Best(restore_best))
+        length = len(loader) if isinstance(loader, Sized) else 0
+
+        def save() -> None:
+            if resume is not None:
+                checkpoint.write(resume, run.state, run.state_dict())
+
         if resume is not None:
             stack.enter_context(atomic.holding(resume))
             if os.path.exists(resume):
@@ -131,7 +134,7 @@ def fit(
             unit="step",
             dynamic_ncols=True,
         )
-        pressed, bar = stack.enter_context(ctrl_c()), stack.enter_context(bar)
+        bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, epochs * length or None, executor)
         stack.callback(trainer.close)
         trainer = Compact(trainer) if compact else trainer
@@ -147,10 +150,10 @@ def fit(
             if ended:
                 bar.set_postfix_str(_summary(run.end_epoch(evaluate)))
                 for callback in callbacks:
-                    if run.follow(callback(run.state, run.history)):
+                    if run.follow(callback):
                         trainer.follow(run.loader)
             save()
-        run.history.interrupted = pressed()
+    run.history.interrupted = pressed()
     return Result(run.result, run.history)
 
 
@@ -196,7 +199,8 @@ def _summary(metrics: Metrics) -> str:
             failed = int((value < 1).sum())
             shown += [f"{failed} not finite"] if failed else []
         elif value.dim() == 1:
-            # Members that a smaller array left out have none.
+            # Members that a smaller array left out have none; counts are integers, which have no mean.
+            value = value.float()
             value = value[~value.isnan()] if value.isnan().any() and not value.isnan().all() else value
             shown.append(f"{name} {value.mean():.4f} ± {value.std(correction=0):.4f}")
     return ", ".join(shown)

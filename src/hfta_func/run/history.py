@@ -72,8 +72,12 @@ class History:
                 raise KeyError(f"epoch {epoch} has no metric '{name}'; it has {', '.join(metrics)}")
         return torch.stack([metrics[name] for metrics in self.epochs])
 
-    def follow(self, keys: Tensor) -> list[int] | None:
+    def follow(self, keys: Tensor, origins: Sequence[int] | None = None) -> list[int] | None:
         """Change the members to those with these keys.
+
+        Args:
+            keys: The members' keys.
+            origins: The index that each has among the members before, -1 where that is not known; by default the keys tell.
 
         Returns:
             The index that each had among the members before, -1 for a new one; None if the members are the same.
@@ -82,16 +86,23 @@ class History:
             StateError: if some of several members with one seed are gone, because it is not known which.
         """
         old, new = self.seeds[self.members].tolist(), keys.tolist()
-        if old == new:
+        before = [-1] * len(new) if origins is None else _first_of_each(origins)
+        if before == [*range(len(old))] or (origins is None and old == new):
             return None
         indices_of = {key: [index for index, other in enumerate(old) if other == key] for key in set(new)}
         for key, indices in indices_of.items():
-            if new.count(key) < len(indices):
+            if origins is not None:
+                # A new member may have the seed of several others.
+                indices[:] = set(indices) - set(before) if len(indices) == 1 else ()
+            elif new.count(key) < len(indices):
                 raise StateError(
                     f"a callback dropped some of the {len(indices)} members with seed {key}, and the run cannot tell which; "
-                    f"give members seeds of their own, or make them inactive (state.active)"
+                    f"select members by hfta.take, give them seeds of their own, or make them inactive (state.active)"
                 )
-        before = [indices_of[key].pop(0) if indices_of[key] else -1 for key in new]
+        before = [
+            indices_of[key].pop(0) if place < 0 and indices_of[key] else place
+            for key, place in zip(new, before, strict=True)
+        ]
         added = before.count(-1)
         width = len(self.seeds)
         numbers = iter(range(width, width + added))
@@ -163,8 +174,13 @@ class History:
         )
 
 
+def _first_of_each(origins: Sequence[int]) -> list[int]:
+    """The origins; of several copies of a member, the first one is that member and the others are new."""
+    return [-1 if place in origins[:index] else place for index, place in enumerate(origins)]
+
+
 def present(history: History, metric: str) -> Tensor:
-    """A metric ``[epochs, M]`` of the members that a run has now.
+    """A metric ``[epochs, M]`` of the members that a run has now, in floating point.
 
     Raises:
         ValueError: if the metric does not have one number per member.
@@ -175,7 +191,7 @@ def present(history: History, metric: str) -> Tensor:
             f"metric '{metric}' has shape {list(values.shape[1:])} per epoch; a callback needs one number per model "
             f"{list(history.seeds.shape)}"
         )
-    return values[:, history.members]
+    return (values if values.is_floating_point() else values.double())[:, history.members]
 
 
 def _widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from hfta_func._tree import Origins
 from hfta_func._types import CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.best_and_compact import Best
 from hfta_func.run.data import ArrayLoader
-from hfta_func.run.history import History, Metrics, Running
+from hfta_func.run.history import Callback, History, Metrics, Running
 from hfta_func.step.state import TrainState
 
 
@@ -33,8 +37,8 @@ class Run:
         check_state(state)
         # What a loader has besides iteration is optional.
         self.state, self.best = state, best
-        self.loader: Any = loader
-        self.batches: Iterable[Any] = loader
+        self.loader: Any = loader if isinstance(loader, Sequence) or _has_position(loader) else Drawn(loader)
+        self.batches: Iterable[Any] = self.loader
         self.history, self.running = History(state.keys), Running()
 
     def join(self, segment: tuple[TrainState, bool]) -> bool:
@@ -55,23 +59,25 @@ class Run:
             )
         metrics = self.running.close(self.history, evaluate(self.state) if evaluate is not None else {})
         self.running = Running()
+        if isinstance(self.loader, Drawn):
+            self.loader.end_epoch()
         if self.best is not None:
             self.best.note(self.state, self.history)
         return metrics
 
-    def follow(self, members: TrainState | None) -> bool:
-        """Go on with a state that a callback returned, whose members may be others.
-
-        Args:
-            members: The state; None to change nothing.
+    def follow(self, callback: Callback) -> bool:
+        """Call a callback and go on with the state that it returns, if any, whose members may be others.
 
         Returns:
             Whether the members, and so the loader, are others.
         """
+        origins = Origins(self.state.keys)
+        with origins():
+            members = callback(self.state, self.history)
         if members is None:
             return False
         check_state(members)
-        self.state, positions = members, self.history.follow(members.keys)
+        self.state, positions = members, self.history.follow(members.keys, origins.of(members.keys))
         if positions is None:
             return False
         self.loader = self._loader_of(positions)
@@ -135,7 +141,9 @@ class Run:
             raise ValueError(f"{self.running.batches} batches")
         if self.best is not None:
             self.best.load_state_dict(held["best"], self.state)
-        if held["loader"] is None or not _has_position(self.loader):
+        if isinstance(self.loader, Drawn) or held["loader"] is None or not _has_position(self.loader):
+            if isinstance(self.loader, Drawn) and held["loader"] is not None:
+                self.loader.load_state_dict(held["loader"])
             self.batches = itertools.islice(self.loader, self.running.batches, None)
             return
         self.loader.load_state_dict(held["loader"])
@@ -143,6 +151,44 @@ class Run:
         if positions != [*range(count)]:
             self.loader = self._loader_of(positions)
         self.batches = self.loader
+
+
+class Drawn:
+    """A loader without a position, which repeats an epoch by the states of the generators that it draws from.
+
+    These are PyTorch's own, and those that it and its samplers hold as ``generator``, as a ``DataLoader`` does.
+    """
+
+    def __init__(self, loader: Iterable[Any]):
+        self._loader = loader
+        self._start: list[Tensor] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._start = self._states()
+        return iter(self._loader)
+
+    def end_epoch(self) -> None:
+        """Note that the next epoch is drawn from the states that the generators have from now on."""
+        self._start = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states at the start of the epoch."""
+        return {"generators": self._states() if self._start is None else self._start}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the generators back to the states of :meth:`state_dict`."""
+        for generator, state in zip(self._generators(), state_dict["generators"], strict=True):
+            generator.set_state(state.cpu())
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _generators(self) -> list[torch.Generator]:
+        batches = getattr(self._loader, "batch_sampler", None)
+        owners = self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None)
+        held = [torch.default_generator, *(getattr(owner, "generator", None) for owner in owners)]
+        # Several may hold the same one.
+        return [*dict.fromkeys(generator for generator in held if isinstance(generator, torch.Generator))]
 
 
 def check_state(state: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from hfta_func._tree import tree_map
 from hfta_func._types import BatchError, Tree
@@ -17,6 +19,9 @@ def plain(batch: Tree) -> Tree:
     """The batch as a tree: mappings of all kinds, such as tokenizers return, and dataclasses become dicts."""
     if isinstance(batch, Mapping):
         return {name: plain(child) for name, child in batch.items()}
+    if isinstance(batch, PackedSequence):
+        # Its class computes its parts from others.
+        return tuple(batch)
     if isinstance(batch, (tuple, list)):
         return _with_parts(batch, [plain(child) for child in batch])
     if _is_record(batch):
@@ -30,6 +35,11 @@ def restored(tree: Tree, batch: Tree) -> Any:
         parts = {name: restored(tree[name], child) for name, child in batch.items()}
         if type(batch) is dict:
             return parts
+        if hasattr(batch, "batch_size"):
+            return _tensor_dict(parts, batch)
+        if isinstance(batch, defaultdict):
+            # A compiler cannot copy it.
+            return defaultdict(batch.default_factory, parts)
         if not hasattr(batch, "update"):
             # One that cannot be changed, such as a MappingProxyType, can be made of a dict.
             return type(batch)(parts)  # pyright: ignore[reportCallIssue]
@@ -47,11 +57,23 @@ def restored(tree: Tree, batch: Tree) -> Any:
     return tree
 
 
+def _tensor_dict(parts: dict[str, Any], batch: Any) -> Any:
+    """A mapping of the class TensorDict, whose tensors agree in their first axes, fewer of them inside ``vmap``."""
+    made = type(batch)(parts, batch_size=())
+    for name, part in parts.items():
+        kept = len(batch.batch_size) - (batch[name].dim() - part.dim())
+        made.batch_size = part.shape[: max(kept, 0)]
+        break
+    return made
+
+
 def is_plain(batch: Tree) -> bool:
     """Whether :func:`plain` would change nothing."""
     if isinstance(batch, Mapping):
         return type(batch) is dict and all([is_plain(child) for child in batch.values()])
-    return all([is_plain(child) for child in batch]) if isinstance(batch, (tuple, list)) else not _is_record(batch)
+    if isinstance(batch, (tuple, list)):
+        return not isinstance(batch, PackedSequence) and all([is_plain(child) for child in batch])
+    return not _is_record(batch)
 
 
 def numbered(tree: Tree) -> tuple[Tree, list[Any]]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from hfta_func._torch import can_look, constant_to_compiler, inside_transform, set_compiling, writes
-from hfta_func._tree import difference, tree_map
+from hfta_func._torch import can_look, writes
+from hfta_func._tree import difference
 from hfta_func._types import Params, StateError, Tree
-from hfta_func.calls.autodiff import rehearsing
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.optim import GradientTransformation
-from hfta_func.step.batch import check_batch, is_plain, numbered, plain, take_batch
+from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -44,40 +42,6 @@ def unwritten(params: Params) -> contextlib.AbstractContextManager[None]:
     """A block that raises a StateError if it writes parameters, where that can be seen: a compiler makes copies."""
     looks = params and can_look(next(iter(params.values())))
     return _unwritten(params) if looks else contextlib.nullcontext()
-
-
-class Rehearsal:
-    """Runs the first member eagerly while a compiler traces, so that both find out and refuse the same."""
-
-    def __init__(self, run: Callable[[Tree, Any, Tree], Any], batch_dims: Tree):
-        self._run = run
-        self._batch_dims = batch_dims
-        self._done = False
-
-    def __call__(self, members: tuple[Any, ...], batch: Tree) -> None:
-        """Call ``run(batch, members, batch)`` for one member, once."""
-        # A compiler knows the values of a graph's inputs, in containers that it can take apart.
-        if torch.compiler.is_compiling() and not inside_transform() and is_plain(batch) and not self._is_done():
-            layout, values = numbered((*members, batch))
-            self._rehearse(layout, *values)
-
-    @constant_to_compiler
-    def _is_done(self) -> bool:
-        return self._done
-
-    @constant_to_compiler
-    def _rehearse(self, layout: Tree, *values: Any) -> bool:
-        compiling, context = set_compiling(False), contextvars.copy_context()
-        try:
-            context.run(rehearsing.set, True)
-            *members, batch = tree_map(lambda index: values[index], layout)
-            first = tree_map(lambda leaf: leaf[:1].detach().clone(), tuple(members))
-            batch = take_batch(self._batch_dims, batch, slice(0, 1))
-            context.run(self._run, batch, first, batch)
-        finally:
-            set_compiling(compiling)
-        self._done = True
-        return True
 
 
 class Check:

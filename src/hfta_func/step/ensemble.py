@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from hfta_func.models.functional import bind, outline, tables_with_max_norm
 from hfta_func.models.sharing import Base, shared_of, statistics_of
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.step.gradients import NOISE
-from hfta_func.step.members import Members
-from hfta_func.step.prediction import Prediction, call, forward, predict_with
+from hfta_func.step.prediction import Prediction, call, forward, predict_with, predicting
 
 _MADE = ("_run", "_runs", "_members", "_owners")
 """Attributes of an ensemble that are made anew in a copy."""
@@ -42,6 +41,7 @@ class Ensemble(nn.Module):
     Raises:
         StackError: if params, buffers and shared parameters do not belong to the model, or a frozen module would write the
             running statistics that all members share.
+        StateError: if ``params`` is a whole state, which :func:`stacked` takes apart.
         HyperparameterError: if there is not one seed per member.
 
     Example:
@@ -66,6 +66,11 @@ class Ensemble(nn.Module):
         shared: Params | None = None,
     ):
         super().__init__()
+        if not isinstance(params, Mapping):
+            raise StateError(
+                f"params is a {type(params).__qualname__}; unpack it: Ensemble(model, *stacked), or "
+                f"Ensemble(model, *hfta.stacked(state)) of a training state"
+            )
         buffers, shared = dict(buffers or {}), dict(shared or {})
         self.num_models = num_models((params, buffers))
         check_stacked((params, buffers), shapes(model, share_frozen, [*shared]))
@@ -249,7 +254,8 @@ class Ensemble(nn.Module):
         self._owners = [[(path, self.array.owner(path)) for path in paths] for paths in kinds]
         modes = tuple(module.training for module in self._model[0].modules())
         if modes not in runs:
-            runs[modes] = bind(self._model[0], forward, share_frozen=bool(self._base)), Members()
+            run = bind(self._model[0], forward, share_frozen=bool(self._base))
+            runs[modes] = run, predicting(run)
         self._run, self._members = runs[modes]
         self._writes_tables = bool(tables_with_max_norm(self._model[0]))
 

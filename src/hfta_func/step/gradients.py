@@ -21,9 +21,8 @@ from hfta_func.models.scalar_attributes import emptied, filled
 from hfta_func.rules.vmap import advice
 from hfta_func.step import amp
 from hfta_func.step.batch import copied, leaf_dims, plain
-from hfta_func.step.check import Rehearsal
 from hfta_func.step.chunks import Chunks
-from hfta_func.step.members import Members, with_batch
+from hfta_func.step.members import Members, first_member, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared
 
@@ -57,8 +56,7 @@ class Gradients:
         self._loss = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
         self._trainable = trainable
         self._options = options
-        self._members = Members(reads=options.chunk_size == 1)
-        self._rehearse = Rehearsal(self._run, options.batch_dims)
+        self._members = Members(self._run_first, reads=options.chunk_size == 1)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
@@ -73,7 +71,7 @@ class Gradients:
         shared = {path: param for path, param in everything.items() if path not in state.params}
         given = filled(state.buffers, state.hparams)
         members = (keys, trained, shared, frozen, given, state.hparams, scale)
-        self._rehearse(members, batch)
+        self._members.rehearse(members, batch)
         if shared and can_look(keys) and self._options.scaling is None and bool(state.active.all()):
             run = functools.partial(self._run, batch, together=True)
             sums, grads, losses, metrics, buffers = self.chunks(run, members, plain(batch), adds=True)
@@ -90,6 +88,10 @@ class Gradients:
             grads = amp.unscaled(grads, state.loss_scale.scale)
         grads, apart = _parted(grads, shared)
         return StepOutputs(trained, grads, losses, metrics, buffers, apart)
+
+    def _run_first(self, members: tuple[Any, ...], batch: Tree) -> None:
+        members, batch = first_member(self._options.batch_dims, members, batch)
+        self._run(batch, members, batch)
 
     def _run(
         self,

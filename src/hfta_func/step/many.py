@@ -10,6 +10,7 @@ from torch import Tensor
 from hfta_func._torch import Compiled
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import BatchError, Tree
+from hfta_func.step.batch import plain, restored
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -48,13 +49,15 @@ class ManySteps(Compiled):
             BatchError: if the leaves do not have the same number of batches.
             Exception: what the step raises.
         """
-        counts = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves(batches)}
+        tree = plain(batches)
+        counts = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves(tree)}
         if len(counts) != 1 or 0 in counts:
             raise BatchError(
                 f"the batches have {sorted(counts)} as their first axes; stack as many batches in every leaf, [K, M, N, ...]"
             )
         reports = []
         for index in range(counts.pop()):
-            state, metrics = self._step(state, tree_map(lambda leaf, index=index: leaf[index], batches))
+            batch = restored(tree_map(lambda leaf, index=index: leaf[index], tree), batches)
+            state, metrics = self._step(state, batch)
             reports.append(metrics)
         return state, {name: torch.stack([metrics[name] for metrics in reports]) for name in reports[0]}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import can_look
+from hfta_func._torch import can_look, constant_to_compiler, inside_transform, set_compiling
+from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
+from hfta_func.calls.autodiff import rehearsing
 from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.rules.vmap import vmap_routed
-from hfta_func.step.batch import copied, restored
+from hfta_func.step.batch import copied, is_plain, numbered, restored, take_batch
 from hfta_func.step.check import unwritten
 
 T = TypeVar("T")
@@ -21,12 +25,14 @@ class Members:
     """Maps a function of one member over all of them; its first call finds out whether the model writes its parameters.
 
     Args:
+        rehearsal: A function that runs members eagerly just before a compiler traces, so that both learn and refuse the same.
         reads: Whether the function may read values of tensors, because the members run one by one.
     """
 
-    def __init__(self, reads: bool = False):
+    def __init__(self, rehearsal: Callable[..., Any], reads: bool = False):
+        self._rehearsal = rehearsal
         self._facts = AliasFacts(reads=reads)
-        self._has_run = False
+        self._has_run = self._rehearsed = False
 
     def vmap(self, member: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
         """``member`` for all members."""
@@ -49,10 +55,41 @@ class Members:
         with unwritten({path: leaf for tree in params for path, leaf in tree.items()}):
             return call(*params)
 
+    def rehearse(self, *given: Tree) -> None:
+        """Make the ``rehearsal`` while a compiler traces, once.
+
+        A compiler knows the values of a graph's inputs, in containers that it can take apart, and outside of transforms.
+        """
+        if torch.compiler.is_dynamo_compiling() and not inside_transform() and is_plain(given):
+            if not self._is_rehearsed():
+                layout, values = numbered(given)
+                self._rehearse(layout, *values)
+
+    @constant_to_compiler
+    def _is_rehearsed(self) -> bool:
+        return self._rehearsed
+
+    @constant_to_compiler
+    def _rehearse(self, layout: Tree, *values: Any) -> bool:
+        compiling, context = set_compiling(False), contextvars.copy_context()
+        try:
+            context.run(rehearsing.set, True)
+            context.run(self._rehearsal, *tree_map(values.__getitem__, layout))
+        finally:
+            set_compiling(compiling)
+        self._rehearsed = True
+        return True
+
     def has_run(self, keys: Tensor) -> None:
         """Note that all members have been called: from now on, parameters are not copied."""
         if can_look(keys):
             self._has_run = True
+
+
+def first_member(batch_dims: Tree, members: tuple[Any, ...], batch: Tree) -> tuple[tuple[Any, ...], Tree]:
+    """The members' tensors and the batch of the first member alone."""
+    first = tree_map(lambda leaf: leaf[:1].detach().clone(), members)
+    return first, take_batch(batch_dims, batch, slice(0, 1))
 
 
 def with_batch(func: Callable[..., Any], takes_hparams: bool) -> Callable[..., Any]:

@@ -161,10 +161,16 @@ def predict_with(
     batch_dims: Tree,
 ) -> Prediction:
     """What members predict by ``run``, see :func:`call`."""
-    members = Members()
+    members = predicting(run)
     return gather(
         lambda *args, **kwargs: call(run, members, stacked, common, keys, args, kwargs, batch_dims)[0], batches
     )
+
+
+def predicting(run: Callable[..., Any]) -> Members:
+    """The members that :func:`call` calls by ``run``."""
+    members = Members(lambda *given: call(run, members, *given))
+    return members
 
 
 def call(
@@ -178,6 +184,7 @@ def call(
     batch_dims: Tree,
 ) -> tuple[Any, Params]:
     """The outputs and new buffers of all members, which share the parameters and the base in ``common``."""
+    members.rehearse(stacked, common, keys, args, kwargs, batch_dims)
     given = {"args": args, "kwargs": kwargs}
     if isinstance(batch_dims, list):
         batch_dims = tuple(batch_dims)

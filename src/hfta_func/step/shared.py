@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from hfta_func import random
 from hfta_func._tree import difference, per_model
 from hfta_func._types import HyperparameterError, Params, Shared, StackError, StateError
+from hfta_func.calls.routing import routed_by_member
 from hfta_func.models.sharing import shared_of
-from hfta_func.optim._base import GradientTransformation, renew
+from hfta_func.optim._base import GradientTransformation, is_of_package, renew
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.state import TrainState
 
@@ -78,9 +81,12 @@ class Sharing:
         if not outputs.summed:
             grads = {path: grad.sum(0, keepdim=True) for path, grad in grads.items()}
         any_kept = None if keep is None else keep.any().reshape(1)
-        params, opt_state = renew(
-            self._optimizer, grads, shared.opt_state, _as_one(shared.params), any_kept, donate=donate
-        )
+        # Noise of an optimizer comes from all members, in any order.
+        key = random.fold_in(state.keys.sum(0, keepdim=True), state.step.sum(0, keepdim=True))
+        with contextlib.nullcontext() if is_of_package(self._optimizer) else routed_by_member(key):
+            params, opt_state = renew(
+                self._optimizer, grads, shared.opt_state, _as_one(shared.params), any_kept, donate=donate
+            )
         return Shared({path: param[0] for path, param in params.items()}, opt_state)
 
 

@@ -58,7 +58,8 @@ def make_train_step(
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, hparams)``, the ordinary loss of ONE model. It returns
             a scalar, or a scalar and a dict of tensors to report. ``model`` is a module holding one member's tensors,
             ``batch`` is that member's batch and ``hparams`` its own numbers. Random calls draw from the member's key.
-        optimizer: For example ``adam(lr=[1e-3, 1e-2])``.
+        optimizer: For example ``adam(lr=[1e-3, 1e-2])``. One of your own may draw noise in the shape of a gradient,
+            ``torch.randn_like(grad)``: it comes from the members' keys.
         batch_dims: 0 if every leaf of a batch is ``[M, N, ...]``, None if all members share one batch ``[N, ...]``,
             or a tree of these in the batch's own structure.
         chunk_size: Number of members that run together. None runs all of them at once; 1 runs them sequentially without
@@ -76,7 +77,8 @@ def make_train_step(
         checkpoint: Paths of submodules that keep only their inputs and run again in the backward pass: less memory, more
             time. True means the blocks of the model: elements of ``nn.Sequential`` and ``nn.ModuleList`` that have
             children, else the model's children that have children, else the model itself. When compiled, on XLA, or
-            inside a ``torch.func`` gradient they run only once, because a compiler plans memory itself.
+            inside a ``torch.func`` gradient they run only once, because a compiler plans memory itself; so does a part with
+            an ``Embedding(max_norm=)``, which shortens its rows as it is read.
         save: ``"less"`` keeps no result for the backward pass that a cheap function can make again from what is kept
             anyway: activations such as GELU after what they are applied to, normalised and dropped-out values. Less memory
             in somewhat more time, and the same bits; it combines with ``checkpoint``. A compiler plans memory itself.
@@ -143,7 +145,7 @@ class TrainStep(Compiled):
         self.options = options
         self._check = Check(self._shapes, self.trainable, optimizer, options, self._sharing.check)
         self._gradients = Gradients(model, loss_fn, self.trainable, options)
-        self._update = select_update_mode(options, self._gradients.rewrites_params)
+        self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
 
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from

@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from hfta_func import random
 from hfta_func._tree import where
 from hfta_func._types import Params, Tree
+from hfta_func.calls.routing import routed_by_member
 from hfta_func.optim import GradientTransformation, apply_updates
-from hfta_func.optim._base import renew
+from hfta_func.optim._base import is_of_package, renew
 from hfta_func.step import amp
 from hfta_func.step.gradients import StepOutputs
 from hfta_func.step.options import Options
@@ -24,16 +26,35 @@ Update = Callable[["Tensor | None"], tuple[Params, Tree]]
 Way = Callable[[GradientTransformation, TrainState, StepOutputs], Update]
 
 
-def select_update_mode(options: Options, rewrites_params: bool) -> Way:
+# Negative, as all numbers are that this package folds into the keys of a state.
+NOISE = -(2**62) - 2**61
+
+
+def select_update_mode(options: Options, optimizer: GradientTransformation, rewrites_params: bool) -> Way:
     """The way to update that the options ask for.
 
     Args:
         options: The step's options.
+        optimizer: The step's optimizer.
         rewrites_params: Whether the model writes its parameters, so that gradients are computed in a copy of them.
     """
-    if options.stochastic_rounding:
-        return rounded
-    return in_place if options.donate and not rewrites_params else plain
+    way = rounded if options.stochastic_rounding else in_place if options.donate and not rewrites_params else plain
+    return way if is_of_package(optimizer) else _with_noise(way)
+
+
+def _with_noise(way: Way) -> Way:
+    """A way to update by an optimizer that may draw random numbers: from the members' keys."""
+
+    def update(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
+        renewed = way(optimizer, state, outputs)
+
+        def drawing(keep: Tensor | None) -> tuple[Params, Tree]:
+            with routed_by_member(random.fold_in(state.keys, state.step + NOISE)):
+                return renewed(keep)
+
+        return drawing
+
+    return update
 
 
 def plain(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from hfta_func.run.fit import ctrl_c
+from hfta_func.run.run import Run
 
 Build = Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], "Array"]
 """``build(fixed, members) -> Array``: makes the members of an array."""
@@ -94,6 +96,16 @@ class Trainer:
                 loader = loader.of_members(keys[members], [starts[member] for member in members])
         began = time.perf_counter()
         state, history = hfta.fit(step, state, loader, epochs=epochs, evaluate=evaluate, progress=False)
+        run = Run(state, loader)
+        run.history = history
+        with ctrl_c() as pressed:
+            while len(history) < epochs and not history.interrupted and not pressed():
+                # A run ends with its last active member, but beside others these would still be measured.
+                for batch in loader:
+                    run.state, metrics = step(run.state, batch)
+                    run.running.add(metrics, run.state.active, run.state.step)
+                run.end_epoch(evaluate)
+        state, interrupted = run.state, history.interrupted or pressed()
         seconds = time.perf_counter() - began
         if size > count:
             state = hfta.take(state, slice(count))
@@ -101,7 +113,7 @@ class Trainer:
             {name: values[:count].tolist() for name, values in metrics.items() if values.dim() == 1}
             for metrics in history.epochs
         ]
-        return Segment(state, metrics_by_epoch, seconds, history.interrupted)
+        return Segment(state, metrics_by_epoch, seconds, interrupted)
 
 
 def moved(state: Any, device: torch.device) -> Any:

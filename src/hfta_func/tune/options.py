@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ class StudyOptions:
     seeds: int
     rank: Rank
     seed: int
+    most: int | None = None
+    """Number of configurations that the sampler has; None for any number."""
 
     def __post_init__(self) -> None:
         self._check_space()
@@ -42,6 +45,8 @@ class StudyOptions:
             value = getattr(self, label)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{label} is {value!r}; pass an integer, at least {least}")
+        if not isinstance(self.seed, int):
+            raise ValueError(f"seed is {self.seed!r}; pass an integer")
         if self.scheduler is not None and self.scheduler.copies and self.seeds > 1:
             raise ValueError("a scheduler that copies trials has one seed per trial; leave seeds out")
         if self.batch is not None and (not isinstance(self.batch, int) or self.batch < 1):
@@ -98,8 +103,17 @@ class StudyOptions:
 
     @functools.cached_property
     def cohorts(self) -> list[Cohort]:
-        """The scheduler's cohorts."""
-        return (self.scheduler or Scheduler()).cohorts(self.trials, self.epochs)
+        """The scheduler's cohorts, of no more trials than the sampler has configurations."""
+        scheduler = self.scheduler or Scheduler()
+        cohorts = scheduler.cohorts(self.trials, self.epochs)
+        if self.most is not None and sum(cohort.trials for cohort in cohorts) > self.most:
+            cohorts = scheduler.cohorts(self.most, self.epochs)
+        for cohort in cohorts:
+            if not cohort.rungs or any(later <= first for first, later in itertools.pairwise((0, *cohort.rungs))):
+                raise ValueError(
+                    f"{type(scheduler).__qualname__}: a cohort has the rungs {cohort.rungs}; give it epochs that ascend"
+                )
+        return cohorts
 
     def about(self, json_of: Callable[[str], str]) -> dict[str, Any]:
         """What identifies a study in a folder or storage; ``json_of(name)`` is a name's distribution as JSON."""

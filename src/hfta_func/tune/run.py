@@ -17,7 +17,7 @@ from hfta_func.tune.cohorts import Scheduler
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.options import Rank, StudyOptions
 from hfta_func.tune.population import Population
-from hfta_func.tune.sampling import Mirror, SamplerSession
+from hfta_func.tune.sampling import Mirror, SamplerSession, configurations
 from hfta_func.tune.search import Search
 from hfta_func.tune.status import Status
 from hfta_func.tune.study import Study, notify
@@ -109,7 +109,8 @@ def run(
         metric: The metric of the step or of ``evaluate`` that is compared; or several metrics, without a scheduler.
         direction: Whether large or small values are better, for each metric.
         nonfusible: Names whose values decide shapes or code, so that trials of one array must have equal ones.
-        trials: Number of configurations; 0 is the scheduler's default, which only Hyperband has.
+        trials: Number of configurations, at most as many as a grid has; 0 is the scheduler's default, which only Hyperband
+            has.
         epochs: Epochs of a trial that is not stopped.
         scheduler: Decides which trials go on; by default all.
         sampler: Optuna's sampler, by default random search. One that learns from results gets each as soon as it is known.
@@ -171,7 +172,7 @@ def run(
     options = StudyOptions(
         **{"space": space, "metric": metric, "direction": direction, "nonfusible": nonfusible, "trials": trials},
         **{"epochs": epochs, "scheduler": scheduler, "batch": batch, "max_models": max_models, "seeds": seeds},
-        **{"rank": rank, "seed": seed},
+        **{"rank": rank, "seed": seed, "most": configurations(sampler, space)},
     )
     if workers is not None and executor is not None:
         raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,8 @@ class SamplerSession:
                 )
         samplers = module.samplers
         self.space = dict(space)
-        sampler = sampler or samplers.RandomSampler(seed=seed)
+        # NumPy's seeds are not negative and have 32 bits.
+        sampler = sampler or samplers.RandomSampler(seed=seed % 2**32)
         self.learns = not isinstance(
             sampler, (samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler)
         )
@@ -89,6 +91,16 @@ class SamplerSession:
             self.study.tell(trial, final, _state(status))
         self.events.append(["tell", trial, status, None if values is None else list(values)])
 
+    def is_feasible(self, trial: int) -> bool:
+        """Whether a trial that has ended fulfils the constraints of the sampler, if it has any."""
+        held = self.constraints(trial).values()
+        return all(value <= 0 for values in held for value in (values if isinstance(values, Sequence) else [values]))
+
+    def constraints(self, trial: int) -> dict[str, Any]:
+        """What Optuna notes of the constraints of a trial that has ended: all of them, or each under a name of its own."""
+        attributes = self.study.get_trials(deepcopy=False)[trial].system_attrs
+        return {name: value for name, value in attributes.items() if name.partition(":")[0] == "constraints"}
+
     def replay(self, events: Sequence[Event]) -> None:
         """Repeat the events of a session.
 
@@ -106,6 +118,25 @@ class SamplerSession:
                     )
             else:
                 replays[kind](*arguments)
+
+
+def configurations(sampler: optuna.samplers.BaseSampler | None, space: Mapping[str, Any]) -> int | None:
+    """The number of configurations that a sampler goes through, after which it would repeat itself; None for any number."""
+    samplers = require("optuna", "tune").samplers
+    if isinstance(sampler, samplers.GridSampler):
+        return sampler._n_min_trials  # pyright: ignore
+    if not isinstance(sampler, samplers.BruteForceSampler):
+        return None
+    counts = []
+    for distribution in space.values():
+        if hasattr(distribution, "choices"):
+            counts.append(len(distribution.choices))
+        elif getattr(distribution, "step", None) is None:
+            # The sampler refuses it by name.
+            return None
+        else:
+            counts.append(round((distribution.high - distribution.low) // distribution.step) + 1)
+    return math.prod(counts)
 
 
 def named(study: optuna.Study, metrics: Sequence[str]) -> None:
@@ -206,6 +237,8 @@ class Mirror:
                     stored.set_user_attr("params", trial.params)
                 if trial.error is not None:
                     stored.set_user_attr("error", trial.error)
+                for name, value in self._session.constraints(trial.number).items():
+                    self.study._storage.set_trial_system_attr(frozen._trial_id, name, value)
                 final = list(trial.values[-1]) if trial.status == "complete" else None
                 self.study.tell(frozen.number, final, _state(trial.status))
                 self._ended.add(trial.number)

@@ -41,7 +41,9 @@ class _Hyperband(_Halving):
         brackets = []
         most = int(math.log(epochs) / math.log(self.eta) + 1e-9)
         for bracket in range(most, -1, -1):
-            rungs = tuple(int(epochs * self.eta ** (rung - bracket) + 1e-9) for rung in range(bracket + 1))
+            each = (int(epochs * self.eta ** (rung - bracket) + 1e-9) for rung in range(bracket + 1))
+            # Of a small eta, several rungs are in one epoch.
+            rungs = tuple(dict.fromkeys(each))
             rungs = rungs[: max(0, len(rungs) - self.skip_last)]
             if rungs:
                 brackets.append((math.ceil((most + 1) / (bracket + 1) * self.eta**bracket - 1e-9), rungs))

@@ -119,17 +119,20 @@ class Study:
 
     @property
     def best(self) -> Trial:
-        """The best of the trials that are complete; of equal ones, the first.
+        """The best of the trials that are complete and fulfil the sampler's constraints; of equal ones, the first.
 
         Raises:
-            ValueError: if no trial is complete, or there are several objectives; ``optuna.best_trials`` has their front.
+            ValueError: if there is no such trial, or there are several objectives; ``optuna.best_trials`` has their front.
         """
         if len(self.metrics) > 1:
             raise ValueError("there are several objectives; study.optuna.best_trials has their front")
         complete = self._complete()
         if not complete:
             raise ValueError("no trial is complete; train for more epochs, or look at study.frame()")
-        return complete[0]
+        feasible = [trial for trial in complete if self.session.is_feasible(trial.number)]
+        if not feasible:
+            raise ValueError("no complete trial fulfils the sampler's constraints; try more, or loosen the constraints")
+        return feasible[0]
 
     def _complete(self) -> list[Trial]:
         """The complete trials, best first; equal ones keep their order."""

@@ -1,0 +1,196 @@
+"""Tensors that a model makes in a call and then writes members' values into.
+
+``out = torch.zeros(6, 8)`` makes one tensor for all members, into which ``out[:, :4] = self.layer(x)`` cannot write a value
+per member. So the function runs again, and the call that made the tensor gives each member its own, from then on. A call is
+known by its function and its line in the user's code, which are the same for eager code and for a compiler.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hfta_func import _torch
+from hfta_func._torch import constant_to_compiler
+from hfta_func._types import TraceError
+from hfta_func.calls.body import is_users_file
+
+Line = tuple[str, int] | None
+
+
+class MadeCalls:
+    """The calls of a function that make a tensor for each member, because members' values are written into it."""
+
+    def __init__(self) -> None:
+        self._funcs: dict[Any, bool] = {}
+        self._lines: set[Line] = set()
+
+    def within(self, func: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
+        """``func``, for a ``vmap`` with these ``in_dims``, in which the calls make a tensor for each member."""
+
+        def member(*args: Any, **kwargs: Any) -> Any:
+            batched = _batched_argument(args, kwargs, in_dims) if self._is_needed() else None
+            if batched is None:
+                return func(*args, **kwargs)
+            with (_Seeking if self._is_seeking() else _Making)(self, batched):
+                return func(*args, **kwargs)
+
+        return member
+
+    def find(self, run: Callable[[], Any]) -> Any:
+        """``run()``, repeated with one more such call until it writes no member's value into a tensor for all members."""
+        token = _seeking.set(self)
+        try:
+            while True:
+                try:
+                    return run()
+                except _Written as written:
+                    func, line = written.args
+                    if func in self._funcs and line in self._lines:
+                        raise TraceError(f"the model {REFUSAL}") from None
+                    self._funcs[func] = True
+                    self._lines.add(line)
+        finally:
+            _seeking.reset(token)
+
+    def make(self, func: Any) -> bool:
+        """Whether a call of ``func`` from the line that is running is one of them."""
+        return func in self._funcs and self._is_running()
+
+    @constant_to_compiler
+    def _is_needed(self) -> bool:
+        return bool(self._funcs) or self._is_seeking()
+
+    @constant_to_compiler
+    def _is_seeking(self) -> bool:
+        return _seeking.get() is self
+
+    @constant_to_compiler
+    def _is_running(self) -> bool:
+        return _line() in self._lines
+
+
+_seeking: contextvars.ContextVar[MadeCalls | None] = contextvars.ContextVar("seeking", default=None)
+
+
+class _Written(BaseException):
+    """A member's value is written into what a function, called at a line, has made; a model's ``except`` must not stop it."""
+
+
+class _Making(TorchFunctionMode):
+    """Gives each member its own result of the known calls."""
+
+    def __init__(self, made: MadeCalls, batched: Tensor):
+        super().__init__()
+        self._made = made
+        self._true = batched.new_ones((), dtype=torch.bool)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function."""
+        result = func(*args, **(kwargs or {}))
+        return _torch.pytree.tree_map(self._for_each, result) if self._made.make(func) else result
+
+    def _for_each(self, result: Any) -> Any:
+        return torch.where(self._true, result, result) if isinstance(result, Tensor) else result
+
+
+class _Seeking(_Making):
+    """Raises :class:`_Written` where a member's value is about to be written into a tensor for all members."""
+
+    def __init__(self, made: MadeCalls, batched: Tensor):
+        super().__init__(made, batched)
+        self._level = _torch.depth()
+        # The call that made each storage; the tensor keeps its number from being given to another one.
+        self._calls: dict[int, tuple[Any, Line, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function."""
+        given = _tensors((args, kwargs))
+        for target in _targets(func, args, kwargs or {}):
+            if not self._is_batched(target) and any(self._is_batched(tensor) for tensor in given):
+                if (number := _number(target)) not in self._calls:
+                    raise TraceError(f"the model {REFUSAL}")
+                raise _Written(*self._calls[number][:2])
+        result = super().__torch_function__(func, types, args, kwargs)
+        # This package copies modules with their constants, which a model must not write.
+        known = {
+            _number(tensor) for tensor in (given if func is not Tensor.__deepcopy__ else _tensors((given, result)))
+        }
+        for tensor in _tensors(result):
+            if not self._is_batched(tensor) and (number := _number(tensor)) not in known:
+                self._calls.setdefault(number, (func, _line(), tensor))
+        return result
+
+    def _is_batched(self, tensor: Tensor) -> bool:
+        """Whether members have different values of a tensor."""
+        while _torch.is_wrapped(tensor):
+            if _torch.is_batched(tensor) and _torch.level_of(tensor) == self._level:
+                return True
+            tensor = _torch.get_unwrapped(tensor)
+        return False
+
+
+REFUSAL = (
+    "writes a member's value in place into a tensor that all members share; if the model makes it, make it by a function "
+    "such as torch.zeros, otherwise write into a copy, x = x.clone(), or make it a buffer, of which each member has its own"
+)
+
+
+def _batched_argument(args: Any, kwargs: Any, in_dims: Any) -> Tensor | None:
+    """An argument with the model axis inside ``vmap``; None if one member runs without it."""
+    if torch.compiler.is_compiling():
+        return _mapped_leaf(args, in_dims)
+    level = _torch.depth()
+    return next((x for x in _tensors((args, kwargs)) if _torch.is_batched(x) and _torch.level_of(x) == level), None)
+
+
+def _mapped_leaf(tree: Any, dims: Any) -> Tensor | None:
+    """The first tensor whose entry of ``dims``, one int or a tree of them, is not None."""
+    if dims is None or isinstance(tree, Tensor):
+        return None if dims is None else tree
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (tuple, list)) else ()
+    for name, child in children:
+        leaf = _mapped_leaf(child, dims if isinstance(dims, int) else dims[name])
+        if leaf is not None:
+            return leaf
+    return None
+
+
+def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a call writes, by the names of PyTorch's functions."""
+    yield from _tensors(kwargs.get("out"))
+    name = getattr(func, "__name__", "")
+    if name.startswith(("__i", "__setitem__")) or (name.endswith("_") and not name.endswith("__")):
+        yield from _tensors(args[:1])
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _number(tensor: Tensor) -> int:
+    """The number of a tensor's storage."""
+    while _torch.is_wrapped(tensor):
+        tensor = _torch.get_unwrapped(tensor)
+    return id(tensor) if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
+
+
+def _line() -> Line:
+    """The innermost line of the user's code that is running, or that the compiler traces."""
+    if torch.compiler.is_compiling():
+        return next((line for line in _torch.traced_lines() if is_users_file(line[0])), None)
+    frame = sys._getframe(1)
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame and (frame.f_code.co_filename, frame.f_lineno)

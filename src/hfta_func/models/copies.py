@@ -1,0 +1,71 @@
+"""Copies of modules whose functions refer to the copy, where ``copy.deepcopy`` leaves them with the original.
+
+A hook ``lambda module, args, output: self.outputs.append(output)`` or an attribute ``lambda x: self.layer(x)`` holds the
+model that it was made for. In a copy it would go on to read and fill that one.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T", bound=nn.Module)
+
+
+def copied_module(model: T, memo: dict[int, Any]) -> T:
+    """``copy.deepcopy(model, memo)``, in which functions refer to the copies of what they refer to in the model."""
+    held: Any = [vars(module) for module in model.modules()]
+    for tensor in optree.tree_leaves(held):
+        # PyTorch copies neither compressed sparse tensors nor results of earlier calls.
+        if isinstance(tensor, Tensor) and (tensor.layout == torch.sparse_csr or tensor.grad_fn is not None):
+            memo.setdefault(id(tensor), tensor.detach())
+    made = copy.deepcopy(model, memo)
+    seen: dict[int, Any] = {}
+    for module in made.modules():
+        names = vars(module)
+        for name, value in names.items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                names[name] = _referring(value, memo, seen)
+    return made
+
+
+def _referring(value: Any, memo: dict[int, Any], seen: dict[int, Any]) -> Any:
+    """A setting of a copied module, whose functions refer to what ``memo`` has copied; ``seen`` holds what was made."""
+    if id(value) in seen:
+        return seen[id(value)]
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        return _function(value, memo, seen)
+    if isinstance(value, types.MethodType) and id(value.__self__) in memo:
+        return types.MethodType(value.__func__, memo[id(value.__self__)])
+    # Containers have been copied already.
+    if isinstance(value, dict | list):
+        seen[id(value)] = value
+        for key, part in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
+            value[key] = _referring(part, memo, seen)
+    return value
+
+
+def _function(func: types.FunctionType, memo: dict[int, Any], seen: dict[int, Any]) -> types.FunctionType:
+    # Functions that share a variable go on to share it.
+    cells = tuple(seen.setdefault(id(cell), types.CellType()) for cell in func.__closure__ or ())
+    made = types.FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, cells)
+    made.__kwdefaults__, made.__dict__ = func.__kwdefaults__, func.__dict__
+    seen[id(func)] = made
+    for cell, old in zip(cells, func.__closure__ or (), strict=True):
+        try:
+            content = old.cell_contents
+        except ValueError:
+            # A variable that has no value yet.
+            continue
+        cell.cell_contents = memo[id(content)] if id(content) in memo else _referring_outside(content, memo, seen)
+    return made
+
+
+def _referring_outside(value: Any, memo: dict[int, Any], seen: dict[int, Any]) -> Any:
+    """As :func:`_referring` for what was not copied: containers stay as they are, for others may hold them."""
+    return value if isinstance(value, dict | list) else _referring(value, memo, seen)

@@ -1,0 +1,68 @@
+"""Autocast before batching rules, as it comes before everything else for one model alone.
+
+PyTorch's dispatcher reaches a batching rule before autocast's kernel. A rule that calls the same operator for all members is
+cast there, but one that calls other operators is not, or too late: PyTorch's convolutions compare dtypes before they call
+an operator that has a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hfta_func import _torch
+from hfta_func.rules._registry import FRONT, MODE
+
+Kernel = Callable[..., Any]
+
+_end: Callable[[], None] | None = None
+
+
+def install(replace: Callable[..., None], early: Mapping[str, Kernel]) -> None:
+    """Put autocast before batching rules once it is used; until then, it would only slow calls down.
+
+    Args:
+        replace: ``replace(op, kernel, key, with_keyset)`` registers a kernel.
+        early: The kernels of rules that ``vmap`` meets before it knows whether an argument has a model axis, by operator.
+    """
+    global _end
+    started = False
+
+    def start() -> None:
+        nonlocal started
+        if not started:
+            started = True
+            for op, kinds in _torch.autocast_operators().items():
+                replace(op, *_casting(op, kinds, early.get(op)), True)
+
+    _end = _torch.before_autocast(start)
+    if _torch.is_autocasting():
+        start()
+
+
+def uninstall() -> None:
+    """No longer wait for autocast."""
+    global _end
+    if _end is not None:
+        _end()
+    _end = None
+
+
+def _casting(op: str, kinds: list[str], rule: Kernel | None) -> tuple[Kernel, str]:
+    """A kernel that casts its arguments and then calls the rule, or whatever comes next, and its dispatch key."""
+    operator = _torch.operator(op)
+    casts = [(_torch.AUTOCAST[kind], torch.library.get_kernel(operator, kind)) for kind in kinds]
+    key = FRONT if _torch.has_kernel(operator, FRONT) else MODE
+    if rule is None:
+        rule = torch.library.get_kernel(operator, key).call_boxed if key == FRONT else _torch.after(MODE, operator)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for kind, cast in casts:
+            # Autocast is on for a device of these tensors. Its kernel turns it off, and calls the operator again.
+            if keyset.has(kind):
+                return cast.call_boxed(keyset, *args, **kwargs)
+        return rule(keyset, *args, **kwargs)
+
+    return kernel, key

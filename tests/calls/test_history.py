@@ -1,0 +1,225 @@
+"""What tensors of a model say about their history, and what only one model alone can do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hfta_func as hfta
+from ways import WAYS, assert_as_alone, loss
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.use(self.first(x), x))
+
+    def use(self, y: Tensor, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class History(Layers):
+    """Every answer is another factor."""
+
+    def use(self, y, x):
+        with torch.no_grad():
+            constant = self.first(x)
+        weight = 1
+        for bit, tensor in enumerate((y, x, y.detach(), constant)):
+            weight += 4**bit * tensor.requires_grad + 2 * 4**bit * tensor.is_leaf
+        return y * weight
+
+
+class Parameters(Layers):
+    def use(self, y, x):
+        weight = self.first.weight
+        return y * (1 + 2 * weight.is_leaf + 4 * weight[:1].is_leaf + 8 * weight.squeeze(0).is_leaf)
+
+
+class GradFn(Layers):
+    def use(self, y, x):
+        flags = [tensor.grad_fn is None for tensor in (y, x, y.detach(), self.first.weight)]
+        return y * (1 + sum(2**bit * flag for bit, flag in enumerate(flags)))
+
+
+class Data(Layers):
+    def use(self, y, x):
+        return y * y.data.abs() + self.last.weight.data.sum()
+
+
+class SameDtype(Layers):
+    def use(self, y, x):
+        self.last.to(x.dtype)
+        return y
+
+
+class TypeAs(Layers):
+    def use(self, y, x):
+        return x.type_as(y) + y.to(torch.promote_types(torch.get_default_dtype(), y.dtype))
+
+
+class Contains(Layers):
+    def use(self, y, x):
+        return y * (2 if 0 in (x.abs() < 0).long() else 3)
+
+
+class Checks(Layers):
+    def use(self, y, x):
+        return y * (1 + torch.is_autocast_enabled("cpu"))
+
+
+class Derivatives(Layers):
+    def use(self, y, x):
+        functional = torch.autograd.functional
+        inner: Callable[..., Tensor] = lambda v: self.first(v).tanh()  # noqa: E731
+        ones = torch.ones_like(x)
+        _, jvp = functional.jvp(inner, x, ones, create_graph=True)
+        _, vjp = functional.vjp(inner, x, ones, create_graph=True)
+        _, hvp = functional.hvp(lambda v: inner(v).sum(), x, ones, create_graph=True)
+        return y + jvp + vjp + hvp + functional.jacobian(inner, x[0], create_graph=True).sum()
+
+
+class Covariance(Layers):
+    def use(self, y, x):
+        return (
+            torch.cov(y.T) + torch.addr(y[:4], y[0], y[1], beta=0.5) + x[:4].clone().addbmm_(y[None, :4], y[None, :4])
+        )
+
+
+KINDS = [History, Parameters, GradFn, Data, SameDtype, TypeAs, Contains, Checks, Derivatives, Covariance]
+NOT_COMPILED = {GradFn, SameDtype, Contains, Derivatives, Covariance}
+"""What a compiler refuses, of one model alone as well, or has no answer for."""
+
+
+@pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.sampled(every=6)
+@pytest.mark.thirds
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_one_model(kind: type[Layers], way: str, count: int) -> None:
+    if way == "compiled" and kind in NOT_COMPILED:
+        pytest.skip("it is refused or unsupported")
+    assert_as_alone(lambda: kind().double(), torch.randn(3, 5, 4).double(), way, count)
+
+
+def test_the_compiler_is_told() -> None:
+    """Short, because it is the only quick one of the compiled."""
+    assert_as_alone(lambda: History().double(), torch.randn(3, 5, 4).double(), "compiled", 2)
+
+
+def train(use: Callable[..., Any], count: int, compiled: bool = False) -> Any:
+    class Model(Layers):
+        def use(self, y, x):
+            use(self, y)
+            return y
+
+    models = [Model() for _ in range(count)]
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models), seeds=range(count))
+    torch._dynamo.reset()
+    run: Any = torch.compile(step, fullgraph=True, backend="eager") if compiled else step
+    return run(state, torch.randn(count, 5, 4))
+
+
+REFUSED = [
+    (lambda model, y: y.register_hook(lambda grad: grad), r"registers a hook on a tensor, .* torch\.autograd\.grad"),
+    (lambda model, y: y.retain_grad(), r"calls retain_grad\(\), .* torch\.autograd\.grad"),
+    (lambda model, y: y.sum().backward(), r"calls backward\(\), .* return the loss"),
+    (lambda model, y: torch.autograd.backward(y.sum()), r"calls backward\(\), .* return the loss"),
+    (lambda model, y: model.last.double(), r"assigns to \.data of a tensor .* layer\.weight\.to\(x\.dtype\)"),
+    (lambda model, y: setattr(y, "data", y * 2), r"assigns to \.data of a tensor"),
+]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("use", "message"), REFUSED)
+def test_what_needs_a_backward_pass_of_its_own_is_refused(use: Any, message: str, count: int) -> None:
+    with pytest.raises(hfta.TraceError, match=message):
+        train(use, count)
+
+
+def test_a_compiled_model_that_reads_grad_fn_is_refused() -> None:
+    with pytest.raises(
+        Exception, match=r"the model reads grad_fn, which a compiler does not know; ask whether .* is_leaf"
+    ):
+        train(lambda model, y: y.grad_fn, 2, compiled=True)
+
+
+def test_a_counter_of_operations_around_a_step_is_refused() -> None:
+    with (
+        FlopCounterMode(display=False),
+        pytest.raises(hfta.TraceError, match="a tool around the step registers a hook"),
+    ):
+        train(lambda model, y: None, 3)
+
+
+def test_forward_hooks_change_and_keep_activations() -> None:
+    kept = {}
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        kept["activation"] = output
+        return output * 2
+
+    class Model(Layers):
+        def use(self, y, x):
+            return y
+
+    models, x = [Model().double() for _ in range(3)], torch.randn(3, 5, 4).double()
+    for model in models:
+        model.first.register_forward_hook(hook)
+    step = hfta.make_train_step(
+        models[0], lambda model, x: loss(model, x) + kept["activation"].mean(), hfta.sgd(lr=0.1)
+    )
+    _, metrics = step(step.init(*hfta.stack_params(models), seeds=range(3)), x)
+    expected = torch.stack([loss(model, row) + kept["activation"].mean() for model, row in zip(models, x, strict=True)])
+    torch.testing.assert_close(metrics["loss"], expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+class Masked(nn.Module):
+    """Without the padding, where PyTorch's fast path of evaluation has zeros and this one values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tensor([[False] * 4 + [True], [False] * 3 + [True] * 2])
+        y = self.encoder(x.expand(2, 5, 4), src_key_padding_mask=hidden)
+        y, _ = self.attention(y, y, y, key_padding_mask=hidden, need_weights=False)
+        return y.masked_fill(hidden[..., None], 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensor")
+@pytest.mark.parametrize("way", ["together", "one by one", "evaluated", "ensemble", "mapped"])
+def test_transformers_with_padding(way: str) -> None:
+    assert_as_alone(lambda: Masked().double(), torch.randn(3, 5, 4).double(), way)
+
+
+def test_attention_with_dropout_inside_a_users_vmap() -> None:
+    def attend(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)
+
+    class Model(Layers):
+        def use(self, y, x):
+            return torch.vmap(attend, randomness="different")(y[:, None])[:, 0]
+
+    torch.vmap(attend, randomness="different")(torch.randn(3, 5, 4))
+    losses = []
+    models, x = [Model() for _ in range(3)], torch.randn(3, 5, 4)
+    for options in ({}, {"chunk_size": 1}):
+        step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1), **options)
+        _, metrics = step(step.init(*hfta.stack_params(models), seeds=range(3)), x)
+        losses.append(metrics["loss"])
+    torch.testing.assert_close(*losses)

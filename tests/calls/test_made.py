@@ -1,0 +1,341 @@
+"""Members' values that a model writes into a tensor that it has just made, which alone is a tensor of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from hfta_func._torch import is_batched
+from ways import WAYS, assert_as_alone, loss
+
+pytestmark = pytest.mark.usefixtures("one_thread", "double")
+
+
+class Writing(nn.Module):
+    def __init__(self, write: Callable[[nn.Module, Tensor], Tensor]):
+        super().__init__()
+        self.linear, self.write = nn.Linear(4, 4), write
+        self.register_buffer("mask", torch.tensor([True, False, True, False]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.write(self.linear, x)
+
+
+def zeros(linear, x):
+    out = torch.zeros(5, 8)
+    out[:, :4] = linear(x)
+    return out
+
+
+def total(linear, x):
+    total = torch.zeros(())
+    for row in x:
+        total += linear(row).mean()
+    return total
+
+
+def counted(linear, x):
+    total = 0.0 * torch.ones(3).sum()
+    total += linear(x).sum()
+    total *= linear(x).mean()
+    total -= 1
+    return total
+
+
+def cloned(linear, x):
+    out = x.clone()
+    out[:, :2] = linear(x)[:, :2]
+    return out
+
+
+def views(linear, x):
+    out = torch.ones(5, 2, 4)
+    out[:, 0].mul_(linear(x))
+    second = out.select(1, 1)
+    second += linear(x).tanh()
+    out[2].view(-1)[3:5] = linear(x)[0, :2]
+    return out * out
+
+
+def transposed(linear, x):
+    out = torch.full((4, 5), 2.0).t()
+    out.copy_(linear(x))
+    return out.contiguous().view(-1) * 2
+
+
+def many(linear, x):
+    rows = [torch.zeros(4) for _ in range(5)]
+    for row, own in zip(rows, linear(x), strict=True):
+        row += own
+    return torch.stack(rows)
+
+
+def by_out(linear, x):
+    out, other = torch.empty(5, 4), torch.zeros(5, 4)
+    torch.add(linear(x).detach(), 1.0, out=out)
+    torch.matmul(linear(x).detach(), torch.eye(4), out=other)
+    return (out + other) * linear(x)
+
+
+def scattered(linear, x):
+    index = torch.arange(4).flip(0).expand(5, 4)
+    out = torch.zeros(5, 4).scatter_(1, index, linear(x))
+    out.scatter_add_(1, index, linear(x)).index_add_(0, torch.tensor([0, 2]), linear(x)[:2])
+    return out.index_copy_(1, torch.tensor([3]), linear(x)[:, :1]).index_put_((torch.tensor([1]),), linear(x)[0])
+
+
+def reduced(linear, x):
+    out = torch.ones(5, 4).scatter_reduce_(1, torch.zeros(5, 4, dtype=torch.long), linear(x), "amax")
+    return out + torch.ones(5, 4).index_reduce_(0, torch.tensor([1, 1]), linear(x)[:2], "mean")
+
+
+def masked(linear, x):
+    y = linear(x)
+    out = torch.full_like(x[0], 0.5).repeat(5, 1)
+    out.masked_fill_(y > 0, 2.0)
+    out[y < -0.1] = 3.0
+    return out * y + torch.eye(5, 4).masked_scatter_(torch.ones(5, 4, dtype=torch.bool), y)
+
+
+def alike(linear, x):
+    y = linear(x)
+    out = torch.zeros_like(x[0]) + torch.zeros_like(y[0])
+    other = x.new_zeros(4).add_(y[0])
+    third = torch.ones_like(x, memory_format=torch.preserve_format)
+    third[1].copy_(y[1])
+    return third + (out + other).mul_(y.sum(0)) + torch.as_tensor([1.0, 2.0, 3.0, 4.0]).mul_(y[2])
+
+
+def whole_numbers(linear, x):
+    counts = torch.zeros(4, dtype=torch.long)
+    counts += (linear(x) > 0).sum(0)
+    flags = torch.zeros(4, dtype=torch.bool)
+    flags |= linear(x).sum(0) > 0
+    order = torch.arange(4)
+    order[:] = linear(x)[0].argsort()
+    return linear(x) * counts * flags + linear(x)[:, order]
+
+
+def complex_numbers(linear, x):
+    out = torch.zeros(5, 3, dtype=torch.complex128)
+    out[:, :2] = torch.fft.rfft(linear(x))[:, :2]
+    return torch.fft.irfft(out, n=4) + torch.view_as_real(torch.zeros(5, 4, dtype=torch.complex128)).add_(
+        linear(x)[..., None]
+    ).sum(-1)
+
+
+def in_a_function_of_torch(linear, x):
+    out = torch.zeros(5, 4)
+    nn.init.ones_(out)
+    with torch.no_grad():
+        out.addmm_(linear(x), torch.eye(4)).clamp_(max=linear(x).max())
+        torch.relu_(out)
+    return F.relu(out + linear(x), inplace=True)
+
+
+def with_gradient(linear, x):
+    out = torch.zeros(4, requires_grad=True)
+    y = linear(x) * (out + 1)
+    (slope,) = torch.autograd.grad(y.sum(), out, create_graph=True)
+    total = torch.zeros(4)
+    total += slope
+    return total + y
+
+
+def by_helper(linear, x):
+    def start():
+        return torch.zeros(5)
+
+    first, second = start(), start()
+    first += linear(x).sum(1)
+    return (first + second)[:, None] * x
+
+
+def of_python(linear, x):
+    return torch.tensor([1.0, 2.0, 3.0, 4.0]).mul_(linear(x)[1]) + torch.as_tensor([0.5]).add_(linear(x)[0, :1])
+
+
+def inner(linear, x):
+    def one(row):
+        out = torch.zeros(4)
+        return out + row
+
+    rows = torch.vmap(one)(linear(x))
+    out = torch.zeros(5, 4)
+    out += rows
+    return out
+
+
+def differentiated(linear, x):
+    def energy(row):
+        out = torch.zeros(4)
+        out += linear(row)
+        return out.square().sum()
+
+    return torch.stack([torch.func.grad(energy)(row) for row in x])
+
+
+def drawn(linear, x):
+    out = torch.empty(4, 4).zero_()
+    out.copy_(linear.weight).add_(torch.triu(torch.ones(4, 4)))
+    return x @ out
+
+
+def with_parameters(linear, x):
+    weight = torch.cat([torch.zeros(4, 2), torch.ones(4, 2)], 1)
+    weight[:, 1:3] = linear.weight[:, :2]
+    return F.linear(x, weight)
+
+
+CASES = [
+    zeros, total, counted, cloned, views, transposed, many, by_out, scattered, reduced, masked, alike,
+    whole_numbers, complex_numbers, in_a_function_of_torch, with_gradient, by_helper, of_python, inner,
+    differentiated, drawn, with_parameters,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:index_reduce")
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_as_alone(case, shared, count, way):
+    if case is with_gradient and way not in ("together", "one by one", "in pairs"):
+        pytest.skip("needs a gradient inside the model")
+    torch.manual_seed(7)
+    batch = torch.randn(5, 4) if shared else torch.randn(3, 5, 4)
+    assert_as_alone(lambda: Writing(case), batch, way, count, shared)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = Writing(zeros), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": True}, {"checkpoint": ["inner"], "chunk_size": 2}, {"save": "less"}]
+)
+def test_computed_again_for_the_backward_pass(options):
+    assert_as_alone(Checkpointed, torch.randn(3, 5, 4), "together", **options)
+
+
+def test_members_that_branch_apart():
+    def branch(linear, x):
+        out = torch.zeros(())
+        if linear(x).sum() > 0:
+            out += linear(x).sum()
+        else:
+            out -= linear(x).mean()
+        return out
+
+    with pytest.warns(hfta.LoopWarning, match="branches on the value"):
+        assert_as_alone(lambda: Writing(branch), torch.randn(3, 5, 4), "together")
+
+
+def test_numbers_in_which_members_differ():
+    class Scaled(Writing):
+        def __init__(self) -> None:
+            super().__init__(zeros)
+            self.scale = torch.rand(()).item()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.ones(5, 8)
+            out *= self.scale
+            out[0] = self.scale
+            return out * super().forward(x)
+
+    assert_as_alone(Scaled, torch.randn(3, 5, 4), "together")
+
+
+def test_noise_goes_on_as_before():
+    def noisy(linear, x):
+        first = F.dropout(linear(x))
+        out = torch.zeros(5, 4)
+        out += first + torch.randn(5, 4)
+        return out * torch.rand(4)
+
+    def plain(linear, x):
+        first = F.dropout(linear(x))
+        return (first + torch.randn(5, 4)) * torch.rand(4)
+
+    models, batch, losses = [Writing(noisy) for _ in range(3)], torch.randn(3, 5, 4), []
+    for write in (noisy, plain):
+        step = hfta.make_train_step(Writing(write), loss, hfta.sgd(lr=0.1))
+        state = step.init(*hfta.stack_params(models), seeds=[4, 5, 6])
+        losses.append(step(state, batch)[1]["loss"])
+    assert torch.equal(*losses)
+
+
+def test_only_what_is_written_is_made_for_each_member():
+    def grid(linear, x):
+        index, out, mask = torch.arange(4), torch.zeros(4), torch.ones(4)
+        out += linear(x)[0]
+        mask[1:] = 0.5
+        batched.append([is_batched(tensor) for tensor in (index, out, mask)])
+        return out[index] * mask
+
+    batched: list[list[bool]] = []
+    step = hfta.make_train_step(Writing(grid), loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params([Writing(grid) for _ in range(3)]), seeds=range(3))
+    for _ in range(2):
+        state, _ = step(state, torch.randn(3, 5, 4))
+    # The function runs until the write, again to find where the tensor was made, and then once a step.
+    assert batched == [[False, True, False]] * 2
+
+
+class Constant(Writing):
+    def __init__(self) -> None:
+        super().__init__(self.into_constant)
+        self.constant = torch.zeros(4)
+
+    def into_constant(self, linear: nn.Module, x: Tensor) -> Tensor:
+        self.constant[0] = linear(x).sum()
+        return self.constant * x
+
+
+def into_unknown(linear, x):
+    out = torch.Tensor(4)
+    out.copy_(linear(x)[0])
+    return out
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("make", [Constant, lambda: Writing(into_unknown)], ids=["constant", "constructor"])
+def test_what_is_not_made_in_the_call_is_refused(make, count):
+    models = [make() for _ in range(count)]
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.stack_params(models), seeds=range(count))
+    cure = "writes a member's value in place into a tensor that all members share; .*torch.zeros.*clone.*buffer"
+    with pytest.raises(hfta.TraceError, match=cure):
+        step(state, torch.randn(count, 5, 4))
+
+
+def test_what_a_function_under_vmap_has_written_is_not_written_twice():
+    def write(x, out):
+        out += 1
+        total = torch.zeros(2)
+        total += x
+        return total
+
+    x, out = torch.randn(3, 2), torch.zeros(3, 2)
+    with pytest.raises(hfta.TraceError, match="copy the input first"):
+        hfta.vmap(write)(x, out)
+    assert torch.equal(out, torch.ones(3, 2))
+
+
+def test_a_compiled_ensemble():
+    models = [Writing(zeros) for _ in range(3)]
+    x = torch.randn(5, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(hfta.Ensemble.from_modules(models), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), torch.stack([model(x) for model in models]))

@@ -1,0 +1,198 @@
+"""Models whose settings are functions that refer to the model, and other structures that models are made of."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from ways import WAYS, assert_as_alone
+
+pytestmark = pytest.mark.usefixtures("one_thread", "double")
+
+
+class Model(nn.Module):
+    """A layer, and what ``build`` adds to it."""
+
+    def __init__(self, build: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.layer: Any = nn.Linear(4, 4)
+        self.call: Any = None
+        build(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x) if self.call is not None else self.layer(x)
+
+
+def by_attribute(model):
+    model.call = lambda x: model.layer(x).tanh()
+
+
+def by_child(model):
+    layer = model.layer
+    model.calls = {"first": [lambda x: layer(x).tanh()]}
+    model.call = lambda x: model.calls["first"][0](x)
+
+
+def by_hook(model):
+    model.outputs = {}
+    model.layer.register_forward_hook(lambda module, args, output: model.outputs.__setitem__("layer", output))
+    model.call = lambda x: model.layer(x) + model.outputs["layer"]
+
+
+def by_list(model):
+    model.outputs = outputs = []
+    model.layer.register_forward_hook(lambda module, args, output: outputs.append(output))
+
+    def call(x):
+        outputs.clear()
+        return model.layer(x) * outputs[0]
+
+    model.call = call
+
+
+def by_replaced_forward(model):
+    before = model.layer.forward
+    model.layer.forward = lambda x: before(x).tanh()
+
+
+def by_functions_that_share_a_variable(model):
+    scale = torch.ones(())
+
+    def double():
+        nonlocal scale
+        scale = scale * 2
+
+    def call(x):
+        nonlocal scale
+        scale = torch.ones(())
+        double()
+        return model.layer(x) * scale
+
+    model.double, model.call = double, call
+
+
+def by_recursion(model):
+    def call(x, times=2):
+        return call(model.layer(x).tanh(), times - 1) if times else x
+
+    model.call = call
+
+
+def traced(model):
+    model.layer = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+
+def compiled(model):
+    model.layer = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend="eager")
+
+
+@torch.jit.script
+def scripted_function(x):
+    return x * 2 + 1
+
+
+def scripted(model):
+    model.call = lambda x: scripted_function(model.layer(x))
+
+
+def generators(model):
+    model.generators = [torch.Generator(), random.Random(3), np.random.RandomState(3), np.random.default_rng(3)]
+
+
+def sparse_constants(model):
+    model.coo, model.csr = torch.eye(5).to_sparse(), (2 * torch.eye(5)).to_sparse_csr()
+    model.call = lambda x: torch.sparse.mm(model.coo, model.layer(x)) + model.csr @ model.layer(x)
+
+
+BUILDS = [
+    by_attribute, by_child, by_hook, by_list, by_replaced_forward, by_functions_that_share_a_variable, by_recursion, traced,
+    compiled, scripted, generators, sparse_constants,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:Sparse CSR", "ignore:.*torch.jit.script")
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
+def test_as_alone(build, count, way):
+    if (build is scripted and way == "compiled") or (build is sparse_constants and way == "compiled"):
+        pytest.skip("PyTorch does not compile it for one model alone")
+    assert_as_alone(lambda: Model(build), torch.randn(3, 5, 4), way, count)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
+def test_members_that_are_taken_out_refer_to_themselves(build):
+    models = [Model(build) for _ in range(3)]
+    x = torch.randn(5, 4)
+    expected = [model(x) for model in models]
+    members = hfta.unstack_params(models[0], *hfta.stack_params(models))
+    with torch.no_grad():
+        for parameter in models[0].parameters():
+            parameter.zero_()
+    for member, output in zip(members, expected, strict=True):
+        torch.testing.assert_close(member(x), output)
+
+
+def differs(name: str, value: Any) -> Callable[[Any], None]:
+    """A ``build`` that sets an attribute, to what ``value()`` returns if it is a method of a tensor."""
+    return lambda model: setattr(model, name, value() if callable(value) else value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        (
+            traced,
+            lambda model: setattr(model, "layer", torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))),
+            "layer",
+        ),
+        (differs("rng", random.Random(3)), differs("rng", random.Random(4)), "rng"),
+        (differs("rng", np.random.default_rng(3)), differs("rng", np.random.default_rng(4)), "rng"),
+        (differs("rng", torch.Generator()), differs("rng", torch.Generator().manual_seed(3)), "rng"),
+        (differs("graph", torch.eye(5).to_sparse()), differs("graph", torch.ones(5, 5).to_sparse()), "graph"),
+        (differs("graph", torch.eye(5).to_sparse_csc), differs("graph", torch.ones(5, 5).to_sparse_csc), "graph"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_structures_that_differ_are_refused(first, second, names):
+    with pytest.raises(hfta.StackError, match=f"model 1.*'{names}"):
+        hfta.stack_params([Model(first), Model(second)])
+
+
+def test_what_cannot_be_stacked_is_refused():
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(hfta.StackError, match="'0' is a ScriptModule"):
+        hfta.stack_params([model, model])
+    model = nn.Linear(4, 4)
+    model.register_buffer("graph", torch.eye(5).to_sparse())
+    with pytest.raises(hfta.StackError, match=r"'graph' is a sparse_coo tensor.*plain attribute"):
+        hfta.stack_params([model, model])
+
+
+class Coupling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mask", torch.tensor([True, False, True, False]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, self.mask], F.tanh(self.layer(x[:, ~self.mask]))], 1)
+
+
+def test_a_mask_selects_entries_if_it_is_shared():
+    with pytest.raises(hfta.TraceError, match="share_frozen=True"):
+        assert_as_alone(Coupling, torch.randn(3, 5, 4), "together")
+    x = torch.randn(5, 4)
+    layers = [Coupling() for _ in range(3)]
+    ensemble = hfta.Ensemble.from_modules(layers, share_frozen=True)
+    torch.testing.assert_close(ensemble(x), torch.stack([layer(x) for layer in layers]))
