@@ -22,13 +22,13 @@ from hfta_func.rules._registry import BATCHED, DECOMPOSED, FRONT, MODE, OUTSIDE,
 # Names of the marks that keep compiled graphs on disk apart.
 _RULES, _LAYOUT = "hfta_func.rules", "hfta_func.layout"
 _lock = threading.RLock()
+# The libraries that register the rules and the loops of operators without one, by namespace.
 _libraries: dict[str, torch.library.Library] = {}
-"""The libraries that register the rules and the loops of operators without one, by namespace."""
 _installed = False
 # The names of operators without a rule.
 _unruled: set[str] = set()
+# :func:`_torch.num_libraries` when operators without a rule were last looked for.
 _counts: tuple[int, ...] = ()
-"""Numbers of loaded libraries when operators without a rule were last looked for; see :func:`_torch.num_libraries`."""
 
 
 def is_installed() -> bool:
@@ -36,8 +36,7 @@ def is_installed() -> bool:
     return _installed
 
 
-# In a compiled function, install and uninstall run between graphs, like any code that changes the dispatcher; graphs keep the
-# rules that they were compiled with.
+# In a compiled function, install and uninstall run between graphs, which keep the rules that they were compiled with.
 _between_graphs = _torch.untraced("rules cannot change inside a graph")
 
 

@@ -83,7 +83,8 @@ def _vmap(
     known: AliasFacts,
     routed: bool,
 ) -> Callable[..., Any]:
-    member = known.made.within(func, in_dims)
+    # A vmap that is made while the compiler traces has learned nothing, and is no object that could be asked.
+    member = known.made.within(func, in_dims) if routed or not torch.compiler.is_compiling() else func
     mapped = torch.func.vmap(member, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
     def run(args: Any, kwargs: Any) -> Any:
