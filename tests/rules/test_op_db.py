@@ -155,9 +155,7 @@ def test_writes_in_place_reach_the_tensor_through_views() -> None:
 
 def test_a_looped_write_into_what_members_share_is_refused() -> None:
     shared = torch.zeros(4, dtype=torch.float64)
-    with pytest.raises(
-        hfta.TraceError, match="writes a value per member in place into a tensor that all members share"
-    ):
+    with pytest.raises(hfta.TraceError, match="writes a member's value in place into a tensor that all members share"):
         hfta.vmap(lambda mask, source: shared.masked_scatter_(mask, source))(
             torch.ones(3, 4) > 0, torch.ones(3, 4).double()
         )

@@ -102,32 +102,30 @@ def _vmap(
         install()
         given = [] if routed else [(x, writes(x)) for x in _tensors((args, kwargs))]
 
-        def check_unwritten() -> None:
-            if any(writes(x) != before for x, before in given):
-                raise TraceError(
-                    "a function under vmap writes its input and has to run again, because it writes into a view that is a "
-                    "copy here, or into a tensor that all members share; copy the input first: x = x.clone()"
-                )
+        def is_written() -> bool:
+            return any(writes(x) != before for x, before in given)
 
         def attempt() -> Any:
             outputs, is_split = run(args, kwargs)
             if is_split:
-                check_unwritten()
+                if is_written():
+                    raise TraceError(
+                        "a function under vmap writes its input, and into a view that is a copy here, because members' "
+                        "tensors lie apart; copy the input first: x = x.clone()"
+                    )
                 known.models_first = True
                 outputs, _ = run(args, kwargs)
             return outputs
-
-        def again() -> Any:
-            check_unwritten()
-            return attempt()
 
         try:
             try:
                 return attempt()
             except RuntimeError as error:
-                if isinstance(error, (Diverged, torch.OutOfMemoryError)):
+                if is_written() and "broadcast shape" in str(error):
+                    raise TraceError(f"a function under vmap {REFUSAL}") from error
+                if isinstance(error, (Diverged, torch.OutOfMemoryError)) or is_written():
                     raise
-            return known.made.find(again)
+            return known.made.find(attempt)
         except RuntimeError as error:
             if routed and isinstance(error, Diverged):
                 raise
