@@ -26,27 +26,29 @@ def covers(mark, item):
     return bool(re.search(ids, case)) and not (unless and re.search(unless, case))
 
 
+LONG = 6
+"""Of a table with so many exhaustive cases `make test-more` runs every third one; the others are soak."""
+
+
 def pytest_collection_modifyitems(items):
     """Take markers from the cases that they do not cover, and choose from tables of alike cases."""
-    quick, exhaustive = collections.Counter(), collections.Counter()
+    quick, exhaustive = collections.Counter(), collections.defaultdict(list)
     for item in items:
         item.own_markers[:] = [mark for mark in item.own_markers if covers(mark, item)]
         name = item.nodeid.partition("[")[0]
         # The longest are exhaustive, too.
         if item.get_closest_marker("soak") and not item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.exhaustive)
-        if item.get_closest_marker("exhaustive"):
-            if item.get_closest_marker("thirds"):
-                if exhaustive[name] % 3:
-                    item.add_marker(pytest.mark.soak)
-                exhaustive[name] += 1
-        elif sampled := item.get_closest_marker("sampled"):
-            turn = quick[name] % sampled.kwargs["every"]
-            if turn:
+        if not item.get_closest_marker("exhaustive") and (sampled := item.get_closest_marker("sampled")):
+            if quick[name] % sampled.kwargs["every"]:
                 item.add_marker(pytest.mark.exhaustive)
-            if turn > 1:
-                item.add_marker(pytest.mark.soak)
             quick[name] += 1
+        if item.get_closest_marker("exhaustive") and not item.get_closest_marker("soak"):
+            exhaustive[name].append(item)
+    for table in exhaustive.values():
+        for i, item in enumerate(table):
+            if len(table) >= LONG and i % 3:
+                item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture

@@ -497,7 +497,6 @@ def test_noise_comes_from_the_member_s_key(name, shared):
 
 
 @pytest.mark.exhaustive(unless="nn.Dropout$")
-@pytest.mark.thirds
 @pytest.mark.parametrize("name", [*CALLS, *FURTHER_CALLS])
 def test_compiled_noise_comes_from_the_member_s_key(name):
     call = {**CALLS, **FURTHER_CALLS}[name]

@@ -165,7 +165,6 @@ def _shapes_of_the_loop(case: RuleCase, inputs: list[Tensor]) -> list[tuple[int,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a symbol of libc10.so")
 @pytest.mark.usefixtures("fake_cuda")
 @pytest.mark.parametrize("case", UNPACKED)

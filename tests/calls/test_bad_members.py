@@ -122,7 +122,6 @@ def stepping(loss: Callable[[Tensor], Tensor], place: str, **options: Any) -> Ru
 
 @pytest.mark.exhaustive(ids="compiled")
 @pytest.mark.sampled(every=3)
-@pytest.mark.thirds
 @pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:torch.cholesky is deprecated")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -99,7 +99,6 @@ def validating() -> Any:
 
 @pytest.mark.exhaustive(ids="compiled")
 @pytest.mark.sampled(every=2)
-@pytest.mark.thirds
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_with_a_distribution(name: str, place: str) -> None:

@@ -102,7 +102,6 @@ NOT_COMPILED = {GradFn, SameDtype, Contains, Derivatives, Covariance}
 
 @pytest.mark.exhaustive(ids="compiled")
 @pytest.mark.sampled(every=6)
-@pytest.mark.thirds
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,6 +111,7 @@ def test_answers_are_those_of_one_model(kind: type[Layers], way: str, count: int
     assert_as_alone(lambda: kind().double(), torch.randn(3, 5, 4).double(), way, count)
 
 
+@pytest.mark.exhaustive
 def test_the_compiler_is_told() -> None:
     """Short, because it is the only quick one of the compiled."""
     assert_as_alone(lambda: History().double(), torch.randn(3, 5, 4).double(), "compiled", 2)

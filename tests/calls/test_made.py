@@ -200,7 +200,8 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:index_reduce")
-@pytest.mark.sampled(every=5)
+@pytest.mark.exhaustive(ids="compiled", unless="^zeros-each-3")
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])

@@ -142,7 +142,6 @@ def run(kind: type[Model], wrap: Wrap, count: int, compiled: bool = False, **opt
 
 @pytest.mark.exhaustive(ids="True-{}")
 @pytest.mark.sampled(every=4)
-@pytest.mark.thirds
 @pytest.mark.parametrize(
     ("count", "compiled", "options"),
     [

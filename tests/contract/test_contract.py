@@ -67,7 +67,6 @@ def test_no_comparison_overlooks_nan(place: int) -> None:
 
 
 @pytest.mark.exhaustive(ids="cnn|transformer", unless="^adamw-|^muon")
-@pytest.mark.thirds
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS])
@@ -115,7 +114,6 @@ def test_every_optimizer_follows_every_schedule(case: OptimizerCase, schedule: s
 
 
 @pytest.mark.exhaustive(unless="^(sgd|lion)-mlp|^(adamw|muon)-")
-@pytest.mark.thirds
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name) for case in OPTIMIZERS if "amsgrad" not in case.options]

@@ -110,7 +110,6 @@ def test_published_sizes(make, count):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.parametrize("name", RUNS)
 def test_array_then_a_member_of_it_then_plain_pytorch(name, call, tmp_path):
     status, lines, err, rows = call(name, "--hfta", "--eval", *SEEDS)
@@ -142,7 +141,6 @@ def test_array_then_a_member_of_it_then_plain_pytorch(name, call, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "dcgan"])
 def test_member_i_is_the_solo_run_i(name):
     main = importlib.import_module(f"examples.{name.split()[0]}.main")
@@ -425,7 +423,6 @@ def test_every_array_is_compiled(way, call, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.parametrize("name", ["transformer", "dcgan"])
 @pytest.mark.parametrize("way", [["--hfta"], []])
 @pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
@@ -550,7 +547,6 @@ TWO_ARRAYS = ["--batch-size", "8", "8", "6", *SEEDS]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.soak(ids="second|serial")
 @pytest.mark.parametrize(
     ("where", "numbers", "argv", "array", "solo"),
@@ -740,7 +736,6 @@ def test_what_the_digits_need_is_missed_before_training(call, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.parametrize("way", [["--hfta"], [], ["--hfta", "--compile"], ["--compile"]])
 @pytest.mark.parametrize(
     ("argv", "asked"),

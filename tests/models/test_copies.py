@@ -119,7 +119,8 @@ BUILDS = [
 
 
 @pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:Sparse CSR", "ignore:.*torch.jit.script")
-@pytest.mark.sampled(every=3)
+@pytest.mark.exhaustive(ids="compiled")
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)

@@ -176,7 +176,6 @@ def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], member
 
 
 @pytest.mark.exhaustive(unless="^(bert|llama)$")
-@pytest.mark.thirds
 @pytest.mark.parametrize("name", MODELS)
 def test_member_i_is_what_pytorch_trains(name: str) -> None:
     members, batches = make(name), make_batches(name)
@@ -187,7 +186,6 @@ def test_member_i_is_what_pytorch_trains(name: str) -> None:
 
 
 @pytest.mark.exhaustive(unless="^(bert|llama)$")
-@pytest.mark.thirds
 @pytest.mark.parametrize("name", MODELS)
 def test_member_i_with_dropout_is_an_array_of_one(name: str) -> None:
     members, batches = make(name, dropout=0.1), make_batches(name)
@@ -201,7 +199,6 @@ def test_member_i_with_dropout_is_an_array_of_one(name: str) -> None:
 
 
 @pytest.mark.exhaustive(unless="^(bert|llama)$")
-@pytest.mark.thirds
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_CHECKPOINTING])
 def test_gradient_checkpointing_changes_nothing(name: str) -> None:
     members, batches = make(name, dropout=0.1), make_batches(name)

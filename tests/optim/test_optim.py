@@ -212,7 +212,6 @@ def test_muon_is_for_matrices() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_once_whatever_the_numbers(case: OptimizerCase) -> None:
     torch._dynamo.reset()
@@ -254,7 +253,6 @@ def test_in_place(make: Any, shapes: Any) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS[:6])
 def test_in_place_compiled(make: Any, shapes: Any) -> None:
     torch._dynamo.reset()

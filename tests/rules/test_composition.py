@@ -168,7 +168,6 @@ def test_batches_of_none_and_one(case: RuleCase, axes: tuple[int | None, ...], s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.parametrize(("case", "axes"), BATCHED)
 def test_dynamic_batches(case: RuleCase, axes: tuple[int | None, ...]) -> None:
     torch._dynamo.reset()
@@ -194,7 +193,6 @@ def test_dynamic_batches(case: RuleCase, axes: tuple[int | None, ...]) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.soak(ids="recurrent|attention")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inductor(family: str) -> None:

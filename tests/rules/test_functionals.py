@@ -162,7 +162,6 @@ def _distinct(x: Tensor) -> Tensor:
 
 @pytest.mark.exhaustive(ids="-float32|^multi_head|^max_unpool|^max_pool3d|^linear_cross_entropy.chunked")
 @pytest.mark.sampled(every=3)
-@pytest.mark.thirds
 @pytest.mark.parametrize(("op", "dtype"), ROWS)
 def test_functional(op: OpInfo, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # The table has functions that draw do so from the same seed at every call.

@@ -138,7 +138,6 @@ def _close(got: Any, expected: Any, tolerance: float = 1e-11) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @WAYS
 @EVERY
 def test_a_compiled_array_takes_batches_of_any_size(norm: Norm, way: Callable[..., Any]) -> None:
@@ -170,7 +169,6 @@ def test_autocast(norm: Norm, way: Callable[..., Any], dtype: torch.dtype) -> No
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @EVERY
 def test_autocast_under_compile(norm: Norm) -> None:

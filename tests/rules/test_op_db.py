@@ -45,7 +45,6 @@ def fresh_draws() -> Iterator[None]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator(name: str) -> None:
     op = OPERATORS[name]

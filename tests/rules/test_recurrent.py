@@ -388,7 +388,6 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.parametrize(("kind", "dynamic"), [("lstm", None), ("lstm", True), ("gru", True)])
 def test_under_compile(kind: str, dynamic: bool | None) -> None:
     modules = [Deep(kind, bidirectional=True) for _ in range(M)]

@@ -76,7 +76,6 @@ def test_array_of_arrays(case: RuleCase) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.thirds
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_under_compile(case: RuleCase) -> None:
     mask = (True,) * len(case.make())

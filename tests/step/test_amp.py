@@ -48,7 +48,6 @@ def _array(factory: Any = _model, optimizer: Any = None, **options: Any) -> tupl
 # PyTorch says so of itself where the member runs alone.
 @pytest.mark.exhaustive(ids="aot_eager")
 @pytest.mark.sampled(every=3)
-@pytest.mark.thirds
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -133,7 +133,6 @@ def test_raising(backend: str | None) -> None:
 
 
 @pytest.mark.exhaustive(ids="inductor|aot_eager")
-@pytest.mark.thirds
 @pytest.mark.soak(ids="transformer-(inductor|aot_eager)")
 @pytest.mark.parametrize(("name", "backend"), [*itertools.product(WORKLOADS, (None, "aot_eager")), ("mlp", "inductor")])
 def test_donated_states_are_written(name: str, backend: str | None) -> None:

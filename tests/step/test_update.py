@@ -53,6 +53,7 @@ def trained(optimizer, seeds, compiled=False, **options):
     return state
 
 
+@pytest.mark.exhaustive(ids="True")
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("way", ["alone", "chain", "donate"])
