@@ -26,8 +26,6 @@ SHARED_MOVES = False
 """Whether what a program returns without a model axis gets one elsewhere than in front, where PyTorch puts it wrongly."""
 REFUSED = (
     "into a tensor that all members share",
-    "doesn't match the broadcast shape",
-    "more elements than `self`",
     "writes its input, and into a view that is a copy",
 )
 """What an array refuses that a model alone does: a tensor that all members share has no place for a value per member."""
@@ -351,7 +349,8 @@ JUDGES: dict[str, tuple[Callable[[Spec], None], tuple[str, ...]]] = {
     "alone": (check, ("noise",)),
     "noise": (check_noise, ()),
     "compiled": (check_compiled, ()),
-    **{how: (functools.partial(check_vmap, how=how), ("noise",)) for how in HOW},
+    # PyTorch differentiates functions of old style outside of its transforms only.
+    **{how: (functools.partial(check_vmap, how=how), ("noise", "functions")) for how in HOW},
 }
 MANY = [
     *(("alone", 270, part) for part in range(4)),

@@ -728,8 +728,82 @@ NOISE: dict[str, Op] = {
     "part_noise": drawn(lambda x, n: (part(x, n).normal_(), x)[1]),
 }  # fmt: skip
 
+
+def made(x: Tensor, n: int) -> Tensor:
+    """What comes of a tensor that the program makes and writes into."""
+    d, out = axis(x, n // 8), torch.zeros(x.shape)
+    return (
+        lambda: out.add_(x),
+        lambda: torch.ones(x.shape).mul_(x),
+        lambda: torch.empty(x.shape).copy_(x),
+        lambda: torch.full(x.shape[::-1], 0.5).permute(*range(x.dim())[::-1]).sub_(x),
+        lambda: out.index_add_(d, torch.arange(x.shape[d]).flip(0), x),
+        lambda: torch.arange(float(x.numel())).view(x.shape).add_(x),
+        lambda: assigned(out, x, d),
+        lambda: x * total(x),
+    )[n % 8]()
+
+
+def assigned(out: Tensor, x: Tensor, d: int) -> Tensor:
+    out.select(d, 0)[:] = x.select(d, 0)
+    out[x > 1] = 2.0
+    return out
+
+
+def total(x: Tensor) -> Tensor:
+    added = torch.zeros(())
+    for row in x:
+        added += row.mean()
+    return added
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return -ctx.scale * grads[0], None
+
+
+class Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / (1 + ctx.saved_tensors[0].abs()) ** 2
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(0.5)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 0.25
+
+
+def by_function(x: Tensor, n: int) -> Tensor:
+    """A function that is differentiated by hand."""
+    functions = (lambda: Reversed.apply(x, 0.5 + n % 5), lambda: Spike.apply(x) + x, lambda: Halved.apply(x * 1))
+    return functions[n % 3]()
+
+
+MADE: dict[str, Op] = {"made": pure(made)}
+FUNCTIONS: dict[str, Op] = {"function": pure(by_function)}
 FAMILIES: dict[str, dict[str, Op]] = {
     "layers": LAYERS, "math": MATH, "views": VIEWS, "writes": WRITES, "state": STATE, "inputs": INPUTS, "noise": NOISE,
+    "made": MADE, "functions": FUNCTIONS,
 }  # fmt: skip
 OPS: dict[str, Op] = {name: op for family in FAMILIES.values() for name, op in family.items()}
 

@@ -117,8 +117,8 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         parts = [[x] * count if dim is None else [*x.unbind(dim)] for x, dim in zip(plain, dims, strict=True)]
         # Copies of the first member's tensors show which ones a function writes. Inference mode would count no writes.
         with torch.inference_mode(False):
-            for part, dim in zip(parts, dims, strict=True):
-                part[0] = part[0] if dim is None else part[0].clone()
+            for part in parts[: len(given)]:
+                part[0] = part[0].clone()
         versions = [_torch.writes(part[0]) for part in parts[: len(given)]]
         written: list[int] = []
         for m in range(count):
@@ -130,8 +130,6 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             if m == 0:
                 written = [i for i, version in enumerate(versions) if _torch.writes(parts[i][0]) != version]
                 for i in written:
-                    if dims[i] is None:
-                        raise RuntimeError(f"vmap: inplace arithmetic of {name} into a tensor that all members share")
                     parts[i][1:] = [x.clone() for x in parts[i][1:]]
         if interpreter.randomness() != "different" and not torch.equal(torch.default_generator.get_state(), before):
             torch.default_generator.set_state(before)
@@ -139,13 +137,18 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if mode is not None:
             _go_on(mode, modes, level)
         for i in written:
-            plain[i].copy_(torch.stack(parts[i]).movedim(0, dims[i]))
+            if dims[i] is not None:
+                plain[i].copy_(torch.stack(parts[i]).movedim(0, dims[i]))
+            elif all(torch.equal(x, parts[i][0]) for x in parts[i]):
+                plain[i].copy_(parts[i][0])
+            else:
+                raise RuntimeError(f"vmap: inplace arithmetic of {name} into a tensor that all members share")
         leaves, specs = zip(*map(pytree.tree_flatten, results), strict=True)
         if any(spec != specs[0] for spec in specs):
             raise TraceError(
                 f"{name} returns {results[0]!r} for member 0; it must return as many results for each member"
             )
-        firsts = [(part[0], x) for x, part, dim in zip(given, parts, dims, strict=False) if dim is not None]
+        firsts = [(part[0], x) for x, part in zip(given, parts, strict=False)]
         joined = [_joined(name, column, firsts, level) for column in zip(*leaves, strict=True)]
         return pytree.tree_unflatten(joined, specs[0])
 
