@@ -734,9 +734,20 @@ REFUSED = {
         "Straight has no setup_context, which PyTorch needs under torch.func.grad",
     ),
     "func.jvp": (lambda model, y: torch.func.jvp(StraightInTwo.apply, (y,), (y,))[1], "write its jvp staticmethod"),
-    "shared in place": (lambda model, y: y + Inplace.apply(shared_scale, 2.0), "into a tensor that all members share"),
+    "shared in place": (lambda model, y: y + Into.apply(shared_scale, y), "into a tensor that all members share"),
 }
 shared_scale = torch.ones(())
+
+
+class Into(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.mark_dirty(x)
+        return x.add_(y.mean())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
 
 
 @pytest.mark.parametrize("name", REFUSED)
