@@ -58,7 +58,7 @@ _BATCHING = _keys(_key.FuncTorchBatched) | _keys(_key.FuncTorchVmapMode)
 for _module, _name in (
     ("torch", "Tensor._version"),
     ("torch.autograd.forward_ad", "_current_level"),
-    ("torch.autograd.function", "Function.apply.__func__.__code__"),
+    ("torch.autograd.function", "Function.apply"),
     ("torch.distributions", "Distribution._validate_sample"),
     ("torch.library", "Library._destroy"),
     ("torch.library", "_defs"),
@@ -270,24 +270,48 @@ def replace_apply(apply: Callable[..., Any], batch: Callable[..., Any]) -> Calla
     ``batch(original, interpreter, function, *args)`` then runs under ``vmap`` for a function that has ``setup_context``.
     Returns a function that restores what was there before.
     """
-    __class__: Any = torch.autograd.Function
-    method, table = __class__.apply.__func__, _in_transforms.functorch_table
-    code, rule = method.__code__, table[TransformType.Vmap]
-    original = types.FunctionType(code, method.__globals__, method.__name__, None, method.__closure__)
+    method, table = torch.autograd.Function.__dict__["apply"], _in_transforms.functorch_table
+    replace, rule = _replace_code if isinstance(method, classmethod) else _replace_method, table[TransformType.Vmap]
+    restore_apply = replace(torch.autograd.Function, method, apply)
 
-    # The code is replaced and not the method, because models keep methods: ``relu = ReLU.apply``. Code fits a method only if
-    # it closes over the same variables, here ``__class__``.
+    def restore() -> None:
+        restore_apply()
+        table[TransformType.Vmap] = rule
+
+    table[TransformType.Vmap] = functools.partial(batch, rule)
+    return restore
+
+
+def _replace_code(__class__: Any, method: Any, apply: Callable[..., Any]) -> Callable[[], None]:
+    """Replace the code and not the method, because models keep methods: ``relu = ReLU.apply``."""
+    func, code = method.__func__, method.__func__.__code__
+    original = types.FunctionType(code, func.__globals__, func.__name__, None, func.__closure__)
+
+    # Code fits a method only if it closes over the same variables, here ``__class__``.
     def replacement(cls: Any, /, *args: Any, _apply: Any, **kwargs: Any) -> Any:
         assert issubclass(cls, __class__)
         return _apply(cls, *args, **kwargs)
 
     def restore() -> None:
-        method.__code__, method.__kwdefaults__ = code, None
-        table[TransformType.Vmap] = rule
+        func.__code__, func.__kwdefaults__ = code, None
 
-    method.__kwdefaults__ = {"_apply": functools.partial(apply, original)}
-    method.__code__ = replacement.__code__.replace(co_filename=code.co_filename)
-    table[TransformType.Vmap] = functools.partial(batch, rule)
+    func.__kwdefaults__ = {"_apply": functools.partial(apply, original)}
+    func.__code__ = replacement.__code__.replace(co_filename=code.co_filename)
+    return restore
+
+
+def _replace_method(kind: Any, method: Any, apply: Callable[..., Any]) -> Callable[[], None]:
+    """Replace the method, which PyTorch 2.14 and later write in C++; methods that models have kept stay as they are."""
+
+    def replacement(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return apply(
+            lambda function, *args, **kwargs: method.__get__(None, function)(*args, **kwargs), cls, *args, **kwargs
+        )
+
+    def restore() -> None:
+        kind.apply = method
+
+    kind.apply = classmethod(replacement)
     return restore
 
 

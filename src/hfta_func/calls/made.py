@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from hfta_func import _torch
 from hfta_func._torch import constant_to_compiler
 from hfta_func._types import TraceError
+from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import is_users_file
 
 Line = tuple[str, int] | None
@@ -188,8 +189,8 @@ def _number(tensor: Tensor) -> int:
 
 def _line() -> Line:
     """The innermost line of the user's code that is running, or that the compiler traces."""
-    if torch.compiler.is_compiling():
-        return next((line for line in _torch.traced_lines() if is_users_file(line[0])), None)
+    if not rehearsing.get() and (traced := _torch.traced_lines()):
+        return next((line for line in traced if is_users_file(line[0])), None)
     frame = sys._getframe(1)
     while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back

@@ -38,7 +38,7 @@ def _referring(value: Any, memo: dict[int, Any], seen: dict[int, Any]) -> Any:
     """A setting of a copied module, whose functions refer to what ``memo`` has copied; ``seen`` holds what was made."""
     if id(value) in seen:
         return seen[id(value)]
-    if isinstance(value, types.FunctionType) and value.__closure__:
+    if isinstance(value, types.FunctionType) and _refers(value, memo, set()):
         return _function(value, memo, seen)
     if isinstance(value, types.MethodType) and id(value.__self__) in memo:
         return types.MethodType(value.__func__, memo[id(value.__self__)])
@@ -50,22 +50,35 @@ def _referring(value: Any, memo: dict[int, Any], seen: dict[int, Any]) -> Any:
     return value
 
 
+def _refers(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
+    """Whether a function, or one that it closes over, refers to what ``memo`` has copied."""
+    if id(value) in memo or (isinstance(value, types.MethodType) and id(value.__self__) in memo):
+        return True
+    if not isinstance(value, types.FunctionType) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(_refers(content, memo, seen) for cell in value.__closure__ or () for content in _content(cell))
+
+
+def _content(cell: types.CellType) -> tuple[Any, ...]:
+    """What a variable holds; nothing if it has no value yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
 def _function(func: types.FunctionType, memo: dict[int, Any], seen: dict[int, Any]) -> types.FunctionType:
     # Functions that share a variable go on to share it.
-    cells = tuple(seen.setdefault(id(cell), types.CellType()) for cell in func.__closure__ or ())
+    cells = tuple(
+        seen.setdefault(id(cell), types.CellType()) if any(_refers(x, memo, set()) for x in _content(cell)) else cell
+        for cell in func.__closure__ or ()
+    )
     made = types.FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, cells)
     made.__kwdefaults__, made.__dict__ = func.__kwdefaults__, func.__dict__
     seen[id(func)] = made
     for cell, old in zip(cells, func.__closure__ or (), strict=True):
-        try:
-            content = old.cell_contents
-        except ValueError:
-            # A variable that has no value yet.
-            continue
-        cell.cell_contents = memo[id(content)] if id(content) in memo else _referring_outside(content, memo, seen)
+        if cell is not old:
+            (content,) = _content(old)
+            cell.cell_contents = memo[id(content)] if id(content) in memo else _referring(content, memo, seen)
     return made
-
-
-def _referring_outside(value: Any, memo: dict[int, Any], seen: dict[int, Any]) -> Any:
-    """As :func:`_referring` for what was not copied: containers stay as they are, for others may hold them."""
-    return value if isinstance(value, dict | list) else _referring(value, memo, seen)

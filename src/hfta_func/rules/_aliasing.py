@@ -26,8 +26,8 @@ class AliasFacts:
         """Whether the function may read values, because its members run one by one."""
         self.models_first = False
         """Whether the model axis must come first in every new tensor."""
-        self.tried = False
-        """Whether one member alone has run as a member of an array."""
+        self.tried = self.mapped = False
+        """Whether the function has run, and whether it has run under ``vmap``."""
         self.made = MadeCalls()
         """The calls that make tensors into which members write their values."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
 from hfta_func._types import HFTAError, RandomnessError, TraceError
-from hfta_func.calls.autodiff import CALLS_BACKWARD
+from hfta_func.calls.autodiff import CALLS_BACKWARD, rehearsing
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.made import REFUSAL
@@ -177,14 +177,16 @@ def _mapped_flat(
     if count is None:
         outputs = torch.func.vmap(flat, in_dims, 0, randomness, chunk_size=chunk_size)(*leaves)
     elif count == 1 and known is not None:
-        if not (known.tried or known.reads):
+        # A compiled step never reads values.
+        if not known.mapped and (rehearsing.get() or not known.reads):
             # An array of one refuses what an array of many models refuses.
             _mapped_level(flat, leaves, dims, 1, randomness)
+            known.mapped = True
         outputs = (_alone if known.tried or not known.reads else _alone_without_draws)(flat, leaves, dims)
     else:
         outputs = _mapped_level(flat, leaves, dims, count, randomness)
     if known is not None:
-        known.tried = True
+        known.tried, known.mapped = True, known.mapped or count != 1
     return optree.tree_unflatten(out_spec, outputs)
 
 
@@ -252,6 +254,8 @@ _OF_FUNCTIONS = {
     "vmap staticmethod|marked as dirty": "applies an autograd function whose batching rule does not work: write either a "
     "vmap staticmethod that returns (outputs, out_dims), or generate_vmap_rule = True and no argument in place; without "
     "either, it runs one member after another",
+    "must override the setup_context": "applies an autograd function by a method that was kept, f = Function.apply, before "
+    "the rules were installed; call Function.apply where it is used, or hfta_func.rules.install() before its import",
     "may have escaped": "uses a tensor of a member below vmap, where an autograd function without a batching rule runs; pass "
     "it to apply as an argument",
     "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",
