@@ -118,7 +118,7 @@ BUILDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:Sparse CSR", "ignore:.*torch.jit.script")
+@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:Sparse CS", "ignore:.*torch.jit.script")
 @pytest.mark.exhaustive(ids="compiled")
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("way", WAYS)
@@ -130,7 +130,7 @@ def test_as_alone(build, count, way):
     assert_as_alone(lambda: Model(build), torch.randn(3, 5, 4), way, count)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:Sparse CS")
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
 def test_members_that_are_taken_out_refer_to_themselves(build):
     models = [Model(build) for _ in range(3)]
@@ -164,7 +164,7 @@ def differs(name: str, value: Any) -> Callable[[Any], None]:
         (differs("graph", torch.eye(5).to_sparse_csc), differs("graph", torch.ones(5, 5).to_sparse_csc), "graph"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:Sparse CS")
 def test_structures_that_differ_are_refused(first, second, names):
     with pytest.raises(hfta.StackError, match=f"model 1.*'{names}"):
         hfta.stack_params([Model(first), Model(second)])
