@@ -13,17 +13,9 @@ from torch.testing._internal.common_modules import ModuleInfo, module_db
 import hfta_func as hfta
 from oracle import KEYS, M, _tensors, for_every, stack
 from test_modules import _module, _samples
+from test_modules import pytestmark as MARKS
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (
-        ".*linear_cross_entropy. ``options`` ignored",
-        "LSTM with projections is not supported with oneDNN",
-        "enable_nested_tensor is True",
-        "reduction. 'mean' divides the total loss by both the batch size and the support size",
-        "Mismatch dtype between input and weight",
-    )
-]
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
 
 ROWS = [
     pytest.param(

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.levels import (
-    TransformType,
-    current_interpreter,
-    inside_vmap,
-    is_wrapped,
-)
+from hfta_func._torch.levels import TransformType, current_interpreter, inside_vmap, is_wrapped
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
