@@ -53,7 +53,7 @@ def uninstall() -> None:
 def _casting(op: str, kinds: list[str], rule: Kernel | None) -> tuple[Kernel, str]:
     """A kernel that casts its arguments and then calls the rule, or whatever comes next, and its dispatch key."""
     operator = _torch.operator(op)
-    casts = [(_torch.AUTOCAST[kind], torch.library.get_kernel(operator, kind)) for kind in kinds]
+    casts = [(key, torch.library.get_kernel(operator, key)) for key in map(_torch.AUTOCAST.__getitem__, kinds)]
     key = FRONT if _torch.has_kernel(operator, FRONT) else MODE
     if rule is None:
         rule = torch.library.get_kernel(operator, key).call_boxed if key == FRONT else _torch.after(MODE, operator)
