@@ -30,3 +30,5 @@ from hfta_func._torch.levels import unwrap_batched, unwrap_leaves, vmap_level, w
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
 from hfta_func._torch.modules import is_compiled, is_nestable, places_of, reparametrized, run_uncompiled, takes_data
 from hfta_func._torch.modules import tensors_of, weight_hooks
+from hfta_func._torch.reads import Reads, is_tracer_loaded
+from hfta_func._torch.tape import NotReplayableError, Recorder, Tape, num_recorders
