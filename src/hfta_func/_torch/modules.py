@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from hfta_func._torch._release import private
 
@@ -100,6 +100,11 @@ def _as_it_is(func: T) -> T:
 def has_hooks(tensor: Tensor) -> bool:
     """Whether the backward pass calls a hook with the gradient of a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def has_step_hooks(optimizer: optim.Optimizer) -> bool:
+    """Whether a hook runs before or after each step of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:

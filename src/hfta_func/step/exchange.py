@@ -1,0 +1,414 @@
+"""Optimizers and schedulers of ``torch.optim``, one of each per model, as one optimizer of this package, and back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from hfta_func import optim
+from hfta_func._torch import has_step_hooks
+from hfta_func._tree import difference, num_models, tree_map
+from hfta_func._types import Params, PerModel, Schedule, StackError, StateError, Tree, recipe, recorded
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict, vector
+from hfta_func.optim._leafwise import FIELDS
+from hfta_func.optim._transforms import group_paths
+
+_NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
+_OURS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
+_THEIRS: dict[Any, Any] = {make: kind for kind, make in _OURS.items()}
+
+_CURES: dict[type, str] = {
+    torch.optim.LBFGS: "it calls the loss several times per update, which a step does not; use another optimizer",
+    torch.optim.SparseAdam: "arrays have no sparse gradients; use Adam, and leave out sparse=True",
+}
+
+_UNCOUNTED = torch.optim.SGD, torch.optim.Muon
+"""Classes whose state does not hold the number of updates."""
+
+_KEYS = {"momentum": "momentum_buffer"}
+"""The names in the state of ``torch.optim`` of fields that have another name in ours."""
+
+_PLATEAU = "mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "eps"
+
+restrict(Schedule, every=Range.AT_LEAST_ONE, rows=Range.ROWS)
+
+
+@recorded
+def _table(value: PerModel, rows: Tensor, every: PerModel, start: PerModel) -> Schedule:
+    """``value`` times the entries of the member's row ``[M, n]``, ``every`` updates each from ``start``; the last is kept."""
+
+    def at(count: Tensor, value: Tensor, rows: Tensor, every: Tensor, start: Tensor) -> Tensor:
+        return value * rows.gather(1, _position(count, every, start).clamp(max=rows.shape[1] - 1)[:, None])[:, 0]
+
+    return Schedule({"value": value, "rows": rows, "every": every, "start": start}, at)
+
+
+def _position(count: Tensor, every: Tensor, start: Tensor) -> Tensor:
+    """The number of steps that a scheduler has made."""
+    return torch.floor((count - start) / every).clamp(min=0).long()
+
+
+@recorded
+def _resumed(optimizer: GradientTransformation, fields: Mapping[str, Any]) -> GradientTransformation:
+    """The optimizer, with these fields of its state at the start."""
+
+    def init(params: Params) -> Any:
+        state, given, count = optimizer.init(params), num_models(fields), num_models(params)
+        if next(iter(params.values())).device.type == "meta":
+            return state
+        if given != count:
+            raise StackError(f"the optimizer goes on from {given} models but the array has {count}; stack these {given}")
+        old = {name: getattr(state, name) for name in fields}
+        return state._replace(**tree_map(lambda like, leaf: leaf.to(like, copy=True), old, fields))
+
+    return optimizer._replace(init=init)
+
+
+def from_torch(
+    optimizers: Iterable[Optimizer],
+    schedulers: Iterable[LRScheduler] | None = None,
+    *,
+    models: Iterable[nn.Module],
+    steps: int = 0,
+    every: int = 1,
+) -> GradientTransformation:
+    """One optimizer for an array from M optimizers of ``torch.optim``, one per model, and their schedulers.
+
+    Groups become those of a :func:`partition`, ``"group0"`` and so on, unless one group holds all parameters that are trained.
+    State that the optimizers have accumulated is in what ``init`` returns. ``foreach``, ``fused``, ``capturable`` and
+    ``differentiable`` have no effect. Nothing that is passed in is changed.
+
+    Args:
+        optimizers: One per model, of one class and with the same groups; numbers may differ.
+        schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them are stepped from where they are,
+            and all numbers that they change are kept in the state, ``float64[M, steps]`` each. ``with_hyperparams`` sets the
+            highest value ahead.
+        models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
+        steps: How many times each scheduler steps from here to the end of training. Afterwards the last value is kept.
+        every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
+
+    Raises:
+        StackError: if an optimizer has no counterpart or has hooks, members differ in more than numbers, a parameter is not
+            the model's, parameters of one group have made different numbers of updates, or a scheduler follows a metric.
+
+    Example:
+        >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
+        >>> optimizers = [torch.optim.AdamW(m.parameters(), lr=lr) for m, lr in zip(models, [0.1, 0.2, 0.3])]
+        >>> schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, step_size=5) for optimizer in optimizers]
+        >>> optimizer = from_torch(optimizers, schedulers, models=models, steps=10, every=100)
+        >>> state = optimizer.init({path: torch.zeros(3, *p.shape) for path, p in models[0].named_parameters()})
+        >>> state.hyperparams["lr"]["value"]
+        tensor([0.1000, 0.2000, 0.3000], dtype=torch.float64)
+    """
+    optimizers, named = list(optimizers), [dict(model.named_parameters()) for model in models]
+    followed = [None] * len(optimizers) if schedulers is None else list(schedulers)
+    if not len(optimizers) == len(named) == len(followed) > 0:
+        raise StackError(
+            f"got {len(optimizers)} optimizers, {len(named)} models and {len(followed)} schedulers; pass one of each per member"
+        )
+    if schedulers is not None and min(steps, every) < 1:
+        raise StackError(
+            f"steps is {steps} and every is {every}; give steps, how many times a scheduler steps until the end, and every, the "
+            f"updates between two: steps=epochs, every=len(loader), or steps=epochs * len(loader)"
+        )
+    for member, why in enumerate(map(_why_not, optimizers, followed, named)):
+        if why:
+            raise StackError(f"model {member}: {why}")
+    _check_same("the class of its optimizer", [type(optimizer).__name__ for optimizer in optimizers])
+    _check_same("the number of groups", [len(optimizer.param_groups) for optimizer in optimizers])
+    make, params = _OURS[type(optimizers[0])], _without_values(named)
+    ahead = [_read_ahead(*pair, make, steps) for pair in zip(optimizers, followed, strict=True)]
+    label: dict[str, str | None] = dict.fromkeys(params)
+    groups: dict[str, GradientTransformation] = {}
+    for number in range(len(ahead[0])):
+        members = [_states_of_group(number, *pair) for pair in zip(optimizers, named, strict=True)]
+        common = {*members[0]}.intersection(*members)
+        _check_same(f"what not all hold in group {number}", [sorted({*states} - common) for states in members])
+        if members[0]:
+            counts = torch.tensor([_count(*each, make) for each in enumerate(members)])
+            rows = [groups_ahead[number] for groups_ahead in ahead]
+            group = make(**_arguments(number, rows, schedulers is not None, every, counts))
+            if any(map(any, (states.values() for states in members))):
+                state = group.init({path: params[path] for path in members[0]})
+                group = _resumed(group, _fields_of(state, members, counts))
+            groups[f"group{number}"] = group
+            label |= dict.fromkeys(members[0], f"group{number}")
+    if not groups:
+        raise StackError("no parameter of the optimizers requires grad, so there is nothing to train")
+    return groups.popitem()[1] if len({*label.values()}) == 1 else optim.partition(label, groups)
+
+
+def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Parameter]) -> str:
+    """What keeps an optimizer and its scheduler from being a member of an array; empty if nothing does."""
+    kind, ids = type(optimizer), {id(param) for param in params.values()}
+    if kind not in _OURS:
+        cure = _CURES.get(kind, "write one as docs/howto/extend.md shows, and make it by hand")
+        return f"{kind.__module__}.{kind.__qualname__} has no counterpart (as {', '.join(_NAMES)} have): {cure}"
+    if has_step_hooks(optimizer):
+        return "the optimizer has step hooks, which no member has for itself; change gradients in a chain(...) instead"
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if id(param) not in ids:
+            order = "pass models and optimizers in the same order, and make parameters of the loss part of the model"
+            return f"its optimizer holds a parameter {list(param.shape)} that is not the model's; {order}"
+    if isinstance(scheduler, ReduceLROnPlateau):
+        given = ", ".join(f"{name}={getattr(scheduler, name)!r}" for name in _PLATEAU)
+        call = f"hfta.schedules.plateau(metric, {given}, min_lr={min(scheduler.min_lrs)})"
+        return f"ReduceLROnPlateau follows a metric; leave it out, and give fit the callback {call}"
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        return f"the scheduler is a {type(scheduler).__qualname__}, not an LRScheduler; join several in a ChainedScheduler"
+    if scheduler is not None and scheduler.optimizer is not optimizer:
+        return "its scheduler follows another optimizer; pass optimizers and schedulers in the same order"
+    return ""
+
+
+def _check_same(what: str, values: Sequence[Any]) -> None:
+    for member, value in enumerate(values):
+        if value != values[0]:
+            raise StackError(
+                f"model {member}: {what} is {value} but in model 0 it is {values[0]}; optimizers of one array may differ in "
+                f"numbers only, so make the others equal or train an array for each"
+            )
+
+
+def _without_values(named: Sequence[Mapping[str, nn.Parameter]]) -> Params:
+    """The trained parameters of an array of these models, on the meta device."""
+    trained = {path: param for path, param in named[0].items() if param.requires_grad}
+    return {path: param.detach().to("meta").expand(len(named), *param.shape) for path, param in trained.items()}
+
+
+def _states_of_group(number: int, optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """The state of each trained parameter in a group, by its path."""
+    inside = {id(param) for param in optimizer.param_groups[number]["params"] if param.requires_grad}
+    return {path: optimizer.state.get(param, {}) for path, param in params.items() if id(param) in inside}
+
+
+def _count(member: int, states: Mapping[str, Any], make: Callable[..., Any]) -> int:
+    """The number of updates of a member's group; 1 for any where the optimizer does not count."""
+    counts = {path: int(state.get("step", 0)) for path, state in states.items()}
+    if _THEIRS[make] in _UNCOUNTED:
+        counts = {path: int(state.get("momentum_buffer") is not None) for path, state in states.items()}
+    (first, expected), *others = counts.items()
+    for path, count in others:
+        if count != expected:
+            raise StackError(
+                f"model {member}: the state of '{path}' is from {count} updates but that of '{first}' in the same group from "
+                f"{expected}; freeze parameters that get no gradient, and give those that joined later a group of their own"
+            )
+    return expected
+
+
+def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], steps: int) -> list[dict[str, Any]]:
+    """The arguments of ``make`` for each group: of numbers those before each step of the scheduler, ``[steps]`` or ``[steps, 2]``."""
+    known = [each for each in inspect.signature(make).parameters.values() if each.name in optimizer.param_groups[0]]
+    numbers = [each.name for each in known if "PerModel" in each.annotation]
+    stepped = copy.copy(optimizer)
+    # Schedulers write into tensors.
+    stepped.param_groups = [
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+
+    def read() -> list[list[Any]]:
+        return [[group[name] for name in numbers] for group in stepped.param_groups]
+
+    rows = [read()] if scheduler is None else _stepped_copy(scheduler, stepped, steps - 1, read)[1]
+    return [
+        {each.name: group[each.name] for each in known}
+        | {name: torch.tensor([row[number][i] for row in rows]).double() for i, name in enumerate(numbers)}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _stepped_copy(
+    scheduler: LRScheduler, optimizer: Optimizer, steps: int, read: Callable[[], Any]
+) -> tuple[LRScheduler, list[Any]]:
+    """A copy of a scheduler after some steps with another optimizer, and what was read before and after each step."""
+    stepped: Any = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
+    results = [read()]
+    with warnings.catch_warnings():
+        # No step of the optimizer precedes these.
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
+            stepped.step()
+            results.append(read())
+    return stepped, results
+
+
+def _arguments(
+    number: int, members: Sequence[Mapping[str, Any]], is_scheduled: bool, every: int, start: Tensor
+) -> dict[str, Any]:
+    """The arguments that make the optimizer of a group, from those of each member."""
+
+    def spec(name: str, rows: Tensor) -> PerModel:
+        values = rows[:, 0]
+        if (name == "lr" and is_scheduled) or bool((rows != values[:, None]).any()):
+            highest = rows.abs().amax(1)
+            return _table(highest, rows / torch.where(highest > 0, highest, 1.0)[:, None], every, start.double())
+        return float(values[0]) if bool((values == values[0]).all()) else values.tolist()
+
+    arguments: dict[str, Any] = {}
+    for name, first in members[0].items():
+        values = [member[name] for member in members]
+        if isinstance(first, Tensor):
+            rows = torch.stack(values)
+            arguments[name] = spec(name, rows) if rows.dim() == 2 else tuple(spec(name, part) for part in rows.unbind(2))
+        else:
+            _check_same(f"{name} of group {number}", values)
+            arguments |= {} if first is None else {name: first}
+    return arguments
+
+
+def _fields_of(state: Any, members: Sequence[Mapping[str, Any]], counts: Tensor) -> dict[str, Any]:
+    """The fields of a group's state, except for its hyperparameters, from the states of each member by path."""
+
+    def stacked(path: str, name: str, start: Tensor) -> Tensor:
+        leaves = [states[path].get(_KEYS.get(name, name)) for states in members]
+        like = next((leaf for leaf in leaves if leaf is not None), start)
+        return torch.stack([start.to(like) if leaf is None else leaf.detach() for leaf in leaves])
+
+    fields: dict[str, Any] = {"step": counts}
+    for name in state._fields[len(FIELDS) :]:
+        slot = getattr(state, name)
+        if isinstance(slot, Tensor):
+            fields[name] = stacked(next(iter(members[0])), name, torch.ones(()))
+        else:
+            fields[name] = {path: stacked(path, name, torch.zeros(leaf.shape[1:])) for path, leaf in slot.items()}
+    return fields
+
+
+def to_torch(
+    optimizer: GradientTransformation, state: Tree, models: Iterable[nn.Module], schedulers: Iterable[LRScheduler] = ()
+) -> tuple[list[Optimizer], list[LRScheduler]]:
+    """M optimizers of ``torch.optim`` that go on where an array is, and their schedulers: the inverse of :func:`from_torch`.
+
+    Args:
+        optimizer: The step's optimizer: one with a counterpart in ``torch.optim``, or a :func:`partition` of one kind.
+        state: The training state, or the optimizer's.
+        models: The models to train, for example from :func:`unstack_params`.
+        schedulers: The schedulers that :func:`from_torch` was given; they are copied, not changed.
+
+    Returns:
+        Optimizers with the accumulated state and the present numbers, and schedulers that have stepped as far. Without
+        ``schedulers`` the second list is empty, and scheduled numbers stay as they are.
+
+    Raises:
+        StackError: if there is no counterpart, or not one model and scheduler per member.
+        StateError: if the state is of another optimizer or model.
+
+    Example:
+        >>> optimizer, models = optim.sgd(lr=[0.1, 0.2], momentum=0.9), [torch.nn.Linear(4, 1) for _ in range(2)]
+        >>> state = optimizer.init({path: torch.zeros(2, *p.shape) for path, p in models[0].named_parameters()})
+        >>> optimizers, _ = to_torch(optimizer, state, models)
+        >>> optimizers[1].param_groups[0]["lr"]
+        0.2
+    """
+    state, followed = getattr(state, "opt_state", state), list(schedulers)
+    named, count = [dict(model.named_parameters()) for model in models], num_models(state)
+    if len(named) != count or len(followed) not in (0, count):
+        raise StackError(f"got {len(named)} models and {len(followed)} schedulers for {count} members; pass one per member")
+    params = _without_values(named)
+    mismatch = difference(state, optimizer.init(params), "state.opt_state", "the state", "the optimizer of these models")
+    if mismatch is not None:
+        raise StateError(f"the state belongs to another optimizer or model: {mismatch}")
+    make, arguments = _call_of(optimizer)
+    calls, paths, states = [(make, arguments)], [[*params]], [state]
+    if make is optim.partition:
+        calls, states = [_call_of(group) for group in arguments["groups"].values()], [*state.groups.values()]
+        paths = [*group_paths(arguments["label"], arguments["groups"], params).values()]
+    kind, *others = {_THEIRS.get(make) for make, _ in calls}
+    if kind is None or others:
+        raise StackError(
+            f"to_torch takes an optimizer that torch.optim has, one of {', '.join(_NAMES)}, or a partition into groups of one; "
+            f"of a chain, pass that part and its state"
+        )
+    options = [_options_of(kind, *call, group) for call, group in zip(calls, states, strict=True)]
+    made = [
+        _solo(kind, member, own, [row[member] for row in options], paths, states) for member, own in enumerate(named)
+    ]
+    if not followed:
+        return made, []
+    lr = states[0].hyperparams["lr"]
+    if not (isinstance(lr, Mapping) and "rows" in lr):
+        raise StackError("the optimizer was made without schedulers; make new ones over the optimizers that to_torch returns")
+    steps = _position(states[0].step, lr["every"], lr["start"]).tolist()
+    return made, [_follow(*each) for each in zip(followed, made, steps, strict=True)]
+
+
+def _call_of(optimizer: GradientTransformation) -> tuple[Any, dict[str, Any]]:
+    """The function that made an optimizer, and its arguments."""
+    made, arguments = recipe(optimizer)
+    if not isinstance(made, functools.partial):
+        return None, {}
+    bound = inspect.signature(made.func).bind(*arguments, **made.keywords)
+    bound.apply_defaults()
+    return _call_of(bound.arguments["optimizer"]) if made.func is _resumed else (made.func, bound.arguments)
+
+
+def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapping[str, Any], state: Any) -> list[Any]:
+    """The options of a group of ``torch.optim`` for each member, with the present values of schedules."""
+
+    def present(name: str, spec: Any) -> list[float]:
+        values = state.hyperparams.get(name)
+        if values is None:
+            return vector(name, spec, len(state.step), state.step.device).tolist()
+        return Hyperparams(type(state), **{name: spec}).at({name: values}, state.step)[name].tolist()
+
+    columns: dict[str, Any] = {}
+    for name, parameter in inspect.signature(make).parameters.items():
+        value = arguments[name]
+        if name not in inspect.signature(kind).parameters:
+            if value != parameter.default:
+                raise StackError(f"torch.optim.{kind.__name__} has no {name}, which is {value} here; leave it out")
+        elif name == "betas":
+            columns[name] = [*zip(*(present(f"beta{i}", beta) for i, beta in enumerate(value, 1)), strict=True)]
+        else:
+            columns[name] = present(name, value) if "PerModel" in parameter.annotation else [value] * len(state.step)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _solo(
+    kind: Any, member: int, params: Mapping[str, Any], options: Sequence[Any], paths: Any, states: Any
+) -> Optimizer:
+    """A member's optimizer, from the options, paths and states of its groups."""
+    inside = [[params[path] for path in group] for group in paths]
+    optimizer = kind([{"params": group, **option} for group, option in zip(inside, options, strict=True)])
+    optimizer.defaults |= options[0]
+    for group, state in zip(paths, states, strict=True):
+        slots = {_KEYS.get(name, name): getattr(state, name) for name in ("step", *state._fields[len(FIELDS) :])}
+        for path in group:
+            param, count = params[path], slots["step"][member]
+            entry = {
+                name: torch.tensor(float(slot[member]))
+                if isinstance(slot, Tensor)
+                else slot[path][member].to(param, copy=True)
+                for name, slot in slots.items()
+                if (isinstance(slot, Tensor) or slot) and not (name == "step" and kind in _UNCOUNTED)
+            }
+            # An average of SGD starts with the first gradient.
+            if count > 0 or kind not in _UNCOUNTED:
+                optimizer.state[param] = entry
+    return optimizer
+
+
+def _follow(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """A copy of a scheduler that follows an optimizer, after a number of steps."""
+    # A scheduler of any kind makes the optimizer note that it steps.
+    LambdaLR(optimizer, lambda epoch: 1.0)
+    present = [{**group} for group in optimizer.param_groups]
+    if len(present) != len(scheduler.optimizer.param_groups):
+        raise StackError("the scheduler's optimizer has groups that are not trained; make a new scheduler")
+    for group, before in zip(optimizer.param_groups, scheduler.optimizer.param_groups, strict=True):
+        group.update({name: value for name, value in before.items() if name not in ("params", "param_names")})
+    copied, _ = _stepped_copy(scheduler, optimizer, steps, lambda: None)
+    for group, values in zip(optimizer.param_groups, present, strict=True):
+        group.update({name: value for name, value in values.items() if name != "initial_lr"})
+    return copied
