@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from hfta_func import optim
+from hfta_func import optim, schedules
 from hfta_func._torch import has_step_hooks
 from hfta_func._tree import difference, num_models, tree_map
 from hfta_func._types import Params, PerModel, Schedule, StackError, StateError, Tree, recipe, recorded
@@ -26,18 +26,11 @@ _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad
 _OURS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
 _THEIRS: dict[Any, Any] = {make: kind for kind, make in _OURS.items()}
 
-_CURES: dict[type, str] = {
-    torch.optim.LBFGS: "it calls the loss several times per update, which a step does not; use another optimizer",
-    torch.optim.SparseAdam: "arrays have no sparse gradients; use Adam, and leave out sparse=True",
-}
-
 _UNCOUNTED = torch.optim.SGD, torch.optim.Muon
 """Classes whose state does not hold the number of updates."""
 
 _KEYS = {"momentum": "momentum_buffer"}
 """The names in the state of ``torch.optim`` of fields that have another name in ours."""
-
-_PLATEAU = "mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "eps"
 
 restrict(Schedule, every=Range.AT_LEAST_ONE, rows=Range.ROWS)
 
@@ -134,7 +127,7 @@ def from_torch(
         common = {*members[0]}.intersection(*members)
         _check_same(f"what not all hold in group {number}", [sorted({*states} - common) for states in members])
         if members[0]:
-            counts = torch.tensor([_count(*each, make) for each in enumerate(members)])
+            counts = torch.tensor([_count(*each) for each in enumerate(members)])
             rows = [groups_ahead[number] for groups_ahead in ahead]
             group = make(**_arguments(number, rows, schedulers is not None, every, counts))
             if any(map(any, (states.values() for states in members))):
@@ -151,8 +144,8 @@ def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Param
     """What keeps an optimizer and its scheduler from being a member of an array; empty if nothing does."""
     kind, ids = type(optimizer), {id(param) for param in params.values()}
     if kind not in _OURS:
-        cure = _CURES.get(kind, "write one as docs/howto/extend.md shows, and make it by hand")
-        return f"{kind.__module__}.{kind.__qualname__} has no counterpart (as {', '.join(_NAMES)} have): {cure}"
+        cure = f"use one of {', '.join(_NAMES)}, or write one as docs/howto/extend.md shows"
+        return f"{kind.__module__}.{kind.__qualname__} has no counterpart in this package; {cure}"
     if has_step_hooks(optimizer):
         return "the optimizer has step hooks, which no member has for itself; change gradients in a chain(...) instead"
     for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -160,9 +153,9 @@ def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Param
             order = "pass models and optimizers in the same order, and make parameters of the loss part of the model"
             return f"its optimizer holds a parameter {list(param.shape)} that is not the model's; {order}"
     if isinstance(scheduler, ReduceLROnPlateau):
-        given = ", ".join(f"{name}={getattr(scheduler, name)!r}" for name in _PLATEAU)
-        call = f"hfta.schedules.plateau(metric, {given}, min_lr={min(scheduler.min_lrs)})"
-        return f"ReduceLROnPlateau follows a metric; leave it out, and give fit the callback {call}"
+        names = [name for name in inspect.signature(schedules.plateau).parameters if hasattr(scheduler, name)]
+        given = ", ".join(f"{name}={getattr(scheduler, name)!r}" for name in names)
+        return f"ReduceLROnPlateau follows a metric; use the callback schedules.plateau('val_loss', {given}) of fit instead"
     if scheduler is not None and not isinstance(scheduler, LRScheduler):
         return f"the scheduler is a {type(scheduler).__qualname__}, not an LRScheduler; join several in a ChainedScheduler"
     if scheduler is not None and scheduler.optimizer is not optimizer:
@@ -191,12 +184,11 @@ def _states_of_group(number: int, optimizer: Optimizer, params: Mapping[str, nn.
     return {path: optimizer.state.get(param, {}) for path, param in params.items() if id(param) in inside}
 
 
-def _count(member: int, states: Mapping[str, Any], make: Callable[..., Any]) -> int:
+def _count(member: int, states: Mapping[str, Any]) -> int:
     """The number of updates of a member's group; 1 for any where the optimizer does not count."""
-    counts = {path: int(state.get("step", 0)) for path, state in states.items()}
-    if _THEIRS[make] in _UNCOUNTED:
-        counts = {path: int(state.get("momentum_buffer") is not None) for path, state in states.items()}
-    (first, expected), *others = counts.items()
+    (first, expected), *others = (
+        (path, int(state.get("step", state.get("momentum_buffer") is not None))) for path, state in states.items()
+    )
     for path, count in others:
         if count != expected:
             raise StackError(
@@ -217,30 +209,30 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], 
         for group in optimizer.param_groups
     ]
 
-    def read() -> list[list[Any]]:
-        return [[group[name] for name in numbers] for group in stepped.param_groups]
-
-    rows = [read()] if scheduler is None else _stepped_copy(scheduler, stepped, steps - 1, read)[1]
+    follower = scheduler and _copied(scheduler, stepped)
+    rows: list[list[list[Any]]] = []
+    for step in range(steps if follower else 1):
+        _advance(follower, min(step, 1))
+        values = [[group[name] for name in numbers] for group in stepped.param_groups]
+        rows.append([[value.item() if isinstance(value, Tensor) else value for value in row] for row in values])
     return [
         {each.name: group[each.name] for each in known}
-        | {name: torch.tensor([row[number][i] for row in rows]).double() for i, name in enumerate(numbers)}
+        | {name: torch.tensor([row[number][i] for row in rows], dtype=torch.float64) for i, name in enumerate(numbers)}
         for number, group in enumerate(optimizer.param_groups)
     ]
 
 
-def _stepped_copy(
-    scheduler: LRScheduler, optimizer: Optimizer, steps: int, read: Callable[[], Any]
-) -> tuple[LRScheduler, list[Any]]:
-    """A copy of a scheduler after some steps with another optimizer, and what was read before and after each step."""
-    stepped: Any = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
-    results = [read()]
+def _copied(scheduler: LRScheduler, optimizer: Optimizer) -> Any:
+    """A copy of a scheduler, and of those inside it, that follows another optimizer."""
+    return copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
+
+
+def _advance(scheduler: Any, steps: int) -> None:
     with warnings.catch_warnings():
         # No step of the optimizer precedes these.
         warnings.simplefilter("ignore")
         for _ in range(steps):
-            stepped.step()
-            results.append(read())
-    return stepped, results
+            scheduler.step()
 
 
 def _arguments(
@@ -336,9 +328,9 @@ def to_torch(
     ]
     if not followed:
         return made, []
-    lr = states[0].hyperparams["lr"]
-    if not (isinstance(lr, Mapping) and "rows" in lr):
-        raise StackError("the optimizer was made without schedulers; make new ones over the optimizers that to_torch returns")
+    lr, sizes = states[0].hyperparams["lr"], {len(each.optimizer.param_groups) for each in followed}
+    if not (isinstance(lr, Mapping) and "rows" in lr) or sizes != {len(states)}:
+        raise StackError("the optimizer was not made of these schedulers; make new ones over the optimizers that are returned")
     steps = _position(states[0].step, lr["every"], lr["start"]).tolist()
     return made, [_follow(*each) for each in zip(followed, made, steps, strict=True)]
 
@@ -401,14 +393,13 @@ def _solo(
 
 def _follow(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> LRScheduler:
     """A copy of a scheduler that follows an optimizer, after a number of steps."""
+    present = [{**group} for group in optimizer.param_groups]
     # A scheduler of any kind makes the optimizer note that it steps.
     LambdaLR(optimizer, lambda epoch: 1.0)
-    present = [{**group} for group in optimizer.param_groups]
-    if len(present) != len(scheduler.optimizer.param_groups):
-        raise StackError("the scheduler's optimizer has groups that are not trained; make a new scheduler")
     for group, before in zip(optimizer.param_groups, scheduler.optimizer.param_groups, strict=True):
         group.update({name: value for name, value in before.items() if name not in ("params", "param_names")})
-    copied, _ = _stepped_copy(scheduler, optimizer, steps, lambda: None)
+    follower = _copied(scheduler, optimizer)
+    _advance(follower, steps)
     for group, values in zip(optimizer.param_groups, present, strict=True):
-        group.update({name: value for name, value in values.items() if name != "initial_lr"})
-    return copied
+        group.update(values)
+    return follower
