@@ -78,7 +78,9 @@ def _generators(seed: int) -> list[torch.Generator]:
 def _assert_same(models: list[Any], others: list[Any], tolerance: float = 1e-12) -> None:
     for model, other in zip(models, others, strict=True):
         for (path, param), expected in zip(model.named_parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}")
+            torch.testing.assert_close(
+                param, expected, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}"
+            )
 
 
 @pytest.mark.parametrize("before", [0, 2])
@@ -113,7 +115,11 @@ def test_optimizers_go_on_as_an_array_and_back(case: OptimizerCase, before: int)
 
 def _onecycle(optimizer: Any, i: int, **options: Any) -> Any:
     return lr_scheduler.OneCycleLR(
-        *(optimizer, [0.1, 0.02, 0.3][i]), total_steps=40, pct_start=[0.3, 0.5, 0.1][i], base_momentum=0.2 + i / 10, **options
+        *(optimizer, [0.1, 0.02, 0.3][i]),
+        total_steps=40,
+        pct_start=[0.3, 0.5, 0.1][i],
+        base_momentum=0.2 + i / 10,
+        **options,
     )
 
 
@@ -165,7 +171,11 @@ def test_schedulers_go_on_as_an_array_and_back(name: str, kind: str, before: int
     make, options = KINDS[kind]
     models, generators = _models({"first": (3, 2), "second": (4,)}), _generators(2)
     optimizers = [
-        make([{"params": [m.first], "lr": 0.1 + i}, {"params": [m.second], "lr": torch.tensor(0.02)}], **options, weight_decay=0.01)
+        make(
+            [{"params": [m.first], "lr": 0.1 + i}, {"params": [m.second], "lr": torch.tensor(0.02)}],
+            **options,
+            weight_decay=0.01,
+        )
         for i, m in enumerate(models)
     ]
     schedulers = [SCHEDULERS[name](optimizer, i) for i, optimizer in enumerate(optimizers)]

@@ -319,7 +319,9 @@ def group_paths(label: Any, groups: Iterable[str], params: Params) -> dict[str, 
         paths_of[name].append(path)
     for name, paths in paths_of.items():
         if not paths:
-            raise HyperparameterError(f"group '{name}' has no parameters; remove it, or label some of {[*params]} with it")
+            raise HyperparameterError(
+                f"group '{name}' has no parameters; remove it, or label some of {[*params]} with it"
+            )
     return paths_of
 
 

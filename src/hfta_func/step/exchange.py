@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,28 +41,39 @@ def _table(value: PerModel, rows: Tensor, every: PerModel, start: PerModel) -> S
     """``value`` times the entries of the member's row ``[M, n]``, ``every`` updates each from ``start``; the last is kept."""
 
     def at(count: Tensor, value: Tensor, rows: Tensor, every: Tensor, start: Tensor) -> Tensor:
-        return value * rows.gather(1, _position(count, every, start).clamp(max=rows.shape[1] - 1)[:, None])[:, 0]
+        position = torch.floor((count - start) / every).clamp(0, rows.shape[1] - 1).long()
+        return value * rows.gather(1, position[:, None])[:, 0]
 
     return Schedule({"value": value, "rows": rows, "every": every, "start": start}, at)
 
 
-def _position(count: Tensor, every: Tensor, start: Tensor) -> Tensor:
-    """The number of steps that a scheduler has made."""
-    return torch.floor((count - start) / every).clamp(min=0).long()
-
-
 @recorded
-def _resumed(optimizer: GradientTransformation, fields: Mapping[str, Any]) -> GradientTransformation:
-    """The optimizer, with these fields of its state at the start."""
+def _resumed(
+    optimizer: GradientTransformation, members: Sequence[Mapping[str, Any]], counts: Tensor
+) -> GradientTransformation:
+    """The optimizer, with a state that goes on from those of M optimizers of ``torch.optim`` by path."""
 
     def init(params: Params) -> Any:
-        state, given, count = optimizer.init(params), num_models(fields), num_models(params)
+        state, count = optimizer.init(params), num_models(params)
         if next(iter(params.values())).device.type == "meta":
             return state
-        if given != count:
-            raise StackError(f"the optimizer goes on from {given} models but the array has {count}; stack these {given}")
-        old = {name: getattr(state, name) for name in fields}
-        return state._replace(**tree_map(lambda like, leaf: leaf.to(like, copy=True), old, fields))
+        if len(members) != count:
+            raise StackError(
+                f"the optimizer goes on from {len(members)} models but the array has {count}; stack those models"
+            )
+
+        def resumed(path: str, name: str, fresh: Tensor) -> Tensor:
+            values = [states[path].get(_KEYS.get(name, name)) for states in members]
+            return torch.stack([old if new is None else new.to(old) for old, new in zip(fresh, values, strict=True)])
+
+        slots = {name: getattr(state, name) for name in state._fields[len(FIELDS) :]}
+        fields = {
+            name: resumed(next(iter(params)), name, slot)
+            if isinstance(slot, Tensor)
+            else {path: resumed(path, name, fresh) for path, fresh in slot.items()}
+            for name, slot in slots.items()
+        }
+        return state._replace(step=counts.to(state.step, copy=True), **fields)
 
     return optimizer._replace(init=init)
 
@@ -104,10 +116,9 @@ def from_torch(
     """
     optimizers, named = list(optimizers), [dict(model.named_parameters()) for model in models]
     followed = [None] * len(optimizers) if schedulers is None else list(schedulers)
-    if not len(optimizers) == len(named) == len(followed) > 0:
-        raise StackError(
-            f"got {len(optimizers)} optimizers, {len(named)} models and {len(followed)} schedulers; pass one of each per member"
-        )
+    sizes = len(optimizers), len(named), len(followed)
+    if min(sizes) < max(*sizes, 1):
+        raise StackError("got {} optimizers, {} models and {} schedulers; pass one of each per member".format(*sizes))
     if schedulers is not None and min(steps, every) < 1:
         raise StackError(
             f"steps is {steps} and every is {every}; give steps, how many times a scheduler steps until the end, and every, the "
@@ -118,9 +129,9 @@ def from_torch(
             raise StackError(f"model {member}: {why}")
     _check_same("the class of its optimizer", [type(optimizer).__name__ for optimizer in optimizers])
     _check_same("the number of groups", [len(optimizer.param_groups) for optimizer in optimizers])
-    make, params = _OURS[type(optimizers[0])], _without_values(named)
+    make = _OURS[type(optimizers[0])]
     ahead = [_read_ahead(*pair, make, steps) for pair in zip(optimizers, followed, strict=True)]
-    label: dict[str, str | None] = dict.fromkeys(params)
+    label: dict[str, str | None] = {path: None for path, param in named[0].items() if param.requires_grad}
     groups: dict[str, GradientTransformation] = {}
     for number in range(len(ahead[0])):
         members = [_states_of_group(number, *pair) for pair in zip(optimizers, named, strict=True)]
@@ -130,10 +141,8 @@ def from_torch(
             counts = torch.tensor([_count(*each) for each in enumerate(members)])
             rows = [groups_ahead[number] for groups_ahead in ahead]
             group = make(**_arguments(number, rows, schedulers is not None, every, counts))
-            if any(map(any, (states.values() for states in members))):
-                state = group.init({path: params[path] for path in members[0]})
-                group = _resumed(group, _fields_of(state, members, counts))
-            groups[f"group{number}"] = group
+            is_fresh = not any(state for states in members for state in states.values())
+            groups[f"group{number}"] = group if is_fresh else _resumed(group, members, counts)
             label |= dict.fromkeys(members[0], f"group{number}")
     if not groups:
         raise StackError("no parameter of the optimizers requires grad, so there is nothing to train")
@@ -157,7 +166,9 @@ def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Param
         given = ", ".join(f"{name}={getattr(scheduler, name)!r}" for name in names)
         return f"ReduceLROnPlateau follows a metric; use the callback schedules.plateau('val_loss', {given}) of fit instead"
     if scheduler is not None and not isinstance(scheduler, LRScheduler):
-        return f"the scheduler is a {type(scheduler).__qualname__}, not an LRScheduler; join several in a ChainedScheduler"
+        return (
+            f"the scheduler is a {type(scheduler).__qualname__}, not an LRScheduler; join several in a ChainedScheduler"
+        )
     if scheduler is not None and scheduler.optimizer is not optimizer:
         return "its scheduler follows another optimizer; pass optimizers and schedulers in the same order"
     return ""
@@ -172,16 +183,11 @@ def _check_same(what: str, values: Sequence[Any]) -> None:
             )
 
 
-def _without_values(named: Sequence[Mapping[str, nn.Parameter]]) -> Params:
-    """The trained parameters of an array of these models, on the meta device."""
-    trained = {path: param for path, param in named[0].items() if param.requires_grad}
-    return {path: param.detach().to("meta").expand(len(named), *param.shape) for path, param in trained.items()}
-
-
 def _states_of_group(number: int, optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """The state of each trained parameter in a group, by its path."""
+    """A copy of the state of each trained parameter in a group, by its path."""
     inside = {id(param) for param in optimizer.param_groups[number]["params"] if param.requires_grad}
-    return {path: optimizer.state.get(param, {}) for path, param in params.items() if id(param) in inside}
+    states = {path: optimizer.state.get(param, {}) for path, param in params.items() if id(param) in inside}
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
 
 
 def _count(member: int, states: Mapping[str, Any]) -> int:
@@ -209,10 +215,8 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], 
         for group in optimizer.param_groups
     ]
 
-    follower = scheduler and _copied(scheduler, stepped)
     rows: list[list[list[Any]]] = []
-    for step in range(steps if follower else 1):
-        _advance(follower, min(step, 1))
+    for _ in range(1) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps):
         values = [[group[name] for name in numbers] for group in stepped.param_groups]
         rows.append([[value.item() if isinstance(value, Tensor) else value for value in row] for row in values])
     return [
@@ -222,17 +226,15 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], 
     ]
 
 
-def _copied(scheduler: LRScheduler, optimizer: Optimizer) -> Any:
-    """A copy of a scheduler, and of those inside it, that follows another optimizer."""
-    return copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
-
-
-def _advance(scheduler: Any, steps: int) -> None:
-    with warnings.catch_warnings():
-        # No step of the optimizer precedes these.
-        warnings.simplefilter("ignore")
-        for _ in range(steps):
-            scheduler.step()
+def _steps_of(scheduler: LRScheduler, optimizer: Optimizer) -> Iterator[LRScheduler]:
+    """A copy of a scheduler that follows another optimizer, before its first step and after each."""
+    follower: Any = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
+    while True:
+        yield follower
+        with warnings.catch_warnings():
+            # No step of the optimizer precedes this one.
+            warnings.simplefilter("ignore")
+            follower.step()
 
 
 def _arguments(
@@ -252,29 +254,13 @@ def _arguments(
         values = [member[name] for member in members]
         if isinstance(first, Tensor):
             rows = torch.stack(values)
-            arguments[name] = spec(name, rows) if rows.dim() == 2 else tuple(spec(name, part) for part in rows.unbind(2))
+            arguments[name] = (
+                spec(name, rows) if rows.dim() == 2 else tuple(spec(name, part) for part in rows.unbind(2))
+            )
         else:
             _check_same(f"{name} of group {number}", values)
             arguments |= {} if first is None else {name: first}
     return arguments
-
-
-def _fields_of(state: Any, members: Sequence[Mapping[str, Any]], counts: Tensor) -> dict[str, Any]:
-    """The fields of a group's state, except for its hyperparameters, from the states of each member by path."""
-
-    def stacked(path: str, name: str, start: Tensor) -> Tensor:
-        leaves = [states[path].get(_KEYS.get(name, name)) for states in members]
-        like = next((leaf for leaf in leaves if leaf is not None), start)
-        return torch.stack([start.to(like) if leaf is None else leaf.detach() for leaf in leaves])
-
-    fields: dict[str, Any] = {"step": counts}
-    for name in state._fields[len(FIELDS) :]:
-        slot = getattr(state, name)
-        if isinstance(slot, Tensor):
-            fields[name] = stacked(next(iter(members[0])), name, torch.ones(()))
-        else:
-            fields[name] = {path: stacked(path, name, torch.zeros(leaf.shape[1:])) for path, leaf in slot.items()}
-    return fields
 
 
 def to_torch(
@@ -306,9 +292,14 @@ def to_torch(
     state, followed = getattr(state, "opt_state", state), list(schedulers)
     named, count = [dict(model.named_parameters()) for model in models], num_models(state)
     if len(named) != count or len(followed) not in (0, count):
-        raise StackError(f"got {len(named)} models and {len(followed)} schedulers for {count} members; pass one per member")
-    params = _without_values(named)
-    mismatch = difference(state, optimizer.init(params), "state.opt_state", "the state", "the optimizer of these models")
+        raise StackError(
+            f"got {len(named)} models and {len(followed)} schedulers for {count} members; pass one per member"
+        )
+    trained = {path: param.detach().to("meta") for path, param in named[0].items() if param.requires_grad}
+    params = {path: param.expand(count, *param.shape) for path, param in trained.items()}
+    mismatch = difference(
+        state, optimizer.init(params), "state.opt_state", "the state", "the optimizer of these models"
+    )
     if mismatch is not None:
         raise StateError(f"the state belongs to another optimizer or model: {mismatch}")
     make, arguments = _call_of(optimizer)
@@ -330,9 +321,11 @@ def to_torch(
         return made, []
     lr, sizes = states[0].hyperparams["lr"], {len(each.optimizer.param_groups) for each in followed}
     if not (isinstance(lr, Mapping) and "rows" in lr) or sizes != {len(states)}:
-        raise StackError("the optimizer was not made of these schedulers; make new ones over the optimizers that are returned")
-    steps = _position(states[0].step, lr["every"], lr["start"]).tolist()
-    return made, [_follow(*each) for each in zip(followed, made, steps, strict=True)]
+        raise StackError(
+            "the optimizer was not made of these schedulers; make new ones over the optimizers that are returned"
+        )
+    steps = ((states[0].step - lr["start"]) // lr["every"]).clamp(min=0).long()
+    return made, [_follow(*each) for each in zip(followed, made, steps.tolist(), strict=True)]
 
 
 def _call_of(optimizer: GradientTransformation) -> tuple[Any, dict[str, Any]]:
@@ -398,8 +391,7 @@ def _follow(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> LRSched
     LambdaLR(optimizer, lambda epoch: 1.0)
     for group, before in zip(optimizer.param_groups, scheduler.optimizer.param_groups, strict=True):
         group.update({name: value for name, value in before.items() if name not in ("params", "param_names")})
-    follower = _copied(scheduler, optimizer)
-    _advance(follower, steps)
+    *_, follower = itertools.islice(_steps_of(scheduler, optimizer), steps + 1)
     for group, values in zip(optimizer.param_groups, present, strict=True):
         group.update(values)
     return follower
