@@ -21,14 +21,11 @@ from hfta_func._tree import difference, num_models, tree_map
 from hfta_func._types import Params, PerModel, Schedule, StackError, StateError, Tree, recipe, recorded
 from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict, vector
 from hfta_func.optim._leafwise import FIELDS
-from hfta_func.optim._transforms import group_paths
+from hfta_func.optim._transforms import PartitionState, group_paths
 
 _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
 _OURS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
 _THEIRS: dict[Any, Any] = {make: kind for kind, make in _OURS.items()}
-
-_UNCOUNTED = torch.optim.SGD, torch.optim.Muon
-"""Classes whose state does not hold the number of updates."""
 
 _KEYS = {"momentum": "momentum_buffer"}
 """The names in the state of ``torch.optim`` of fields that have another name in ours."""
@@ -48,32 +45,24 @@ def _table(value: PerModel, rows: Tensor, every: PerModel, start: PerModel) -> S
 
 
 @recorded
-def _resumed(
-    optimizer: GradientTransformation, members: Sequence[Mapping[str, Any]], counts: Tensor
-) -> GradientTransformation:
+def _resumed(optimizer: GradientTransformation, members: Sequence[Any], counts: Tensor) -> GradientTransformation:
     """The optimizer, with a state that goes on from those of M optimizers of ``torch.optim`` by path."""
 
     def init(params: Params) -> Any:
-        state, count = optimizer.init(params), num_models(params)
-        if next(iter(params.values())).device.type == "meta":
-            return state
-        if len(members) != count:
-            raise StackError(
-                f"the optimizer goes on from {len(members)} models but the array has {count}; stack those models"
-            )
+        state = optimizer.init(params)
+        if counts.shape != state.step.shape and not state.step.is_meta:
+            raise StackError(f"the optimizer goes on from {len(counts)} models; stack these, not {len(state.step)}")
 
         def resumed(path: str, name: str, fresh: Tensor) -> Tensor:
             values = [states[path].get(_KEYS.get(name, name)) for states in members]
             return torch.stack([old if new is None else new.to(old) for old, new in zip(fresh, values, strict=True)])
 
-        slots = {name: getattr(state, name) for name in state._fields[len(FIELDS) :]}
-        fields = {
-            name: resumed(next(iter(params)), name, slot)
-            if isinstance(slot, Tensor)
-            else {path: resumed(path, name, fresh) for path, fresh in slot.items()}
-            for name, slot in slots.items()
-        }
-        return state._replace(step=counts.to(state.step, copy=True), **fields)
+        for name in state._fields[len(FIELDS) :] if not state.step.is_meta else ():
+            slot = getattr(state, name)
+            is_number, first = isinstance(slot, Tensor), next(iter(params))
+            new = resumed(first, name, slot) if is_number else {path: resumed(path, name, slot[path]) for path in slot}
+            state = state._replace(**{name: new})
+        return state._replace(step=counts.to(state.step, copy=True))
 
     return optimizer._replace(init=init)
 
@@ -88,15 +77,13 @@ def from_torch(
 ) -> GradientTransformation:
     """One optimizer for an array from M optimizers of ``torch.optim``, one per model, and their schedulers.
 
-    Groups become those of a :func:`partition`, ``"group0"`` and so on, unless one group holds all parameters that are trained.
-    State that the optimizers have accumulated is in what ``init`` returns. ``foreach``, ``fused``, ``capturable`` and
-    ``differentiable`` have no effect. Nothing that is passed in is changed.
+    Groups become those of a :func:`partition`, ``"group0"`` and so on, unless one holds all that is trained. State that
+    the optimizers have accumulated is in what ``init`` returns. Whether they are ``fused`` and the like has no effect.
 
     Args:
-        optimizers: One per model, of one class and with the same groups; numbers may differ.
-        schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them are stepped from where they are,
-            and all numbers that they change are kept in the state, ``float64[M, steps]`` each. ``with_hyperparams`` sets the
-            highest value ahead.
+        optimizers: One per model, of one class and with the same groups; numbers may differ. They are not changed.
+        schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them step from where they are, and all
+            numbers that they change are kept in the state, ``float64[M, steps]``. ``with_hyperparams`` sets the highest one.
         models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
         steps: How many times each scheduler steps from here to the end of training. Afterwards the last value is kept.
         every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
@@ -121,8 +108,7 @@ def from_torch(
         raise StackError("got {} optimizers, {} models and {} schedulers; pass one of each per member".format(*sizes))
     if schedulers is not None and min(steps, every) < 1:
         raise StackError(
-            f"steps is {steps} and every is {every}; give steps, how many times a scheduler steps until the end, and every, the "
-            f"updates between two: steps=epochs, every=len(loader), or steps=epochs * len(loader)"
+            f"steps is {steps} and every is {every}; schedulers need both: steps=epochs, every=len(loader)"
         )
     for member, why in enumerate(map(_why_not, optimizers, followed, named)):
         if why:
@@ -166,9 +152,7 @@ def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Param
         given = ", ".join(f"{name}={getattr(scheduler, name)!r}" for name in names)
         return f"ReduceLROnPlateau follows a metric; use the callback schedules.plateau('val_loss', {given}) of fit instead"
     if scheduler is not None and not isinstance(scheduler, LRScheduler):
-        return (
-            f"the scheduler is a {type(scheduler).__qualname__}, not an LRScheduler; join several in a ChainedScheduler"
-        )
+        return f"{type(scheduler).__qualname__} is not an LRScheduler; join several schedulers in a ChainedScheduler"
     if scheduler is not None and scheduler.optimizer is not optimizer:
         return "its scheduler follows another optimizer; pass optimizers and schedulers in the same order"
     return ""
@@ -177,10 +161,8 @@ def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Param
 def _check_same(what: str, values: Sequence[Any]) -> None:
     for member, value in enumerate(values):
         if value != values[0]:
-            raise StackError(
-                f"model {member}: {what} is {value} but in model 0 it is {values[0]}; optimizers of one array may differ in "
-                f"numbers only, so make the others equal or train an array for each"
-            )
+            difference = f"model {member}: {what} is {value} but in model 0 it is {values[0]}"
+            raise StackError(f"{difference}; members may differ in numbers only, so train an array for each")
 
 
 def _states_of_group(number: int, optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
@@ -192,20 +174,17 @@ def _states_of_group(number: int, optimizer: Optimizer, params: Mapping[str, nn.
 
 def _count(member: int, states: Mapping[str, Any]) -> int:
     """The number of updates of a member's group; 1 for any where the optimizer does not count."""
-    (first, expected), *others = (
-        (path, int(state.get("step", state.get("momentum_buffer") is not None))) for path, state in states.items()
-    )
-    for path, count in others:
-        if count != expected:
-            raise StackError(
-                f"model {member}: the state of '{path}' is from {count} updates but that of '{first}' in the same group from "
-                f"{expected}; freeze parameters that get no gradient, and give those that joined later a group of their own"
-            )
-    return expected
+    counts = {path: int(state.get("step", state.get("momentum_buffer") is not None)) for path, state in states.items()}
+    for path, count in counts.items():
+        if count != counts[first := next(iter(counts))]:
+            difference = f"the state of '{path}' is from {count} updates but that of '{first}' from {counts[first]}"
+            cure = "give parameters that joined later a group of their own, and freeze those that get no gradient"
+            raise StackError(f"model {member}: {difference}; {cure}")
+    return next(iter(counts.values()))
 
 
 def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], steps: int) -> list[dict[str, Any]]:
-    """The arguments of ``make`` for each group: of numbers those before each step of the scheduler, ``[steps]`` or ``[steps, 2]``."""
+    """The arguments of ``make`` for each group: of numbers, ``[steps]`` or ``[steps, 2]``, those before each step."""
     known = [each for each in inspect.signature(make).parameters.values() if each.name in optimizer.param_groups[0]]
     numbers = [each.name for each in known if "PerModel" in each.annotation]
     stepped = copy.copy(optimizer)
@@ -214,7 +193,6 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], 
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
         for group in optimizer.param_groups
     ]
-
     rows: list[list[list[Any]]] = []
     for _ in range(1) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps):
         values = [[group[name] for name in numbers] for group in stepped.param_groups]
@@ -237,14 +215,12 @@ def _steps_of(scheduler: LRScheduler, optimizer: Optimizer) -> Iterator[LRSchedu
             follower.step()
 
 
-def _arguments(
-    number: int, members: Sequence[Mapping[str, Any]], is_scheduled: bool, every: int, start: Tensor
-) -> dict[str, Any]:
+def _arguments(number: int, members: Sequence[Any], follows: bool, every: int, start: Tensor) -> dict[str, Any]:
     """The arguments that make the optimizer of a group, from those of each member."""
 
     def spec(name: str, rows: Tensor) -> PerModel:
         values = rows[:, 0]
-        if (name == "lr" and is_scheduled) or bool((rows != values[:, None]).any()):
+        if (name == "lr" and follows) or bool((rows != values[:, None]).any()):
             highest = rows.abs().amax(1)
             return _table(highest, rows / torch.where(highest > 0, highest, 1.0)[:, None], every, start.double())
         return float(values[0]) if bool((values == values[0]).all()) else values.tolist()
@@ -253,10 +229,8 @@ def _arguments(
     for name, first in members[0].items():
         values = [member[name] for member in members]
         if isinstance(first, Tensor):
-            rows = torch.stack(values)
-            arguments[name] = (
-                spec(name, rows) if rows.dim() == 2 else tuple(spec(name, part) for part in rows.unbind(2))
-            )
+            specs = [spec(name, rows) for rows in torch.stack(values).reshape(len(values), len(first), -1).unbind(2)]
+            arguments[name] = specs[0] if first.dim() == 1 else tuple(specs)
         else:
             _check_same(f"{name} of group {number}", values)
             arguments |= {} if first is None else {name: first}
@@ -292,27 +266,23 @@ def to_torch(
     state, followed = getattr(state, "opt_state", state), list(schedulers)
     named, count = [dict(model.named_parameters()) for model in models], num_models(state)
     if len(named) != count or len(followed) not in (0, count):
-        raise StackError(
-            f"got {len(named)} models and {len(followed)} schedulers for {count} members; pass one per member"
-        )
+        raise StackError(f"got {len(named)} models and {len(followed)} schedulers for {count} members; pass one each")
     trained = {path: param.detach().to("meta") for path, param in named[0].items() if param.requires_grad}
     params = {path: param.expand(count, *param.shape) for path, param in trained.items()}
-    mismatch = difference(
-        state, optimizer.init(params), "state.opt_state", "the state", "the optimizer of these models"
-    )
+    mismatch = difference(state, optimizer.init(params), "state.opt_state", "the state", "the optimizer")
     if mismatch is not None:
-        raise StateError(f"the state belongs to another optimizer or model: {mismatch}")
-    make, arguments = _call_of(optimizer)
-    calls, paths, states = [(make, arguments)], [[*params]], [state]
-    if make is optim.partition:
-        calls, states = [_call_of(group) for group in arguments["groups"].values()], [*state.groups.values()]
-        paths = [*group_paths(arguments["label"], arguments["groups"], params).values()]
+        raise StateError(
+            f"the state belongs to another optimizer or model: {mismatch}; pass those that it was made with"
+        )
+    make, call = _call_of(optimizer)
+    if make is not optim.partition:
+        call, state = {"label": {"": ""}, "groups": {"": optimizer}}, PartitionState({"": state})
+    paths, states = [*group_paths(**call, params=params).values()], [*state.groups.values()]
+    calls = [_call_of(group) for group in call["groups"].values()]
     kind, *others = {_THEIRS.get(make) for make, _ in calls}
     if kind is None or others:
-        raise StackError(
-            f"to_torch takes an optimizer that torch.optim has, one of {', '.join(_NAMES)}, or a partition into groups of one; "
-            f"of a chain, pass that part and its state"
-        )
+        known = f"to_torch takes one of {', '.join(_NAMES)}, or a partition with groups of one of them"
+        raise StackError(f"{known}; of a chain, pass that part and its state")
     options = [_options_of(kind, *call, group) for call, group in zip(calls, states, strict=True)]
     made = [
         _solo(kind, member, own, [row[member] for row in options], paths, states) for member, own in enumerate(named)
@@ -321,9 +291,7 @@ def to_torch(
         return made, []
     lr, sizes = states[0].hyperparams["lr"], {len(each.optimizer.param_groups) for each in followed}
     if not (isinstance(lr, Mapping) and "rows" in lr) or sizes != {len(states)}:
-        raise StackError(
-            "the optimizer was not made of these schedulers; make new ones over the optimizers that are returned"
-        )
+        raise StackError("the optimizer was not made of these schedulers; make new ones over the returned optimizers")
     steps = ((states[0].step - lr["start"]) // lr["every"]).clamp(min=0).long()
     return made, [_follow(*each) for each in zip(followed, made, steps.tolist(), strict=True)]
 
@@ -360,27 +328,21 @@ def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapp
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _solo(
-    kind: Any, member: int, params: Mapping[str, Any], options: Sequence[Any], paths: Any, states: Any
-) -> Optimizer:
+def _solo(kind: Any, member: int, params: Mapping[str, Any], options: Any, paths: Any, states: Any) -> Optimizer:
     """A member's optimizer, from the options, paths and states of its groups."""
     inside = [[params[path] for path in group] for group in paths]
     optimizer = kind([{"params": group, **option} for group, option in zip(inside, options, strict=True)])
     optimizer.defaults |= options[0]
+    counted = () if kind in (torch.optim.SGD, torch.optim.Muon) else ("step",)
     for group, state in zip(paths, states, strict=True):
-        slots = {_KEYS.get(name, name): getattr(state, name) for name in ("step", *state._fields[len(FIELDS) :])}
-        for path in group:
-            param, count = params[path], slots["step"][member]
-            entry = {
-                name: torch.tensor(float(slot[member]))
-                if isinstance(slot, Tensor)
-                else slot[path][member].to(param, copy=True)
-                for name, slot in slots.items()
-                if (isinstance(slot, Tensor) or slot) and not (name == "step" and kind in _UNCOUNTED)
-            }
-            # An average of SGD starts with the first gradient.
-            if count > 0 or kind not in _UNCOUNTED:
-                optimizer.state[param] = entry
+        # A buffer of SGD starts with the first gradient.
+        for param, path in [(params[path], path) for path in group if counted or state.step[member]]:
+            for name in (*counted, *state._fields[len(FIELDS) :]):
+                key, slot = _KEYS.get(name, name), getattr(state, name)
+                if isinstance(slot, Tensor):
+                    optimizer.state[param][key] = torch.tensor(float(slot[member]))
+                elif slot:
+                    optimizer.state[param][key] = slot[path][member].to(param, copy=True)
     return optimizer
 
 
