@@ -303,8 +303,7 @@ def vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
         return {inner: vector(label, spec.knobs[inner], count, device) for inner, (label, _) in named.items()}
     if device.type == "meta":
         # Only the structure of the state is needed, so the length may differ from M.
-        row = spec.shape[1:] if isinstance(spec, Tensor) else ()
-        return torch.empty(count, *row, dtype=torch.float64, device=device)
+        return torch.empty(count, *getattr(spec, "shape", ())[1:], dtype=torch.float64, device=device)
     values = torch.as_tensor(spec, dtype=torch.float64).to(device)
     if values.dim() and values.shape[0] != count:
         raise HyperparameterError(

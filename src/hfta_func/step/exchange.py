@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from hfta_func import optim, schedules
+from hfta_func import optim
 from hfta_func._torch import has_step_hooks
 from hfta_func._tree import difference, num_models, tree_map
 from hfta_func._types import Params, PerModel, Schedule, StackError, StateError, Tree, recipe, recorded
@@ -27,8 +27,7 @@ _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad
 _OURS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
 _THEIRS: dict[Any, Any] = {make: kind for kind, make in _OURS.items()}
 
-_KEYS = {"momentum": "momentum_buffer"}
-"""The names in the state of ``torch.optim`` of fields that have another name in ours."""
+_THEIR_NAMES = {"momentum": "momentum_buffer"}
 
 restrict(Schedule, every=Range.AT_LEAST_ONE, rows=Range.ROWS)
 
@@ -50,14 +49,16 @@ def _resumed(optimizer: GradientTransformation, members: Sequence[Any], counts: 
 
     def init(params: Params) -> Any:
         state = optimizer.init(params)
-        if counts.shape != state.step.shape and not state.step.is_meta:
+        if state.step.is_meta:
+            return state
+        if len(counts) != len(state.step):
             raise StackError(f"the optimizer goes on from {len(counts)} models; stack these, not {len(state.step)}")
 
         def resumed(path: str, name: str, fresh: Tensor) -> Tensor:
-            values = [states[path].get(_KEYS.get(name, name)) for states in members]
+            values = [states[path].get(_THEIR_NAMES.get(name, name)) for states in members]
             return torch.stack([old if new is None else new.to(old) for old, new in zip(fresh, values, strict=True)])
 
-        for name in state._fields[len(FIELDS) :] if not state.step.is_meta else ():
+        for name in state._fields[len(FIELDS) :]:
             slot = getattr(state, name)
             is_number, first = isinstance(slot, Tensor), next(iter(params))
             new = resumed(first, name, slot) if is_number else {path: resumed(path, name, slot[path]) for path in slot}
@@ -89,8 +90,7 @@ def from_torch(
         every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
 
     Raises:
-        StackError: if an optimizer has no counterpart or has hooks, members differ in more than numbers, a parameter is not
-            the model's, parameters of one group have made different numbers of updates, or a scheduler follows a metric.
+        StackError: if the optimizers or schedulers cannot be one; it names the member, the difference and the cure.
 
     Example:
         >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
@@ -107,28 +107,25 @@ def from_torch(
     if min(sizes) < max(*sizes, 1):
         raise StackError("got {} optimizers, {} models and {} schedulers; pass one of each per member".format(*sizes))
     if schedulers is not None and min(steps, every) < 1:
-        raise StackError(
-            f"steps is {steps} and every is {every}; schedulers need both: steps=epochs, every=len(loader)"
-        )
+        raise StackError(f"steps is {steps} and every is {every}; give e.g. steps=epochs, every=len(loader)")
     for member, why in enumerate(map(_why_not, optimizers, followed, named)):
         if why:
             raise StackError(f"model {member}: {why}")
-    _check_same("the class of its optimizer", [type(optimizer).__name__ for optimizer in optimizers])
-    _check_same("the number of groups", [len(optimizer.param_groups) for optimizer in optimizers])
+    _check_same(
+        "the class and number of groups", [(type(each).__name__, len(each.param_groups)) for each in optimizers]
+    )
     make = _OURS[type(optimizers[0])]
     ahead = [_read_ahead(*pair, make, steps) for pair in zip(optimizers, followed, strict=True)]
     label: dict[str, str | None] = {path: None for path, param in named[0].items() if param.requires_grad}
     groups: dict[str, GradientTransformation] = {}
     for number in range(len(ahead[0])):
-        members = [_states_of_group(number, *pair) for pair in zip(optimizers, named, strict=True)]
+        pairs = [_states_of_group(i, number, *pair) for i, pair in enumerate(zip(optimizers, named, strict=True))]
+        members, counts = [states for states, _ in pairs], torch.tensor([count for _, count in pairs])
         common = {*members[0]}.intersection(*members)
         _check_same(f"what not all hold in group {number}", [sorted({*states} - common) for states in members])
         if members[0]:
-            counts = torch.tensor([_count(*each) for each in enumerate(members)])
-            rows = [groups_ahead[number] for groups_ahead in ahead]
-            group = make(**_arguments(number, rows, schedulers is not None, every, counts))
-            is_fresh = not any(state for states in members for state in states.values())
-            groups[f"group{number}"] = group if is_fresh else _resumed(group, members, counts)
+            arguments = _arguments(number, [each[number] for each in ahead], every, counts, schedulers is not None)
+            groups[f"group{number}"] = _resumed(make(**arguments), members, counts)
             label |= dict.fromkeys(members[0], f"group{number}")
     if not groups:
         raise StackError("no parameter of the optimizers requires grad, so there is nothing to train")
@@ -143,14 +140,12 @@ def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Param
         return f"{kind.__module__}.{kind.__qualname__} has no counterpart in this package; {cure}"
     if has_step_hooks(optimizer):
         return "the optimizer has step hooks, which no member has for itself; change gradients in a chain(...) instead"
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if id(param) not in ids:
-            order = "pass models and optimizers in the same order, and make parameters of the loss part of the model"
-            return f"its optimizer holds a parameter {list(param.shape)} that is not the model's; {order}"
+    strangers = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in ids]
+    if strangers:
+        order = "pass models and optimizers in the same order, and make parameters of the loss part of the model"
+        return f"its optimizer holds a parameter {list(strangers[0].shape)} that is not the model's; {order}"
     if isinstance(scheduler, ReduceLROnPlateau):
-        names = [name for name in inspect.signature(schedules.plateau).parameters if hasattr(scheduler, name)]
-        given = ", ".join(f"{name}={getattr(scheduler, name)!r}" for name in names)
-        return f"ReduceLROnPlateau follows a metric; use the callback schedules.plateau('val_loss', {given}) of fit instead"
+        return "ReduceLROnPlateau follows a metric; give fit the callback hfta.schedules.plateau(metric, ...) instead"
     if scheduler is not None and not isinstance(scheduler, LRScheduler):
         return f"{type(scheduler).__qualname__} is not an LRScheduler; join several schedulers in a ChainedScheduler"
     if scheduler is not None and scheduler.optimizer is not optimizer:
@@ -165,22 +160,18 @@ def _check_same(what: str, values: Sequence[Any]) -> None:
             raise StackError(f"{difference}; members may differ in numbers only, so train an array for each")
 
 
-def _states_of_group(number: int, optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """A copy of the state of each trained parameter in a group, by its path."""
+def _states_of_group(member: int, number: int, optimizer: Optimizer, params: Mapping[str, Any]) -> tuple[Any, int]:
+    """The states of the trained parameters in a group by path, and how many updates made them: any is 1 if nobody counts."""
     inside = {id(param) for param in optimizer.param_groups[number]["params"] if param.requires_grad}
     states = {path: optimizer.state.get(param, {}) for path, param in params.items() if id(param) in inside}
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
-
-
-def _count(member: int, states: Mapping[str, Any]) -> int:
-    """The number of updates of a member's group; 1 for any where the optimizer does not count."""
     counts = {path: int(state.get("step", state.get("momentum_buffer") is not None)) for path, state in states.items()}
     for path, count in counts.items():
         if count != counts[first := next(iter(counts))]:
             difference = f"the state of '{path}' is from {count} updates but that of '{first}' from {counts[first]}"
             cure = "give parameters that joined later a group of their own, and freeze those that get no gradient"
             raise StackError(f"model {member}: {difference}; {cure}")
-    return next(iter(counts.values()))
+    copied = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
+    return copied, next(iter(counts.values()), 0)
 
 
 def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], steps: int) -> list[dict[str, Any]]:
@@ -205,17 +196,16 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], 
 
 
 def _steps_of(scheduler: LRScheduler, optimizer: Optimizer) -> Iterator[LRScheduler]:
-    """A copy of a scheduler that follows another optimizer, before its first step and after each."""
+    """A copy of a scheduler that follows another optimizer, before its first step and after each, without warnings."""
     follower: Any = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
     while True:
         yield follower
         with warnings.catch_warnings():
-            # No step of the optimizer precedes this one.
             warnings.simplefilter("ignore")
             follower.step()
 
 
-def _arguments(number: int, members: Sequence[Any], follows: bool, every: int, start: Tensor) -> dict[str, Any]:
+def _arguments(number: int, members: Sequence[Any], every: int, start: Tensor, follows: bool) -> dict[str, Any]:
     """The arguments that make the optimizer of a group, from those of each member."""
 
     def spec(name: str, rows: Tensor) -> PerModel:
@@ -249,8 +239,7 @@ def to_torch(
         schedulers: The schedulers that :func:`from_torch` was given; they are copied, not changed.
 
     Returns:
-        Optimizers with the accumulated state and the present numbers, and schedulers that have stepped as far. Without
-        ``schedulers`` the second list is empty, and scheduled numbers stay as they are.
+        Optimizers with the accumulated state and the present numbers, and schedulers, if given, that have stepped as far.
 
     Raises:
         StackError: if there is no counterpart, or not one model and scheduler per member.
@@ -259,8 +248,7 @@ def to_torch(
     Example:
         >>> optimizer, models = optim.sgd(lr=[0.1, 0.2], momentum=0.9), [torch.nn.Linear(4, 1) for _ in range(2)]
         >>> state = optimizer.init({path: torch.zeros(2, *p.shape) for path, p in models[0].named_parameters()})
-        >>> optimizers, _ = to_torch(optimizer, state, models)
-        >>> optimizers[1].param_groups[0]["lr"]
+        >>> to_torch(optimizer, state, models)[0][1].param_groups[0]["lr"]
         0.2
     """
     state, followed = getattr(state, "opt_state", state), list(schedulers)
@@ -271,9 +259,7 @@ def to_torch(
     params = {path: param.expand(count, *param.shape) for path, param in trained.items()}
     mismatch = difference(state, optimizer.init(params), "state.opt_state", "the state", "the optimizer")
     if mismatch is not None:
-        raise StateError(
-            f"the state belongs to another optimizer or model: {mismatch}; pass those that it was made with"
-        )
+        raise StateError(f"the state is of another optimizer or model: {mismatch}; pass those that it was made with")
     make, call = _call_of(optimizer)
     if make is not optim.partition:
         call, state = {"label": {"": ""}, "groups": {"": optimizer}}, PartitionState({"": state})
@@ -284,9 +270,20 @@ def to_torch(
         known = f"to_torch takes one of {', '.join(_NAMES)}, or a partition with groups of one of them"
         raise StackError(f"{known}; of a chain, pass that part and its state")
     options = [_options_of(kind, *call, group) for call, group in zip(calls, states, strict=True)]
-    made = [
-        _solo(kind, member, own, [row[member] for row in options], paths, states) for member, own in enumerate(named)
-    ]
+    made = []
+    counted = () if kind in (torch.optim.SGD, torch.optim.Muon) else ("step",)
+    for member, own in enumerate(named):
+        inside = [[own[path] for path in group] for group in paths]
+        made.append(kind([{"params": group, **rows[member]} for group, rows in zip(inside, options, strict=True)]))
+        for group, part in zip(paths, states, strict=True):
+            # A buffer of SGD starts with the first gradient.
+            for param, path in [(own[path], path) for path in group if counted or part.step[member]]:
+                for name in (*counted, *part._fields[len(FIELDS) :]):
+                    key, slot = _THEIR_NAMES.get(name, name), getattr(part, name)
+                    if isinstance(slot, Tensor):
+                        made[-1].state[param][key] = torch.tensor(float(slot[member]))
+                    elif slot:
+                        made[-1].state[param][key] = slot[path][member].to(param, copy=True)
     if not followed:
         return made, []
     lr, sizes = states[0].hyperparams["lr"], {len(each.optimizer.param_groups) for each in followed}
@@ -326,24 +323,6 @@ def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapp
         else:
             columns[name] = present(name, value) if "PerModel" in parameter.annotation else [value] * len(state.step)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def _solo(kind: Any, member: int, params: Mapping[str, Any], options: Any, paths: Any, states: Any) -> Optimizer:
-    """A member's optimizer, from the options, paths and states of its groups."""
-    inside = [[params[path] for path in group] for group in paths]
-    optimizer = kind([{"params": group, **option} for group, option in zip(inside, options, strict=True)])
-    optimizer.defaults |= options[0]
-    counted = () if kind in (torch.optim.SGD, torch.optim.Muon) else ("step",)
-    for group, state in zip(paths, states, strict=True):
-        # A buffer of SGD starts with the first gradient.
-        for param, path in [(params[path], path) for path in group if counted or state.step[member]]:
-            for name in (*counted, *state._fields[len(FIELDS) :]):
-                key, slot = _KEYS.get(name, name), getattr(state, name)
-                if isinstance(slot, Tensor):
-                    optimizer.state[param][key] = torch.tensor(float(slot[member]))
-                elif slot:
-                    optimizer.state[param][key] = slot[path][member].to(param, copy=True)
-    return optimizer
 
 
 def _follow(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> LRScheduler:
