@@ -111,9 +111,7 @@ def from_torch(
     for member, why in enumerate(map(_why_not, optimizers, followed, named)):
         if why:
             raise StackError(f"model {member}: {why}")
-    _check_same(
-        "the class and number of groups", [(type(each).__name__, len(each.param_groups)) for each in optimizers]
-    )
+    _check_same("class and groups", [(type(each).__name__, len(each.param_groups)) for each in optimizers])
     make = _OURS[type(optimizers[0])]
     ahead = [_read_ahead(*pair, make, steps) for pair in zip(optimizers, followed, strict=True)]
     label: dict[str, str | None] = {path: None for path, param in named[0].items() if param.requires_grad}
