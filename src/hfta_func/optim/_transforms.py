@@ -310,18 +310,14 @@ def group_paths(label: Any, groups: Iterable[str], params: Params) -> dict[str, 
     paths_of: dict[str, list[str]] = {name: [] for name in groups}
     for path, param in params.items():
         name = _longest(label, path) if isinstance(label, Mapping) else label(path, param.shape[1:])
-        if name is None:
-            continue
-        if name not in paths_of:
+        if name not in (None, *paths_of):
             raise HyperparameterError(
                 f"'{path}' is labelled '{name}', but the groups are {', '.join(groups)}; add an optimizer for it"
             )
-        paths_of[name].append(path)
-    for name, paths in paths_of.items():
-        if not paths:
-            raise HyperparameterError(
-                f"group '{name}' has no parameters; remove it, or label some of {[*params]} with it"
-            )
+        if name is not None:
+            paths_of[name].append(path)
+    for name in [name for name, paths in paths_of.items() if not paths]:
+        raise HyperparameterError(f"group '{name}' has no parameters; remove it, or label some of {[*params]} with it")
     return paths_of
 
 

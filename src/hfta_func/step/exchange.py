@@ -24,10 +24,10 @@ from hfta_func.optim._leafwise import FIELDS
 from hfta_func.optim._transforms import PartitionState, group_paths
 
 _NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
-_OURS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
-_THEIRS: dict[Any, Any] = {make: kind for kind, make in _OURS.items()}
+_FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
+_CLASSES: dict[Any, Any] = {make: kind for kind, make in _FUNCTIONS.items()}
 
-_THEIR_NAMES = {"momentum": "momentum_buffer"}
+_KEYS = {"momentum": "momentum_buffer"}
 
 restrict(Schedule, every=Range.AT_LEAST_ONE, rows=Range.ROWS)
 
@@ -55,7 +55,7 @@ def _resumed(optimizer: GradientTransformation, members: Sequence[Any], counts: 
             raise StackError(f"the optimizer goes on from {len(counts)} models; stack these, not {len(state.step)}")
 
         def resumed(path: str, name: str, fresh: Tensor) -> Tensor:
-            values = [states[path].get(_THEIR_NAMES.get(name, name)) for states in members]
+            values = [states[path].get(_KEYS.get(name, name)) for states in members]
             return torch.stack([old if new is None else new.to(old) for old, new in zip(fresh, values, strict=True)])
 
         for name in state._fields[len(FIELDS) :]:
@@ -112,7 +112,7 @@ def from_torch(
         if why:
             raise StackError(f"model {member}: {why}")
     _check_same("class and groups", [(type(each).__name__, len(each.param_groups)) for each in optimizers])
-    make = _OURS[type(optimizers[0])]
+    make = _FUNCTIONS[type(optimizers[0])]
     ahead = [_read_ahead(*pair, make, steps) for pair in zip(optimizers, followed, strict=True)]
     label: dict[str, str | None] = {path: None for path, param in named[0].items() if param.requires_grad}
     groups: dict[str, GradientTransformation] = {}
@@ -133,7 +133,7 @@ def from_torch(
 def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Parameter]) -> str:
     """What keeps an optimizer and its scheduler from being a member of an array; empty if nothing does."""
     kind, ids = type(optimizer), {id(param) for param in params.values()}
-    if kind not in _OURS:
+    if kind not in _FUNCTIONS:
         cure = f"use one of {', '.join(_NAMES)}, or write one as docs/howto/extend.md shows"
         return f"{kind.__module__}.{kind.__qualname__} has no counterpart in this package; {cure}"
     if has_step_hooks(optimizer):
@@ -263,21 +263,21 @@ def to_torch(
         call, state = {"label": {"": ""}, "groups": {"": optimizer}}, PartitionState({"": state})
     paths, states = [*group_paths(**call, params=params).values()], [*state.groups.values()]
     calls = [_call_of(group) for group in call["groups"].values()]
-    kind, *others = {_THEIRS.get(make) for make, _ in calls}
+    kind, *others = {_CLASSES.get(make) for make, _ in calls}
     if kind is None or others:
         known = f"to_torch takes one of {', '.join(_NAMES)}, or a partition with groups of one of them"
         raise StackError(f"{known}; of a chain, pass that part and its state")
     options = [_options_of(kind, *call, group) for call, group in zip(calls, states, strict=True)]
     made = []
     counted = () if kind in (torch.optim.SGD, torch.optim.Muon) else ("step",)
-    for member, own in enumerate(named):
-        inside = [[own[path] for path in group] for group in paths]
+    for member, leaves in enumerate(named):
+        inside = [[leaves[path] for path in group] for group in paths]
         made.append(kind([{"params": group, **rows[member]} for group, rows in zip(inside, options, strict=True)]))
         for group, part in zip(paths, states, strict=True):
             # A buffer of SGD starts with the first gradient.
-            for param, path in [(own[path], path) for path in group if counted or part.step[member]]:
+            for param, path in [(leaves[path], path) for path in group if counted or part.step[member]]:
                 for name in (*counted, *part._fields[len(FIELDS) :]):
-                    key, slot = _THEIR_NAMES.get(name, name), getattr(part, name)
+                    key, slot = _KEYS.get(name, name), getattr(part, name)
                     if isinstance(slot, Tensor):
                         made[-1].state[param][key] = torch.tensor(float(slot[member]))
                     elif slot:
