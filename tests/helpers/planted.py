@@ -922,4 +922,19 @@ PLANTED = [
         *("run/parts.py", "held[0] == (part.low, part.high, part.version)", "True"),
         "test_workers.py::test_two_processes_are_one_array",
     ),
+    Planted(
+        "optimizers that step after they became an array's change it",
+        *("step/exchange.py", "leaf.detach().clone() if", "leaf if"),
+        "test_exchange.py::test_a_run_goes_on_as_the_scripts[False]",
+    ),
+    Planted(
+        "a buffer of zeros in an optimizer that has not stepped",
+        *("step/exchange.py", "if counted or part.step[member]", "if True"),
+        "test_exchange.py::test_what_has_not_stepped_goes_back_as_it_was",
+    ),
+    Planted(
+        "a scheduler that has changed nothing yet forgets its steps",
+        *("step/exchange.py", 'if (name == "lr" and follows) or', "if"),
+        "test_exchange.py::test_what_has_not_stepped_goes_back_as_it_was",
+    ),
 ]

@@ -183,7 +183,7 @@ def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], 
         for group in optimizer.param_groups
     ]
     rows: list[list[list[Any]]] = []
-    for _ in range(1) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps):
+    for _ in range(max(steps, 1)) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps):
         values = [[group[name] for name in numbers] for group in stepped.param_groups]
         rows.append([[value.item() if isinstance(value, Tensor) else value for value in row] for row in values])
     return [
