@@ -84,6 +84,7 @@ FILES_IN = {
     "run": [
         "memory",
         "history",
+        "running",
         "compare",
         "row_sampling",
         "data",

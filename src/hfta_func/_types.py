@@ -6,6 +6,7 @@ Each error also derives from a built-in one, so that ``except ValueError`` and t
 from __future__ import annotations
 
 import functools
+import html
 import importlib
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -202,3 +203,13 @@ def text_table(rows: Sequence[Sequence[str]], sides: str) -> str:
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)) for row in rows
     )
     return "\n".join(map(str.rstrip, lines))
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the first one of headings, as a table for notebooks; pictures stay as they are."""
+    lines = []
+    for number, row in enumerate(rows):
+        kind = "td" if number else "th"
+        cells = (cell if cell.startswith("<svg ") else html.escape(cell) for cell in row)
+        lines.append(f"<tr>{''.join(f'<{kind}>{cell}</{kind}>' for cell in cells)}</tr>")
+    return f"<table>{''.join(lines)}</table>"

@@ -28,6 +28,12 @@ class Stacked(NamedTuple):
     params: Params
     buffers: Params
 
+    def __repr__(self) -> str:
+        first = next(iter({**self.params, **self.buffers}.values()), None)
+        if not isinstance(first, Tensor):
+            return tuple.__repr__(self)
+        return f"Stacked({len(first)} members, {len(self.params)} parameters, {len(self.buffers)} buffers)"
+
 
 def stack_params(
     models: Iterable[nn.Module], *, share_frozen: bool = False, shared_params: Sequence[str] = ()

@@ -212,6 +212,10 @@ class ArrayLoader:
         """The loader of members ``low`` to ``high - 1``, at the same position; shared batches are everybody's."""
         return self.take(slice(low, high))
 
+    def __repr__(self) -> str:
+        members = "shared" if self.shared else f"{len(self.keys)} members"
+        return f"ArrayLoader({members}, {self.rows} rows, {len(self)} batches of {self.batch_size})"
+
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration."""

@@ -88,6 +88,9 @@ class EvalStep(Compiled):
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from
 
+    def __repr__(self) -> str:
+        return f"EvalStep({type(self._made_from[0]).__name__}, {self._name})"
+
     @property
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""

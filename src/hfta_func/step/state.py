@@ -6,9 +6,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hfta_func._types import Params, Shared, StateError, Tree
+from hfta_func._torch import inside_transform, is_captured
+from hfta_func._types import Params, Shared, StateError, Tree, html_table
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Stacked
+
+_SHOWN = 10
+"""Members that a notebook shows of a state."""
 
 
 class TrainState(NamedTuple):
@@ -36,6 +40,25 @@ class TrainState(NamedTuple):
     active: Tensor
     loss_scale: Tree = ()
     shared: Shared | tuple[()] = ()
+
+    def __repr__(self) -> str:
+        # Trees of other leaves, such as of axes, are of this class, too.
+        if not isinstance(self.keys, Tensor):
+            return tuple.__repr__(self)
+        parts = [f"{self.keys.numel()} members"]
+        if not (self.keys.is_meta or inside_transform() or is_captured([self.keys])):
+            first, last = (int(number) for number in self.step.aminmax())
+            parts += [
+                f"step {first}" if first == last else f"steps {first} to {last}",
+                f"{int(self.active.sum())} active",
+            ]
+        return f"TrainState({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        columns = {"seed": self.keys, "step": self.step, "active": self.active, **self.hparams}
+        numbers = zip(*(column[:_SHOWN].tolist() for column in columns.values()), strict=True)
+        rows = [[str(member), *(f"{value:g}" for value in row)] for member, row in enumerate(numbers)]
+        return f"{self!r}{html_table([['member', *columns], *rows])}{'…' * (len(self.keys) > _SHOWN)}"
 
 
 def stacked(state: Any) -> Stacked:

@@ -150,6 +150,10 @@ class TrainStep(Compiled):
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
 
+    def __repr__(self) -> str:
+        model, loss_fn, *_ = self._made_from
+        return f"TrainStep({type(model).__name__}, {getattr(loss_fn, '__name__', 'loss')})"
+
     @property
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
