@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from hfta_func._types import require
@@ -51,9 +52,7 @@ def bands(
         array([2., 1.])
     """
     pandas, pyplot, ticker = (require(name, "plot") for name in ("pandas", "matplotlib.pyplot", "matplotlib.ticker"))
-    missing = [name for name in ("member", metric, x, by) if name is not None and name not in frame.columns]
-    if missing:
-        raise ValueError(f"the frame has no column '{missing[0]}'; it has {', '.join(map(str, frame.columns))}")
+    _require_columns(frame, "member", metric, x, *([] if by is None else [by]))
     if not 0 < level <= 1:
         raise ValueError(f"level is {level}; it is the fraction of members in the band, above 0 and at most 1")
     axes: Any = ax if ax is not None else pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")[1]
@@ -83,3 +82,59 @@ def bands(
     if by is not None:
         axes.legend(title=by, frameon=False, alignment="left")
     return axes
+
+
+def heatmap(frame: pandas.DataFrame, metric: str, *, x: str, y: str, ax: Axes | None = None) -> Axes:
+    """Draw a metric over two hyperparameters: the mean over the members of each cell, in their last epoch.
+
+    A cell in which a member's value is not finite says how many are.
+
+    Args:
+        frame: One row per member, as :meth:`History.last` or :meth:`History.best` makes it, or one per member and epoch.
+        metric: Column to draw.
+        x: Column along the horizontal axis.
+        y: Column along the vertical axis.
+        ax: Axes to draw on; by default those of a new figure.
+
+    Returns:
+        The axes; ``ax.figure.savefig(path)`` saves the picture.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+        ValueError: if the frame lacks a column.
+
+    Example:
+        >>> import pandas
+        >>> from matplotlib.figure import Figure
+        >>> frame = pandas.DataFrame({"lr": [0.1, 0.1, 0.2, 0.2], "p": [0.0, 0.5, 0.0, 0.5], "loss": [1.0, 2.0, 3.0, 4.0]})
+        >>> ax = heatmap(frame, "loss", x="lr", y="p", ax=Figure().subplots())
+        >>> [text.get_text() for text in ax.texts]
+        ['1', '3', '2', '4']
+    """
+    _require_columns(frame, metric, x, y)
+    axes: Any = ax if ax is not None else require("matplotlib.pyplot", "plot").subplots(layout="constrained")[1]
+    if {"member", "epoch"} <= {*frame.columns}:
+        frame = frame.sort_values("epoch", kind="stable").drop_duplicates("member", keep="last")
+    rows, columns = sorted(frame[y].unique()), sorted(frame[x].unique())
+    cells = [[frame[(frame[y] == at_y) & (frame[x] == at_x)][metric] for at_x in columns] for at_y in rows]
+    means = [[cell[cell.abs() < float("inf")].mean() for cell in row] for row in cells]
+    picture = axes.imshow(means, cmap="cividis", aspect="auto", origin="lower")
+    for row, column in itertools.product(range(len(rows)), range(len(columns))):
+        mean, left_out = means[row][column], int((~(cells[row][column].abs() < float("inf"))).sum())
+        is_known = mean == mean
+        text = f"{mean:.3g}" if is_known else ""
+        text += f"\n({left_out} not finite)" if left_out else ""
+        # Dark letters on light cells, and on those without a mean.
+        color = "white" if is_known and picture.norm(mean) < 0.5 else "black"
+        axes.text(column, row, text.strip(), ha="center", va="center", color=color)
+    axes.set_xticks(range(len(columns)), [str(value) for value in columns])
+    axes.set_yticks(range(len(rows)), [str(value) for value in rows])
+    axes.set(xlabel=x, ylabel=y)
+    axes.figure.colorbar(picture, ax=axes, label=metric)
+    return axes
+
+
+def _require_columns(frame: pandas.DataFrame, *names: str) -> None:
+    missing = [name for name in names if name not in frame.columns]
+    if missing:
+        raise ValueError(f"the frame has no column '{missing[0]}'; it has {', '.join(map(str, frame.columns))}")

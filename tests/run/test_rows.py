@@ -167,15 +167,13 @@ def test_epochs_of_one_length_are_the_same_in_any_array():
         seeds = [SEEDS[member] for member in members]
         state = step.init(*hfta.init_params(make, seeds), seeds=seeds)
         rows = [OWN[member] for member in members]
-        dealt = hfta.ArrayLoader(DATA, 4, seeds=seeds, rows=rows, length=2)
+        dealt = hfta.ArrayLoader(DATA, 4, seeds=seeds, rows=rows, batches_per_epoch=2)
         assert len(dealt) == 2
         stop = hfta.early_stopping("loss", 1, min_delta=0.01)
         return hfta.fit(step, state, dealt, epochs=6, callbacks=[stop], progress=False).state.step.tolist()
 
     whole = stops([0, 1, 2, 3])
     assert whole == [*itertools.chain(*(stops([member]) for member in range(4)))] and len(set(whole)) > 1
-    for wrong in ({"length": 0, "rows": OWN}, {"length": 2}):
-        with pytest.raises(
-            hfta.HyperparameterError, match="it is the number of batches, at least 1, in an epoch of rows"
-        ):
+    for wrong in ({"batches_per_epoch": 0, "rows": OWN}, {"batches_per_epoch": 2, "shuffle": False}):
+        with pytest.raises(hfta.HyperparameterError, match="it must be at least 1, and for a loader that shuffles"):
             hfta.ArrayLoader(DATA, 4, seeds=SEEDS, **wrong)

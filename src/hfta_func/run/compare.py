@@ -294,7 +294,7 @@ def _mean(
         return mean, deviation, mean, mean
     random = numpy.random.default_rng(seed)
     result = stats.bootstrap((values,), numpy.mean, confidence_level=level, n_resamples=resamples, rng=random)
-    return mean, deviation, *map(float, result.confidence_interval)
+    return mean, deviation, float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
 def _rounding(numpy: Any, pairs: Any) -> float:

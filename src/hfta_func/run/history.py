@@ -164,7 +164,7 @@ class History:
             >>> history.last(lr=[0.1, 0.2]).loss.tolist()
             [0.75, 0.25]
         """
-        latest = self.frame(**columns)[::-1]
+        latest = self.frame(**columns).iloc[::-1]
         if latest.empty:
             return latest
         is_absent = latest.iloc[:, latest.columns.get_loc("epoch") + 1 :].isna().all(axis=1)
