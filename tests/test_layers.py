@@ -84,7 +84,6 @@ FILES_IN = {
     "run": [
         "memory",
         "history",
-        "running",
         "compare",
         "row_sampling",
         "data",

@@ -53,7 +53,6 @@ from hfta_func.rules.vmap import vmap as vmap
 from hfta_func.run.background import BackgroundStep as BackgroundStep
 from hfta_func.run.background import compile as compile
 from hfta_func.run.compare import Comparison as Comparison
-from hfta_func.run.compare import Configuration as Configuration
 from hfta_func.run.compare import Difference as Difference
 from hfta_func.run.compare import compare as compare
 from hfta_func.run.data import ArrayLoader as ArrayLoader

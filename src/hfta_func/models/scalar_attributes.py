@@ -52,19 +52,18 @@ def expanded(named: Mapping[str, T], known: Iterable[str]) -> dict[str, T]:
     Raises:
         HyperparameterError: if such a name matches none.
     """
-    known, patterns = sorted(known), [name for name in named if is_pattern(name)]
     values: dict[str, T] = {}
-    for pattern in patterns:
-        matched = fnmatch.filter(known, pattern)
+    for name in filter(is_pattern, named):
+        matched = fnmatch.filter(known, name)
         if not matched:
-            raise HyperparameterError(f"'{pattern}' matches no number of the model; {numbers_text(known, pattern)}")
-        values |= dict.fromkeys(matched, named[pattern])
-    return values | {name: value for name, value in named.items() if name not in patterns}
+            raise HyperparameterError(f"'{name}' matches no number of the model; {numbers_text(known, name)}")
+        values |= dict.fromkeys(matched, named[name])
+    return values | {name: value for name, value in named.items() if not is_pattern(name)}
 
 
 def is_pattern(name: str) -> bool:
     """Whether a name stands for all paths that it matches."""
-    return any(sign in name for sign in "*?[")
+    return not {*"*?["}.isdisjoint(name)
 
 
 def numbers_text(known: Iterable[str], wanted: str) -> str:

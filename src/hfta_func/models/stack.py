@@ -29,10 +29,8 @@ class Stacked(NamedTuple):
     buffers: Params
 
     def __repr__(self) -> str:
-        first = next(iter({**self.params, **self.buffers}.values()), None)
-        if not isinstance(first, Tensor):
-            return tuple.__repr__(self)
-        return f"Stacked({len(first)} members, {len(self.params)} parameters, {len(self.buffers)} buffers)"
+        counts = [len(leaf) for tree in self for leaf in tree.values() if isinstance(leaf, Tensor) and leaf.dim()]
+        return f"Stacked({max(counts, default=0)} members, {len(self.params)} parameters, {len(self.buffers)} buffers)"
 
 
 def stack_params(
@@ -108,11 +106,8 @@ def init_params(
             raise HyperparameterError(
                 f"{name} is {column!r} for {len(values)} models; give one value per model, or bind it in the factory"
             )
-
-    models = (
-        build(factory, seed, {name: column[member] for name, column in columns.items()})
-        for member, seed in enumerate(values)
-    )
+    each = ({name: column[member] for name, column in columns.items()} for member in range(len(values)))
+    models = (build(factory, seed, own) for seed, own in zip(values, each, strict=True))
     return _stack(models, len(values), share_frozen, shared_params, alike=False)
 
 

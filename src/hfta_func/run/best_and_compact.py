@@ -10,9 +10,8 @@ from torch import Tensor
 
 from hfta_func._tree import concat, leaves, num_models, put, take, tree_map, where
 from hfta_func._types import SIGNS, CheckpointError, HFTAError, direction_of
-from hfta_func.run.history import History, Mode, present
+from hfta_func.run.history import History, Mode, Running, present
 from hfta_func.run.parts import renumbered
-from hfta_func.run.running import Running
 from hfta_func.run.trainer import SegmentHooks, Trainer
 from hfta_func.step.state import TrainState
 

@@ -20,26 +20,6 @@ if TYPE_CHECKING:
 _LARGEST = 100_000
 
 
-class Configuration(NamedTuple):
-    """The values of one configuration, over the seeds whose values are finite.
-
-    Args:
-        name: The configuration.
-        seeds: Number of values.
-        mean: Their mean.
-        deviation: Their standard deviation.
-        low: Lower end of the interval of the mean, a BCa bootstrap over seeds.
-        high: Upper end.
-    """
-
-    name: Any
-    seeds: int
-    mean: float
-    deviation: float
-    low: float
-    high: float
-
-
 class Difference(NamedTuple):
     """The difference of a configuration from the baseline, over pairs with the same seed.
 
@@ -93,15 +73,10 @@ class Comparison:
         level: Level of the intervals.
     """
 
-    def __init__(self, differences: list[Difference], level: float, summarise: Callable[[], list[Configuration]]):
+    def __init__(self, differences: list[Difference], level: float, summarise: Callable[[], list[tuple[Any, ...]]]):
         self.differences = differences
         self.level = level
         self._summarise = summarise
-
-    @functools.cached_property
-    def configurations(self) -> list[Configuration]:
-        """One :class:`Configuration` for each, the baseline included."""
-        return self._summarise()
 
     def frame(self) -> pandas.DataFrame:
         """A pandas frame with one row per configuration.
@@ -123,9 +98,8 @@ class Comparison:
     def _tables(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
         """The cells of a table of configurations, and of one of differences."""
         each = [("", "seeds", "mean ± std", f"{self.level:.0%} interval")]
-        for one in self.configurations:
-            spread, interval = f"{one.mean:.4g} ± {one.deviation:.2g}", f"[{one.low:.4g}, {one.high:.4g}]"
-            each.append((str(one.name), str(one.seeds), spread, interval))
+        for name, seeds, mean, deviation, low, high in self._summarise():
+            each.append((str(name), str(seeds), f"{mean:.4g} ± {deviation:.2g}", f"[{low:.4g}, {high:.4g}]"))
         rows = [("", "pairs", "difference", f"{self.level:.0%} interval", "wins", "p", "seeds")]
         for one in self.differences:
             interval = f"[{one.low:+.4g}, {one.high:+.4g}]"
@@ -206,7 +180,7 @@ def compare(
     return Comparison(
         [_difference(name, by_seed, first, values[first], level, resamples, seed) for name, by_seed in others.items()],
         level,
-        functools.partial(_configurations, values, level, resamples, seed),
+        functools.partial(_summaries, values, level, resamples, seed),
     )
 
 
@@ -274,15 +248,11 @@ def _difference(
     )
 
 
-def _configurations(
-    values: Mapping[Any, Mapping[Any, float]], level: float, resamples: int, seed: int
-) -> list[Configuration]:
+def _summaries(values: Mapping[Any, Mapping[Any, float]], *options: Any) -> list[tuple[Any, ...]]:
+    """Name, number of finite values, mean, standard deviation and interval of each configuration."""
     numpy, stats = require("numpy", "plot"), require("scipy.stats", "plot")
     finite = {name: numpy.array([*filter(math.isfinite, by_seed.values())]) for name, by_seed in values.items()}
-    return [
-        Configuration(name, len(each), *_mean(numpy, stats, each, level, resamples, seed))
-        for name, each in finite.items()
-    ]
+    return [(name, len(each), *_mean(numpy, stats, each, *options)) for name, each in finite.items()]
 
 
 def _mean(

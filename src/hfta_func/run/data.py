@@ -294,7 +294,7 @@ class ArrayLoader:
             yield tree_map(lambda leaf: leaf[0], batch) if self.shared else batch
 
     def once(self) -> Iterator[tuple[Tensor | None, Any]]:
-        """What members are evaluated on: the first epoch; of ``rows`` or ``folds``, each row once, with who has the batch."""
+        """What members are evaluated on, with who has the batch: ``rows`` or parts held out once, or one epoch."""
         if self._rows_of is None:
             yield from ((None, batch) for batch in self.batches(0))
             return

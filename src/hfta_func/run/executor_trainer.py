@@ -15,8 +15,8 @@ from torch import Tensor
 from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
+from hfta_func.run.history import Running
 from hfta_func.run.parts import PartWorker, StateBuffers, loader_positions, renumbered, shares
-from hfta_func.run.running import Running
 from hfta_func.run.trainer import SegmentHooks, Step
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState

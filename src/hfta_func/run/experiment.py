@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from hfta_func.optim import GradientTransformation
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import is_batch, make_evaluation
 from hfta_func.run.fit import fit
-from hfta_func.run.history import History, Metrics, Mode
+from hfta_func.run.history import History, Metrics
 from hfta_func.step.gradients import num_positional
 from hfta_func.step.prediction import Prediction, predict
 from hfta_func.step.state import TrainState, stacked
@@ -45,16 +46,12 @@ def grid(*, seeds: int | Sequence[int] | Tensor = 1, **values: Sequence[Any] | T
         >>> grid(lr=[0.1, 0.2], seeds=2)
         {'lr': [0.1, 0.1, 0.2, 0.2], 'seeds': [0, 1, 0, 1]}
     """
-    axes = {name: _column(axis) for name, axis in {**values, "seeds": _seeds(seeds)}.items()}
+    axes = {**values, "seeds": range(seeds) if isinstance(seeds, int) else seeds}
     for name, axis in axes.items():
-        if not axis:
-            raise HyperparameterError(
-                f"{name} is {values.get(name, seeds)!r}; a grid needs a list with at least one value"
-            )
-    return {
-        name: list(column)
-        for name, column in zip(axes, zip(*itertools.product(*axes.values()), strict=True), strict=True)
-    }
+        if not _column(axis):
+            raise HyperparameterError(f"{name} is {axis!r}; a grid needs a list with at least one value")
+    combinations = zip(*itertools.product(*map(_column, axes.values())), strict=True)
+    return {name: [*column] for name, column in zip(axes, combinations, strict=True)}
 
 
 class Experiment:
@@ -88,7 +85,7 @@ class Experiment:
         >>> experiment = Experiment(lambda: torch.nn.Linear(4, 1), loss_fn, sgd, **grid(lr=[0.01, 0.1], seeds=3))
         >>> experiment.fit(train, 8, epochs=2, evaluate=train, progress=False)
         History(6 members, 2 epochs: loss, finite, val_loss)
-        >>> experiment.last().groupby("lr").val_loss.mean().shape
+        >>> experiment.history.last().groupby("lr").val_loss.mean().shape
         (2,)
     """
 
@@ -104,30 +101,33 @@ class Experiment:
         options: Mapping[str, Any] | None = None,
         **hyperparameters: Any,
     ):
-        numbers = _seeds(seeds)
-        self.hyperparameters = {
-            name: _column(value) or [value] * len(numbers) for name, value in hyperparameters.items()
-        }
-        for name, column in self.hyperparameters.items():
+        numbers = _column(range(seeds) if isinstance(seeds, int) else seeds)
+        columns = {name: _column(value) or [value] * len(numbers) for name, value in hyperparameters.items()}
+        for name, column in columns.items():
             if len(column) != len(numbers):
-                raise HyperparameterError(
-                    f"{name} has {len(column)} values for {len(numbers)} models; give one per model, or grid(...)"
-                )
-        of_model = self._named(make_model)
+                raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
+        factory_takes, optimizer_takes = _arguments(make_model), _arguments(optimizer)
+        of_model, of_optimizer = (
+            {n: columns[n] for n in columns if n in names} for names in (factory_takes, optimizer_takes)
+        )
+        hparams = {name: columns[name] for name in columns if name not in {*of_model, *of_optimizer}}
         self.model = build(make_model, numbers[0], {name: column[0] for name, column in of_model.items()})
-        is_made = isinstance(optimizer, GradientTransformation)
-        of_optimizer = {} if is_made else self._named(optimizer)
-        hparams = {n: c for n, c in self.hyperparameters.items() if n not in of_model and n not in of_optimizer}
-        self._refuse_unused(hparams, make_model, optimizer, num_positional(loss_fn) >= 3)
+        known = numbers_of(self.model)
+        unused = [name for name in hparams if name not in known and not is_pattern(name)]
+        if unused and num_positional(loss_fn) < 3:
+            raise HyperparameterError(
+                f"nothing takes {unused}: the factory takes {factory_takes}, the optimizer {optimizer_takes} (none if it is "
+                f"adam() and not adam), the loss no hparams, and of the model's numbers {numbers_text(known, unused[0])}"
+            )
         self.metric = metric or _validation(loss_fn)
-        made = optimizer if is_made else optimizer(**of_optimizer)
+        made = optimizer if isinstance(optimizer, GradientTransformation) else optimizer(**of_optimizer)
         self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))
-        given, first = self.step.options, numbers if init_seeds is None else init_seeds
-        shared = {"share_frozen": given.share_frozen, "shared_params": given.shared_params}
-        params = init_params(make_model, first, **shared, **of_model)
+        self._base = {"share_frozen": self.step.options.share_frozen}
+        sharing: Any = {**self._base, "shared_params": self.step.options.shared_params}
+        params = init_params(make_model, numbers if init_seeds is None else init_seeds, **sharing, **of_model)
         self.state: TrainState = self.step.init(*params, seeds=numbers, hparams=hparams)
-        self.history = History(self.state.keys)
-        self._epochs, self._columns = 0, self.hyperparameters
+        self.history, self._epochs = History(self.state.keys), 0
+        self.history.columns = self.hyperparameters = columns
 
     def fit(
         self, data: Any, batch_size: int | None = None, *, epochs: int, evaluate: Any = None, **options: Any
@@ -142,72 +142,53 @@ class Experiment:
             options: Further arguments of :class:`ArrayLoader`, such as ``rows``, and of :func:`hfta_func.fit`.
 
         Returns:
-            The history of this call.
+            The history of this call, whose frames have the hyperparameters.
         """
-        names = options.keys() & inspect.signature(ArrayLoader).parameters
-        loader = data
+        loader, names = data, options.keys() & inspect.signature(ArrayLoader).parameters
         if batch_size is not None:
-            own: dict[str, Any] = {"shared": True} if self.step.batch_dims is None else {"seeds": self.state.keys}
-            own |= {"device": self.state.keys.device} | {name: options.pop(name) for name in names}
-            loader = ArrayLoader(data, batch_size, **own)
+            seeds: Any = {"shared": True} if self.step.batch_dims is None else {"seeds": self.state.keys}
+            given = {"device": self.state.keys.device, **{name: options.pop(name) for name in names}}
+            loader = ArrayLoader(data, batch_size, **seeds, **given)
             loader.load_state_dict({"epoch": self._epochs, "batches": 0})
         elif names or is_batch(data):
             raise HyperparameterError(
-                f"fit(data{', '.join(['', *sorted(names)])}) needs a batch_size, or a loader as data"
+                f"{', '.join(sorted(names)) or 'data'} needs a batch_size; or pass a loader as data"
             )
-        is_data = not (
-            evaluate is None or callable(evaluate) or (isinstance(evaluate, tuple) and callable(evaluate[0]))
-        )
-        options["evaluate"] = (self.metric, evaluate) if is_data else evaluate
+        is_known = evaluate is None or callable(evaluate) or (isinstance(evaluate, tuple) and callable(evaluate[0]))
+        options["evaluate"] = evaluate if is_known else (self.metric, evaluate)
         self.state, self.history = fit(self.step, self.state, loader, epochs=epochs, **options)
         self._epochs += len(self.history)
-        # Members that a callback added have none.
-        added = [None] * (len(self.history.seeds) - len(next(iter(self.hyperparameters.values()), [])))
-        self._columns = {name: [*column, *added] for name, column in self.hyperparameters.items()}
-        self.hyperparameters = self._chosen(self._columns, self.history.members)
+        # A member that a callback has added has none of its own.
+        added = [None] * (len(self.history.seeds) - max(map(len, self.hyperparameters.values()), default=0))
+        self.history.columns = {name: [*column, *added] for name, column in self.hyperparameters.items()}
+        self.hyperparameters = self._columns_of(self.history.members, self.history.columns)
         return self.history
 
-    def evaluate(self, data: Any, rows: Sequence[Sequence[int] | Tensor] | None = None) -> Metrics:
-        """The metrics of all members now.
-
-        Args:
-            data: As that of :func:`hfta_func.fit`'s ``evaluate``.
-            rows: The rows of each member.
-        """
-        evaluate = make_evaluation(self.step, (self.metric, data, *([] if rows is None else [rows])), self.state)
-        assert evaluate is not None
+    def evaluate(self, data: Any, *rows: Sequence[Sequence[int] | Tensor]) -> Metrics:
+        """The metrics of all members now, over ``data`` as in :func:`hfta_func.fit`, and rows of each member's own."""
+        evaluate: Any = make_evaluation(self.step, (self.metric, data, *rows), self.state)  # pyright: ignore
         return evaluate(self.state)
 
     def take(self, index: int | slice | Sequence[int] | Tensor) -> Experiment:
-        """The experiment of some members, as :func:`hfta_func.take` selects them, without a history."""
+        """The experiment of some members, as :func:`hfta_func.take` selects them, with an empty history."""
         other, chosen = copy.copy(self), indices(index, len(self.state.keys))
-        other.state, other.history = take(self.state, chosen), History(self.state.keys[chosen])
-        other.hyperparameters = other._columns = self._chosen(self.hyperparameters, chosen)
+        other.state = take(self.state, chosen)
+        other.history = History(other.state.keys)
+        other.history.columns = other.hyperparameters = self._columns_of(chosen, self.hyperparameters)
         return other
 
     def models(self) -> list[nn.Module]:
         """Every member as an ordinary module, see :func:`unstack_params`."""
         shared = self.state.shared.params if isinstance(self.state.shared, Shared) else {}
-        buffers = stacked(self.state).buffers
-        share_frozen = self.step.options.share_frozen
-        return unstack_params(self.model, self.state.params, buffers, share_frozen=share_frozen, shared=shared)
+        return unstack_params(self.model, self.state.params, stacked(self.state).buffers, shared=shared, **self._base)
 
     def predict(self, batches: Any, *, batch_dims: Any = None) -> Prediction:
         """What all members predict, see :func:`hfta_func.predict`."""
-        share_frozen = self.step.options.share_frozen
-        return predict(self.model, self.state, batches, batch_dims=batch_dims, share_frozen=share_frozen)
+        return predict(self.model, self.state, batches, batch_dims=batch_dims, **self._base)
 
     def frame(self) -> pandas.DataFrame:
-        """:meth:`History.frame` with the hyperparameters."""
-        return self.history.frame(**self._columns)
-
-    def last(self) -> pandas.DataFrame:
-        """:meth:`History.last` with the hyperparameters."""
-        return self.history.last(**self._columns)
-
-    def best(self, metric: str, mode: Mode = "min") -> pandas.DataFrame:
-        """:meth:`History.best` with the hyperparameters."""
-        return self.history.best(metric, mode, **self._columns)
+        """The frame of the history, with the hyperparameters."""
+        return self.history.frame()
 
     def __repr__(self) -> str:
         return repr(self.state).replace("TrainState", "Experiment", 1)
@@ -215,28 +196,8 @@ class Experiment:
     def _repr_html_(self) -> str:
         return f"{self!r}<br>{self.history._repr_html_()}"
 
-    def _named(self, func: Callable[..., Any]) -> dict[str, list[Any]]:
-        """The hyperparameters that a function takes."""
-        return {name: self.hyperparameters[name] for name in _arguments(func) if name in self.hyperparameters}
-
-    def _refuse_unused(self, hparams: Mapping[str, Any], factory: Any, optimizer: Any, takes_hparams: bool) -> None:
-        known = numbers_of(self.model)
-        unused = [name for name in hparams if name not in known and not is_pattern(name)]
-        if unused and not takes_hparams:
-            made = isinstance(optimizer, GradientTransformation)
-            options = "is made already; pass adam, not adam()" if made else f"takes {_arguments(optimizer)}"
-            raise HyperparameterError(
-                f"nothing takes {unused}: the factory takes {_arguments(factory)}, the optimizer {options}, the loss "
-                f"only (model, batch), and of the model's numbers {numbers_text(known, unused[0])}"
-            )
-
-    @staticmethod
-    def _chosen(columns: Mapping[str, list[Any]], members: Tensor) -> dict[str, list[Any]]:
+    def _columns_of(self, members: Tensor, columns: Mapping[str, Any]) -> dict[str, list[Any]]:
         return {name: [column[member] for member in members.tolist()] for name, column in columns.items()}
-
-
-def _seeds(seeds: int | Sequence[int] | Tensor) -> list[int]:
-    return [*range(seeds)] if isinstance(seeds, int) else _column(seeds)
 
 
 def _column(values: Any) -> list[Any]:
@@ -246,17 +207,17 @@ def _column(values: Any) -> list[Any]:
 
 
 def _arguments(func: Callable[..., Any]) -> list[str]:
+    if isinstance(func, GradientTransformation):
+        return []
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     return [name for name, parameter in inspect.signature(func).parameters.items() if parameter.kind in kinds]
 
 
 def _validation(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss and what it reports as metrics, whose names begin with ``val_``."""
-
-    def named(result: Any) -> dict[str, Tensor]:
+    @functools.wraps(loss_fn)
+    def metric(*args: Any) -> dict[str, Tensor]:
+        result = loss_fn(*args)
         loss, further = result if isinstance(result, tuple) else (result, {})
         return {"val_loss": loss, **{f"val_{name}": value for name, value in further.items()}}
 
-    if num_positional(loss_fn) >= 3:
-        return lambda model, batch, hparams: named(loss_fn(model, batch, hparams))
-    return lambda model, batch: named(loss_fn(model, batch))
+    return metric

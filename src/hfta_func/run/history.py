@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hfta_func._types import SIGNS, StateError, direction_of, html_table, require
+from hfta_func._types import SIGNS, StateError, direction_of, html_table, require, sparkline
+from hfta_func.step.failures import Failure
 from hfta_func.step.state import TrainState
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class History:
         epochs: Metrics of each epoch by name, on the CPU.
         failures: The first :class:`FailedStep` of each member in each epoch, ordered by epoch and member.
         interrupted: Whether Ctrl-C ended the last :func:`fit`.
+        columns: Columns of its frames by name, one value per member, such as the hyperparameters of an :class:`Experiment`.
     """
 
     def __init__(self, seeds: Tensor):
@@ -60,6 +61,7 @@ class History:
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
         self.interrupted = False
+        self.columns: Mapping[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:
         return len(self.epochs)
@@ -115,7 +117,7 @@ class History:
             self.since = torch.cat([self.since, torch.full((added,), len(self), device="cpu")])
             columns = torch.arange(width, device="cpu")
             self.epochs = [
-                {name: widened(value, columns, width, width + added) for name, value in metrics.items()}
+                {name: _widened(value, columns, width, width + added) for name, value in metrics.items()}
                 for metrics in self.epochs
             ]
         return before
@@ -135,7 +137,9 @@ class History:
         """
         pandas = require("pandas", "plot")
         count = len(self.seeds)
-        given = {name: v.tolist() if isinstance(v, Tensor) else list(v) for name, v in columns.items()}
+        given = {
+            name: v.tolist() if isinstance(v, Tensor) else list(v) for name, v in {**self.columns, **columns}.items()
+        }
         for name, values in given.items():
             if len(values) != count:
                 raise ValueError(f"column {name} has {len(values)} values but the array has {count} models")
@@ -144,19 +148,12 @@ class History:
                 {"member": range(count), "seed": self.seeds.tolist(), **given, "epoch": epoch}
                 | {name: values.tolist() for name, values in metrics.items() if values.dim() == 1}
             )
-            for epoch, metrics in enumerate(self.epochs, start=1)
+            for epoch, metrics in enumerate(self.epochs or [{}], start=1)
         ]
-        return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
+        return pandas.concat(frames, ignore_index=True).iloc[: count * len(self)]
 
     def last(self, **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
-        """A pandas frame with one row per member: the last epoch in which it has a number.
-
-        Args:
-            columns: Further columns, as of :meth:`frame`.
-
-        Raises:
-            ImportError: if pandas is not installed.
-            ValueError: if a column does not have one value per member.
+        """:meth:`frame` with one row per member: the last epoch in which the array had it.
 
         Example:
             >>> history = History(torch.tensor([7, 8]))
@@ -165,26 +162,19 @@ class History:
             [0.75, 0.25]
         """
         latest = self.frame(**columns).iloc[::-1]
-        if latest.empty:
-            return latest
         is_absent = latest.iloc[:, latest.columns.get_loc("epoch") + 1 :].isna().all(axis=1)
         return _one_of_each(latest.iloc[is_absent.argsort(kind="stable")])
 
     def best(self, metric: str, mode: Mode = "min", **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
-        """A pandas frame with one row per member: the epoch in which its metric was best.
-
-        NaN is never best; a member that has only had NaN is shown as of its first epoch.
+        """:meth:`frame` with one row per member: its best epoch, or its first one if the metric has only been NaN.
 
         Args:
             metric: Name of a metric with one number per member.
             mode: Whether lower or higher values are better.
-            columns: Further columns, as of :meth:`frame`.
+            columns: Further columns, one value per member.
 
         Raises:
-            ImportError: if pandas is not installed.
             KeyError: if there is no such metric.
-            ValueError: if it does not have one number per member, a column does not have one value per member, or ``mode`` is
-                neither ``"min"`` nor ``"max"``.
 
         Example:
             >>> history = History(torch.tensor([7, 8]))
@@ -201,16 +191,12 @@ class History:
         return f"History({len(self.seeds)} members, {len(self)} epochs{names})"
 
     def _repr_html_(self) -> str:
-        rows = [["metric", "last: mean ± std", "least", "greatest", "mean by epoch"]]
+        rows = [["metric", "mean ± std in the last epoch", "mean by epoch"]]
         for name, values in self.epochs[-1].items() if self.epochs else ():
-            finite = values[values.isfinite()].double()
             if values.dim() == 1:
-                numbers = ["not finite", "", ""]
-                if len(finite):
-                    spread = f"{finite.mean():.4g} ± {finite.std(correction=0):.2g}"
-                    numbers = [spread, f"{finite.min():.4g}", f"{finite.max():.4g}"]
+                finite = values[values.isfinite()].double()
                 means = [metrics[name].double().nanmean().item() for metrics in self.epochs if name in metrics]
-                rows.append([name, *numbers, _sparkline(means)])
+                rows.append([name, f"{finite.mean():.4g} ± {finite.std(correction=0):.2g}", sparkline(means)])
         return f"{self!r}{html_table(rows)}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,16 +231,6 @@ def _one_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
     return frame.drop_duplicates("member").sort_values("member", ignore_index=True)
 
 
-def _sparkline(values: Sequence[float]) -> str:
-    """A small picture of a line through the values that are finite."""
-    points = [(at, value) for at, value in enumerate(values) if math.isfinite(value)] or [(0, 0.0)]
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    places = [(2 + 96 * x / max(1, len(values) - 1), 18 - 16 * (y - low) / ((high - low) or 1)) for x, y in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    style = 'fill="none" stroke="#0072B2" stroke-width="1.5" stroke-linecap="round"'
-    return f'<svg width="100" height="20" viewBox="0 0 100 20"><polyline {style} points="{line} {line.split()[-1]}"/></svg>'
-
-
 def _first_of_each(origins: Sequence[int]) -> list[int]:
     """The origins; of several copies of a member, the first one is that member and the others are new."""
     return [-1 if place in origins[:index] else place for index, place in enumerate(origins)]
@@ -275,7 +251,7 @@ def present(history: History, metric: str) -> Tensor:
     return (values if values.is_floating_point() else values.double())[:, history.members]
 
 
-def widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
+def _widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
     """A metric of ``count`` members in their columns of ``width``; the other columns are NaN."""
     if value.shape[:1] != (count,) or (
         count == width and bool((columns == torch.arange(width, device=columns.device)).all())
@@ -287,3 +263,89 @@ def widened(value: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
 
 Callback = Callable[[TrainState, History], "TrainState | None"]
 """A function that :func:`fit` calls after each epoch; a state that it returns replaces the current one."""
+
+
+class Running:
+    """Sums of the step's metrics over the current epoch, on the array's device, which is never waited for."""
+
+    def __init__(self):
+        self.batches = 0
+        self.sums: Metrics = {}
+        self.failed: Metrics = {}
+
+    def add(self, metrics: Metrics, active: Tensor, step: Tensor) -> None:
+        """Add the metrics of one batch, of which ``active`` members took part and have now seen ``step`` batches."""
+        self.batches += 1
+        for name, value in metrics.items():
+            if name == "failure":
+                self._fail({"cause": torch.where(active, value, 0), "step": step - 1})
+            else:
+                self._sum(name, value if value.is_floating_point() else value.float())
+
+    def part(self, low: int, high: int) -> dict[str, Any]:
+        """The sums so far of the members ``low`` to ``high - 1``, as a ``state_dict`` in the host's memory."""
+        return self._mapped(lambda value: value[low:high].cpu())
+
+    def join(self, parts: Sequence[dict[str, Any]], device: torch.device) -> None:
+        """Take over the sums of all parts: the ``state_dict`` of each, after training over the same batches."""
+        self.batches = parts[0]["batches"]
+        self.sums, self.failed = (
+            {name: torch.cat([part[kind][name] for part in parts]).to(device) for name in parts[0][kind]}
+            for kind in ("sums", "failed")
+        )
+
+    def add_members(self, few: Running, kept: Tensor, num_models: int) -> None:
+        """Add the sums of the members ``kept`` out of ``num_models``; the others had no batch."""
+        self.batches += few.batches
+        for name, value in few.sums.items():
+            self._sum(name, _widened(value, kept, len(kept), num_models))
+        if few.failed:
+            empty = {name: value.new_zeros(num_models) for name, value in few.failed.items()}
+            self._fail({name: empty[name].index_copy(0, kept, value) for name, value in few.failed.items()})
+
+    def _sum(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def _fail(self, failed: Metrics) -> None:
+        """Record failures of members that had none before."""
+        if self.failed:
+            first = self.failed["cause"] == 0
+            failed = {key: torch.where(first, failed[key], self.failed[key]) for key in failed}
+        self.failed = failed
+
+    def close(self, history: History, further: Metrics) -> Metrics:
+        """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""
+        means = {name: value / self.batches for name, value in self.sums.items()}
+        if not isinstance(further, dict) or not all(isinstance(value, Tensor) for value in further.values()):
+            raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
+        hidden = means.keys() & further.keys()
+        if hidden:
+            raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
+        metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
+        members, width = history.members, len(history.seeds)
+        history.epochs.append({name: _widened(value, members, len(members), width) for name, value in metrics.items()})
+        if self.failed:
+            columns = (members, history.seeds[members], self.failed["step"], self.failed["cause"])
+            history.failures += [
+                FailedStep(member, seed, len(history), step, Failure(cause).name.lower())
+                for member, seed, step, cause in zip(*map(Tensor.tolist, columns), strict=True)
+                if cause
+            ]
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums so far."""
+        return self._mapped(lambda value: value)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        sums, failed = (
+            {name: function(value) for name, value in metrics.items()} for metrics in (self.sums, self.failed)
+        )
+        return {"batches": self.batches, "sums": sums, "failed": failed}
+
+    def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
+        """Restore the sums of :meth:`state_dict`."""
+        self.batches = state_dict["batches"]
+        self.sums, self.failed = (
+            {name: value.to(device) for name, value in state_dict[part].items()} for part in ("sums", "failed")
+        )

@@ -29,12 +29,10 @@ class Rows:
         return Rows([self.by_member[member] for member in members], held_out)
 
     def once(self, size: int) -> Iterator[tuple[int, list[int], Tensor]]:
-        """Batches in which each member sees each of its rows once: number, members and ``[m, N]`` of their rows.
-
-        Members that have as many rows left share a batch, so that none is padded.
-        """
-        for number in range(-(-max(map(len, self.by_member)) // size)):
-            parts = [rows[number * size : (number + 1) * size] for rows in self.by_member]
+        """Number, members and rows ``[m, N]`` of batches for evaluation, by members that have as many rows left."""
+        evaluated = self.held_out or self.by_member
+        for number in range(-(-max(map(len, evaluated)) // size)):
+            parts = [rows[number * size : (number + 1) * size] for rows in evaluated]
             for count in sorted({len(part) for part in parts} - {0}):
                 members = [member for member, part in enumerate(parts) if len(part) == count]
                 yield number, members, torch.stack([parts[member] for member in members])

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from hfta_func._torch import original
-from hfta_func.run.history import Metrics
-from hfta_func.run.running import Running
+from hfta_func.run.history import Metrics, Running
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -25,7 +24,6 @@ from hfta_func.step.gradients import autocasting, check_metrics, num_positional
 from hfta_func.step.members import Members, first_member, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared
-from hfta_func.step.train import TrainStep
 
 
 def make_eval_step(
@@ -72,30 +70,11 @@ def make_eval_step(
     return EvalStep(model, metric_fn, options)
 
 
-def eval_step_like(metric: Callable[..., Any], step: Any, batch_dims: Tree) -> EvalStep:
-    """An evaluation step of a metric, with the model and the options of a training step, or with its own if it is a step.
-
-    Raises:
-        ValueError: if the metric is a function, and the step is none of :func:`make_train_step`.
-    """
-    if isinstance(metric, EvalStep):
-        model, metric, options = metric.made_from
-        return EvalStep(model, metric, dataclasses.replace(options, batch_dims=batch_dims))
-    if not isinstance(step, TrainStep):
-        raise ValueError(
-            f"the metric of evaluate=(metric, data) is that of a model, and a {type(step).__qualname__} has none; pass "
-            f"make_eval_step(model, metric) as the metric"
-        )
-    options = step.options
-    shared = {"share_frozen": options.share_frozen, "shared_params": options.shared_params}
-    return EvalStep(step.made_from[0], metric, Options(batch_dims, options.chunk_size, options.autocast, **shared))
-
-
 class EvalStep(Compiled):
     """``evaluate(state, batch) -> metrics``, a pure function; made by :func:`make_eval_step`."""
 
     def __init__(self, model: nn.Module, metric_fn: Callable[..., Any], options: Options):
-        self.made_from = outline(model, options.share_frozen, options.shared_params), metric_fn, options
+        self._made_from = outline(model, options.share_frozen, options.shared_params), metric_fn, options
         self.options = options
         self.chunks = Chunks(options.chunk_size, options.batch_dims)
         self._name = getattr(metric_fn, "__name__", "metric")
@@ -107,15 +86,12 @@ class EvalStep(Compiled):
         self._members = Members(self._run_first, reads=options.chunk_size == 1)
 
     def __reduce__(self) -> Any:
-        return EvalStep, self.made_from
-
-    def __repr__(self) -> str:
-        return f"EvalStep({type(self.made_from[0]).__name__}, {self._name})"
+        return EvalStep, self._made_from
 
     @property
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self.made_from[0]) if self.options.share_frozen else {}
+        return base_of(self._made_from[0]) if self.options.share_frozen else {}
 
     @torch.no_grad()
     def __call__(self, state: TrainState | Stacked, batch: Tree) -> dict[str, Tensor]:

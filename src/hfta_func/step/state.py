@@ -7,12 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hfta_func._torch import inside_transform, is_captured
-from hfta_func._types import Params, Shared, StateError, Tree, html_table
+from hfta_func._types import Params, Shared, StateError, Tree
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Stacked
-
-_SHOWN = 10
-"""Members that a notebook shows of a state."""
 
 
 class TrainState(NamedTuple):
@@ -53,12 +50,6 @@ class TrainState(NamedTuple):
                 f"{int(self.active.sum())} active",
             ]
         return f"TrainState({', '.join(parts)})"
-
-    def _repr_html_(self) -> str:
-        columns = {"seed": self.keys, "step": self.step, "active": self.active, **self.hparams}
-        numbers = zip(*(column[:_SHOWN].tolist() for column in columns.values()), strict=True)
-        rows = [[str(member), *(f"{value:g}" for value in row)] for member, row in enumerate(numbers)]
-        return f"{self!r}{html_table([['member', *columns], *rows])}{'…' * (len(self.keys) > _SHOWN)}"
 
 
 def stacked(state: Any) -> Stacked:

@@ -129,7 +129,8 @@ class TrainStep(Compiled):
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: GradientTransformation, options: Options
     ):
-        self.made_from = outline(model, options.share_frozen, options.shared_params), loss_fn, optimizer, options
+        self.outline = outline(model, options.share_frozen, options.shared_params)
+        self._made_from = self.outline, loss_fn, optimizer, options
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
         check_transformation("optimizer", optimizer)
         parameters = dict(model.named_parameters())
@@ -148,16 +149,12 @@ class TrainStep(Compiled):
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
 
     def __reduce__(self) -> Any:
-        return TrainStep, self.made_from
-
-    def __repr__(self) -> str:
-        model, loss_fn, *_ = self.made_from
-        return f"TrainStep({type(model).__name__}, {getattr(loss_fn, '__name__', 'loss')})"
+        return TrainStep, self._made_from
 
     @property
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self.made_from[0]) if self.options.share_frozen else {}
+        return base_of(self.outline) if self.options.share_frozen else {}
 
     @property
     def batch_dims(self) -> Tree:
@@ -285,5 +282,5 @@ class TrainStep(Compiled):
             hparams=numbers,
             active=torch.ones(count, dtype=torch.bool, device=keys.device),
             loss_scale=() if scaling is None else scaling.init(count, keys.device),
-            shared=self._sharing.init(self.made_from[0], keys.device),
+            shared=self._sharing.init(self.outline, keys.device),
         )
