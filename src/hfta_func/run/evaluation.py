@@ -34,8 +34,8 @@ def make_evaluation(step: Any, evaluate: Evaluate | None, state: TrainState) -> 
     is_pair = isinstance(evaluate, tuple) and len(evaluate) in (2, 3) and callable(evaluate[0])
     if not is_pair or not isinstance(step, TrainStep):
         raise ValueError(
-            f"evaluate is a {type(evaluate).__qualname__}, step a {type(step).__qualname__}; pass (metric, data) or (metric, data, "
-            f"rows), where metric(model, batch) is for the model of a TrainStep, or a function of the state"
+            f"evaluate is a {type(evaluate).__qualname__}, step a {type(step).__qualname__}; pass (metric, data) or "
+            f"(metric, data, rows), where metric(model, batch) is for the model of a TrainStep, or a function of the state"
         )
     metric, data, *rows = evaluate  # pyright: ignore
     if rows:

@@ -206,7 +206,7 @@ def _column(values: Any) -> list[Any]:
     return [*values] if isinstance(values, Sequence) and not isinstance(values, str) else []
 
 
-def _arguments(func: Callable[..., Any]) -> list[str]:
+def _arguments(func: Any) -> list[str]:
     if isinstance(func, GradientTransformation):
         return []
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY

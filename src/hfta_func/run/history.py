@@ -179,8 +179,8 @@ class History:
         Example:
             >>> history = History(torch.tensor([7, 8]))
             >>> history.epochs = [{"loss": torch.tensor([0.5, 1.0])}, {"loss": torch.tensor([0.75, 0.25])}]
-            >>> history.best("loss", lr=[0.1, 0.2])[["lr", "epoch", "loss"]].values.tolist()
-            [[0.1, 1.0, 0.5], [0.2, 2.0, 0.25]]
+            >>> history.best("loss").epoch.tolist()
+            [1, 2]
         """
         ascending = SIGNS[direction_of(mode)] > 0
         present(self, metric)
@@ -227,7 +227,6 @@ class History:
 
 
 def _one_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """The first row of each member, ordered by member."""
     return frame.drop_duplicates("member").sort_values("member", ignore_index=True)
 
 
