@@ -107,9 +107,9 @@ class Experiment:
             if len(column) != len(numbers):
                 raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
         factory_takes, optimizer_takes = _arguments(make_model), _arguments(optimizer)
-        of_model, of_optimizer = (
-            {n: columns[n] for n in columns if n in names} for names in (factory_takes, optimizer_takes)
-        )
+        of_model = {name: columns[name] for name in columns if name in factory_takes}
+        # The plain number 0 leaves momentum out, a list of zeros does not.
+        of_optimizer = {name: value for name, value in hyperparameters.items() if name in optimizer_takes}
         hparams = {name: columns[name] for name in columns if name not in {*of_model, *of_optimizer}}
         self.model = build(make_model, numbers[0], {name: column[0] for name, column in of_model.items()})
         known = numbers_of(self.model)
@@ -123,8 +123,8 @@ class Experiment:
         made = optimizer if isinstance(optimizer, GradientTransformation) else optimizer(**of_optimizer)
         self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))
         self._base = {"share_frozen": self.step.options.share_frozen}
-        sharing: Any = {**self._base, "shared_params": self.step.options.shared_params}
-        params = init_params(make_model, numbers if init_seeds is None else init_seeds, **sharing, **of_model)
+        made_by: Any = {**self._base, "shared_params": self.step.options.shared_params, **of_model}
+        params = init_params(make_model, numbers if init_seeds is None else init_seeds, **made_by)
         self.state: TrainState = self.step.init(*params, seeds=numbers, hparams=hparams)
         self.history, self._epochs = History(self.state.keys), 0
         self.history.columns = self.hyperparameters = columns

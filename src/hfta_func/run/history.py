@@ -153,7 +153,7 @@ class History:
         return pandas.concat(frames, ignore_index=True).iloc[: count * len(self)]
 
     def last(self, **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
-        """:meth:`frame` with one row per member: the last epoch in which the array had it.
+        """:meth:`frame` with one row per member: the last epoch in which it was trained or evaluated.
 
         Example:
             >>> history = History(torch.tensor([7, 8]))
@@ -171,10 +171,7 @@ class History:
         Args:
             metric: Name of a metric with one number per member.
             mode: Whether lower or higher values are better.
-            columns: Further columns, one value per member.
-
-        Raises:
-            KeyError: if there is no such metric.
+            columns: Further columns, as of :meth:`frame`.
 
         Example:
             >>> history = History(torch.tensor([7, 8]))
@@ -182,9 +179,9 @@ class History:
             >>> history.best("loss").epoch.tolist()
             [1, 2]
         """
-        ascending = SIGNS[direction_of(mode)] > 0
         present(self, metric)
-        return _one_of_each(self.frame(**columns).sort_values(metric, ascending=ascending, kind="stable"))
+        rows = self.frame(**columns).sort_values(metric, ascending=SIGNS[direction_of(mode)] > 0, kind="stable")
+        return _one_of_each(rows)
 
     def __repr__(self) -> str:
         names = f": {', '.join(self.epochs[-1])}" if self.epochs else ""
@@ -196,7 +193,8 @@ class History:
             if values.dim() == 1:
                 finite = values[values.isfinite()].double()
                 means = [metrics[name].double().nanmean().item() for metrics in self.epochs if name in metrics]
-                rows.append([name, f"{finite.mean():.4g} ± {finite.std(correction=0):.2g}", sparkline(means)])
+                deviation = (finite - finite.mean()).square().mean().sqrt()
+                rows.append([name, f"{finite.mean():.4g} ± {deviation:.2g}", sparkline(means)])
         return f"{self!r}{html_table(rows)}"
 
     def state_dict(self) -> dict[str, Any]:

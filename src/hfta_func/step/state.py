@@ -42,14 +42,11 @@ class TrainState(NamedTuple):
         # Trees of other leaves, such as of axes, are of this class, too.
         if not isinstance(self.keys, Tensor):
             return tuple.__repr__(self)
-        parts = [f"{self.keys.numel()} members"]
+        text = f"{self.keys.numel()} members"
         if not (self.keys.is_meta or inside_transform() or is_captured([self.keys])):
-            first, last = (int(number) for number in self.step.aminmax())
-            parts += [
-                f"step {first}" if first == last else f"steps {first} to {last}",
-                f"{int(self.active.sum())} active",
-            ]
-        return f"TrainState({', '.join(parts)})"
+            steps = " to ".join(str(step) for step in sorted({int(step) for step in self.step.aminmax()}))
+            text += f", step {steps}, {int(self.active.sum())} active"
+        return f"TrainState({text})"
 
 
 def stacked(state: Any) -> Stacked:
