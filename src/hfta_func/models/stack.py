@@ -107,7 +107,7 @@ def init_params(
                 f"{name} is {column!r} for {len(values)} models; give one value per model, or bind it in the factory"
             )
     each = ({name: column[member] for name, column in columns.items()} for member in range(len(values)))
-    models = (build(factory, seed, own) for seed, own in zip(values, each, strict=True))
+    models = (build(factory, seed, given) for seed, given in zip(values, each, strict=True))
     return _stack(models, len(values), share_frozen, shared_params, alike=False)
 
 

@@ -60,8 +60,9 @@ class Evaluation:
 
     def follow(self, positions: list[int], keys: Tensor) -> Evaluation:
         """The evaluation of members that were at ``positions`` before, -1 for new ones."""
-        own = self._axis == 1
-        return Evaluation(*self._made_from, self._data.follow(positions, keys, [0] * len(keys))) if own else self
+        if self._axis == 0:
+            return self
+        return Evaluation(*self._made_from, self._data.follow(positions, keys, [0] * len(keys)))
 
     def __call__(self, state: TrainState) -> Metrics:
         """The metrics of every member; raises a BatchError if one has no rows."""
