@@ -53,17 +53,13 @@ def expanded(named: Mapping[str, T], known: Iterable[str]) -> dict[str, T]:
         HyperparameterError: if such a name matches none.
     """
     values: dict[str, T] = {}
-    for name in filter(is_pattern, named):
+    patterns = [name for name in named if not {*"*?["}.isdisjoint(name)]
+    for name in patterns:
         matched = fnmatch.filter(known, name)
         if not matched:
             raise HyperparameterError(f"'{name}' matches no number of the model; {numbers_text(known, name)}")
         values |= dict.fromkeys(matched, named[name])
-    return values | {name: value for name, value in named.items() if not is_pattern(name)}
-
-
-def is_pattern(name: str) -> bool:
-    """Whether a name stands for all paths that it matches."""
-    return not {*"*?["}.isdisjoint(name)
+    return values | {name: value for name, value in named.items() if name not in patterns}
 
 
 def numbers_text(known: Iterable[str], wanted: str) -> str:

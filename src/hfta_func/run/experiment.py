@@ -13,14 +13,11 @@ from torch import Tensor, nn
 
 from hfta_func._tree import indices, take
 from hfta_func._types import HyperparameterError, Shared
-from hfta_func.models.scalar_attributes import is_pattern, numbers_of, numbers_text
 from hfta_func.models.stack import build, init_params, unstack_params
-from hfta_func.optim import GradientTransformation
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import is_batch, make_evaluation
 from hfta_func.run.fit import fit
 from hfta_func.run.history import History, Metrics
-from hfta_func.step.gradients import num_positional
 from hfta_func.step.prediction import Prediction, predict
 from hfta_func.step.state import TrainState, stacked
 from hfta_func.step.train import TrainStep, make_train_step
@@ -93,7 +90,7 @@ class Experiment:
         self,
         make_model: Callable[..., nn.Module],
         loss_fn: Callable[..., Any],
-        optimizer: GradientTransformation | Callable[..., GradientTransformation],
+        optimizer: Any,
         metric: Callable[..., Any] | None = None,
         *,
         seeds: int | Sequence[int] | Tensor,
@@ -107,25 +104,22 @@ class Experiment:
             if len(column) != len(numbers):
                 raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
         factory_takes, optimizer_takes = _arguments(make_model), _arguments(optimizer)
-        of_model = {name: columns[name] for name in columns if name in factory_takes}
-        # The plain number 0 leaves momentum out, a list of zeros does not.
+        of_model: Any = {name: columns[name] for name in columns if name in factory_takes}
+        # The plain number 0 leaves momentum out; a list of zeros does not.
         of_optimizer = {name: value for name, value in hyperparameters.items() if name in optimizer_takes}
         hparams = {name: columns[name] for name in columns if name not in {*of_model, *of_optimizer}}
         self.model = build(make_model, numbers[0], {name: column[0] for name, column in of_model.items()})
-        known = numbers_of(self.model)
-        unused = [name for name in hparams if name not in known and not is_pattern(name)]
-        if unused and num_positional(loss_fn) < 3:
-            raise HyperparameterError(
-                f"nothing takes {unused}: the factory takes {factory_takes}, the optimizer {optimizer_takes} (none if it is "
-                f"adam() and not adam), the loss no hparams, and of the model's numbers {numbers_text(known, unused[0])}"
-            )
         self.metric = metric or _validation(loss_fn)
-        made = optimizer if isinstance(optimizer, GradientTransformation) else optimizer(**of_optimizer)
+        made: Any = optimizer(**of_optimizer) if callable(optimizer) else optimizer
         self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))
         self._base = {"share_frozen": self.step.options.share_frozen}
         made_by: Any = {**self._base, "shared_params": self.step.options.shared_params, **of_model}
         params = init_params(make_model, numbers if init_seeds is None else init_seeds, **made_by)
-        self.state: TrainState = self.step.init(*params, seeds=numbers, hparams=hparams)
+        try:
+            self.state: TrainState = self.step.init(*params, seeds=numbers, hparams=hparams)
+        except HyperparameterError as error:
+            takes = f"the factory takes {factory_takes} and the optimizer {optimizer_takes}"
+            raise HyperparameterError(f"{error}; {takes}; pass adam, not adam(), to name its own") from error
         self.history, self._epochs = History(self.state.keys), 0
         self.history.columns = self.hyperparameters = columns
 
@@ -207,7 +201,7 @@ def _column(values: Any) -> list[Any]:
 
 
 def _arguments(func: Any) -> list[str]:
-    if isinstance(func, GradientTransformation):
+    if not callable(func):
         return []
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     return [name for name, parameter in inspect.signature(func).parameters.items() if parameter.kind in kinds]
