@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, tensors_of, weight_hooks
 from hfta_func._types import StackError
+from hfta_func.calls.captured import contents
 from hfta_func.models.scalar_attributes import may_differ
 
 T = TypeVar("T")
@@ -292,7 +293,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
         return {name: getattr(value, name) for name in ("__func__", "__self__")}
     if isinstance(value, types.FunctionType):
         named = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
-        return {**named, "__closure__": tuple(cell.cell_contents for cell in value.__closure__ or ())}
+        return {**named, "__closure__": tuple(map(contents, value.__closure__ or ()))}
     slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
     plain = type(value).__eq__ is object.__eq__ and (slots or hasattr(value, "__dict__"))
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
