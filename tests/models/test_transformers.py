@@ -6,17 +6,17 @@ Configurations are tiny and weights random; nothing is downloaded.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, BatchEncoding
 
 import hfta_func as hfta
+from ways import InFloat64
 
 # A member without padding beside members with padding takes another branch than they do.
 pytestmark = [
@@ -124,19 +124,6 @@ def part(batch: BatchEncoding, index: Any) -> BatchEncoding:
 
 def loss_fn(model: nn.Module, batch: BatchEncoding) -> Tensor:
     return model(**batch).loss
-
-
-class InFloat64(TorchFunctionMode):
-    """What models compute in float32 they compute in float64, so that rounding hides no mistake."""
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = Tensor.double if func is Tensor.float else func
-        wide = {name: self.widened(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self.widened, args), **wide)
-
-    @staticmethod
-    def widened(value: Any) -> Any:
-        return torch.float64 if value is torch.float32 else value
 
 
 def train(models: list[Any], batches: list[BatchEncoding], members: Sequence[int], seed: int = 0) -> tuple[Tensor, Any]:

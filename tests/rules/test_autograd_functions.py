@@ -344,6 +344,20 @@ class Invertible(Function):
         return torch.cat([for_a, for_b], dim=-1), None
 
 
+class Unseen(Function):
+    """Writes past the count of writes, as ODE solvers do."""
+
+    @staticmethod
+    def forward(ctx, table, row, i):
+        ctx.i = i
+        table.data[i] = row
+        return table
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad[ctx.i], None
+
+
 class OfHolder(Function):
     """Whose gradient leaves out the weight of what it is given."""
 
@@ -423,6 +437,13 @@ def holding(model, y):
     return Adjoint.apply(func, 4, y, *model.inner.parameters())
 
 
+def unseen(model, y):
+    table = torch.full((2, *y.shape), torch.nan)
+    for i in range(2):
+        table = Unseen.apply(table, model.inner(y) * (i + 1), i)
+    return table.prod(0)
+
+
 def reversible():
     model = Model(lambda model, y: Invertible.apply(y, model.blocks), width=6)
     model.inner = nn.Identity()
@@ -470,11 +491,12 @@ MODELS = {
     ),
     "holding": lambda: Model(holding),
     "holder": lambda: Model(lambda model, y: OfHolder.apply(y, Layer(model.inner.weight))),
+    "unseen": lambda: Model(unseen),
     "reversible": reversible,
 }
 
 
-ONLY_EAGER = ("reading", "twice", "fixed point", "adjoint", "adjoint, method", "holding", "holder", "reversible")
+ONLY_EAGER = ("reading", "twice", "fixed point", "adjoint", "adjoint, method", "holding", "holder", "unseen", "reversible")
 """Those that read values, hold a module or call autograd, which graphs cannot."""
 
 CASES = [

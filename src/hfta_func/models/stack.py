@@ -97,15 +97,13 @@ def init_params(
         )
     values = random.keys(seeds).tolist()
 
-    def build() -> Iterable[nn.Module]:
-        for seed in values:
-            # With a list of GPUs, because PyTorch would otherwise warn if there are several.
-            with torch.random.fork_rng(range(torch.cuda.device_count())):
-                torch.manual_seed(seed)
-                model = factory()
-            yield model
+    def build(seed: int) -> nn.Module:
+        # With a list of GPUs, because PyTorch would otherwise warn if there are several.
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            return factory()
 
-    return _stack(build(), len(values), share_frozen, shared_params, alike=False)
+    return _stack(map(build, values), len(values), share_frozen, shared_params, lambda: build(values[0]))
 
 
 def unstack_params(
@@ -203,7 +201,9 @@ def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
                     continue
             if path not in expected:
                 return f"'{path}' is in the array but not in the model"
-            if leaves[path].shape[1:] != expected[path]:
+            # Calls may fill a buffer that starts without entries.
+            is_filled = leaves is stacked[1] and 0 in expected[path]
+            if leaves[path].shape[1:] != expected[path] and not is_filled:
                 return f"'{path}' is {list(leaves[path].shape[1:])} per member but {list(expected[path])} in the model"
     return ""
 
@@ -227,7 +227,11 @@ def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, i
 
 
 def _stack(
-    models: Iterable[nn.Module], count: int, share_frozen: bool, shared_params: Sequence[str], alike: bool = True
+    models: Iterable[nn.Module],
+    count: int,
+    share_frozen: bool,
+    shared_params: Sequence[str],
+    make_first: Callable[[], nn.Module] | None = None,
 ) -> Stacked:
     first: nn.Module | None = None
     base: dict[str, Tensor] = {}
@@ -241,7 +245,14 @@ def _stack(
         if first is None:
             first, base = model, base_of(model) if share_frozen else {}
             shared = shared_of(model, shared_params)
-        differing = check_same_structure(model, first, member, numbers)
+        try:
+            differing = check_same_structure(model, first, member, numbers)
+        except StackError:
+            if make_first is None or member != 1:
+                raise
+            # The first model of a class may have filled caches that later ones find.
+            first = make_first()
+            differing = check_same_structure(model, first, member, numbers)
         numbers |= {path: [first_value] * member for path, (_, first_value) in differing.items() if path not in numbers}
         for path, values in numbers.items():
             values.append(differing[path][0] if path in differing else values[0])
@@ -255,7 +266,7 @@ def _stack(
                     check_same_base(tensor, other, path, member)
                     continue
                 if path in shared:
-                    if alike:
+                    if make_first is None:
                         check_same_base(tensor, other, path, member, trained=True)
                     continue
                 if member == 0:
