@@ -530,7 +530,9 @@ SHAPE = [
     RuleCase(
         "index_put by a mask, rows", lambda x, m, v: x.index_put((m > 0,), v.detach()), _randn((4, 3), (4,), (3,))
     ),
-    RuleCase("index_put_ behind a slice", lambda x, i, v: _assign(x, (..., i.argsort()), v), _randn((3, 3), (3,), (3, 3))),
+    RuleCase(
+        "index_put_ behind a slice", lambda x, i, v: _assign(x, (..., i.argsort()), v), _randn((3, 3), (3,), (3, 3))
+    ),
     RuleCase(
         "index_put_ around a slice",
         lambda x, i, v: _assign(x, (i.argsort(), slice(None), i.argsort()), v),

@@ -28,7 +28,8 @@ def assert_as_alone(
 ) -> None:
     """Losses, new parameters and buffers of two steps, or outputs, of ``count`` members in one of the ``WAYS``.
 
-    The loss is the mean square of what the model returns. ``batch`` is a tensor ``[M, ...]`` or a tree of them, or one for all if ``shared``;
+    The loss is the mean square of what the model returns. ``batch`` is a tensor ``[M, ...]`` or a tree
+    of them, or one for all if ``shared``;
     ``options`` are those of :func:`hfta_func.make_train_step`.
     """
     models, alone = [_seeded(make, seed) for seed in range(count)], [_seeded(make, seed) for seed in range(count)]

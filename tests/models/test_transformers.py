@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, BatchEncoding
 
 import hfta_func as hfta
+from transformers_models import IMAGES, TEXTS
 from ways import InFloat64
 
 # A member without padding beside members with padding takes another branch than they do.
@@ -89,7 +90,7 @@ WITHOUT_CHECKPOINTING = {"albert", "mpnet"}
 
 def make(name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64, **changes: Any) -> list[Any]:
     """M models with weights of their own, in train mode."""
-    kind, sizes = MODELS[name]
+    kind, sizes = (MODELS | TEXTS | IMAGES)[name]
     config = AutoConfig.for_model(name, **{**SIZES, **sizes, **changes})
     for key, value in config.to_dict().items():
         if isinstance(value, float) and ("drop" in key or key.endswith("_pdrop")):
@@ -106,6 +107,13 @@ def make_batch(name: str, unpadded: Sequence[int] = ()) -> BatchEncoding:
     mask = (torch.arange(T) < lengths[..., None]).long()
     tokens = torch.randint(3, VOCABULARY, (M, N, T)) * mask
     labels = tokens.masked_fill(mask == 0, -100)
+    if name in IMAGES:
+        size = 16 if IMAGES[name][1].get("image_size", 32) in (16, [16, 16]) else 32
+        images = torch.randn(M, N, 3, size, size).double()
+        return BatchEncoding({"pixel_values": images, "labels": torch.randint(5, (M, N))})
+    if name == "fnet":
+        # It mixes all tokens.
+        return BatchEncoding({"input_ids": tokens, "labels": labels})
     if name == "vit":
         return BatchEncoding({"pixel_values": torch.randn(M, N, 3, 8, 8).double(), "labels": torch.randint(5, (M, N))})
     if name == "whisper":
@@ -162,8 +170,8 @@ def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], member
         torch.testing.assert_close(found[1][path][member], parameter, rtol=tolerance, atol=tolerance / 100, msg=path)
 
 
-@pytest.mark.exhaustive(unless="^(bert|llama)$")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.exhaustive(unless="^(bert|llama|qwen3|convnext)$")
+@pytest.mark.parametrize("name", [*MODELS, *TEXTS, *IMAGES])
 def test_member_i_is_what_pytorch_trains(name: str) -> None:
     members, batches = make(name), make_batches(name)
     with InFloat64():

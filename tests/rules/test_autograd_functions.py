@@ -496,7 +496,17 @@ MODELS = {
 }
 
 
-ONLY_EAGER = ("reading", "twice", "fixed point", "adjoint", "adjoint, method", "holding", "holder", "unseen", "reversible")
+ONLY_EAGER = (
+    "reading",
+    "twice",
+    "fixed point",
+    "adjoint",
+    "adjoint, method",
+    "holding",
+    "holder",
+    "unseen",
+    "reversible",
+)
 """Those that read values, hold a module or call autograd, which graphs cannot."""
 
 CASES = [

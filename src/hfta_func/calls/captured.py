@@ -32,7 +32,9 @@ def with_tensors(tree: Any, tensors: dict[int, Any]) -> Any:
         # copy.deepcopy does not copy functions.
         functions = [part for part in held if isinstance(part, types.FunctionType)]
         functions = [func for func in functions if any(id(part) in tensors for part in _held(func))]
-        made = [types.FunctionType(func.__code__, func.__globals__, func.__name__, None, _cells(func)) for func in functions]
+        made = [
+            types.FunctionType(func.__code__, func.__globals__, func.__name__, None, _cells(func)) for func in functions
+        ]
         tensors.update((id(func), new) for func, new in zip(functions, made, strict=True))
         for func, new in zip(functions, made, strict=True):
             new.__defaults__, new.__kwdefaults__ = with_tensors((func.__defaults__, func.__kwdefaults__), tensors)

@@ -247,12 +247,15 @@ def _stack(
             shared = shared_of(model, shared_params)
         try:
             differing = check_same_structure(model, first, member, numbers)
-        except StackError:
+        except StackError as error:
             if make_first is None or member != 1:
                 raise
             # The first model of a class may have filled caches that later ones find.
-            first = make_first()
-            differing = check_same_structure(model, first, member, numbers)
+            try:
+                first = make_first()
+                differing = check_same_structure(model, first, member, numbers)
+            except Exception:
+                raise error from None
         numbers |= {path: [first_value] * member for path, (_, first_value) in differing.items() if path not in numbers}
         for path, values in numbers.items():
             values.append(differing[path][0] if path in differing else values[0])

@@ -201,7 +201,9 @@ def _setting_difference(a: Any, b: Any, path: str, compared: set[int], seen: dic
                 return _setting_difference(part, others[key], label, compared, seen)
     shown, other = _show(a), _show(b)
     cure = "models in one array must share every setting"
-    if type(a) is type(b) is dict and all(equal(parts[key], others[key], compared, {}) for key in parts.keys() & others.keys()):
+    if type(a) is type(b) is dict and all(
+        equal(parts[key], others[key], compared, {}) for key in parts.keys() & others.keys()
+    ):
         cure += "; if making the first model has filled a cache here, make that model again, or all by init_params"
     if shown != other:
         return f"'{path}' is {shown} but in model 0 it is {other}; {cure}"

@@ -131,9 +131,7 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             modes.append(inner)
             if m == 0:
                 counted = [_torch.writes(part[0]) != version for part, version in zip(parts, versions, strict=False)]
-                written = [
-                    i for i, first in enumerate(firsts) if counted[i] or _is_written_unseen(first, parts[i][0])
-                ]
+                written = [i for i, first in enumerate(firsts) if counted[i] or _is_written_unseen(first, parts[i][0])]
                 for i in written:
                     parts[i][1:] = [x.clone() for x in parts[i][1:]]
         if interpreter.randomness() != "different" and not torch.equal(torch.default_generator.get_state(), before):

@@ -75,13 +75,17 @@ def _index_put(op: str) -> None:
 
     @register(op, "indexing")
     def index_put(call: Call, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
-        """One number where a mask is set is written elementwise; other indices than masks by PyTorch's rule where it works."""
+        """One number where a mask is set is written elementwise; other indices by PyTorch's rule where it works."""
         dims, in_place = call.first_dims(4), op.endswith("_")
         masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
         if not masks:
             axes = [i for i, one in enumerate(indices) if one is not None]
             gap = len(axes) <= axes[-1] - axes[0]
-            if not in_place or dims[0] is None or not (gap or (axes[0] > 0 and any(dim is not None for dim in dims[1]))):
+            if (
+                not in_place
+                or dims[0] is None
+                or not (gap or (axes[0] > 0 and any(dim is not None for dim in dims[1])))
+            ):
                 return NotImplemented
             _write_indexed(call.num_models, x, indices, values, accumulate, dims)
             return x, dims[0]
