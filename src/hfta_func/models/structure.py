@@ -297,7 +297,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
         return {name: getattr(value, name) for name in ("__func__", "__self__")}
     if isinstance(value, types.FunctionType):
         named = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
-        return {**named, "__closure__": tuple(map(contents, value.__closure__ or ()))}
+        return {**named, "__closure__": tuple(part for cell in value.__closure__ or () for part in contents(cell))}
     slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
     plain = type(value).__eq__ is object.__eq__ and (slots or hasattr(value, "__dict__"))
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
