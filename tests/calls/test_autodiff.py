@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from ways import assert_as_alone
 
 LRS = [0.1, 0.05, 0.02]
 
@@ -114,6 +115,27 @@ def test_the_array_equals_the_loop(loss: Any, count: int, chunk_size: int | None
         torch.testing.assert_close(losses[member], expected, rtol=1e-10, atol=1e-12)
         for path, param in model.named_parameters():
             torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
+
+
+class Score(nn.Module):
+    """Takes a gradient also where its caller takes none, as densities of flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            energy = self.energy(x)
+        (score,) = torch.autograd.grad(energy, x, torch.ones_like(energy), create_graph=create_graph)
+        return score
+
+
+@pytest.mark.parametrize("way", ["together", "evaluated", "ensemble"])
+def test_models_that_take_gradients_also_under_no_grad(way: str) -> None:
+    assert_as_alone(Score, torch.randn(3, 5, 4).double(), way)
 
 
 def test_noise_mixes_what_each_member_is_differentiated_by() -> None:

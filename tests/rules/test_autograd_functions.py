@@ -344,6 +344,33 @@ class Invertible(Function):
         return torch.cat([for_a, for_b], dim=-1), None
 
 
+class Unseen(Function):
+    """Writes past the count of writes, as ODE solvers do."""
+
+    @staticmethod
+    def forward(ctx, table, row, i):
+        ctx.i = i
+        table.data[i] = row
+        return table
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad[ctx.i], None
+
+
+class OfHolder(Function):
+    """Whose gradient leaves out the weight of what it is given."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.scale = layer.weights["weight"].sum()
+        return x * ctx.scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale, None
+
+
 class Model(nn.Module):
     """A layer, and a function of it."""
 
@@ -387,6 +414,34 @@ def fixed_point(model, y):
     return (
         FixedPoint.apply(lambda z, x: torch.tanh(model.inner(z) / 2 + x), y, *model.inner.parameters()) + weight.sum()
     )
+
+
+class Layer:
+    """No module."""
+
+    def __init__(self, weight):
+        self.weights = {"weight": weight}
+
+    def linear(self, x, bias):
+        return F.linear(x, self.weights["weight"], bias)
+
+
+def holding(model, y):
+    linear = functools.partial(Layer(model.inner.weight).linear, bias=model.inner.bias)
+    if model is None:
+        unset = None
+
+    def func(z, depth=1, *, scale=model.inner.bias):
+        return func(z, depth - 1) * scale if depth else torch.tanh(linear(z)) if True else unset
+
+    return Adjoint.apply(func, 4, y, *model.inner.parameters())
+
+
+def unseen(model, y):
+    table = torch.full((2, *y.shape), torch.nan)
+    for i in range(2):
+        table = Unseen.apply(table, model.inner(y) * (i + 1), i)
+    return table.prod(0)
 
 
 def reversible():
@@ -434,11 +489,24 @@ MODELS = {
     "adjoint, method": lambda: Model(
         lambda model, y: Adjoint.apply(model.inner.forward, 4, y, *model.inner.parameters())
     ),
+    "holding": lambda: Model(holding),
+    "holder": lambda: Model(lambda model, y: OfHolder.apply(y, Layer(model.inner.weight))),
+    "unseen": lambda: Model(unseen),
     "reversible": reversible,
 }
 
 
-ONLY_EAGER = ("reading", "twice", "fixed point", "adjoint", "adjoint, method", "reversible")
+ONLY_EAGER = (
+    "reading",
+    "twice",
+    "fixed point",
+    "adjoint",
+    "adjoint, method",
+    "holding",
+    "holder",
+    "unseen",
+    "reversible",
+)
 """Those that read values, hold a module or call autograd, which graphs cannot."""
 
 CASES = [
@@ -686,15 +754,13 @@ class InplaceGenerated(InplaceInTwo):
     generate_vmap_rule = True
 
 
-class Holder:
-    def __init__(self, weight):
-        self.weight = weight
-
-
-class OfHolder(Straight):
+class OfGlobal(Straight):
     @staticmethod
-    def forward(ctx, x, holder):
-        return x * holder.weight.sum()
+    def forward(ctx, x):
+        return x * elsewhere[-1].sum()
+
+
+elsewhere = []
 
 
 class Ragged(Straight):
@@ -722,7 +788,10 @@ REFUSED = {
         lambda model, y: InplaceGenerated.apply(y * 2, 3.0),
         "generate_vmap_rule = True and no argument in place",
     ),
-    "holder": (lambda model, y: OfHolder.apply(y, Holder(model.inner.weight)), "pass it to apply as an argument"),
+    "global": (
+        lambda model, y: elsewhere.append(model.inner.weight) or OfGlobal.apply(y),
+        "pass it to apply as an argument",
+    ),
     "shapes": (lambda model, y: Ragged.apply(y), "Ragged returns tensors whose shapes depend on values"),
     "number": (
         lambda model, y: Number.apply(y)[0],

@@ -118,7 +118,8 @@ def _outside_vmap(vjp: _Vjp, outputs: Any, starts: Any, inputs: Any, retain: boo
     interpreter = _torch.current_interpreter()
     level, count = interpreter.level(), interpreter.batch_size()
     (outputs, starts, inputs), dims = _torch.unwrap_leaves((tuple(outputs), tuple(starts), tuple(inputs)), level)
-    with interpreter.lower():
+    # A view of what has a history has one, too, also where the model takes a gradient under no_grad.
+    with interpreter.lower(), torch.enable_grad():
         if not any(dim is not None for dim in (*dims[0], *dims[1], *dims[2])):
             return _outside_vmap(vjp, outputs, starts, inputs, retain)
         outputs = [_rows(x, dim, count) for x, dim in zip(outputs, dims[0], strict=True)]

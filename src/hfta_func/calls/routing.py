@@ -26,7 +26,7 @@ from hfta_func._torch import (
     traced_unwrap_for_grad,
 )
 from hfta_func._types import RandomnessError
-from hfta_func.calls.control_flow import contains, truth
+from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
 
@@ -209,7 +209,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 """Handlers by function, for calls with a key."""
 
-_REPLACED = {**LOWERED, Tensor.__bool__: truth, Tensor.__contains__: contains}
+_REPLACED = {**LOWERED, **BRANCHES}
 """Functions that are replaced with a key or without."""
 
 

@@ -106,9 +106,11 @@ def init_params(
             raise HyperparameterError(
                 f"{name} is {column!r} for {len(values)} models; give one value per model, or bind it in the factory"
             )
-    each = ({name: column[member] for name, column in columns.items()} for member in range(len(values)))
-    models = (build(factory, seed, given) for seed, given in zip(values, each, strict=True))
-    return _stack(models, len(values), share_frozen, shared_params, alike=False)
+
+    def make(member: int) -> nn.Module:
+        return build(factory, values[member], {name: column[member] for name, column in columns.items()})
+
+    return _stack(map(make, range(len(values))), len(values), share_frozen, shared_params, lambda: make(0))
 
 
 def build(factory: Callable[..., nn.Module], seed: int, arguments: Mapping[str, Any]) -> nn.Module:
@@ -219,7 +221,9 @@ def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
                     continue
             if path not in expected:
                 return f"'{path}' is in the array but not in the model"
-            if leaves[path].shape[1:] != expected[path]:
+            # Calls may fill a buffer that starts without entries.
+            is_filled = leaves is stacked[1] and 0 in expected[path]
+            if leaves[path].shape[1:] != expected[path] and not is_filled:
                 return f"'{path}' is {list(leaves[path].shape[1:])} per member but {list(expected[path])} in the model"
     return ""
 
@@ -243,7 +247,11 @@ def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, i
 
 
 def _stack(
-    models: Iterable[nn.Module], count: int, share_frozen: bool, shared_params: Sequence[str], alike: bool = True
+    models: Iterable[nn.Module],
+    count: int,
+    share_frozen: bool,
+    shared_params: Sequence[str],
+    make_first: Callable[[], nn.Module] | None = None,
 ) -> Stacked:
     first: nn.Module | None = None
     base: dict[str, Tensor] = {}
@@ -257,7 +265,17 @@ def _stack(
         if first is None:
             first, base = model, base_of(model) if share_frozen else {}
             shared = shared_of(model, shared_params)
-        differing = check_same_structure(model, first, member, numbers)
+        try:
+            differing = check_same_structure(model, first, member, numbers)
+        except StackError as error:
+            if make_first is None or member != 1:
+                raise
+            # The first model of a class may have filled caches that later ones find.
+            try:
+                first = make_first()
+                differing = check_same_structure(model, first, member, numbers)
+            except Exception:
+                raise error from None
         numbers |= {path: [first_value] * member for path, (_, first_value) in differing.items() if path not in numbers}
         for path, values in numbers.items():
             values.append(differing[path][0] if path in differing else values[0])
@@ -271,7 +289,7 @@ def _stack(
                     check_same_base(tensor, other, path, member)
                     continue
                 if path in shared:
-                    if alike:
+                    if make_first is None:
                         check_same_base(tensor, other, path, member, trained=True)
                     continue
                 if member == 0:
