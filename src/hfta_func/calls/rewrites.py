@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hfta_func._torch import BatchNorm, is_batched, is_nestable
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
+from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.nan_linalg import GUARDED
 
 
@@ -29,7 +30,13 @@ class lowered(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace one call of a torch function."""
+        if func in OPERATORS:
+            return OPERATORS[func](self._call, *args, **(kwargs or {}))
         return LOWERED.get(func, func)(*args, **(kwargs or {}))
+
+    def _call(self, part: int | None, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return func(*args, **kwargs)
 
 
 def _gaussian_nll_loss(

@@ -7,6 +7,7 @@ raises an error.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from hfta_func._torch import (
 from hfta_func._types import RandomnessError
 from hfta_func.calls.control_flow import contains, truth
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
+from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
@@ -110,6 +112,19 @@ class routed(TorchFunctionMode):
             indices = traced_unwrap_for_grad(indices, inner)
         return random.stream(random.fold_in(stream.start, traced_add_batch_dim(indices, 0, level)))
 
+    def _call(self, site: int, part: int | None, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that the operator at a call site is given; one that not all members call has its own streams."""
+        if part is None or self.key is None:
+            with self:
+                return func(*args, **kwargs)
+        before = self.key, self.site, self.skipped, self._blocks
+        self.key = random.fold_in(random.fold_in(self.key, site if self.skipped is None else site - self.skipped), part)
+        self.site, self.skipped, self._blocks = 0, None, {}
+        with self:
+            result = func(*args, **kwargs)
+        self.key, self.site, self.skipped, self._blocks = before
+        return result
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -118,6 +133,9 @@ class routed(TorchFunctionMode):
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
+        if func in OPERATORS:
+            self.site += 1
+            return OPERATORS[func](functools.partial(self._call, self.site), *args, **kwargs)
         handler, func = HANDLERS.get(func), _REPLACED.get(func, func)
         if self.key is None:
             return func(*args, **kwargs)
