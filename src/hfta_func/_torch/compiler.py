@@ -81,6 +81,8 @@ def _with_new_code(call: Any, name: str) -> Any:
 def tell_compiler_of_overrides(functions: Iterable[Any]) -> None:
     """Make the compiler pass functions to TorchFunctionModes that its list leaves out, such as ``randn_like``."""
     private("torch._dynamo.variables.torch", "get_overridable_functions")().update(functions)
+    # FlexAttention calls it, and the compiler takes it for a function that it cannot trace.
+    torch.compiler.allow_in_graph(private("torch", "_safe_softmax"))
 
 
 def until_compiled(end: Callable[[], None]) -> None:
