@@ -198,9 +198,16 @@ def _entered(func: types.FunctionType) -> types.FunctionType:
     names = dict(func.__globals__)
     for check in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         names[check] = lambda *args: False
+    names["_check_key_padding_mask"] = _check_padding
     copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+def _check_padding(mask: Tensor, src_len: int, bsz: int) -> None:
+    """As PyTorch's check, whose message reads a tensor, which it has no way to compile."""
+    if mask.shape != (bsz, src_len):
+        raise AssertionError(f"expected a key_padding_mask of {[bsz, src_len]}, but got {list(mask.shape)}")
 
 
 _DRAWING = (
