@@ -83,9 +83,6 @@ def tell_compiler_of_overrides(functions: Iterable[Any]) -> None:
     private("torch._dynamo.variables.torch", "get_overridable_functions")().update(functions)
     # FlexAttention calls it, and the compiler takes it for a function that it cannot trace.
     torch.compiler.allow_in_graph(private("torch", "_safe_softmax"))
-    # Functions that it has a Python version of, such as what ``module.to`` calls first, it cannot look up in a table.
-    polyfilled = private("torch._dynamo.variables.functions", "PolyfilledFunctionVariable")
-    polyfilled.hash_impl = lambda self, tx: (hash(self.fn), False)
 
 
 def until_compiled(end: Callable[[], None]) -> None:
