@@ -74,6 +74,17 @@ def _cross_entropy(*args: Any, label_smoothing: Any = 0.0, **kwargs: Any) -> Ten
     return (1 - label_smoothing) * sharp + torch.where(label_smoothing == 0, 0, label_smoothing * smooth)
 
 
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """Takes the mean itself of targets with lengths in Python, which PyTorch cannot under ``torch.func.grad``."""
+    averaging = reduction == "mean" and not isinstance(target_lengths, Tensor)
+    kind = "none" if averaging else reduction
+    losses = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, kind, zero_infinity)
+    return (losses / torch.tensor(target_lengths, device=losses.device).clamp(min=1)).mean() if averaging else losses
+
+
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
     """Never in chunks: that function reads ``requires_grad`` of its arguments, which is unknown under vmap."""
     return F.linear_cross_entropy(*args, **kwargs)
@@ -176,6 +187,7 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,
+    F.ctc_loss: _ctc_loss,
     F.batch_norm: _batch_norm,
     F.normalize: _normalize,
     Tensor.__float__: _float,
