@@ -26,7 +26,8 @@ from hfta_func._torch import (
     traced_add_batch_dim,
     traced_unwrap_for_grad,
 )
-from hfta_func._types import RandomnessError
+from hfta_func._types import RandomnessError, TraceError
+from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import contains, truth
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.higher_order import OPERATORS
@@ -130,6 +131,8 @@ class routed(TorchFunctionMode):
     ) -> Any:
         """Replace one call of a torch function."""
         kwargs = kwargs or {}
+        if not torch.compiler.is_compiling() and rehearsing.get():
+            _check_strided(args)
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
@@ -145,6 +148,16 @@ class routed(TorchFunctionMode):
             with self:
                 return _ENTERED[func](*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _check_strided(args: Sequence[Any]) -> None:
+    for x in args:
+        if isinstance(x, Tensor) and x.layout not in (torch.strided, torch.jagged):
+            kind = str(x.layout).removeprefix("torch.")
+            raise TraceError(
+                f"the model computes with a {kind} tensor, which a compiler does not know; hold x.to_dense(), or leave the "
+                f"step uncompiled"
+            )
 
 
 class routed_by_member(TorchFunctionMode):
