@@ -267,7 +267,7 @@ def test_nested_tensors_need_members_one_by_one(name: str, count: int) -> None:
     func, batch, shared = NESTED[name]
     for way in ("together", "evaluated", "ensemble", "mapped"):
         with pytest.raises(
-            hfta.TraceError, match="computes with a nested tensor.*pad it, .* or make the step with chunk_size=1"
+            hfta.TraceError, match=r"computes with a nested tensor.*pad it, .* or make the step with chunk_size=1"
         ):
             assert_as_alone(lambda: Model(func), batch(), way, count, shared)
     assert_as_alone(lambda: Model(func), batch(), "one by one", count, shared)

@@ -1,7 +1,8 @@
 """Functions of PyTorch that act otherwise inside an array.
 
-Distributions leave out the checks of their arguments: these read the values of tensors, which differ between members, and raise for all members if those of one are bad.
-Operators of functions, such as ``torch.cond``, do not compile these, see :mod:`hfta_func.calls.higher_order`.
+Distributions leave out the checks of their arguments: these read the values of tensors, which differ between members, and
+raise for all members if those of one are bad. Operators of functions, such as ``torch.cond``, do not compile these, see
+:mod:`hfta_func.calls.higher_order`.
 """
 
 from __future__ import annotations
