@@ -20,14 +20,14 @@ Call = Callable[..., Any]
 """``call(part, func, *args)`` is ``func(*args)``, with noise of its own unless ``part`` is None."""
 
 
-def _cond(call: Call, pred: Any, true_func: Any, false_func: Any, operands: Any = ()) -> Any:
+def _cond(call: Call, pred: Any, true_func: Any, false_func: Any, operands: Any = (), **options: Any) -> Any:
     if not isinstance(pred, Tensor) or not (torch.compiler.is_compiling() or _torch.is_wrapped(pred)):
         return call(0, true_func if pred else false_func, *operands)
     sides = [call(0, func, *operands) for func in (true_func, false_func)]
     return pytree.tree_map(lambda a, b: torch.where(pred, a, b), *sides)
 
 
-def _while_loop(call: Call, going_on: Any, body: Any, carried: Any, additional: Any = ()) -> Any:
+def _while_loop(call: Call, going_on: Any, body: Any, carried: Any, additional: Any = (), **options: Any) -> Any:
     """Runs while any member goes on; what the others carry stays as it is."""
     if rehearsing.get() or torch.compiler.is_compiling():
         raise TraceError(
@@ -56,11 +56,11 @@ def _while_loop(call: Call, going_on: Any, body: Any, carried: Any, additional: 
     return tuple(value.clone() if isinstance(value, Tensor) and part == 0 else value for value in values)
 
 
-def _map(call: Call, func: Any, xs: Any, additional: Any = ()) -> Any:
+def _map(call: Call, func: Any, xs: Any, additional: Any = (), **options: Any) -> Any:
     return _stacked([call(None, func, *row, *additional) for row in zip(*(x.unbind() for x in xs), strict=True)])
 
 
-def _scan(call: Call, combine: Any, init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+def _scan(call: Call, combine: Any, init: Any, xs: Any, additional_inputs: Any = (), **options: Any) -> Any:
     carry, outputs = [*init], []
     last: Any = init
     for row in zip(*(x.unbind() for x in xs), strict=True):
@@ -85,4 +85,4 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.ops.higher_order.scan: _scan,
     torch.ops.higher_order.flex_attention: _flex_attention,
 }
-"""For each operator, a function that is given a :data:`Call` and the arguments."""
+"""For each operator, a function that is given a :data:`Call` and the arguments; PyTorch 2.14 adds options for compilers."""
