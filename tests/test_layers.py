@@ -32,6 +32,7 @@ FILES_IN = {
         "control_flow",
         "nan_linalg",
         "autodiff",
+        "higher_order",
         "rewrites",
         "distributions",
         "recompute",

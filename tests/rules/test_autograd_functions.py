@@ -55,8 +55,16 @@ class StraightBatched(StraightInTwo):
         return StraightBatched.apply(x), in_dims[0]
 
 
-# As many models do: a method that was bound before the rules are installed.
-straight = Straight.apply
+# PyTorch 2.14 and later refuse old functions in C++, by a method that was kept before the rules are installed.
+KEEPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+
+
+def kept(function):
+    """The method of a function, bound before the rules are installed, as many models do."""
+    return function.apply if KEEPS else lambda *args: function.apply(*args)
+
+
+straight = kept(Straight)
 
 
 class Reversed(Function):
@@ -470,7 +478,7 @@ MODELS = {
     "generated": after(StraightGenerated.apply),
     "own vmap": after(StraightBatched.apply),
     "reversal": after(lambda y: Reversed.apply(y, 0.5)),
-    "spike": after(Spike.apply),
+    "spike": after(kept(Spike)),
     "sparsemax": after(lambda y: Sparsemax.apply(y, -1)),
     "linear": lambda: Model(lambda model, y: Linear.apply(y, model.inner.weight, model.inner.bias)),
     "linear, one argument None": lambda: Model(lambda model, y: Linear.apply(y, model.inner.weight)),
@@ -480,8 +488,8 @@ MODELS = {
     "materialised": after(lambda y: Materialised.apply(y)[0]),
     "in place": inplace(Inplace),
     "in place, new": inplace(InplaceInTwo),
-    "reading": after(Reading.apply),
-    "nested": after(Outer.apply),
+    "reading": after(kept(Reading)),
+    "nested": after(kept(Outer)),
     "twice": lambda: Model(penalised),
     "integers": after(lambda y: Picked.apply(y, (y > 0).long())),
     "fixed point": lambda: Model(fixed_point),
@@ -661,7 +669,7 @@ class NoisyForSome(Function):
 NOISY = {
     "old": lambda y: Noisy.apply(y, 0.4),
     "generated": lambda y: NoisyGenerated.apply(y, 0.4)[0],
-    "members draw more or less": NoisyForSome.apply,
+    "members draw more or less": kept(NoisyForSome),
 }
 
 
@@ -861,12 +869,21 @@ def test_new_functions_under_derivatives():
 
 
 def test_uninstall_restores_pytorch():
-    method = Function.apply.__func__
+    def method():
+        method = vars(Function)["apply"]
+        code = getattr(method, "__func__", None)
+        return method, code and (code.__code__, code.__kwdefaults__)
+
+    hfta.rules.uninstall()
+    before, early = method(), Straight.apply
     hfta.rules.install()
-    replaced = method.__code__
+    assert method() != before
+    if not KEEPS:
+        with pytest.raises(hfta.TraceError, match=r"a method that was kept, f = Function.apply, before the rules"):
+            hfta.vmap(early)(torch.ones(2))
     hfta.rules.uninstall()
     try:
-        assert method.__code__ is not replaced and method.__kwdefaults__ is None
+        assert method() == before
         with pytest.raises(RuntimeError, match="must override the setup_context"):
             torch.func.vmap(straight)(torch.ones(2))
     finally:

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from hfta_func.calls.captured import contents
 
 T = TypeVar("T", bound=nn.Module)
+_UNCOPIED = torch.sparse_csr, torch.jagged
 
 
 def copied_module(model: T, memo: dict[int, Any]) -> T:
     """``copy.deepcopy(model, memo)``, in which functions refer to the copies of what they refer to in the model."""
     held: Any = [vars(module) for module in model.modules()]
     for tensor in optree.tree_leaves(held):
-        # PyTorch copies neither compressed sparse tensors nor results of earlier calls.
-        if isinstance(tensor, Tensor) and (tensor.layout == torch.sparse_csr or tensor.grad_fn is not None):
+        # PyTorch copies neither compressed sparse tensors nor results of earlier calls, and jagged ones not for gradients.
+        if isinstance(tensor, Tensor) and (tensor.layout in _UNCOPIED or tensor.grad_fn is not None):
             memo.setdefault(id(tensor), tensor.detach())
     made = copy.deepcopy(model, memo)
     seen: dict[int, Any] = {}

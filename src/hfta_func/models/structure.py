@@ -201,8 +201,11 @@ def _setting_difference(a: Any, b: Any, path: str, compared: set[int], seen: dic
                 return _setting_difference(part, others[key], label, compared, seen)
     shown, other = _show(a), _show(b)
     cure = "models in one array must share every setting"
-    if type(a) is type(b) is dict and all(
-        equal(parts[key], others[key], compared, {}) for key in parts.keys() & others.keys()
+    if (
+        parts is not None
+        and others is not None
+        and type(a) is type(b) is dict
+        and all(equal(parts[key], others[key], compared, {}) for key in parts.keys() & others.keys())
     ):
         cure += "; if making the first model has filled a cache here, make that model again, or all by init_params"
     if shown != other:
@@ -248,7 +251,9 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
         if a.grad_fn is not None and b.grad_fn is not None:
             # What calls have computed is no setting.
             return True
-        alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout == b.layout
+        alike = a.dtype == b.dtype and a.device == b.device and a.layout == b.layout
+        # Each jagged tensor has a size of its own for its rows.
+        alike = alike and (a.layout == torch.jagged or a.shape == b.shape)
         if alike and a.layout != torch.strided:
             return all(map(torch.equal, _strided(a), _strided(b)))
         return alike and (a.is_meta or bool(torch.equal(a, b)))
