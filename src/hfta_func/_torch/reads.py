@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hfta_func._torch._release import private
 from hfta_func._torch.tape import NotReplayableError
 
 _UNSEEN = {
@@ -33,8 +34,18 @@ _UNSEEN = {
 """Names in code that takes another path while it is traced, or reads what the tracer does not look at again."""
 
 
+_GLOBAL_HOOKS = [
+    private("torch.nn.modules.module", name)
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+]
 # Arrays and generators of NumPy are not traced, and every number is a constant.
 _SETTINGS = {
+    "allow_rnn": True,
     "trace_numpy": False,
     "specialize_int": True,
     "specialize_float": True,
@@ -66,6 +77,8 @@ class Reads:
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any]):
         self._locals = {"func": func, "args": tuple(args)}
+        if any(_GLOBAL_HOOKS):
+            raise NotReplayableError("there are hooks on all modules")
         try:
             graph, self._manager = _traced(self._locals)
         except NotReplayableError:
@@ -84,7 +97,8 @@ class Reads:
     def hold(self) -> bool:
         """Whether the values are as they were."""
         return (
-            self._manager.check(self._locals)
+            not any(_GLOBAL_HOOKS)
+            and self._manager.check(self._locals)
             and all([self._value(source) is tensor for source, tensor in self._tensors])
             and all([_identical(vars(kind).values(), values) for kind, values in self._classes])
             and all([names.isdisjoint(space) for space, names in self._hidden])
