@@ -1,4 +1,4 @@
-"""Which Python values a function reads, found out by PyTorch's compiler, which traces Python and guards on all that it reads."""
+"""Which Python values a function reads: what PyTorch's compiler, which traces Python, looks at again before a later call."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Reads:
         args: Its arguments, which are kept.
 
     Raises:
-        NotReplayableError: if the function cannot be traced, or does more than compute: prints, draws from Python's generators,
-            asks for the time, changes objects.
+        NotReplayableError: if the function cannot be traced, or does more than compute: prints, draws from Python's
+            generators, asks for the time, changes objects.
     """
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any]):

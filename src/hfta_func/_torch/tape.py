@@ -14,6 +14,7 @@ from hfta_func._torch.levels import pytree
 
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 _below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
+_set_grad_mode = private("torch._C", "_set_grad_enabled")
 _functions = [private("torch._C", name) for name in ("_VariableFunctions", "_nn", "TensorBase")]
 _aten = torch.ops.aten
 
@@ -34,6 +35,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     result: Any  # with a slot for every tensor
     writes: bool
+    grad_mode: bool  # some kernels keep more for a backward pass if it is on
 
 
 _recorders = 0
@@ -80,13 +82,15 @@ class Recorder(_Mode):
             self._count += 1
             self.constants[fresh] = args[0].clone()
             result = func(*args)
-            self.calls.append(Call(_aten.clone.default, (fresh,), {}, self._new(result), False))
+            self.calls.append(
+                Call(_aten.clone.default, (fresh,), {}, self._new(result), False, torch.is_grad_enabled())
+            )
             return result
         given, named = pytree.tree_map(self.slot, (args, kwargs))
-        writes = self._written(func, args, kwargs)
+        writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
         result = func(*args, **kwargs)
         made = pytree.tree_map(lambda leaf: self._slot_of_result(leaf), result)
-        self.calls.append(Call(func, given, named, made, writes))
+        self.calls.append(Call(func, given, named, made, writes, grad_mode))
         return result
 
     def slot(self, leaf: Any) -> Any:
@@ -166,8 +170,9 @@ class Tape:
         """The outputs, while it is found out for every operator whether a faster function calls the same."""
         values: dict[Any, Any] = {**self._constants, **dict(zip(self._inputs, inputs, strict=True))}
         self._functions, self._run = [], None
-        with _below_autograd():
+        with torch.no_grad(), _below_autograd():
             for call in self._calls:
+                _set_grad_mode(call.grad_mode)
                 args, kwargs = pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
                 function, result = _fastest(call.operator, args, kwargs)
                 self._functions.append(function)
@@ -178,12 +183,13 @@ class Tape:
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs for these inputs."""
         assert self._run is not None
-        with _below_autograd():
+        with torch.no_grad(), _below_autograd():
             return self._run(*inputs)
 
     def _compiled(self) -> Callable[..., Any]:
         """The calls as one Python function, which forgets every tensor after its last use."""
         names: dict[str, Any] = {f"t{slot}": tensor for slot, tensor in self._constants.items()}
+        names["set_grad_mode"], grad_mode = _set_grad_mode, None
         lines = [f"def run({', '.join(f't{slot}' for slot in self._inputs)}):"]
         last: dict[int, int] = {}
         for number, call in enumerate(self._calls):
@@ -191,6 +197,9 @@ class Tape:
                 last[slot] = number
         held = {*self._outputs, *self._constants}
         for number, (call, function) in enumerate(zip(self._calls, self._functions, strict=True)):
+            if call.grad_mode != grad_mode:
+                grad_mode = call.grad_mode
+                lines.append(f"    set_grad_mode({grad_mode})")
             names[f"f{number}"] = function
             given = [_source(leaf, names) for leaf in call.args]
             given += [f"{name}={_source(leaf, names)}" for name, leaf in call.kwargs.items()]
