@@ -957,4 +957,28 @@ PLANTED = [
         *("calls/autodiff.py", "    return trained\n", "    return False\n"),
         "test_control_flow.py::test_parameters_require_grad_as_alone",
     ),
+    Planted(
+        "a record is used though a value of Python has changed",
+        *("step/replay.py", "if one.reads.hold()", "if True"),
+        "test_replay.py::test_what_functions_read_from_python[a closure]",
+    ),
+    Planted(
+        "a record is used before it has given the bits of a step",
+        *(
+            "step/replay.py",
+            "known is not None and known.is_checked",
+            "known is not None and known.tape.rehearse(inputs)",
+        ),
+        "test_replay.py::test_values_that_cannot_be_seen_are_noticed",
+    ),
+    Planted(
+        "a tensor that is replaced is read where it was",
+        *("_torch/reads.py", "self._value(source) is tensor", "self._value(source) is not None"),
+        "test_replay.py::test_what_functions_read_from_python[a global tensor, replaced]",
+    ),
+    Planted(
+        "a record writes into tensors that live longer",
+        *("_torch/tape.py", "leaf.untyped_storage()._cdata in self._kept", "False"),
+        "test_replay.py::test_refusals_say_why",
+    ),
 ]

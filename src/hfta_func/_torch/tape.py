@@ -264,8 +264,8 @@ class _Expecting(_Mode):
 def _fastest(operator: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
     """The fastest function that calls an operator, and what it returns; PyTorch's own bindings read arguments faster."""
     namespace, _, name = operator._schema.name.partition("::")
-    found = (getattr(part, name, None) for part in _functions) if namespace == "aten" else ()
-    for function in found:
+    bindings = (getattr(part, name, None) for part in _functions) if namespace == "aten" else ()
+    for function in bindings:
         if function is not None:
             try:
                 with _Expecting(operator, args, kwargs):
