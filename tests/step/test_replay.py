@@ -415,7 +415,7 @@ def _ways() -> dict[str, Callable[[], Way]]:
         "a member of a set": member_of_set,
         "an iterator": generator,
         "a list that gets shorter": popped,
-        "a context variable": both(lambda: VARIABLE.get(), lambda: VARIABLE.set(2.0), replays=False),
+        "a context variable": both(lambda: VARIABLE.get(), lambda: VARIABLE.set(2.0), replays=None),
         "a variable of a thread": local,
         "the environment": both(
             lambda: float(os.environ.get("HFTA_TEST", "1")), lambda: os.environ.update(HFTA_TEST="2"), False
@@ -503,6 +503,7 @@ def _seed(number: int) -> None:
     globals()["GENERATOR"] = numpy.random.default_rng(number)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", WAYS)
 def test_what_functions_read_from_python(name: str, restored: None) -> None:
     # What two loss functions read in turn must be the same, so each array has a way of its own.
@@ -582,6 +583,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bits_of_the_eager_step(name: str, count: int) -> None:

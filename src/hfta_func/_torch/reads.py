@@ -7,7 +7,9 @@ import contextlib
 import importlib
 import operator
 import os
+import random
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -90,9 +92,11 @@ class Reads:
         self._tensors = [
             (compile(name, "<source>", "eval"), self._value(name)) for name in sorted(names) if "['args']" not in name
         ]
-        # Classes, and names of builtins that modules may hide: the tracer takes both for granted.
-        self._classes = [(kind, (*vars(kind).values(),)) for kind in self._kinds(graph)]
-        self._hidden = [*_hidden(graph.traced_code)]
+        # What the tracer takes for granted: classes, arguments' defaults, and names of builtins that modules may hide.
+        values = [*self._looked_at(graph)]
+        self._classes = [(kind, (*vars(kind).values(),)) for kind in _classes(values)]
+        self._functions = [(one, _defaults(one)) for one in values if isinstance(one, types.FunctionType)]
+        self._hidden = [*_hidden(graph.tracing_context.traced_code)]
 
     def hold(self) -> bool:
         """Whether the values are as they were."""
@@ -101,19 +105,30 @@ class Reads:
             and self._manager.check(self._locals)
             and all([self._value(source) is tensor for source, tensor in self._tensors])
             and all([_identical(vars(kind).values(), values) for kind, values in self._classes])
+            and all([_identical(_defaults(one), values) for one, values in self._functions])
             and all([names.isdisjoint(space) for space, names in self._hidden])
         )
 
     def _value(self, source: Any) -> Any:
         return eval(source, {"G": globals(), "L": self._locals, **_HELPERS})
 
-    def _kinds(self, graph: Any) -> Iterable[type]:
-        """The classes of all objects that have been looked at, with their bases."""
-        kinds: dict[type, None] = {}
+    def _looked_at(self, graph: Any) -> Iterator[Any]:
+        """All objects that the tracer compares in some way."""
         for guard in graph.guards:
-            if guard.create_fn_name() == "TYPE_MATCH":
-                kinds.update(dict.fromkeys(type(self._value(guard.name)).__mro__))
-        return [kind for kind in kinds if kind.__module__ != "builtins"]
+            # Some names are expressions of the tracer's own, about parts of objects that have names, too.
+            with contextlib.suppress(Exception):
+                yield self._value(guard.name)
+
+
+def _classes(values: Iterable[Any]) -> list[type]:
+    """The classes among the values and those of the others, with their bases."""
+    kinds = (one if isinstance(one, type) else type(one) for one in values)
+    every = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
+    return [kind for kind in every if kind.__module__ not in ("builtins", "types")]
+
+
+def _defaults(function: types.FunctionType) -> list[Any]:
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _identical(values: Iterable[Any], before: Sequence[Any]) -> bool:
@@ -137,6 +152,9 @@ def _traced(given: dict[str, Any]) -> tuple[Any, Any]:
         stack.enter_context(utils.dynamo_timed("replay"))
         stack.enter_context(guards.compile_context(guards.CompileContext(frames.get_compile_id({}))))
         stack.enter_context(config.patch(_SETTINGS))
+        # Some releases draw once while they trace.
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
         outcome = frames.compile_frame(
             *(_call.__code__, globals(), given, builtins.__dict__, ()),
             compiler_fn=lambda graph, inputs: graph,
@@ -148,7 +166,7 @@ def _traced(given: dict[str, Any]) -> tuple[Any, Any]:
             raise NotReplayableError("it draws from Python's own generator")
         if not graph.side_effects.is_empty():
             raise NotReplayableError("it changes objects of Python")
-        for code in graph.traced_code:
+        for code in graph.tracing_context.traced_code:
             for name in () if code.co_filename.startswith(_TORCH) else _UNSEEN.keys() & set(code.co_names):
                 raise NotReplayableError(f"{code.co_name} {_UNSEEN[name]}")
         return graph, outcome.build_guards(_call.__code__).guard_manager
