@@ -87,6 +87,7 @@ FILES_IN = {
         "compare",
         "row_sampling",
         "data",
+        "dataset",
         "graphs",
         "compiler",
         "background",

@@ -300,7 +300,8 @@ def _tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
         data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BatchError(
-            f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets)"
+            f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets), or "
+            f"make a DatasetLoader of a data set"
         ) from error
     tensors = leaves(data)
     sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]

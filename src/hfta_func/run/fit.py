@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from tqdm.auto import tqdm
@@ -117,7 +118,8 @@ def fit(
         # Ctrl-C waits from the first moment to the last, until there is a result to return.
         pressed = stack.enter_context(ctrl_c())
         run = Run(state, loader, None if restore_best is None else Best(restore_best))
-        length = len(loader) if isinstance(loader, Sized) else 0
+        # A stream has no length, also behind a DataLoader, whose len() raises a TypeError then.
+        length = operator.length_hint(loader)
 
         def save() -> None:
             if resume is not None:

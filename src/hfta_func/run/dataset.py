@@ -1,0 +1,250 @@
+"""Batches of a data set for an array: items are loaded by row, with noise that belongs to one member."""
+
+from __future__ import annotations
+
+import contextlib
+import random as python_random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from hfta_func import random
+from hfta_func._tree import leaves, paths, tree_map
+from hfta_func._types import BatchError, HyperparameterError
+from hfta_func.run.data import ArrayLoader
+from hfta_func.step.batch import plain, restored
+
+# Negative, to differ from the step numbers that a training step folds in.
+_ITEM, _HELD_OUT = -(2**61) - 4, -(2**61) - 5
+
+_INSTEAD = {
+    "sampler": "rows, folds, bootstrap or weights",
+    "batch_sampler": "batch_size, and rows, folds, bootstrap or weights",
+    "generator": "seeds",
+}
+
+
+class DatasetLoader(ArrayLoader):
+    """Iterates over the items of a data set in batches ``[M, N, ...]``, dealt to each member as by :class:`ArrayLoader`.
+
+    While an item is loaded, the generators of PyTorch (on the CPU), Python and NumPy are seeded by the member's seed, the
+    epoch and the item, so that a member's random transforms are the same in an array of any size and with any number of
+    workers; the caller's generators stay as they are. Items that a member may draw several times in an epoch (``rows``,
+    ``bootstrap``, ``weights``) are transformed anew each time. A batch of members with orders of their own loads ``M * N``
+    items; with ``shared`` it loads ``N``.
+
+    Args:
+        dataset: A map-style ``torch.utils.data.Dataset``, or anything else with ``len`` and items by number.
+        batch_size: N, items per member and batch.
+        seeds: One integer per member; with ``shared``, at most one integer, 0 by default.
+        shared: Make one batch ``[N, ...]`` for all members, for steps with ``batch_dims=None``.
+        shuffle: Whether to shuffle the items.
+        drop_last: Skip a last batch smaller than ``batch_size``.
+        rows: The items of each member, as in :class:`ArrayLoader`.
+        length: Number of batches in an epoch of ``rows``.
+        bootstrap: Whether each member has n items drawn with replacement.
+        folds: A number K of parts; member ``i`` has all items but those of part ``i % K``.
+        weights: How often each item is drawn.
+        device: Where each batch is moved.
+        collate_fn: Makes one member's batch of a list of its items. Its random calls draw from the member's seed, the epoch
+            and the batch.
+        num_workers: Number of processes that load batches, as for ``torch.utils.data.DataLoader``; 0 loads in this process.
+            They start anew in each epoch.
+        options: Other options of ``DataLoader``, such as ``pin_memory`` and ``prefetch_factor``.
+
+    Raises:
+        HyperparameterError: as for :class:`ArrayLoader`, if ``num_workers`` is no number of processes, or an option deals
+            items.
+        BatchError: if the data set has no length, no items by number, or none at all; while iterating, if ``collate_fn``
+            cannot join items, or members' batches differ in shape.
+
+    Example:
+        >>> digits = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6))
+        >>> loader = DatasetLoader(digits, batch_size=4, seeds=[0, 1, 2])
+        >>> [tuple(inputs.shape) for inputs, targets in loader]
+        [(3, 4), (3, 2)]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        batch_size: int,
+        *,
+        seeds: Sequence[int] | Tensor | int | None = None,
+        shared: bool = False,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        rows: Sequence[Sequence[int] | Tensor] | None = None,
+        length: int | None = None,
+        bootstrap: bool = False,
+        folds: int | None = None,
+        weights: Sequence[Any] | Tensor | None = None,
+        device: torch.device | str | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        **options: Any,
+    ):
+        numbers = torch.arange(_count(dataset), device="cpu")
+        super().__init__(
+            *(numbers, batch_size),
+            **{"seeds": seeds, "shared": shared, "shuffle": shuffle, "drop_last": drop_last, "rows": rows},
+            **{"length": length, "bootstrap": bootstrap, "folds": folds, "weights": weights},
+        )
+        if not isinstance(num_workers, int) or num_workers < 0:
+            raise HyperparameterError(
+                f"num_workers is {num_workers!r}; it is a number of processes, 0 to load in this one"
+            )
+        for name in options.keys() & _INSTEAD.keys():
+            raise HyperparameterError(f"a DatasetLoader deals items itself; pass {_INSTEAD[name]} instead of {name}")
+        self._device = device
+        self._repeats = rows is not None or bootstrap or weights is not None
+        self._member_batches = _MemberBatches(dataset, collate_fn or default_collate, shared)
+        self._options = {"num_workers": num_workers, **options}
+        # What PyTorch refuses is refused now.
+        self._torch_loader(())
+
+    def held_out(self) -> Any:
+        """The items of each member's own part, ``[M, n // K, ...]``, for evaluation with ``batch_dims=0``.
+
+        They are loaded at once, with the same noise in every call.
+
+        Raises:
+            HyperparameterError: if the loader was made without ``folds``.
+
+        Example:
+            >>> loader = DatasetLoader([10, 11, 12, 13], batch_size=2, seeds=[0, 0], folds=2)
+            >>> loader.held_out().flatten().sort().values
+            tensor([10, 11, 12, 13])
+        """
+        return next(self._loaded([self._draw(super().held_out(), random.fold_in(self.keys, _HELD_OUT), 0)]))
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
+        noise = random.fold_in(random.fold_in(self.keys, _ITEM), self._ahead + epoch)
+        numbered = enumerate(super().batches(epoch, start), start)
+        return self._loaded(self._draw(rows, noise, number) for number, rows in numbered)
+
+    def _draw(self, rows: Tensor, noise: Tensor, number: int) -> _Draw:
+        rows = rows.reshape(len(self.keys), -1)
+        seeds = random.fold_in(noise[:, None], rows)
+        if self._repeats:
+            places = number * self.batch_size + torch.arange(rows.shape[1], device=rows.device)
+            seeds = random.fold_in(seeds, places)
+        return _Draw(rows.tolist(), seeds.tolist(), random.fold_in(noise, -1 - number).tolist())
+
+    def _loaded(self, draws: Iterable[_Draw]) -> Iterator[Any]:
+        for batch in self._torch_loader(draws):
+            if self._device is not None:
+                batch = restored(tree_map(lambda leaf: leaf.to(self._device, non_blocking=True), plain(batch)), batch)
+            yield batch
+
+    def _torch_loader(self, draws: Iterable[_Draw]) -> DataLoader[Any]:
+        # A generator of its own, because a DataLoader draws a number from the caller's.
+        options = {"generator": torch.Generator(), "collate_fn": _as_it_is, **self._options}
+        return DataLoader(self._member_batches, batch_size=None, sampler=draws, **options)
+
+
+class _Draw(NamedTuple):
+    """The rows of a batch and what their noise is drawn from: an entry per member."""
+
+    rows: list[list[int]]
+    seeds: list[list[int]]
+    collate_seeds: list[int]
+
+
+class _MemberBatches(Dataset[Any]):
+    """A data set of whole batches, which a process of a ``DataLoader`` loads by what is drawn."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], shared: bool):
+        self._dataset, self._collate_fn, self._shared = dataset, collate_fn, shared
+        self._name = getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__)
+
+    def __getitem__(self, draw: _Draw) -> Any:
+        with _generators_restored():
+            batches = [self._member_batch(member, *each) for member, each in enumerate(zip(*draw, strict=True))]
+        return batches[0] if self._shared else self._stacked(batches)
+
+    def _member_batch(self, member: int, rows: list[int], seeds: list[int], collate_seed: int) -> Any:
+        items = []
+        for row, seed in zip(rows, seeds, strict=True):
+            _seed(seed)
+            items.append(self._dataset[row])
+        _seed(collate_seed)
+        try:
+            return self._collate_fn(items)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise BatchError(
+                f"{'' if self._shared else f'model {member}: '}{self._name} cannot join items {rows}: {error}; pass a "
+                f"collate_fn that pads or crops them to one size, and returns tensors"
+            ) from error
+
+    def _stacked(self, batches: list[Any]) -> Any:
+        trees = [plain(batch) for batch in batches]
+        first = dict(zip(paths(trees[0], "batch"), leaves(trees[0]), strict=True))
+        for path, leaf in first.items():
+            if not isinstance(leaf, Tensor):
+                raise BatchError(
+                    f"{path} of {self._name} is a {type(leaf).__qualname__}; pass a collate_fn that returns tensors alone"
+                )
+        for member, tree in enumerate(trees[1:], start=1):
+            parts = dict(zip(paths(tree, "batch"), leaves(tree), strict=True))
+            for path in first | parts:
+                described, other = (_described(each.get(path)) for each in (parts, first))
+                if described != other:
+                    raise BatchError(
+                        f"model {member}: {path} of {self._name} is {described} but that of model 0 is {other}; pass a "
+                        f"collate_fn that pads or crops to one size in all batches"
+                    )
+        return restored(tree_map(lambda *parts: torch.stack(parts), *trees), batches[0])
+
+
+def _count(dataset: Any) -> int:
+    """Number of items; raises a BatchError unless there are some, by number."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise BatchError(
+            f"a {type(dataset).__qualname__} is no data set with a length and items by number, so they cannot be dealt to "
+            f"models; make the step with batch_dims=None and pass fit the batches for all models, such as "
+            f"torch.utils.data.DataLoader(dataset, batch_size)"
+        )
+    if len(dataset) == 0:
+        raise BatchError(f"the {type(dataset).__qualname__} has no items; pass a data set with at least one")
+    return len(dataset)
+
+
+def _described(leaf: Any) -> str:
+    return f"{list(leaf.shape)} of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__qualname__}"
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@contextlib.contextmanager
+def _generators_restored() -> Iterator[None]:
+    """Give the generators of PyTorch, Python and NumPy their states back."""
+    numpy = _numpy()
+    states = torch.default_generator.get_state(), python_random.getstate(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        python_random.setstate(states[1])
+        if numpy:
+            numpy.random.set_state(states[2])
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    python_random.seed(seed)
+    if numpy := _numpy():
+        # Of these 64 bits PyTorch takes the lower half: with one seed for both, they would draw the same bits.
+        numpy.random.seed(seed >> 32 & 0xFFFFFFFF)
+
+
+def _numpy() -> Any:
+    # PyTorch imports it where it is installed.
+    return sys.modules.get("numpy")
