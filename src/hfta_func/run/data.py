@@ -225,12 +225,16 @@ class ArrayLoader:
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
+        return self.iter_of(self)
+
+    def iter_of(self, taken: ArrayLoader) -> Iterator[Any]:
+        """The next iteration over this loader, with the batches of some members alone, whose loader :meth:`take` returned."""
         epoch, start = self._position = self._next
         self._next = (epoch + 1, 0)
-        return self._counted(epoch, start)
+        return self._counted(taken, epoch, start)
 
-    def _counted(self, epoch: int, start: int) -> Iterator[Any]:
-        for number, batch in enumerate(self.batches(epoch, start), start + 1):
+    def _counted(self, taken: ArrayLoader, epoch: int, start: int) -> Iterator[Any]:
+        for number, batch in enumerate(taken.batches(epoch, start), start + 1):
             self._position = (epoch, number)
             yield batch
         self._position = (epoch + 1, 0)

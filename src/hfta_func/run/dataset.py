@@ -6,7 +6,7 @@ import contextlib
 import random as python_random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,46 +21,34 @@ from hfta_func.step.batch import plain, restored
 # Negative, to differ from the step numbers that a training step folds in.
 _ITEM, _HELD_OUT = -(2**61) - 4, -(2**61) - 5
 
-_INSTEAD = {
-    "sampler": "rows, folds, bootstrap or weights",
-    "batch_sampler": "batch_size, and rows, folds, bootstrap or weights",
-    "generator": "seeds",
-}
+_Draw = tuple[list[list[int]], list[list[int]], list[int]]
+"""A batch to load: for each member its rows, a seed for each of them, and one for collating."""
 
 
 class DatasetLoader(ArrayLoader):
     """Iterates over the items of a data set in batches ``[M, N, ...]``, dealt to each member as by :class:`ArrayLoader`.
 
     While an item is loaded, the generators of PyTorch (on the CPU), Python and NumPy are seeded by the member's seed, the
-    epoch and the item, so that a member's random transforms are the same in an array of any size and with any number of
-    workers; the caller's generators stay as they are. Items that a member may draw several times in an epoch (``rows``,
-    ``bootstrap``, ``weights``) are transformed anew each time. A batch of members with orders of their own loads ``M * N``
-    items; with ``shared`` it loads ``N``.
+    epoch and the item, and with ``rows``, ``bootstrap``, ``folds`` and ``weights``, which may deal an item several times, by
+    its place in the epoch: random transforms are the same in an array of any size and with any number of workers, and the
+    caller's generators stay as they are. A batch loads ``M * N`` items, or ``N`` with ``shared``.
 
     Args:
         dataset: A map-style ``torch.utils.data.Dataset``, or anything else with ``len`` and items by number.
         batch_size: N, items per member and batch.
-        seeds: One integer per member; with ``shared``, at most one integer, 0 by default.
-        shared: Make one batch ``[N, ...]`` for all members, for steps with ``batch_dims=None``.
-        shuffle: Whether to shuffle the items.
-        drop_last: Skip a last batch smaller than ``batch_size``.
-        rows: The items of each member, as in :class:`ArrayLoader`.
-        length: Number of batches in an epoch of ``rows``.
-        bootstrap: Whether each member has n items drawn with replacement.
-        folds: A number K of parts; member ``i`` has all items but those of part ``i % K``.
-        weights: How often each item is drawn.
+        seeds, shared, shuffle, drop_last, rows, length, bootstrap, folds, weights: Which items each member has, and in what
+            order, as for :class:`ArrayLoader`.
         device: Where each batch is moved.
         collate_fn: Makes one member's batch of a list of its items. Its random calls draw from the member's seed, the epoch
             and the batch.
         num_workers: Number of processes that load batches, as for ``torch.utils.data.DataLoader``; 0 loads in this process.
-            They start anew in each epoch.
-        options: Other options of ``DataLoader``, such as ``pin_memory`` and ``prefetch_factor``.
+        options: Other options of ``DataLoader``, such as ``persistent_workers`` and ``pin_memory``.
 
     Raises:
         HyperparameterError: as for :class:`ArrayLoader`, if ``num_workers`` is no number of processes, or an option deals
             items.
-        BatchError: if the data set has no length, no items by number, or none at all; while iterating, if ``collate_fn``
-            cannot join items, or members' batches differ in shape.
+        BatchError: if the data set has no length or no items by number; while iterating, if ``collate_fn`` cannot join
+            items, or members' batches differ in shape.
 
     Example:
         >>> digits = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6))
@@ -95,22 +83,18 @@ class DatasetLoader(ArrayLoader):
             **{"length": length, "bootstrap": bootstrap, "folds": folds, "weights": weights},
         )
         if not isinstance(num_workers, int) or num_workers < 0:
-            raise HyperparameterError(
-                f"num_workers is {num_workers!r}; it is a number of processes, 0 to load in this one"
-            )
-        for name in options.keys() & _INSTEAD.keys():
-            raise HyperparameterError(f"a DatasetLoader deals items itself; pass {_INSTEAD[name]} instead of {name}")
+            raise HyperparameterError(f"num_workers is {num_workers!r}; pass a number of processes, 0 for this one")
+        for name in options.keys() & {"sampler", "batch_sampler", "generator"}:
+            raise HyperparameterError(f"pass seeds, rows, folds, bootstrap or weights instead of {name}")
         self._device = device
-        self._repeats = rows is not None or bootstrap or weights is not None
+        self._repeats = self._rows_of is not None or bootstrap or weights is not None
         self._member_batches = _MemberBatches(dataset, collate_fn or default_collate, shared)
         self._options = {"num_workers": num_workers, **options}
-        # What PyTorch refuses is refused now.
-        self._torch_loader(())
+        # Made now, so that options which PyTorch refuses are refused now.
+        self._idle = _Idle([self._torch_loader()])
 
     def held_out(self) -> Any:
-        """The items of each member's own part, ``[M, n // K, ...]``, for evaluation with ``batch_dims=0``.
-
-        They are loaded at once, with the same noise in every call.
+        """The items of each member's own part, ``[M, n // K, ...]``, loaded at once with the same noise in every call.
 
         Raises:
             HyperparameterError: if the loader was made without ``folds``.
@@ -120,7 +104,9 @@ class DatasetLoader(ArrayLoader):
             >>> loader.held_out().flatten().sort().values
             tensor([10, 11, 12, 13])
         """
-        return next(self._loaded([self._draw(super().held_out(), random.fold_in(self.keys, _HELD_OUT), 0)]))
+        draw = self._draw(super().held_out(), random.fold_in(self.keys, _HELD_OUT), 0)
+        (batch,) = self._loaded([draw])
+        return batch
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
@@ -132,28 +118,39 @@ class DatasetLoader(ArrayLoader):
         rows = rows.reshape(len(self.keys), -1)
         seeds = random.fold_in(noise[:, None], rows)
         if self._repeats:
-            places = number * self.batch_size + torch.arange(rows.shape[1], device=rows.device)
-            seeds = random.fold_in(seeds, places)
-        return _Draw(rows.tolist(), seeds.tolist(), random.fold_in(noise, -1 - number).tolist())
+            first = number * self.batch_size
+            seeds = random.fold_in(seeds, torch.arange(first, first + rows.shape[1], device="cpu"))
+        return rows.tolist(), seeds.tolist(), random.fold_in(noise, -1 - number).tolist()
 
     def _loaded(self, draws: Iterable[_Draw]) -> Iterator[Any]:
-        for batch in self._torch_loader(draws):
+        loader = self._idle.pop() if self._idle else self._torch_loader()
+        loader.sampler.draws = draws
+        for batch in loader:
             if self._device is not None:
                 batch = restored(tree_map(lambda leaf: leaf.to(self._device, non_blocking=True), plain(batch)), batch)
             yield batch
+        self._idle.append(loader)
 
-    def _torch_loader(self, draws: Iterable[_Draw]) -> DataLoader[Any]:
+    def _torch_loader(self) -> Any:
         # A generator of its own, because a DataLoader draws a number from the caller's.
         options = {"generator": torch.Generator(), "collate_fn": _as_it_is, **self._options}
-        return DataLoader(self._member_batches, batch_size=None, sampler=draws, **options)
+        return DataLoader(self._member_batches, batch_size=None, sampler=_Draws(), **options)
 
 
-class _Draw(NamedTuple):
-    """The rows of a batch and what their noise is drawn from: an entry per member."""
+class _Draws:
+    """What a ``DataLoader`` loads in its next iteration."""
 
-    rows: list[list[int]]
-    seeds: list[list[int]]
-    collate_seeds: list[int]
+    draws: Iterable[_Draw] = ()
+
+    def __iter__(self) -> Iterator[_Draw]:
+        return iter(self.draws)
+
+
+class _Idle(list[Any]):
+    """Each ``DataLoader`` that iterates no more, and its persistent processes; for this process alone."""
+
+    def __reduce__(self) -> Any:
+        return _Idle, ()
 
 
 class _MemberBatches(Dataset[Any]):
@@ -184,34 +181,27 @@ class _MemberBatches(Dataset[Any]):
 
     def _stacked(self, batches: list[Any]) -> Any:
         trees = [plain(batch) for batch in batches]
-        first = dict(zip(paths(trees[0], "batch"), leaves(trees[0]), strict=True))
-        for path, leaf in first.items():
-            if not isinstance(leaf, Tensor):
-                raise BatchError(
-                    f"{path} of {self._name} is a {type(leaf).__qualname__}; pass a collate_fn that returns tensors alone"
-                )
-        for member, tree in enumerate(trees[1:], start=1):
-            parts = dict(zip(paths(tree, "batch"), leaves(tree), strict=True))
-            for path in first | parts:
-                described, other = (_described(each.get(path)) for each in (parts, first))
-                if described != other:
+        described = [dict(zip(paths(tree, "batch"), map(_described, leaves(tree)), strict=True)) for tree in trees]
+        for member, parts in enumerate(described):
+            for path in described[0] | parts:
+                part, first = (each.get(path, "missing") for each in (parts, described[0]))
+                if part != first or not part.startswith("["):
+                    but = "" if part == first else f" but that of model 0 is {first}"
                     raise BatchError(
-                        f"model {member}: {path} of {self._name} is {described} but that of model 0 is {other}; pass a "
-                        f"collate_fn that pads or crops to one size in all batches"
+                        f"model {member}: {path} of {self._name} is {part}{but}; pass a collate_fn that pads or crops to one "
+                        f"size in all batches, and returns tensors alone"
                     )
         return restored(tree_map(lambda *parts: torch.stack(parts), *trees), batches[0])
 
 
 def _count(dataset: Any) -> int:
-    """Number of items; raises a BatchError unless there are some, by number."""
+    """Number of items; raises a BatchError for a stream."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise BatchError(
             f"a {type(dataset).__qualname__} is no data set with a length and items by number, so they cannot be dealt to "
             f"models; make the step with batch_dims=None and pass fit the batches for all models, such as "
             f"torch.utils.data.DataLoader(dataset, batch_size)"
         )
-    if len(dataset) == 0:
-        raise BatchError(f"the {type(dataset).__qualname__} has no items; pass a data set with at least one")
     return len(dataset)
 
 
@@ -225,8 +215,8 @@ def _as_it_is(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _generators_restored() -> Iterator[None]:
-    """Give the generators of PyTorch, Python and NumPy their states back."""
-    numpy = _numpy()
+    """Give the generators of PyTorch, Python and NumPy, which PyTorch imports if it is installed, their states back."""
+    numpy: Any = sys.modules.get("numpy")
     states = torch.default_generator.get_state(), python_random.getstate(), numpy and numpy.random.get_state()
     try:
         yield
@@ -240,11 +230,6 @@ def _generators_restored() -> Iterator[None]:
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     python_random.seed(seed)
-    if numpy := _numpy():
+    if "numpy" in sys.modules:
         # Of these 64 bits PyTorch takes the lower half: with one seed for both, they would draw the same bits.
-        numpy.random.seed(seed >> 32 & 0xFFFFFFFF)
-
-
-def _numpy() -> Any:
-    # PyTorch imports it where it is installed.
-    return sys.modules.get("numpy")
+        sys.modules["numpy"].random.seed(seed >> 32 & 0xFFFFFFFF)
