@@ -104,8 +104,7 @@ class DatasetLoader(ArrayLoader):
             >>> loader.held_out().flatten().sort().values
             tensor([10, 11, 12, 13])
         """
-        draw = self._draw(super().held_out(), random.fold_in(self.keys, _HELD_OUT), 0)
-        (batch,) = self._loaded([draw])
+        (batch,) = self._loaded([self._draw(super().held_out(), random.fold_in(self.keys, _HELD_OUT), 0)])
         return batch
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
