@@ -627,7 +627,7 @@ PLANTED = [
     Planted(
         "PyTorch and NumPy draw the same bits for an item",
         *("run/dataset.py", "seed >> 32 & ", "seed & "),
-        "test_dataset.py::test_noise_belongs_to_member_epoch_and_item",
+        "test_dataset.py::test_generators_of_one_kind_draw_different_bits",
     ),
     Planted(
         "an item that is drawn again in an epoch has the noise that it had",

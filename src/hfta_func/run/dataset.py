@@ -132,7 +132,7 @@ class DatasetLoader(ArrayLoader):
 
     def _torch_loader(self) -> Any:
         # A generator of its own, because a DataLoader draws a number from the caller's.
-        options = {"generator": torch.Generator(), "collate_fn": _as_it_is, **self._options}
+        options = {"generator": torch.Generator(torch.get_default_device()), "collate_fn": _as_it_is, **self._options}
         return DataLoader(self._member_batches, batch_size=None, sampler=_Draws(), **options)
 
 
@@ -197,9 +197,9 @@ def _count(dataset: Any) -> int:
     """Number of items; raises a BatchError for a stream."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise BatchError(
-            f"a {type(dataset).__qualname__} is no data set with a length and items by number, so they cannot be dealt to "
-            f"models; make the step with batch_dims=None and pass fit the batches for all models, such as "
-            f"torch.utils.data.DataLoader(dataset, batch_size)"
+            f"a {type(dataset).__qualname__} is no data set with a length and items by number, which can be dealt to models; "
+            f"write __len__ and __getitem__, or make the step with batch_dims=None and pass fit the batches for all models, "
+            f"such as torch.utils.data.DataLoader(dataset, batch_size)"
         )
     return len(dataset)
 

@@ -54,7 +54,7 @@ def fit(
     Args:
         step: A training step, compiled or not.
         state: The initial state; it is not written unless the step was made with ``donate=True``.
-        loader: An iterable over the batches of one epoch, such as an :class:`ArrayLoader`.
+        loader: An iterable over the batches of one epoch, such as an :class:`ArrayLoader` or a stream without a length.
         epochs: Number of epochs.
         evaluate: ``evaluate(state) -> metrics``, called after each epoch: ``lambda state: eval_step(state, test)``.
         callbacks: Called after each epoch with ``(state, history)``, where ``len(history)`` is the epoch and
