@@ -57,6 +57,8 @@ from hfta_func.run.compare import Difference as Difference
 from hfta_func.run.compare import compare as compare
 from hfta_func.run.data import ArrayLoader as ArrayLoader
 from hfta_func.run.dataset import DatasetLoader as DatasetLoader
+from hfta_func.run.experiment import Experiment as Experiment
+from hfta_func.run.experiment import grid as grid
 from hfta_func.run.fit import Result as Result
 from hfta_func.run.fit import fit as fit
 from hfta_func.run.history import FailedStep as FailedStep
@@ -72,6 +74,8 @@ from hfta_func.step.average import average as average
 from hfta_func.step.ensemble import Ensemble as Ensemble
 from hfta_func.step.evaluate import EvalStep as EvalStep
 from hfta_func.step.evaluate import make_eval_step as make_eval_step
+from hfta_func.step.exchange import from_torch as from_torch
+from hfta_func.step.exchange import to_torch as to_torch
 from hfta_func.step.failures import Failure as Failure
 from hfta_func.step.prediction import Prediction as Prediction
 from hfta_func.step.prediction import predict as predict

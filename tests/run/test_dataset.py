@@ -57,7 +57,7 @@ DEALS = {
     "in order": {"shuffle": False},
     "full batches": {"drop_last": True},
     "rows": {"rows": [[0, 1, 2, 3, 4, 5, 6], [3, 1], [9, 8, 7, 6]]},
-    "short epochs": {"rows": [[0, 1, 2, 3, 4, 5, 6], [3, 1], [9, 8, 7, 6]], "length": 1},
+    "short epochs": {"rows": [[0, 1, 2, 3, 4, 5, 6], [3, 1], [9, 8, 7, 6]], "batches_per_epoch": 1},
     "bootstrap": {"bootstrap": True},
     "folds": {"folds": 3},
     "weights": {"weights": torch.arange(ROWS)},
@@ -77,7 +77,7 @@ def test_items_are_dealt_as_rows_of_tensors(deal):
 @pytest.mark.parametrize("deal", ["shuffled", "rows", "bootstrap", "folds", "weights"])
 def test_a_member_s_batches_alone_are_those_in_the_array(deal):
     # Only lists of one length give epochs of one length alone and in the array.
-    options = {"rows": [[0, 1, 2, 3], [5, 3], [9, 8, 7]], "length": 2} if deal == "rows" else DEALS[deal]
+    options = {"rows": [[0, 1, 2, 3], [5, 3], [9, 8, 7]], "batches_per_epoch": 2} if deal == "rows" else DEALS[deal]
     array, epochs = loader(**options), 2
     expected = [list(array.batches(epoch)) for epoch in range(epochs)]
     for member, seed in enumerate(SEEDS):
@@ -203,6 +203,26 @@ def test_parts_held_out():
         loader().held_out()
 
 
+def metric(model, batch):
+    return {"val": loss_fn(model, batch)}
+
+
+@pytest.mark.parametrize("deal", ["rows", "folds", "shared", "shuffled"])
+def test_evaluation_sees_the_items_once(deal):
+    array, (step, state) = loader(**(DEALS | {"shared": {"seeds": 9, "shared": True}})[deal]), arrayed()
+    result = hfta.fit(step, state, loader(), epochs=2, evaluate=(metric, array), progress=False)
+    expected = {"rows": DEALS["rows"]["rows"]}.get(deal, [[*range(ROWS)]] * 3)
+    expected = array.held_out()["row"].tolist() if deal == "folds" else expected
+    for member, model in enumerate(hfta.unstack_params(make(), *result.state[:2])):
+        batches = [batch for _, batch in array.take(member).once()]
+        if deal != "shared":
+            batches = [optree.tree_map(lambda leaf: leaf[0], batch) for batch in batches]
+        rows = [row for batch in batches for row in batch["row"].tolist()]
+        assert sorted(rows) == sorted(expected[member])
+        loss = sum(loss_fn(model, batch) * len(batch["row"]) for batch in batches) / len(rows)
+        torch.testing.assert_close(result.history["val"][-1, member], loss.detach(), rtol=1e-12, atol=1e-12)
+
+
 class Table:
     """As a data set of Hugging Face: rows by number or slice, as dicts, and several at once as a dict of columns."""
 
@@ -271,8 +291,13 @@ WRONG = {
         *(([{"a": 1}, {"b": 1}], 1), {"seeds": [0, 1, 2, 3, 4, 5]}, hfta.BatchError),
         r"model \d: batch\['[ab]'\] of default_collate is (missing but .* is \[1\]|\[1\] of torch.int64 but .* is missing)",
     ),
-    "a stream": ((iter([1]), 1), {}, hfta.BatchError, r"a list_iterator is no data set with a length.*batch_dims=None"),
-    "no length": ((Dataset(), 1), {}, hfta.BatchError, r"a Dataset is no data set with a length and items by number"),
+    "a stream": (
+        (iter([1]), 1),
+        {},
+        hfta.BatchError,
+        r"a list_iterator has no length or no items by number.*batch_dims=None",
+    ),
+    "no length": ((Dataset(), 1), {}, hfta.BatchError, r"a Dataset has no length or no items by number"),
     "none": (([], 1), {}, hfta.BatchError, r"shapes \[\[0\]\]; every leaf needs one row per sample, and at least one"),
     "no seeds": ((Noisy(), 4), {"seeds": None}, hfta.HyperparameterError, r"pass seeds=\[...\], one integer per model"),
     "no rows": (

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from hfta_func._torch._release import private
 
@@ -87,19 +87,31 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
+class _Uncompiled(nn.Module):
+    """Calls the module inside as it is, and has its attributes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._modules["_orig_mod"](*args, **kwargs)  # pyright: ignore[reportOptionalCall]
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self._modules["_orig_mod"]
+        return inner if name == "_orig_mod" else getattr(inner, name)
+
+
 def run_uncompiled(module: Any) -> None:
-    """Make such a module, and its copies, which initialise it again, call the one inside as it is."""
-    module.dynamo_ctx = _as_it_is
-    module._initialize()
-
-
-def _as_it_is(func: T) -> T:
-    return func
+    """Make such a module, and its copies, call the one inside as it is."""
+    vars(module).pop("forward", None)
+    module.__class__ = _Uncompiled
 
 
 def has_hooks(tensor: Tensor) -> bool:
     """Whether the backward pass calls a hook with the gradient of a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def has_step_hooks(optimizer: optim.Optimizer) -> bool:
+    """Whether a hook runs before or after each step of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:

@@ -146,6 +146,7 @@ class Range(enum.Enum):
     DECAY = 0.0, 1.0, "at least 0 and below 1"
     FACTOR = math.ulp(0.0), 1.0 + math.ulp(1.0), "positive and at most 1"
     RATE = 0.0, 1.0 + math.ulp(1.0), "at least 0 and at most 1"
+    ROWS = -math.inf, math.inf, "finite numbers, a row of them per model"
 
 
 _DEFAULT_RANGES: dict[str, Range] = {
@@ -270,10 +271,10 @@ def check(name: str, spec: Any, allowed: Range) -> None:
         values = torch.as_tensor(spec, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         raise HyperparameterError(f"{name} is {spec!r}; give one number, or one per model") from None
-    if values.dim() > 1:
+    if values.dim() > 1 and allowed is not Range.ROWS:
         raise HyperparameterError(f"{name} has shape {list(values.shape)}; give one number, or one per model")
-    if isinstance(spec, Tensor) and torch.compiler.is_compiling():
-        return  # a graph cannot read its values
+    if values.dim() > 1 or (isinstance(spec, Tensor) and torch.compiler.is_compiling()):
+        return  # a graph cannot read its values, and rows are many
     low, high, words = allowed.value
     for member, value in enumerate(_numbers(values) if isinstance(spec, Tensor) else values.reshape(-1).tolist()):
         if not (math.isfinite(value) and low <= value < high):
@@ -296,19 +297,19 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def vector(name: str, spec: Any, count: int, device: torch.device) -> Any:
-    """One number per member, ``float64[count]``; for a schedule, its hyperparameters by name."""
+    """One number or row of numbers per member, ``float64[count, ...]``; for a schedule, its hyperparameters by name."""
     if isinstance(spec, Schedule):
         named = labels(name, spec.knobs, Range.FINITE)
         return {inner: vector(label, spec.knobs[inner], count, device) for inner, (label, _) in named.items()}
     if device.type == "meta":
         # Only the structure of the state is needed, so the length may differ from M.
-        return torch.empty(count, dtype=torch.float64, device=device)
+        return torch.empty(count, *getattr(spec, "shape", ())[1:], dtype=torch.float64, device=device)
     values = torch.as_tensor(spec, dtype=torch.float64).to(device)
     if values.dim() and values.shape[0] != count:
         raise HyperparameterError(
             f"{name} has {values.shape[0]} values but the array has {count} models; give one number, or one per model"
         )
-    return values.expand(count).clone()
+    return values.expand(count, *values.shape[1:]).clone()
 
 
 def _read(spec: Any, values: Any, count: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -277,21 +277,7 @@ def partition(
         check_transformation(f"group '{name}'", group)
 
     def parts(params: Params, *trees: Params) -> Iterator[tuple[str, Any]]:
-        paths_of: dict[str, list[str]] = {name: [] for name in groups}
-        for path, param in params.items():
-            name = _longest(label, path) if isinstance(label, Mapping) else label(path, param.shape[1:])
-            if name is None:
-                continue
-            if name not in paths_of:
-                raise HyperparameterError(
-                    f"'{path}' is labelled '{name}', but the groups are {', '.join(groups)}; add an optimizer for it"
-                )
-            paths_of[name].append(path)
-        for name, paths in paths_of.items():
-            if not paths:
-                raise HyperparameterError(
-                    f"group '{name}' has no parameters; remove it, or label some of {[*params]} with it"
-                )
+        for name, paths in group_paths(label, groups, params).items():
             yield name, [{path: tree[path] for path in paths} for tree in trees]
 
     def init(params: Params) -> PartitionState:
@@ -317,6 +303,22 @@ def partition(
         return {path: results.get(path, rest.get(path)) for path in grads}, PartitionState(states)
 
     return by_renew(init, run)
+
+
+def group_paths(label: Any, groups: Iterable[str], params: Params) -> dict[str, list[str]]:
+    """The paths of the parameters in each group of a :func:`partition`, by its name."""
+    paths_of: dict[str, list[str]] = {name: [] for name in groups}
+    for path, param in params.items():
+        name = _longest(label, path) if isinstance(label, Mapping) else label(path, param.shape[1:])
+        if name not in (None, *paths_of):
+            raise HyperparameterError(
+                f"'{path}' is labelled '{name}', but the groups are {', '.join(groups)}; add an optimizer for it"
+            )
+        if name is not None:
+            paths_of[name].append(path)
+    for name in [name for name, paths in paths_of.items() if not paths]:
+        raise HyperparameterError(f"group '{name}' has no parameters; remove it, or label some of {[*params]} with it")
+    return paths_of
 
 
 def _covers(name: str, path: str) -> bool:

@@ -29,15 +29,15 @@ class DatasetLoader(ArrayLoader):
     """Iterates over the items of a data set in batches ``[M, N, ...]``, dealt to each member as by :class:`ArrayLoader`.
 
     While an item is loaded, the generators of PyTorch (on the CPU), Python and NumPy are seeded by the member's seed, the
-    epoch and the item, and with ``rows``, ``bootstrap``, ``folds`` and ``weights``, which may deal an item several times, by
-    its place in the epoch: random transforms are the same in an array of any size and with any number of workers, and the
+    epoch and the item, and where an epoch may have an item several times, as with ``bootstrap`` or ``weights``, by its place
+    in the epoch: random transforms are the same in an array of any size and with any number of workers, and the
     caller's generators stay as they are. A batch loads ``M * N`` items, or ``N`` with ``shared``.
 
     Args:
         dataset: A map-style ``torch.utils.data.Dataset``, or anything else with ``len`` and items by number.
         batch_size: N, items per member and batch.
-        seeds, shared, shuffle, drop_last, rows, length, bootstrap, folds, weights: Which items each member has, and in what
-            order, as for :class:`ArrayLoader`.
+        seeds, shared, shuffle, drop_last, rows, batches_per_epoch, bootstrap, folds, weights: Which items each member has,
+            and in what order, as for :class:`ArrayLoader`.
         device: Where each batch is moved.
         collate_fn: Makes one member's batch of a list of its items. Its random calls draw from the member's seed, the epoch
             and the batch.
@@ -45,8 +45,7 @@ class DatasetLoader(ArrayLoader):
         options: Other options of ``DataLoader``, such as ``persistent_workers`` and ``pin_memory``.
 
     Raises:
-        HyperparameterError: as for :class:`ArrayLoader`, if ``num_workers`` is no number of processes, or an option deals
-            items.
+        HyperparameterError: as for :class:`ArrayLoader`, and if ``num_workers`` or another option is wrong.
         BatchError: if the data set has no length or no items by number; while iterating, if ``collate_fn`` cannot join
             items, or members' batches differ in shape.
 
@@ -67,7 +66,7 @@ class DatasetLoader(ArrayLoader):
         shuffle: bool = True,
         drop_last: bool = False,
         rows: Sequence[Sequence[int] | Tensor] | None = None,
-        length: int | None = None,
+        batches_per_epoch: int | None = None,
         bootstrap: bool = False,
         folds: int | None = None,
         weights: Sequence[Any] | Tensor | None = None,
@@ -76,18 +75,17 @@ class DatasetLoader(ArrayLoader):
         num_workers: int = 0,
         **options: Any,
     ):
-        numbers = torch.arange(_count(dataset), device="cpu")
         super().__init__(
-            *(numbers, batch_size),
+            *(torch.arange(_count(dataset), device="cpu"), batch_size),
             **{"seeds": seeds, "shared": shared, "shuffle": shuffle, "drop_last": drop_last, "rows": rows},
-            **{"length": length, "bootstrap": bootstrap, "folds": folds, "weights": weights},
+            **{"batches_per_epoch": batches_per_epoch, "bootstrap": bootstrap, "folds": folds, "weights": weights},
         )
         if not isinstance(num_workers, int) or num_workers < 0:
             raise HyperparameterError(f"num_workers is {num_workers!r}; pass a number of processes, 0 for this one")
         for name in options.keys() & {"sampler", "batch_sampler", "generator"}:
             raise HyperparameterError(f"pass seeds, rows, folds, bootstrap or weights instead of {name}")
         self._device = device
-        self._repeats = self._rows_of is not None or bootstrap or weights is not None
+        self._repeats = self._is_stream or bootstrap or weights is not None
         self._member_batches = _MemberBatches(dataset, collate_fn or default_collate, shared)
         self._options = {"num_workers": num_workers, **options}
         # Made now, so that options which PyTorch refuses are refused now.
@@ -107,18 +105,25 @@ class DatasetLoader(ArrayLoader):
         (batch,) = self._loaded([self._draw(super().held_out(), random.fold_in(self.keys, _HELD_OUT), 0)])
         return batch
 
+    def once(self) -> Iterator[tuple[Tensor | None, Any]]:
+        """What members are evaluated on, with the same noise in every call, see :class:`ArrayLoader`."""
+        if self._rows_of is None:
+            return super().once()
+        noise, parts = random.fold_in(self.keys, _HELD_OUT), [*self._rows_of.once(self.batch_size)]
+        draws = [self._draw(rows, noise[members], number) for number, members, rows in parts]
+        return zip([torch.tensor(members, device="cpu") for _, members, _ in parts], self._loaded(draws), strict=True)
+
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
         noise = random.fold_in(random.fold_in(self.keys, _ITEM), self._ahead + epoch)
-        numbered = enumerate(super().batches(epoch, start), start)
-        return self._loaded(self._draw(rows, noise, number) for number, rows in numbered)
+        dealt = enumerate(super().batches(epoch, start), start)
+        return self._loaded(self._draw(rows, noise, number) for number, rows in dealt)
 
     def _draw(self, rows: Tensor, noise: Tensor, number: int) -> _Draw:
-        rows = rows.reshape(len(self.keys), -1)
+        rows = rows.reshape(len(noise), -1)
         seeds = random.fold_in(noise[:, None], rows)
         if self._repeats:
-            first = number * self.batch_size
-            seeds = random.fold_in(seeds, torch.arange(first, first + rows.shape[1], device="cpu"))
+            seeds = random.fold_in(seeds, torch.arange(rows.shape[1], device="cpu") + number * self.batch_size)
         return rows.tolist(), seeds.tolist(), random.fold_in(noise, -1 - number).tolist()
 
     def _loaded(self, draws: Iterable[_Draw]) -> Iterator[Any]:
@@ -197,8 +202,8 @@ def _count(dataset: Any) -> int:
     """Number of items; raises a BatchError for a stream."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise BatchError(
-            f"a {type(dataset).__qualname__} is no data set with a length and items by number, which can be dealt to models; "
-            f"write __len__ and __getitem__, or make the step with batch_dims=None and pass fit the batches for all models, "
+            f"a {type(dataset).__qualname__} has no length or no items by number, so they cannot be dealt to models; write "
+            f"__len__ and __getitem__, or make the step with batch_dims=None and pass fit the batches that all models share, "
             f"such as torch.utils.data.DataLoader(dataset, batch_size)"
         )
     return len(dataset)
@@ -212,18 +217,14 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-@contextlib.contextmanager
-def _generators_restored() -> Iterator[None]:
-    """Give the generators of PyTorch, Python and NumPy, which PyTorch imports if it is installed, their states back."""
-    numpy: Any = sys.modules.get("numpy")
-    states = torch.default_generator.get_state(), python_random.getstate(), numpy and numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(states[0])
-        python_random.setstate(states[1])
-        if numpy:
-            numpy.random.set_state(states[2])
+def _generators_restored() -> contextlib.ExitStack:
+    """Gives the generators of PyTorch, Python and NumPy, which PyTorch imports if it is installed, their states back."""
+    stack = contextlib.ExitStack()
+    stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+    stack.callback(python_random.setstate, python_random.getstate())
+    if numpy := sys.modules.get("numpy"):
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
+    return stack
 
 
 def _seed(seed: int) -> None:

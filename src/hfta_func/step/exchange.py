@@ -1,0 +1,336 @@
+"""Optimizers and schedulers of ``torch.optim``, one of each per model, as one optimizer of this package, and back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from hfta_func import optim
+from hfta_func._torch import has_step_hooks
+from hfta_func._tree import difference, num_models, tree_map
+from hfta_func._types import Params, PerModel, Schedule, StackError, StateError, Tree, recipe, recorded
+from hfta_func.optim._base import GradientTransformation, Hyperparams, Range, restrict, vector
+from hfta_func.optim._leafwise import FIELDS
+from hfta_func.optim._transforms import PartitionState, group_paths
+
+_NAMES = "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Muon"
+_FUNCTIONS: dict[type, Any] = {getattr(torch.optim, name): getattr(optim, name.lower()) for name in _NAMES}
+_CLASSES: dict[Any, Any] = {make: kind for kind, make in _FUNCTIONS.items()}
+
+_KEYS = {"momentum": "momentum_buffer"}
+
+restrict(Schedule, every=Range.AT_LEAST_ONE, rows=Range.ROWS)
+
+
+@recorded
+def _table(value: PerModel, rows: Tensor, every: PerModel, start: PerModel) -> Schedule:
+    """``value`` times the entries of the member's row ``[M, n]``, ``every`` updates each from ``start``; the last is kept."""
+
+    def at(count: Tensor, value: Tensor, rows: Tensor, every: Tensor, start: Tensor) -> Tensor:
+        position = torch.floor((count - start) / every).clamp(0, rows.shape[1] - 1).long()
+        return value * rows.gather(1, position[:, None])[:, 0]
+
+    return Schedule({"value": value, "rows": rows, "every": every, "start": start}, at)
+
+
+@recorded
+def _resumed(optimizer: GradientTransformation, members: Sequence[Any], counts: Tensor) -> GradientTransformation:
+    """The optimizer, with a state that goes on from those of M optimizers of ``torch.optim`` by path."""
+
+    def init(params: Params) -> Any:
+        state = optimizer.init(params)
+        if state.step.is_meta:
+            return state
+        if len(counts) != len(state.step):
+            raise StackError(f"the optimizer goes on from {len(counts)} models; stack these, not {len(state.step)}")
+
+        def resumed(path: str, name: str, fresh: Tensor) -> Tensor:
+            values = [states[path].get(_KEYS.get(name, name)) for states in members]
+            return torch.stack([old if new is None else new.to(old) for old, new in zip(fresh, values, strict=True)])
+
+        for name in state._fields[len(FIELDS) :]:
+            slot = getattr(state, name)
+            is_number, first = isinstance(slot, Tensor), next(iter(params))
+            new = resumed(first, name, slot) if is_number else {path: resumed(path, name, slot[path]) for path in slot}
+            state = state._replace(**{name: new})
+        return state._replace(step=counts.to(state.step, copy=True))
+
+    return optimizer._replace(init=init)
+
+
+def from_torch(
+    optimizers: Iterable[Optimizer],
+    schedulers: Iterable[LRScheduler] | None = None,
+    *,
+    models: Iterable[nn.Module],
+    steps: int = 0,
+    every: int = 1,
+) -> GradientTransformation:
+    """One optimizer for an array from M optimizers of ``torch.optim``, one per model, and their schedulers.
+
+    Groups become those of a :func:`partition`, ``"group0"`` and so on, unless one holds all that is trained. State that
+    the optimizers have accumulated is in what ``init`` returns. Whether they are ``fused`` and the like has no effect.
+
+    Args:
+        optimizers: One per model, of one class and with the same groups; numbers may differ. They are not changed.
+        schedulers: One per optimizer, of any subclass of ``LRScheduler``. Copies of them step from where they are, and all
+            numbers that they change are kept in the state, ``float64[M, steps]``. ``with_hyperparams`` sets the highest one.
+        models: The models whose parameters the optimizers hold, in the same order; parameters in no group are not trained.
+        steps: How many times each scheduler steps from here to the end of training. Afterwards the last value is kept.
+        every: Updates between two steps of a scheduler: the number of batches in an epoch, if it steps once per epoch.
+
+    Raises:
+        StackError: if the optimizers or schedulers cannot be one; it names the member, the difference and the cure.
+
+    Example:
+        >>> models = [torch.nn.Linear(4, 1) for _ in range(3)]
+        >>> optimizers = [torch.optim.AdamW(m.parameters(), lr=lr) for m, lr in zip(models, [0.1, 0.2, 0.3])]
+        >>> schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, step_size=5) for optimizer in optimizers]
+        >>> optimizer = from_torch(optimizers, schedulers, models=models, steps=10, every=100)
+        >>> state = optimizer.init({path: torch.zeros(3, *p.shape) for path, p in models[0].named_parameters()})
+        >>> state.hyperparams["lr"]["value"]
+        tensor([0.1000, 0.2000, 0.3000], dtype=torch.float64)
+    """
+    optimizers, named = list(optimizers), [dict(model.named_parameters()) for model in models]
+    followed = [None] * len(optimizers) if schedulers is None else list(schedulers)
+    sizes = len(optimizers), len(named), len(followed)
+    if min(sizes) < max(*sizes, 1):
+        raise StackError("got {} optimizers, {} models and {} schedulers; pass one of each per member".format(*sizes))
+    if schedulers is not None and min(steps, every) < 1:
+        raise StackError(f"steps is {steps} and every is {every}; give e.g. steps=epochs, every=len(loader)")
+    for member, why in enumerate(map(_why_not, optimizers, followed, named)):
+        if why:
+            raise StackError(f"model {member}: {why}")
+    _check_same("class and groups", [(type(each).__name__, len(each.param_groups)) for each in optimizers])
+    make = _FUNCTIONS[type(optimizers[0])]
+    ahead = [_read_ahead(*pair, make, steps) for pair in zip(optimizers, followed, strict=True)]
+    label: dict[str, str | None] = {path: None for path, param in named[0].items() if param.requires_grad}
+    groups: dict[str, GradientTransformation] = {}
+    for number in range(len(ahead[0])):
+        pairs = [_states_of_group(i, number, *pair) for i, pair in enumerate(zip(optimizers, named, strict=True))]
+        members, counts = [states for states, _ in pairs], torch.tensor([count for _, count in pairs])
+        common = {*members[0]}.intersection(*members)
+        _check_same(f"what not all hold in group {number}", [sorted({*states} - common) for states in members])
+        if members[0]:
+            arguments = _arguments(number, [each[number] for each in ahead], every, counts, schedulers is not None)
+            groups[f"group{number}"] = _resumed(make(**arguments), members, counts)
+            label |= dict.fromkeys(members[0], f"group{number}")
+    if not groups:
+        raise StackError("no parameter of the optimizers requires grad, so there is nothing to train")
+    return groups.popitem()[1] if len({*label.values()}) == 1 else optim.partition(label, groups)
+
+
+def _why_not(optimizer: Optimizer, scheduler: Any, params: Mapping[str, nn.Parameter]) -> str:
+    """What keeps an optimizer and its scheduler from being a member of an array; empty if nothing does."""
+    kind, ids = type(optimizer), {id(param) for param in params.values()}
+    if kind not in _FUNCTIONS:
+        cure = f"use one of {', '.join(_NAMES)}, or write one as docs/howto/extend.md shows"
+        return f"{kind.__module__}.{kind.__qualname__} has no counterpart in this package; {cure}"
+    if has_step_hooks(optimizer):
+        return "the optimizer has step hooks, which no member has for itself; change gradients in a chain(...) instead"
+    strangers = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in ids]
+    if strangers:
+        order = "pass models and optimizers in the same order, and make parameters of the loss part of the model"
+        return f"its optimizer holds a parameter {list(strangers[0].shape)} that is not the model's; {order}"
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return "ReduceLROnPlateau follows a metric; give fit the callback hfta.schedules.plateau(metric, ...) instead"
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        return f"{type(scheduler).__qualname__} is not an LRScheduler; join several schedulers in a ChainedScheduler"
+    if scheduler is not None and scheduler.optimizer is not optimizer:
+        return "its scheduler follows another optimizer; pass optimizers and schedulers in the same order"
+    return ""
+
+
+def _check_same(what: str, values: Sequence[Any]) -> None:
+    for member, value in enumerate(values):
+        if value != values[0]:
+            difference = f"model {member}: {what} is {value} but in model 0 it is {values[0]}"
+            raise StackError(f"{difference}; members may differ in numbers only, so train an array for each")
+
+
+def _states_of_group(member: int, number: int, optimizer: Optimizer, params: Mapping[str, Any]) -> tuple[Any, int]:
+    """The states of the trained parameters in a group by path, and how many updates made them: any is 1 if nobody counts."""
+    inside = {id(param) for param in optimizer.param_groups[number]["params"] if param.requires_grad}
+    states = {path: optimizer.state.get(param, {}) for path, param in params.items() if id(param) in inside}
+    counts = {path: int(state.get("step", state.get("momentum_buffer") is not None)) for path, state in states.items()}
+    for path, count in counts.items():
+        if count != counts[first := next(iter(counts))]:
+            difference = f"the state of '{path}' is from {count} updates but that of '{first}' from {counts[first]}"
+            cure = "give parameters that joined later a group of their own, and freeze those that get no gradient"
+            raise StackError(f"model {member}: {difference}; {cure}")
+    copied = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
+    return copied, next(iter(counts.values()), 0)
+
+
+def _read_ahead(optimizer: Optimizer, scheduler: Any, make: Callable[..., Any], steps: int) -> list[dict[str, Any]]:
+    """The arguments of ``make`` for each group: of numbers, ``[steps]`` or ``[steps, 2]``, those before each step."""
+    known = [each for each in inspect.signature(make).parameters.values() if each.name in optimizer.param_groups[0]]
+    numbers = [each.name for each in known if "PerModel" in each.annotation]
+    stepped = copy.copy(optimizer)
+    # Schedulers write into tensors.
+    stepped.param_groups = [
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    rows: list[list[list[Any]]] = []
+    for _ in range(max(steps, 1)) if scheduler is None else itertools.islice(_steps_of(scheduler, stepped), steps):
+        values = [[group[name] for name in numbers] for group in stepped.param_groups]
+        rows.append([[value.item() if isinstance(value, Tensor) else value for value in row] for row in values])
+    return [
+        {each.name: group[each.name] for each in known}
+        | {name: torch.tensor([row[number][i] for row in rows], dtype=torch.float64) for i, name in enumerate(numbers)}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _steps_of(scheduler: LRScheduler, optimizer: Optimizer) -> Iterator[LRScheduler]:
+    """A copy of a scheduler that follows another optimizer, before its first step and after each, without warnings."""
+    follower: Any = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
+    while True:
+        yield follower
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            follower.step()
+
+
+def _arguments(number: int, members: Sequence[Any], every: int, start: Tensor, follows: bool) -> dict[str, Any]:
+    """The arguments that make the optimizer of a group, from those of each member."""
+
+    def spec(name: str, rows: Tensor) -> PerModel:
+        values = rows[:, 0]
+        if (name == "lr" and follows) or bool((rows != values[:, None]).any()):
+            highest = rows.abs().amax(1)
+            return _table(highest, rows / torch.where(highest > 0, highest, 1.0)[:, None], every, start.double())
+        return float(values[0]) if bool((values == values[0]).all()) else values.tolist()
+
+    arguments: dict[str, Any] = {}
+    for name, first in members[0].items():
+        values = [member[name] for member in members]
+        if isinstance(first, Tensor):
+            specs = [spec(name, rows) for rows in torch.stack(values).reshape(len(values), len(first), -1).unbind(2)]
+            arguments[name] = specs[0] if first.dim() == 1 else tuple(specs)
+        else:
+            _check_same(f"{name} of group {number}", values)
+            arguments |= {} if first is None else {name: first}
+    return arguments
+
+
+def to_torch(
+    optimizer: GradientTransformation, state: Tree, models: Iterable[nn.Module], schedulers: Iterable[LRScheduler] = ()
+) -> tuple[list[Optimizer], list[LRScheduler]]:
+    """M optimizers of ``torch.optim`` that go on where an array is, and their schedulers: the inverse of :func:`from_torch`.
+
+    Args:
+        optimizer: The step's optimizer: one with a counterpart in ``torch.optim``, or a :func:`partition` of one kind.
+        state: The training state, or the optimizer's.
+        models: The models to train, for example from :func:`unstack_params`.
+        schedulers: The schedulers that :func:`from_torch` was given; they are copied, not changed.
+
+    Returns:
+        Optimizers with the accumulated state and the present numbers, and schedulers, if given, that have stepped as far.
+
+    Raises:
+        StackError: if there is no counterpart, or not one model and scheduler per member.
+        StateError: if the state is of another optimizer or model.
+
+    Example:
+        >>> optimizer, models = optim.sgd(lr=[0.1, 0.2], momentum=0.9), [torch.nn.Linear(4, 1) for _ in range(2)]
+        >>> state = optimizer.init({path: torch.zeros(2, *p.shape) for path, p in models[0].named_parameters()})
+        >>> to_torch(optimizer, state, models)[0][1].param_groups[0]["lr"]
+        0.2
+    """
+    state, followed = getattr(state, "opt_state", state), list(schedulers)
+    named, count = [dict(model.named_parameters()) for model in models], num_models(state)
+    if len(named) != count or len(followed) not in (0, count):
+        raise StackError(f"got {len(named)} models and {len(followed)} schedulers for {count} members; pass one each")
+    trained = {path: param.detach().to("meta") for path, param in named[0].items() if param.requires_grad}
+    params = {path: param.expand(count, *param.shape) for path, param in trained.items()}
+    mismatch = difference(state, optimizer.init(params), "state.opt_state", "the state", "the optimizer")
+    if mismatch is not None:
+        raise StateError(f"the state is of another optimizer or model: {mismatch}; pass those that it was made with")
+    make, call = _call_of(optimizer)
+    if make is not optim.partition:
+        call, state = {"label": {"": ""}, "groups": {"": optimizer}}, PartitionState({"": state})
+    paths, states = [*group_paths(**call, params=params).values()], [*state.groups.values()]
+    calls = [_call_of(group) for group in call["groups"].values()]
+    kind, *others = {_CLASSES.get(make) for make, _ in calls}
+    if kind is None or others:
+        known = f"to_torch takes one of {', '.join(_NAMES)}, or a partition with groups of one of them"
+        raise StackError(f"{known}; of a chain, pass that part and its state")
+    options = [_options_of(kind, *call, group) for call, group in zip(calls, states, strict=True)]
+    made = []
+    counted = () if kind in (torch.optim.SGD, torch.optim.Muon) else ("step",)
+    for member, leaves in enumerate(named):
+        inside = [[leaves[path] for path in group] for group in paths]
+        made.append(kind([{"params": group, **rows[member]} for group, rows in zip(inside, options, strict=True)]))
+        for group, part in zip(paths, states, strict=True):
+            # A buffer of SGD starts with the first gradient.
+            for param, path in [(leaves[path], path) for path in group if counted or part.step[member]]:
+                for name in (*counted, *part._fields[len(FIELDS) :]):
+                    key, slot = _KEYS.get(name, name), getattr(part, name)
+                    if isinstance(slot, Tensor):
+                        made[-1].state[param][key] = torch.tensor(float(slot[member]))
+                    elif slot:
+                        made[-1].state[param][key] = slot[path][member].to(param, copy=True)
+    if not followed:
+        return made, []
+    lr, sizes = states[0].hyperparams["lr"], {len(each.optimizer.param_groups) for each in followed}
+    if not (isinstance(lr, Mapping) and "rows" in lr) or sizes != {len(states)}:
+        raise StackError("the optimizer was not made of these schedulers; make new ones over the returned optimizers")
+    steps = ((states[0].step - lr["start"]) // lr["every"]).clamp(min=0).long()
+    return made, [_follow(*each) for each in zip(followed, made, steps.tolist(), strict=True)]
+
+
+def _call_of(optimizer: GradientTransformation) -> tuple[Any, dict[str, Any]]:
+    """The function that made an optimizer, and its arguments."""
+    made, arguments = recipe(optimizer)
+    if not isinstance(made, functools.partial):
+        return None, {}
+    bound = inspect.signature(made.func).bind(*arguments, **made.keywords)
+    bound.apply_defaults()
+    return _call_of(bound.arguments["optimizer"]) if made.func is _resumed else (made.func, bound.arguments)
+
+
+def _options_of(kind: type[Optimizer], make: Callable[..., Any], arguments: Mapping[str, Any], state: Any) -> list[Any]:
+    """The options of a group of ``torch.optim`` for each member, with the present values of schedules."""
+
+    def present(name: str, spec: Any) -> list[float]:
+        values = state.hyperparams.get(name)
+        if values is None:
+            return vector(name, spec, len(state.step), state.step.device).tolist()
+        return Hyperparams(type(state), **{name: spec}).at({name: values}, state.step)[name].tolist()
+
+    columns: dict[str, Any] = {}
+    for name, parameter in inspect.signature(make).parameters.items():
+        value = arguments[name]
+        if name not in inspect.signature(kind).parameters:
+            if value != parameter.default:
+                raise StackError(f"torch.optim.{kind.__name__} has no {name}, which is {value} here; leave it out")
+        elif name == "betas":
+            columns[name] = [*zip(*(present(f"beta{i}", beta) for i, beta in enumerate(value, 1)), strict=True)]
+        else:
+            columns[name] = present(name, value) if "PerModel" in parameter.annotation else [value] * len(state.step)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _follow(scheduler: LRScheduler, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """A copy of a scheduler that follows an optimizer, after a number of steps."""
+    present = [{**group} for group in optimizer.param_groups]
+    # A scheduler of any kind makes the optimizer note that it steps.
+    LambdaLR(optimizer, lambda epoch: 1.0)
+    for group, before in zip(optimizer.param_groups, scheduler.optimizer.param_groups, strict=True):
+        group.update({name: value for name, value in before.items() if name not in ("params", "param_names")})
+    *_, follower = itertools.islice(_steps_of(scheduler, optimizer), steps + 1)
+    for group, values in zip(optimizer.param_groups, present, strict=True):
+        group.update(values)
+    return follower

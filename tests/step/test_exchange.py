@@ -1,0 +1,425 @@
+"""Optimizers and schedulers of ``torch.optim`` go on as an array, and back, as in a loop that never leaves PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import hfta_func as hfta
+from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, OptimizerCase, theirs
+
+M = 3
+CASES = [case for case in OPTIMIZERS if getattr(torch.optim, case.theirs.__name__, None) is case.theirs]
+CASES += [
+    case._replace(name=f"{case.name}, maximized", options={**case.options, "maximize": True}) for case in CASES[:3]
+]
+CASES.append(
+    MATRIX_OPTIMIZERS[0]._replace(
+        theirs=torch.optim.Muon, options={"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def double() -> Any:
+    """torch.optim keeps some of its numbers in the default type."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Tree(nn.Module):
+    """Parameters of some shapes, of which one is tied and one has a path like the beginning of another's."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.again = next(self.parameters())
+
+
+def _models(shapes: dict[str, tuple[int, ...]]) -> list[Tree]:
+    return [Tree(shapes) for _ in range(M)]
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, generator: torch.Generator) -> None:
+    for _ in range(steps):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator) if param.requires_grad else None
+        optimizer.step()
+
+
+def _train_array(
+    optimizer: hfta.GradientTransformation, state: Any, params: Any, steps: int, generators: list[torch.Generator]
+) -> tuple[Any, Any]:
+    for _ in range(steps):
+        drawn = {path: [torch.randn(leaf.shape[1:], generator=g) for g in generators] for path, leaf in params.items()}
+        updates, state = optimizer.update({path: torch.stack(row) for path, row in drawn.items()}, state, params)
+        params = hfta.apply_updates(params, updates)
+    return state, params
+
+
+def _copies(generators: list[torch.Generator]) -> list[torch.Generator]:
+    return [torch.Generator().set_state(generator.get_state()) for generator in generators]
+
+
+def _generators(seed: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed + i) for i in range(M)]
+
+
+def _assert_same(models: list[Any], others: list[Any], tolerance: float = 1e-12) -> None:
+    for model, other in zip(models, others, strict=True):
+        for (path, param), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(
+                param, expected, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}"
+            )
+
+
+@pytest.mark.exhaustive(ids="-0$|muon")
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_optimizers_go_on_as_an_array_and_back(case: OptimizerCase, before: int) -> None:
+    models = _models(case.shapes)
+    optimizers = [theirs(case, i, model.parameters()) for i, model in enumerate(models)]
+    generators = _generators(1)
+    # Members have made different numbers of updates.
+    for i, member in enumerate(zip(models, optimizers, strict=True)):
+        _train(*member, before and before + i, generators[i])
+    optimizer = pickle.loads(pickle.dumps(hfta.from_torch(optimizers, models=models)))
+    params, buffers = hfta.stack_params(models)
+    state = optimizer.init(params)
+    copies = _copies(generators)
+    for i, member in enumerate(zip(models, optimizers, strict=True)):
+        _train(*member, 3, generators[i])
+    state, params = _train_array(optimizer, state, params, 3, copies)
+    back = hfta.unstack_params(models[0], params, buffers)
+    # Products in bfloat16 add up in another order.
+    tolerance = 2e-2 if case.ours is hfta.muon else 1e-12
+    _assert_same(back, models, tolerance)
+    returned, schedulers = hfta.to_torch(optimizer, state, back)
+    assert schedulers == [] and {type(each) for each in returned} == {case.theirs}
+    for i in range(M):
+        given, got = ({**each.param_groups[0], "params": ()} for each in (optimizers[i], returned[i]))
+        assert given == got
+        for param, copied in zip(models[i].parameters(), back[i].parameters(), strict=True):
+            entry, expected = returned[i].state.get(copied, {}), optimizers[i].state.get(param, {})
+            for name, value in expected.items():
+                torch.testing.assert_close(entry[name], value, rtol=1e-12, atol=1e-12)
+            # A member without momentum has buffers beside those that have some.
+            assert entry.keys() - expected.keys() <= {"momentum_buffer"}
+        _train(models[i], optimizers[i], 2, generators[i])
+        _train(back[i], returned[i], 2, copies[i])
+    _assert_same(back, models, tolerance)
+
+
+def _onecycle(optimizer: Any, i: int, **options: Any) -> Any:
+    return lr_scheduler.OneCycleLR(
+        *(optimizer, [0.1, 0.02, 0.3][i]),
+        total_steps=40,
+        pct_start=[0.3, 0.5, 0.1][i],
+        base_momentum=0.2 + i / 10,
+        **options,
+    )
+
+
+class HalvesDecay(lr_scheduler.LRScheduler):
+    """One of a user's own, which changes another number."""
+
+    def get_lr(self) -> list[Any]:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] *= 0.5
+        return [group["lr"] * 1.01 for group in self.optimizer.param_groups]
+
+
+def _rise(optimizer: Any, i: int) -> Any:
+    return lr_scheduler.LinearLR(optimizer, 0.1 + i / 10, total_iters=4 + i)
+
+
+SCHEDULERS: dict[str, Callable[[Any, int], Any]] = {
+    "StepLR": lambda o, i: lr_scheduler.StepLR(o, 2 + i, 0.5 + i / 10),
+    "MultiStepLR": lambda o, i: lr_scheduler.MultiStepLR(o, [2, 4 + i, 4 + i], 0.5 + i / 10),
+    "ConstantLR": lambda o, i: lr_scheduler.ConstantLR(o, 0.2 + i / 10, total_iters=3 + i),
+    "LinearLR": _rise,
+    "ExponentialLR": lambda o, i: lr_scheduler.ExponentialLR(o, 0.9 + i / 20),
+    "PolynomialLR": lambda o, i: lr_scheduler.PolynomialLR(o, 6 + i, 1.0 + i),
+    "CosineAnnealingLR": lambda o, i: lr_scheduler.CosineAnnealingLR(o, 4 + i, 0.01 * i),
+    "CosineAnnealingWarmRestarts": lambda o, i: lr_scheduler.CosineAnnealingWarmRestarts(o, 2 + i, 2),
+    "OneCycleLR": _onecycle,
+    "OneCycleLR, three phases": lambda o, i: _onecycle(o, i, three_phase=True, anneal_strategy="linear"),
+    "CyclicLR": lambda o, i: lr_scheduler.CyclicLR(o, 0.0, 0.1 + i / 10, 2 + i, mode="triangular2", max_momentum=0.8),
+    "CyclicLR, scaled": lambda o, i: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, scale_fn=lambda x: 0.9 ** (x + i)),
+    "LambdaLR": lambda o, i: lr_scheduler.LambdaLR(o, lambda epoch: min(1.0, epoch / (3 + i))),
+    "LambdaLR of groups": lambda o, i: lr_scheduler.LambdaLR(o, [lambda n: 0.9**n, lambda n: 1 / (1 + n + i)]),
+    "MultiplicativeLR": lambda o, i: lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.8 + i / 10),
+    "SequentialLR": lambda o, i: lr_scheduler.SequentialLR(
+        o, [_rise(o, i), lr_scheduler.CosineAnnealingLR(o, 5)], milestones=[4 + i]
+    ),
+    "ChainedScheduler": lambda o, i: lr_scheduler.ChainedScheduler(
+        [_rise(o, i), lr_scheduler.ExponentialLR(o, 0.9 + i / 20), lr_scheduler.CosineAnnealingLR(o, 9, 0.01)]
+    ),
+    "SWALR": lambda o, i: torch.optim.swa_utils.SWALR(o, swa_lr=0.01 + i / 100, anneal_epochs=4),
+    "of a user": lambda o, i: HalvesDecay(o),
+}
+KINDS = {"sgd": (torch.optim.SGD, {"momentum": 0.9}), "adam": (torch.optim.AdamW, {"betas": (0.8, 0.99)})}
+
+
+@pytest.mark.exhaustive(unless="sgd-3-2|OneCycleLR-adam")
+@pytest.mark.parametrize(("kind", "before", "every"), [("sgd", 0, 1), ("sgd", 3, 2), ("adam", 2, 1)])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on_as_an_array_and_back(name: str, kind: str, before: int, every: int) -> None:
+    """From their start and midway, once per batch and per epoch; the second group has a number that is a tensor."""
+    make, options = KINDS[kind]
+    models, generators = _models({"first": (3, 2), "second": (4,)}), _generators(2)
+    optimizers = [
+        make(
+            [{"params": [m.first], "lr": 0.1 + i}, {"params": [m.second], "lr": torch.tensor(0.02)}],
+            **options,
+            weight_decay=0.01,
+        )
+        for i, m in enumerate(models)
+    ]
+    schedulers = [SCHEDULERS[name](optimizer, i) for i, optimizer in enumerate(optimizers)]
+
+    def epochs(models: Any, optimizers: Any, schedulers: Any, generators: Any, count: int) -> None:
+        for member in zip(models, optimizers, schedulers, generators, strict=True):
+            model, optimizer, scheduler, generator = member
+            for _ in range(count):
+                _train(model, optimizer, every, generator)
+                scheduler.step()
+
+    epochs(models, optimizers, schedulers, generators, before)
+    kept = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
+    optimizer = pickle.loads(pickle.dumps(hfta.from_torch(optimizers, schedulers, models=models, steps=9, every=every)))
+    # Nothing that was passed in has changed.
+    assert str(kept) == str([each.state_dict() for each in optimizers])
+    originals = [copy.deepcopy(each) for each in zip(models, optimizers, schedulers, strict=True)]
+    params, buffers = hfta.stack_params(models)
+    copies = _copies(generators)
+    epochs(models, optimizers, schedulers, generators, 7)
+    state, params = _train_array(optimizer, optimizer.init(params), params, 7 * every, copies)
+    back = hfta.unstack_params(models[0], params, buffers)
+    _assert_same(back, models)
+    returned, followers = hfta.to_torch(optimizer, state, back, [scheduler for *_, scheduler in originals])
+    for follower, scheduler, other in zip(followers, schedulers, returned, strict=True):
+        assert type(follower) is type(scheduler) and follower.optimizer is other
+    epochs(models, optimizers, schedulers, generators, 4)
+    epochs(back, returned, followers, copies, 4)
+    _assert_same(back, models)
+
+
+def _make() -> nn.Module:
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    model[3].weight = model[2].weight
+    model[4].bias.requires_grad_(False)
+    return model
+
+
+def _groups(model: Any) -> list[dict[str, Any]]:
+    """Without the first bias; with a tied and a frozen parameter, and a group of frozen ones alone."""
+    first = {"params": [model[0].weight, *model[3].parameters()], "weight_decay": 0.1}
+    return [first, {"params": [model[4].weight, model[2].bias], "maximize": True}, {"params": [model[4].bias]}]
+
+
+def _loss_fn(model: Any, batch: Any) -> Any:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        False,
+        pytest.param(True, marks=[pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore::DeprecationWarning")]),
+    ],
+)
+def test_a_run_goes_on_as_the_scripts(compiled: bool, tmp_path: Any) -> None:
+    """With groups, after a file, as a compiled step, and in an array of some of the members in another order."""
+    models = [_make() for _ in range(M)]
+    optimizers = [torch.optim.Adam(_groups(model), lr=0.01 * (i + 1)) for i, model in enumerate(models)]
+    schedulers = [lr_scheduler.ExponentialLR(each, 0.9 - i / 10) for i, each in enumerate(optimizers)]
+    batches = [(torch.randn(6, 3), torch.randn(6, 1)) for _ in range(4)]
+
+    def train() -> None:
+        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+            for batch in batches:
+                optimizer.zero_grad()
+                _loss_fn(model, batch).backward()
+                optimizer.step()
+            scheduler.step()
+
+    train()
+    optimizer = hfta.from_torch(iter(optimizers), iter(schedulers), models=iter(models), steps=8, every=4)
+    step = hfta.make_train_step(models[0], _loss_fn, optimizer, batch_dims=None, donate=True)
+    start = step.init(*hfta.stack_params(models), seeds=range(M))
+    held = hfta.take(start, slice(None)).opt_state
+    for _ in range(3):
+        train()
+    run: Any = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    path = tmp_path / "run.safetensors"
+    hfta.fit(run, start, batches, epochs=2, progress=False, resume=path)
+    # Neither a state that was written nor optimizers that go on change what another state starts from.
+    start = step.init(*hfta.stack_params(models), seeds=range(M))
+    assert start.opt_state.groups["group0"].step.tolist() == [4, 4, 4]
+    assert all(map(torch.equal, optree.tree_leaves(start.opt_state), optree.tree_leaves(held)))
+    state, _ = hfta.fit(run, start, batches, epochs=3, progress=False, resume=path)
+    _assert_same(hfta.unstack_params(models[0], *hfta.stacked(state)), models, 1e-11)
+    assert [*state.opt_state.groups] == ["group0", "group1"]
+    rates = hfta.with_hyperparams(state, **{"group1.lr": 1.0}).opt_state.groups["group1"].hyperparams["lr"]["value"]
+    assert rates.tolist() == [1.0] * M
+    state = hfta.take(state, [2, 0])
+    train()
+    for batch in batches:
+        state, _ = step(state, batch)
+    back = hfta.unstack_params(models[0], *hfta.stacked(state))
+    _assert_same(back, [models[2], models[0]], 1e-11)
+    returned, _ = hfta.to_torch(optimizer, state, back)
+    assert [group["maximize"] for group in returned[0].param_groups] == [False, True]
+    assert [len(each.state) for each in returned] == [5, 5]
+
+
+def test_the_last_value_is_kept() -> None:
+    models = _models({"w": (2,)})
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0 + i) for i, model in enumerate(models)]
+    schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+    optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=3, every=2)
+    params, _ = hfta.stack_params(models)
+    state, rates = optimizer.init(params), []
+    for _ in range(9):
+        updates, state = optimizer.update({"w": torch.ones(M, 2)}, state, params)
+        rates.append(-updates["w"][1, 0].item())
+    assert rates == [2.0, 2.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
+    # The present number is what an optimizer gets, and a scheduler goes on as far as its updates say.
+    solo, followers = hfta.to_torch(optimizer, state, models, schedulers)
+    assert solo[1].param_groups[0]["lr"] == 0.5 and followers[1].last_epoch == 4
+
+
+class Unknown(torch.optim.SGD):
+    pass
+
+
+def _linear(count: int = 3) -> list[Any]:
+    return [nn.Linear(2, 1) for _ in range(count)]
+
+
+def _refused(
+    change: Callable[..., Any] = lambda models, optimizers: None, make: Any = torch.optim.SGD, **options: Any
+) -> Any:
+    """``from_torch`` of three optimizers after a change that returns other arguments."""
+    models = _linear()
+    optimizers = [make(model.parameters(), lr=0.1) for model in models]
+    arguments = {"models": models, "optimizers": optimizers, **(change(models, optimizers) or {}), **options}
+    return hfta.from_torch(arguments.pop("optimizers"), arguments.pop("schedulers", None), **arguments)
+
+
+def _step(model: Any, optimizer: Any, *names: str) -> None:
+    for name in names:
+        param = model.get_parameter(name)
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def _schedulers(optimizers: Any, make: Any = lr_scheduler.ExponentialLR, *arguments: Any) -> dict[str, Any]:
+    return {"schedulers": [make(optimizer, *arguments) for optimizer in optimizers]}
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: _refused(make=torch.optim.LBFGS),
+        r"model 0: torch.optim.lbfgs.LBFGS has no counterpart .* use one of SGD, .*extend",
+    ),
+    (lambda: _refused(make=torch.optim.SparseAdam), "SparseAdam has no counterpart"),
+    (lambda: _refused(make=Unknown), r"test_exchange.Unknown has no counterpart"),
+    (
+        lambda: _refused(lambda m, o: {"optimizers": [*o[:2], torch.optim.Adam(m[2].parameters())]}),
+        r"model 2: class and groups is \('Adam', 1\) but in model 0 it is \('SGD', 1\)",
+    ),
+    (lambda: _refused(lambda m, o: o[1].register_step_pre_hook(lambda *_: None) and {}), "model 1: .* step hooks"),
+    (lambda: _refused(lambda m, o: o[1].register_step_post_hook(lambda *_: None) and {}), "model 1: .* step hooks"),
+    (lambda: _refused(lambda m, o: {"models": m[::-1]}), r"model 0: .* a parameter \[1, 2\] .* same order"),
+    (lambda: _refused(lambda m, o: {"models": m[:2]}), "got 3 optimizers, 2 models and 3 schedulers; pass one of each"),
+    (lambda: _refused(lambda m, o: {"models": [], "optimizers": []}), "got 0 optimizers"),
+    (
+        lambda: _refused(lambda m, o: {"optimizers": [*o[:2], torch.optim.SGD([m[2].weight], lr=0.1)]}),
+        r"model 2: what not all hold in group 0 is \[\] but in model 0 it is \['bias'\]",
+    ),
+    (
+        lambda: _refused(lambda m, o: o[1].param_groups[0].update(nesterov=True)),
+        "model 1: nesterov of group 0 is True but",
+    ),
+    (lambda: _refused(lambda m, o: [each.requires_grad_(False) for each in m] and {}), "nothing to train"),
+    (
+        lambda: _refused(lambda m, o: _step(m[1], o[1], "weight"), make=torch.optim.Adam),
+        r"model 1: the state of 'bias' is from 0 updates but that of 'weight' from 1; give .* group of their own",
+    ),
+    (
+        lambda: _refused(lambda m, o: _schedulers(o, lr_scheduler.ReduceLROnPlateau), steps=3),
+        "model 0: ReduceLROnPlateau follows a metric; .*schedules.plateau",
+    ),
+    (lambda: _refused(lambda m, o: {"schedulers": o}, steps=3), "model 0: SGD is not an LRScheduler"),
+    (
+        lambda: _refused(lambda m, o: _schedulers(o[::-1], lr_scheduler.ExponentialLR, 0.9), steps=3),
+        "model 0: its scheduler follows another",
+    ),
+    (lambda: _refused(lambda m, o: _schedulers(o, lr_scheduler.ExponentialLR, 0.9)), "steps is 0 and every is 1; give"),
+    (
+        lambda: _refused().init(hfta.stack_params(_linear(2))[0]),
+        "goes on from 3 models; stack these, not 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("refused", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
+def test_what_is_refused_and_why(refused: Callable[[], Any], message: str) -> None:
+    with pytest.raises(hfta.StackError, match=message):
+        refused()
+
+
+def test_what_does_not_go_back() -> None:
+    models = _linear()
+    params, _ = hfta.stack_params(models)
+    adam, sgd = hfta.adam(lr=[0.1, 0.2, 0.3]), hfta.sgd()
+    for optimizer, message in (
+        (hfta.lion(), "takes one of SGD"),
+        (hfta.chain(hfta.clip_grad_norm(1.0), sgd), "of a chain, pass that part"),
+        (hfta.partition({"weight": "a", "bias": "b"}, {"a": adam, "b": sgd}), "groups of one of them"),
+        (hfta.optim.GradientTransformation(sgd.init, lambda *_: _), "takes one of SGD"),
+    ):
+        with pytest.raises(hfta.StackError, match=message):
+            hfta.to_torch(optimizer, optimizer.init(params), models)
+    with pytest.raises(hfta.StateError, match="of another optimizer"):
+        hfta.to_torch(adam, sgd.init(params), models)
+    for arguments in ([models[:1]], [models, _schedulers([])["schedulers"] + [None]]):
+        with pytest.raises(hfta.StackError, match="for 3 members; pass one each"):
+            hfta.to_torch(sgd, sgd.init(params), *arguments)
+    schedulers = [lr_scheduler.ExponentialLR(torch.optim.SGD(model.parameters()), 0.9) for model in models]
+    with pytest.raises(hfta.StackError, match="not made of these schedulers"):
+        hfta.to_torch(sgd, sgd.init(params), models, schedulers)
+    matrices = hfta.muon(maximize=True)
+    with pytest.raises(hfta.StackError, match="Muon has no maximize, which is True"):
+        hfta.to_torch(
+            matrices, matrices.init({"weight": params["weight"]}), [nn.Linear(2, 1, bias=False) for _ in models]
+        )
+
+
+def test_what_has_not_stepped_goes_back_as_it_was() -> None:
+    """Schedulers do not warn, and the first gradient is the buffer of SGD; one that changes nothing yet counts its steps."""
+    models = _linear()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, dampening=0.5) for model in models]
+    schedulers = [lr_scheduler.StepLR(optimizer, 20) for optimizer in optimizers]
+    optimizer = hfta.from_torch(optimizers, schedulers, models=models, steps=4)
+    params, _ = hfta.stack_params(models)
+    state = optimizer.init(params)
+    (solo, *_), (scheduler, *_) = hfta.to_torch(optimizer, state, models, schedulers)
+    _step(models[0], solo, "weight", "bias")
+    scheduler.step()
+    assert solo.state[models[0].bias]["momentum_buffer"].tolist() == [1.0]
+    _, state = optimizer.update({path: torch.ones_like(leaf) for path, leaf in params.items()}, state, params)
+    _, (scheduler, *_) = hfta.to_torch(optimizer, state, models, schedulers)
+    assert scheduler.last_epoch == 1
