@@ -116,8 +116,7 @@ class DatasetLoader(ArrayLoader):
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
         noise = random.fold_in(random.fold_in(self.keys, _ITEM), self._ahead + epoch)
-        dealt = enumerate(super().batches(epoch, start), start)
-        return self._loaded(self._draw(rows, noise, number) for number, rows in dealt)
+        return self._loaded(self._draw(rows, noise, n) for n, rows in enumerate(super().batches(epoch, start), start))
 
     def _draw(self, rows: Tensor, noise: Tensor, number: int) -> _Draw:
         rows = rows.reshape(len(noise), -1)
