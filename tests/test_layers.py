@@ -89,6 +89,7 @@ FILES_IN = {
         "compare",
         "row_sampling",
         "data",
+        "dataset",
         "evaluation",
         "graphs",
         "compiler",
