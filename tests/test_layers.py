@@ -77,7 +77,7 @@ FILES_IN = {
             "shared",
             "judge",
         ),
-        *("update", "commit", "many", "train", "evaluate", "mixing", "average", "prediction", "ensemble", "exchange"),
+        *("update", "commit", "many", "train", "joint", "evaluate", "mixing", "average", "prediction", "ensemble", "exchange"),
     ],
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],

@@ -124,6 +124,24 @@ def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
     return restored(_over(lambda dim, leaf: leaf if dim is None else leaf[index], dims, plain(batch)), batch)
 
 
+def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
+    """One of ``count`` parts of equal size of the rows of a batch, which are along axis 1 where ``dims`` is 0, else axis 0."""
+
+    def rows(dim: int | None, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        axis = 0 if dim is None else 1
+        size, rest = divmod(leaf.shape[axis] if leaf.dim() > axis else 0, count)
+        if rest or not size:
+            raise BatchError(
+                f"a leaf of the batch is {list(leaf.shape)}, and its axis {axis} cannot be split into {count} parts of equal "
+                f"size; give it a multiple of {count} rows, and an ArrayLoader drop_last=True"
+            )
+        return leaf.narrow(axis, part * size, size)
+
+    return batch if count == 1 else restored(_over(rows, dims, plain(batch)), batch)
+
+
 def leaf_dims(dims: Tree, tree: Tree) -> Tree:
     """One entry of ``dims`` for each leaf of a batch that :func:`plain` has made, None where there is no tensor."""
     return _over(lambda dim, leaf: dim, dims, tree)

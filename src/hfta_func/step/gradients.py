@@ -60,17 +60,8 @@ class Gradients:
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
-        params = state.params
-        if self.rewrites_params:
-            params = copied(params)
-        trained = {path: param for path, param in params.items() if path in self._trainable}
-        frozen = {path: param for path, param in params.items() if path not in self._trainable}
-        keys = random.fold_in(state.keys, state.step + NOISE)
-        scale = () if self._options.scaling is None else state.loss_scale.scale
-        everything = expanded_shared(state)
-        shared = {path: param for path, param in everything.items() if path not in state.params}
-        given = filled(state.buffers, state.hparams)
-        members = (keys, trained, shared, frozen, given, state.hparams, scale)
+        members = self._tensors(state)
+        keys, trained, shared = members[:3]
         self._members.rehearse(members, batch)
         if shared and can_look(keys) and self._options.scaling is None and bool(state.active.all()):
             run = functools.partial(self._run, batch, together=True)
@@ -88,6 +79,24 @@ class Gradients:
             grads = amp.unscaled(grads, state.loss_scale.scale)
         grads, apart = _parted(grads, shared)
         return StepOutputs(trained, grads, losses, metrics, buffers, apart)
+
+    def rehearse(self, state: TrainState, batch: Tree) -> None:
+        """See :meth:`Members.rehearse`: with the first state of a joint step, because a compiler knows no later one's values."""
+        self._members.rehearse(self._tensors(state), batch)
+
+    def _tensors(self, state: TrainState) -> tuple[Tensor, Params, Params, Params, Params, Params, Any]:
+        """What members run with, in the order of :meth:`_run`'s unpacking."""
+        params = state.params
+        if self.rewrites_params:
+            params = copied(params)
+        trained = {path: param for path, param in params.items() if path in self._trainable}
+        frozen = {path: param for path, param in params.items() if path not in self._trainable}
+        keys = random.fold_in(state.keys, state.step + NOISE)
+        scale = () if self._options.scaling is None else state.loss_scale.scale
+        everything = expanded_shared(state)
+        shared = {path: param for path, param in everything.items() if path not in state.params}
+        given = filled(state.buffers, state.hparams)
+        return keys, trained, shared, frozen, given, state.hparams, scale
 
     def _run_first(self, members: tuple[Any, ...], batch: Tree) -> None:
         members, batch = first_member(self._options.batch_dims, members, batch)
