@@ -277,7 +277,7 @@ PLANTED = [
     ),
     Planted(
         "an inactive member that fails raises",
-        *("step/judge.py", "refuse(torch.where(active, failure, 0), state.step)", "refuse(failure, state.step)"),
+        *("step/judge.py", "refuse(torch.where(active, failure, 0), state.step", "refuse(failure, state.step"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(

@@ -125,7 +125,7 @@ def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
 
 
 def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
-    """One of ``count`` parts of equal size of the rows of a batch, which are along axis 1 where ``dims`` is 0, else axis 0."""
+    """One of ``count`` equal parts of the rows of a batch, which are along axis 1 where ``dims`` is 0, else axis 0."""
 
     def rows(dim: int | None, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

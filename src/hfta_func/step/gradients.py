@@ -81,11 +81,11 @@ class Gradients:
         return StepOutputs(trained, grads, losses, metrics, buffers, apart)
 
     def rehearse(self, state: TrainState, batch: Tree) -> None:
-        """See :meth:`Members.rehearse`: with the first state of a joint step, because a compiler knows no later one's values."""
+        """See :meth:`Members.rehearse`; a joint step does it with its first state, as a compiler knows no later values."""
         self._members.rehearse(self._tensors(state), batch)
 
     def _tensors(self, state: TrainState) -> tuple[Tensor, Params, Params, Params, Params, Params, Any]:
-        """What members run with, in the order of :meth:`_run`'s unpacking."""
+        """What members run with."""
         params = state.params
         if self.rewrites_params:
             params = copied(params)

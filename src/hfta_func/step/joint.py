@@ -18,12 +18,13 @@ from hfta_func.optim._transforms import PartitionState
 from hfta_func.step.batch import rows_of
 from hfta_func.step.check import require
 from hfta_func.step.failures import Failure
-from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 
 # Negative, as all numbers that this package folds into the keys of a state.
 _NOISE = -(2**62) - 2**60
+
+_KEPT = "params", "buffers", "opt_state"
 
 
 def joint(*, every: Mapping[str, int] | None = None, **steps: TrainStep) -> JointStep:
@@ -70,48 +71,26 @@ class JointStep(Compiled):
     """``step(state, batch) -> (state, metrics)``, a pure function; made by :func:`joint`."""
 
     def __init__(self, steps: Mapping[str, TrainStep], every: Mapping[str, int]):
-        self._made_from = dict(steps), dict(every)
-        for name, step in steps.items():
-            if not isinstance(step, TrainStep):
-                raise ValueError(
-                    f"{name} is a {type(step).__qualname__}; pass what make_train_step returned, and compile the joint step"
-                )
-            if step.options.shared_params:
-                raise ValueError(f"the step of '{name}' has shared_params, which joint does not train; leave them out")
+        self._made_from = steps, every
         if not steps:
             raise LossError("there is no network to train; name a step for each, joint(d=..., g=...)")
-        self.options = [*steps.values()][0].options
-        for field in ("batch_dims", "share_frozen", "donate"):
-            values = {name: getattr(step.options, field) for name, step in steps.items()}
-            for name, value in values.items():
-                if value != getattr(self.options, field):
-                    raise ValueError(f"{field} differs between steps: {values}; give '{name}' that of the others")
         for name, count in every.items():
             if name not in steps or not isinstance(count, int) or count < 1:
                 raise ValueError(
-                    f"every has {name!r}: {count!r}; give networks of {', '.join(steps)} an integer of at least 1"
+                    f"every has {name!r}: {count!r}; give some of {', '.join(steps)} integers of at least 1"
                 )
+        _check_steps(steps)
+        first, last = next(iter(steps.values())), [*steps][-1]
+        self.options, self.base, self.batch_dims = first.options, first.base, first.batch_dims
         self._every = {name: every.get(name, 1) for name in steps}
         self._parts = math.lcm(*self._every.values())
         self._noise = {name: _NOISE - zlib.crc32(name.encode()) for name in steps}
-        _check_apart(steps)
         # A member that fails goes back to where it was before the first network, so only the last update may be in place.
-        last = [*steps][-1]
         in_place = last if self.options.donate and self._every[last] == self._parts else None
         self._steps = {name: step.of_network(name, donate=name == in_place) for name, step in steps.items()}
 
     def __reduce__(self) -> Any:
         return JointStep, self._made_from
-
-    @property
-    def base(self) -> Params:
-        """What all members share, by path, with ``share_frozen=True``."""
-        return next(iter(self._steps.values())).base
-
-    @property
-    def batch_dims(self) -> Tree:
-        """Which parts of a batch have a model axis."""
-        return self.options.batch_dims
 
     def init(
         self,
@@ -132,7 +111,9 @@ class JointStep(Compiled):
         Raises:
             Exception: what :meth:`TrainStep.init` raises.
         """
-        chosen = next((name for name, step in self._steps.items() if step._gradients.takes_hparams), next(iter(self._steps)))
+        chosen = next(
+            (name for name, step in self._steps.items() if step._gradients.takes_hparams), next(iter(self._steps))
+        )
         states = {
             name: step.init(params, buffers, seeds=seeds, hparams=hparams if name == chosen else None)
             for name, step in self._steps.items()
@@ -166,9 +147,8 @@ class JointStep(Compiled):
             after, failure, reports = self._updates(state, batch)
             failed = _is_real(failure)
             if not can_look(failed) or bool((failed & state.active).any()):
-                new, old = ((each.params, each.buffers, each.opt_state) for each in (after, state))
-                params, buffers, opt_state = where(~failed, new, old)
-                after = after._replace(params=params, buffers=buffers, opt_state=opt_state)
+                kept = {field: where(~failed, getattr(after, field), getattr(state, field)) for field in _KEPT}
+                after = after._replace(**kept)
             metrics = {"finite": ~failed, "failure": failure} | {
                 f"{name}.{metric}": _mean([report[metric] for report in reports[name]])
                 for name in self._steps
@@ -228,13 +208,22 @@ def _mean(values: list[Tensor]) -> Tensor:
     return torch.stack(values).mean(0)
 
 
-def _check_apart(steps: Mapping[str, TrainStep]) -> None:
-    """Raise a StackError if a parameter belongs to two networks, which would both update it."""
-    owners: dict[int, str] = {}
-    for path, param in next(iter(steps.values()))._made_from[0].named_parameters(remove_duplicate=False):
-        name = path.partition(".")[0]
-        if name in steps and owners.setdefault(id(param), name) != name:
-            raise StackError(
-                f"'{path}' belongs to '{owners[id(param)]}', too, and each network has an optimizer of its own; make what "
-                f"they share a child of the module, with a step of its own"
-            )
+def _check_steps(steps: Mapping[str, TrainStep]) -> None:
+    """Raise unless all are steps that fit together, and no parameter belongs to two networks, which would both update it."""
+    for name, step in steps.items():
+        if not isinstance(step, TrainStep):
+            what = type(step).__qualname__
+            raise ValueError(f"{name} is a {what}; pass what make_train_step returned, and compile the joint step")
+        if step.options.shared_params:
+            raise ValueError(f"the step of '{name}' has shared_params, which joint does not train; leave them out")
+        for field in ("batch_dims", "share_frozen", "donate"):
+            first, value = (getattr(one.options, field) for one in (next(iter(steps.values())), step))
+            if value != first:
+                raise ValueError(f"{field} is {value} for '{name}' but {first} before; give all steps the same")
+        for tied in step._shapes.ties.items():
+            owners = {path.partition(".")[0] for path in tied}
+            if len(owners) > 1 and owners <= steps.keys():
+                raise StackError(
+                    f"'{tied[0]}' is '{tied[1]}', too, and each network has an optimizer of its own; make what they share a "
+                    f"child of the module, with a step of its own"
+                )
