@@ -24,10 +24,8 @@ def accuracy(model, batch):
     return (model(batch[0]).argmax(-1) == batch[1]).float().mean()
 
 
-step, evaluate = hfta.make_train_step(make_model(), loss, hfta.sgd(0.1)), hfta.make_eval_step(make_model(), accuracy)
-state = step.init(*hfta.init_params(make_model, [0] * 16), seeds=range(16))
-loader = hfta.ArrayLoader(train, 16, seeds=range(16), rows=clients)
+federation = hfta.Experiment(make_model, loss, hfta.sgd(0.1), accuracy, seeds=16, init_seeds=[0] * 16)
 for turn in range(1, 31):
-    state, _ = hfta.fit(step, state, loader, epochs=1, progress=False)
-    state = hfta.average(state, weights=[len(rows) for rows in clients])
-    print(f"round {turn}: accuracy {evaluate(hfta.take(state, 0), test)['accuracy'].item():.3f}")
+    federation.fit(train, 16, rows=clients, epochs=1, progress=False)
+    federation.state = hfta.average(federation.state, weights=[len(rows) for rows in clients])
+    print(f"round {turn}: accuracy {federation.evaluate(test)['accuracy'][0]:.3f}")

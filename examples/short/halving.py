@@ -23,24 +23,15 @@ def begin(width):
     def make_model():
         return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
-    step, evaluate = (
-        hfta.make_train_step(make_model(), loss, hfta.adam(rates)),
-        hfta.make_eval_step(make_model(), error),
-    )
-    state = step.init(*hfta.init_params(make_model, range(32)), seeds=range(32))
-    return step, evaluate, state, hfta.ArrayLoader(train, 64, seeds=range(32))
+    return hfta.Experiment(make_model, loss, hfta.adam, error, seeds=32, lr=rates)
 
 
 arrays = {width: begin(width) for width in (16, 64)}
 for epochs in (1, 2, 4, 8):
-    scores = {}
-    for width, (step, evaluate, state, loader) in arrays.items():
-        state, _ = hfta.fit(step, state, loader, epochs=epochs, progress=False)
-        arrays[width], scores[width] = (step, evaluate, state, loader), evaluate(state, val)["error"]
-    limit = torch.cat([*scores.values()]).median()
-    for width, (step, evaluate, state, loader) in [*arrays.items()]:
-        del arrays[width]
-        if (keep := scores[width] <= limit).any():
-            arrays[width] = step, evaluate, hfta.take(state, keep), loader.take(keep)
-    left = {width: rates[state.keys].tolist() for width, (_, _, state, _) in arrays.items()}
-    print(f"after {epochs} epochs more: " + ", ".join(f"width {w}: {[round(r, 5) for r in left[w]]}" for w in left))
+    for array in arrays.values():
+        array.fit(train, 64, epochs=epochs, progress=False)
+    scores = {width: array.evaluate(val)["error"] for width, array in arrays.items()}
+    keep = {width: score <= torch.cat([*scores.values()]).median() for width, score in scores.items()}
+    arrays = {width: array.take(keep[width]) for width, array in arrays.items() if keep[width].any()}
+    left = {width: [round(rate, 5) for rate in array.hyperparameters["lr"]] for width, array in arrays.items()}
+    print(f"after {epochs} epochs more: " + ", ".join(f"width {width}: {kept}" for width, kept in left.items()))

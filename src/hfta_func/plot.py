@@ -51,9 +51,7 @@ def bands(
         array([2., 1.])
     """
     pandas, pyplot, ticker = (require(name, "plot") for name in ("pandas", "matplotlib.pyplot", "matplotlib.ticker"))
-    missing = [name for name in ("member", metric, x, by) if name is not None and name not in frame.columns]
-    if missing:
-        raise ValueError(f"the frame has no column '{missing[0]}'; it has {', '.join(map(str, frame.columns))}")
+    _require_columns(frame, "member", metric, x, *([] if by is None else [by]))
     if not 0 < level <= 1:
         raise ValueError(f"level is {level}; it is the fraction of members in the band, above 0 and at most 1")
     axes: Any = ax if ax is not None else pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")[1]
@@ -83,3 +81,52 @@ def bands(
     if by is not None:
         axes.legend(title=by, frameon=False, alignment="left")
     return axes
+
+
+def heatmap(frame: pandas.DataFrame, metric: str, *, x: str, y: str, ax: Axes | None = None) -> Axes:
+    """Draw a metric over two hyperparameters: means over members, in their last epoch; not finite if a member is not.
+
+    Args:
+        frame: One row per member, as :meth:`History.last` or :meth:`History.best` makes it, or one per member and epoch.
+        metric: Column to draw.
+        x: Column along the horizontal axis.
+        y: Column along the vertical axis.
+        ax: Axes to draw on; by default those of a new figure.
+
+    Returns:
+        The axes; ``ax.figure.savefig(path)`` saves the picture.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+        ValueError: if the frame lacks a column.
+
+    Example:
+        >>> import pandas
+        >>> from matplotlib.figure import Figure
+        >>> frame = pandas.DataFrame({"lr": [0.1, 0.1, 0.2, 0.2], "p": [0.0, 0.5, 0.0, 0.5], "loss": [1.0, 2.0, 3.0, 4.0]})
+        >>> ax = heatmap(frame, "loss", x="lr", y="p", ax=Figure().subplots())
+        >>> [text.get_text() for text in ax.texts]
+        ['1', '3', '2', '4']
+    """
+    _require_columns(frame, metric, x, y)
+    pyplot, numpy = require("matplotlib.pyplot", "plot"), require("numpy", "plot")
+    axes: Any = ax if ax is not None else pyplot.subplots(layout="constrained")[1]
+    if {"member", "epoch"} <= {*frame.columns}:
+        frame = frame.sort_values("epoch", kind="stable").drop_duplicates("member", keep="last")
+    # With NumPy's mean, because that of pandas leaves members out that are not finite.
+    means = frame.groupby([y, x])[metric].agg(lambda values: values.to_numpy().mean()).unstack()
+    picture = axes.imshow(means, cmap="cividis", aspect="auto", origin="lower")
+    for (row, column), mean in numpy.ndenumerate(means):
+        color = "white" if picture.norm(mean) < 0.5 else "black"
+        axes.text(column, row, f"{mean:.3g}", ha="center", va="center", color=color)
+    axes.set_xticks(range(len(means.columns)), map(str, means.columns))
+    axes.set_yticks(range(len(means.index)), map(str, means.index))
+    axes.set(xlabel=x, ylabel=y)
+    axes.figure.colorbar(picture, ax=axes, label=metric)
+    return axes
+
+
+def _require_columns(frame: pandas.DataFrame, *names: str) -> None:
+    missing = [name for name in names if name not in frame.columns]
+    if missing:
+        raise ValueError(f"the frame has no column '{missing[0]}'; it has {', '.join(map(str, frame.columns))}")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from ways import assert_as_alone
 
 LRS = [0.1, 0.05, 0.02]
 
@@ -116,6 +117,27 @@ def test_the_array_equals_the_loop(loss: Any, count: int, chunk_size: int | None
             torch.testing.assert_close(state.params[path][member], param.detach(), rtol=1e-10, atol=1e-12)
 
 
+class Score(nn.Module):
+    """Takes a gradient also where its caller takes none, as densities of flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            energy = self.energy(x)
+        (score,) = torch.autograd.grad(energy, x, torch.ones_like(energy), create_graph=create_graph)
+        return score
+
+
+@pytest.mark.parametrize("way", ["together", "evaluated", "ensemble"])
+def test_models_that_take_gradients_also_under_no_grad(way: str) -> None:
+    assert_as_alone(Score, torch.randn(3, 5, 4).double(), way)
+
+
 def test_noise_mixes_what_each_member_is_differentiated_by() -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         real, fake = batch
@@ -174,3 +196,23 @@ def test_the_cure_works(compiled: bool) -> None:
         grads = torch.autograd.grad(model(x).sum(), x)[0]
         expected = grads.square().sum(1).mean() + model(batch[1][member]).mean()
         torch.testing.assert_close(metrics["loss"][member], expected.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    "lengths", [((6, 5), (2, 0)), ([6], (2,)), (torch.tensor([6, 5]), torch.tensor([2, 1]))], ids=str
+)
+def test_ctc_under_derivatives_of_a_mapped_model(lengths: Any, count: int) -> None:
+    def ctc(output: Tensor) -> Tensor:
+        scores = output.log_softmax(-1).unsqueeze(1).expand(-1, len(lengths[0]), -1)
+        return F.ctc_loss(scores, torch.tensor([[1, 2], [3, 4]])[: len(lengths[0])], *lengths)
+
+    models, x = [nn.Linear(4, 5).double() for _ in range(count)], torch.randn(count, 6, 4, dtype=torch.float64)
+    apply = hfta.functional(models[0])
+    run = hfta.vmap(torch.func.grad(lambda params, buffers, x: ctc(apply(params, buffers, x)[0])))
+    found = run(*hfta.stack_params(models), x)
+    alone = [
+        torch.autograd.grad(ctc(model(row)), list(model.parameters())) for model, row in zip(models, x, strict=True)
+    ]
+    for grad, expected in zip(found.values(), zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(grad, torch.stack(expected), rtol=1e-10, atol=1e-12)

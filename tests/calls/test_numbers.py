@@ -656,6 +656,38 @@ def test_a_number_that_the_class_has_too_cannot_differ():
         hfta.stack_params([Scaled(0.1), Scaled(0.5)])
 
 
+def test_one_name_for_several_paths():
+    def make(p=0.1, *, slope=0.2):
+        return nn.Sequential(nn.Linear(4, 4), nn.Dropout(p), nn.LeakyReLU(slope), nn.Dropout(0.4))
+
+    columns = {"p": torch.tensor([0.0, 0.25, 0.5]), "slope": [0.1, 0.2, 0.4]}
+    stacked = hfta.init_params(make, SEEDS, **columns)
+    for member, seed in enumerate(SEEDS):
+        torch.manual_seed(seed)
+        model = make(columns["p"][member].item(), slope=columns["slope"][member])
+        assert torch.equal(stacked.params["0.weight"][member], model[0].weight)
+        assert (
+            stacked.buffers["1.p"][member] == model[1].p
+            and stacked.buffers["2.negative_slope"][member] == model[2].negative_slope
+        )
+    step = hfta.make_train_step(make(), lambda model, x: model(x).sum(), hfta.sgd(lr=0.1))
+    state = step.init(*stacked, seeds=SEEDS, hparams={"3.p": 0.9, "*.p": [0.1, 0.2, 0.3], "2.neg*": 0.7})
+    assert state.hparams["1.p"].tolist() == [0.1, 0.2, 0.3] and state.hparams["3.p"].tolist() == [0.9] * 3
+    assert state.hparams["2.negative_slope"].tolist() == [0.7] * 3
+    with pytest.raises(
+        hfta.HyperparameterError, match=r"'\*.q' matches no number of the model; it has 0.in_features, .*3.p"
+    ):
+        step.init(*stacked, seeds=SEEDS, hparams={"*.q": 0.1})
+    takes = hfta.make_train_step(make(), lambda model, x, hparams: model(x).sum(), hfta.sgd(lr=0.1))
+    with pytest.raises(
+        hfta.HyperparameterError, match=r"'2.p' is no number of the model; it has 1.p, 3.p, 0.in_features"
+    ):
+        takes.init(*stacked, seeds=SEEDS, hparams={"2.p": 0.1, "scale": 1.0})
+    for wrong in ([0.1, 0.2], 0.1, "abc"):
+        with pytest.raises(hfta.HyperparameterError, match="for 3 models; give one value per model, or bind it"):
+            hfta.init_params(make, SEEDS, p=wrong)
+
+
 def test_names_that_are_none_are_refused():
     members = three()
     params, buffers = hfta.stack_params(members)

@@ -905,8 +905,6 @@ LOSSES = {
     "of a generator": ("<genexpr>", of_a_generator),
     "numpy": ("<lambda>", lambda model, x: model(x).mean() * x.detach().numpy().sum()),  # at fault: numpy
     "tolist": ("<lambda>", lambda model, x: model(x).mean() * x.sum(1).tolist()[0]),  # at fault: tolist
-    "equal": ("<lambda>", lambda model, x: model(x).mean() if torch.equal(x, x) else x),  # at fault: equal
-    "allclose": ("<lambda>", lambda model, x: model(x).mean() if torch.allclose(x, x) else x),  # at fault: allclose
 }
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 SHORT = pathlib.Path(__file__).parents[2] / "examples" / "short"
-LINES = {"deep_ensemble": 20, "halving": 35, "federated": 35}
+LINES = {"deep_ensemble": 14, "halving": 24, "federated": 20, "subjects": 20}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,3 +49,11 @@ def test_halves_go_on(capsys):
 def test_clients_that_hold_few_classes_learn_all_of_them(capsys):
     found = numbers(run("federated", capsys))
     assert len(found) == 30 and found[-1] > 0.7 and max(found[:3]) < 0.6
+
+
+@pytest.mark.exhaustive
+def test_every_subject_is_fitted_until_its_own_best_epoch(capsys):
+    rows = [line.split() for line in run("subjects", capsys).splitlines()[1:]]
+    assert [int(row[0]) for row in rows] == [*range(24)] and len({row[1] for row in rows}) > 5
+    errors = [float(row[2]) for row in rows]
+    assert max(errors) < 0.5 and sum(errors) / 24 < 0.2

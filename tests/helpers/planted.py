@@ -525,12 +525,12 @@ PLANTED = [
     ),
     Planted(
         "an ensemble draws the same noise at every call",
-        *("step/ensemble.py", "self.calls += 1", "pass"),
+        *("step/ensemble.py", "_write(self.calls, self.calls + 1)", "pass"),
         "test_ensemble.py::test_noise_is_the_members_own",
     ),
     Planted(
         "an ensemble keeps the running statistics that it began with",
-        *("step/ensemble.py", "buffer.copy_(buffers[path])", "pass"),
+        *("step/ensemble.py", "_write(buffer, buffers[path])", "pass"),
         "test_ensemble.py::test_trained_by_torch_it_is_the_array_that_steps_train",
     ),
     Planted(
@@ -936,5 +936,25 @@ PLANTED = [
         "a scheduler that has changed nothing yet forgets its steps",
         *("step/exchange.py", 'if (name == "lr" and follows) or', "if"),
         "test_exchange.py::test_what_has_not_stepped_goes_back_as_it_was",
+    ),
+    Planted(
+        "members of a loop that are done go on while others do",
+        *("calls/higher_order.py", "values = [torch.where(going, end, value) for", "values = [end for"),
+        "test_control_flow.py::test_members_that_are_done_wait_for_the_others",
+    ),
+    Planted(
+        "members of a loop that are done pass on what the body computes beyond their end",
+        *("calls/higher_order.py", "torch.where(going, value, start.detach()) if", "value if"),
+        "test_control_flow.py::test_members_that_are_done_wait_for_the_others",
+    ),
+    Planted(
+        "noise behind a loop depends on how long other members go on",
+        *("calls/routing.py", "if part is None or self.key is None:", "if True:"),
+        "test_control_flow.py::test_noise_is_that_of_an_array_of_one",
+    ),
+    Planted(
+        "a parameter in evaluation does not require grad",
+        *("calls/autodiff.py", "    return trained\n", "    return False\n"),
+        "test_control_flow.py::test_parameters_require_grad_as_alone",
     ),
 ]

@@ -515,6 +515,13 @@ RESAMPLING = [
     ),
 ]
 
+
+def _assign(x: Tensor, index: Any, values: Tensor) -> Tensor:
+    x = x.clone()
+    x[index] = values
+    return x
+
+
 SHAPE = [
     RuleCase("view after conv2d", lambda x, w: F.conv2d(x, w).view(-1), _randn((2, 3, 4, 4), (5, 3, 2, 2))),
     RuleCase("view after linear", lambda x, w: F.linear(x, w).view(6, -1), _randn((6, 4, 3), (5, 3))),
@@ -522,6 +529,14 @@ SHAPE = [
     RuleCase("index_put by a mask", lambda x, m, v: x.index_put((m > 0,), v.detach()), _randn((4, 3), (4,), ())),
     RuleCase(
         "index_put by a mask, rows", lambda x, m, v: x.index_put((m > 0,), v.detach()), _randn((4, 3), (4,), (3,))
+    ),
+    RuleCase(
+        "index_put_ behind a slice", lambda x, i, v: _assign(x, (..., i.argsort()), v), _randn((3, 3), (3,), (3, 3))
+    ),
+    RuleCase(
+        "index_put_ around a slice",
+        lambda x, i, v: _assign(x, (i.argsort(), slice(None), i.argsort()), v),
+        _randn((3, 3, 3), (3,), (3, 3)),
     ),
     RuleCase("masked_fill", lambda x, m, v: x.masked_fill(m > 0, v), _randn((4, 3), (3,), ())),
     RuleCase("index_fill", lambda x, v: x.index_fill(-1, torch.arange(2, -1, -2), v), _randn((4, 3), ())),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import hfta_func as hfta
 from comparisons import assert_trees_close
@@ -25,15 +28,16 @@ def assert_as_alone(
 ) -> None:
     """Losses, new parameters and buffers of two steps, or outputs, of ``count`` members in one of the ``WAYS``.
 
-    The loss is the mean square of what the model returns. ``batch`` is a tensor ``[M, ...]``, or one for all if ``shared``;
+    The loss is the mean square of what the model returns. ``batch`` is a tensor ``[M, ...]`` or a tree
+    of them, or one for all if ``shared``;
     ``options`` are those of :func:`hfta_func.make_train_step`.
     """
     models, alone = [_seeded(make, seed) for seed in range(count)], [_seeded(make, seed) for seed in range(count)]
-    dims, rows = (None, [batch] * count) if shared else (0, [*batch[:count]])
-    batch = batch if shared else batch[:count]
+    dims, batch = (None, batch) if shared else (0, optree.tree_map(lambda leaf: leaf[:count], batch))
+    rows = [batch if shared else optree.tree_map(operator.itemgetter(i), batch) for i in range(count)]
     if way in ("evaluated", "ensemble", "mapped"):
         with torch.no_grad():
-            expected = torch.stack([loss(model.eval(), row.clone()) for model, row in zip(alone, rows, strict=True)])
+            expected = torch.stack([loss(model.eval(), _copied(row)) for model, row in zip(alone, rows, strict=True)])
         found = _outputs(models, batch, dims, way)
         assert_trees_close({"outputs": found}, {"outputs": expected}, tolerance)
         return
@@ -57,6 +61,10 @@ def assert_as_alone(
     assert_trees_close((state.params, found), (expected.params, wanted), tolerance, "state")
 
 
+def _copied(batch: Any) -> Any:
+    return optree.tree_map(torch.clone, batch)
+
+
 def _seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return make()
@@ -67,8 +75,8 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return model(batch).abs().square().mean()
 
 
-def _solo_step(model: nn.Module, batch: Tensor, lr: float) -> Tensor:
-    value = loss(model, batch.clone())
+def _solo_step(model: nn.Module, batch: Any, lr: float) -> Tensor:
+    value = loss(model, _copied(batch))
     model.zero_grad()
     value.backward()
     with torch.no_grad():
@@ -90,3 +98,16 @@ def _outputs(models: list[nn.Module], batch: Any, dims: Any, way: str) -> Tensor
     apply = hfta.functional(models[0].eval())
     run = hfta.vmap(lambda params, buffers, x: apply(params, buffers, x)[0], (0, 0, dims))
     return torch.stack([output.abs().square().mean() for output in run(*stacked, batch)])
+
+
+class InFloat64(TorchFunctionMode):
+    """What models compute in float32 they compute in float64, so that rounding hides no mistake."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        wide = {name: self.widened(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self.widened, args), **wide)
+
+    @staticmethod
+    def widened(value: Any) -> Any:
+        return torch.float64 if value is torch.float32 else value

@@ -9,7 +9,7 @@ from torch import nn
 
 import hfta_func as hfta
 
-pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
+peft = pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
 transformers = pytest.importorskip("transformers")
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model  # noqa: E402
 
@@ -45,7 +45,7 @@ def make_batches(count, members=3):
 
 
 def double(tree):
-    return {path: leaf.double() for path, leaf in tree.items()}
+    return {path: leaf.double() if leaf.is_floating_point() else leaf for path, leaf in tree.items()}
 
 
 def solo(base, config, seed):
@@ -197,3 +197,106 @@ def test_states_of_other_adapters_are_refused():
     with pytest.raises(hfta.StackError, match="member 5 does not exist"):
         adapters.export(state, 5)
     assert adapters.export(state, -1).peft_config["default"].r == 2
+
+
+_ON_ATTENTION: dict[str, list[str]] = {"target_modules": ["q_proj", "v_proj"]}
+_ON_PROMPTS = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+KINDS = {
+    "AdaLoRA": lambda: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=20, tinit=1, tfinal=2, **_ON_ATTENTION),
+    "adapted prompts": lambda: peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=1, task_type="CAUSAL_LM"),
+    "BEFT": lambda: peft.BeftConfig(**_ON_ATTENTION),
+    "C3A": lambda: peft.C3AConfig(block_size=4, **_ON_ATTENTION),
+    "DeLoRA": lambda: peft.DeloraConfig(r=2, **_ON_ATTENTION),
+    "FourierFT": lambda: peft.FourierFTConfig(n_frequency=5, **_ON_ATTENTION),
+    "GLoRA": lambda: peft.GloraConfig(r=2, **_ON_ATTENTION),
+    "GraLoRA": lambda: peft.GraloraConfig(r=4, gralora_k=2, **_ON_ATTENTION),
+    "HiRA": lambda: peft.HiraConfig(r=2, **_ON_ATTENTION),
+    "HRA": lambda: peft.HRAConfig(r=2, **_ON_ATTENTION),
+    "IA3 of feed-forward layers": lambda: peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "Lily": lambda: peft.LilyConfig(r=2, **_ON_ATTENTION),
+    "LN tuning": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+    "LoHa": lambda: peft.LoHaConfig(r=2, **_ON_ATTENTION),
+    "LoKr": lambda: peft.LoKrConfig(r=2, decompose_both=True, decompose_factor=4, **_ON_ATTENTION),
+    "LoRA of copied layers": lambda: LoraConfig(r=2, layer_replication=[[0, 1], [0, 2]], **_ON_ATTENTION),
+    "LoRA of embeddings": lambda: LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]),
+    "LoRA and tokens": lambda: LoraConfig(r=2, trainable_token_indices=[1, 2], **_ON_ATTENTION),
+    "MiSS": lambda: peft.MissConfig(r=4, **_ON_ATTENTION),
+    "MiSS, bat": lambda: peft.MissConfig(r=4, init_weights="bat", **_ON_ATTENTION),
+    "MiSS, mini": lambda: peft.MissConfig(r=4, init_weights="mini", mini_r=4, **_ON_ATTENTION),
+    "OFT": lambda: peft.OFTConfig(oft_block_size=4, **_ON_ATTENTION),
+    "OFT, shared blocks": lambda: peft.OFTConfig(
+        oft_block_size=4, block_share=True, use_cayley_neumann=False, **_ON_ATTENTION
+    ),
+    "p-tuning": lambda: peft.PromptEncoderConfig(encoder_hidden_size=8, encoder_dropout=0.0, **_ON_PROMPTS),
+    "p-tuning, LSTM": lambda: peft.PromptEncoderConfig(
+        encoder_hidden_size=8, encoder_reparameterization_type="LSTM", encoder_dropout=0.0, **_ON_PROMPTS
+    ),
+    "PEANuT": lambda: peft.PeanutConfig(r=2, **_ON_ATTENTION),
+    "prefixes": lambda: peft.PrefixTuningConfig(**_ON_PROMPTS),
+    "prefixes, projected": lambda: peft.PrefixTuningConfig(
+        prefix_projection=True, encoder_hidden_size=8, **_ON_PROMPTS
+    ),
+    "RandLoRA": lambda: peft.RandLoraConfig(r=4, **_ON_ATTENTION),
+    "RoAd": lambda: peft.RoadConfig(group_size=4, variant="road_2", **_ON_ATTENTION),
+    "SHiRA": lambda: peft.ShiraConfig(r=2, random_seed=0, **_ON_ATTENTION),
+    "TinyLoRA": lambda: peft.TinyLoraConfig(r=2, **_ON_ATTENTION),
+    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 2, 5]),
+    "UniLoRA": lambda: peft.UniLoraConfig(r=2, **_ON_ATTENTION),
+    "VB-LoRA": lambda: peft.VBLoRAConfig(r=2, num_vectors=6, vector_length=4, topk=2, **_ON_ATTENTION),
+    "VeRA": lambda: peft.VeraConfig(r=4, **_ON_ATTENTION),
+    "WaveFT": lambda: peft.WaveFTConfig(n_frequency=5, **_ON_ATTENTION),
+}
+
+
+def make_llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=16, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double().train()
+
+
+# Autograd functions without rules, and what peft and PyTorch say of such layers.
+@pytest.mark.filterwarnings(
+    "ignore::hfta_func.LoopWarning", "ignore:Unsupported layer", "ignore:Sparse invariant", "ignore:.*no bias term"
+)
+@pytest.mark.exhaustive(unless="^(OFT|VeRA)$")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_trained_and_evaluated_as_alone(kind):
+    base, config = make_llama(), KINDS[kind]()
+    adapters = hfta.stack_adapters(base, [config] * 3, seeds=range(3))
+    batches = make_batches(3)
+    _, state = train(adapters, batches)
+    losses = hfta.make_eval_step(adapters.model, loss_fn, batch_dims=0, share_frozen=True)(state, batches[0])["loss_fn"]
+    for member in range(3):
+        model = solo(base, config, member)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LR[member])
+        for batch in batches[:, member]:
+            loss_fn(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        alone = dict(model.named_parameters())
+        for path, param in adapters.export(state, member).named_parameters():
+            torch.testing.assert_close(param.double(), alone[path], rtol=1e-10, atol=1e-12, msg=path)
+        with torch.no_grad():
+            expected = loss_fn(model.eval(), batches[0, member])
+        torch.testing.assert_close(losses[member], expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: peft.OSFConfig(effective_rank=4, **_ON_ATTENTION), "has a hook for the backward pass.* remove it"),
+        (
+            lambda: peft.OFTConfig(oft_block_size=4, coft=True, **_ON_ATTENTION),
+            r"writes its parameter '.*oft_R.*' in place, .*change it between steps",
+        ),
+    ],
+)
+def test_kinds_that_write_or_hook_parameters_are_refused(make, message):
+    adapters = hfta.stack_adapters(make_llama(), [make()] * 3, seeds=range(3))
+    with pytest.raises((hfta.StackError, hfta.StateError), match=message):
+        train(adapters, make_batches(1))

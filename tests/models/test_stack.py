@@ -3,6 +3,7 @@
 import copy
 import functools
 import types
+import typing
 
 import numpy
 import optree
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import hfta_func as hfta
+from ways import assert_as_alone
 
 NUM_MODELS = 3
 
@@ -506,3 +508,53 @@ def test_settings_in_slots_are_compared_by_their_values(kind):
     for values, name in (((0.7, [1, 2]), "rate"), ((0.5, [1, 3]), "hidden")):
         with pytest.raises(hfta.StackError, match=f"model 1: 'settings.*{name}"):
             hfta.stack_params([make(0.5, [1, 2]), make(*values)])
+
+
+class Source:
+    def __init__(self, rate):
+        self.source, self.rate = {}, rate
+
+
+class Cached(nn.Module):
+    """Holds what only the first model of a class works out."""
+
+    known: typing.ClassVar[dict[str, str]] = {}
+
+    def __init__(self, rate=0.5):
+        super().__init__()
+        self.linear, self.settings = nn.Linear(2, 2), Source(rate)
+        if "source" not in self.known:
+            self.settings.source["forward"] = self.known["source"] = "code"
+
+
+def test_the_first_model_is_made_again_if_it_filled_caches(monkeypatch):
+    monkeypatch.setattr(Cached, "known", {})
+    params, _ = hfta.init_params(Cached, seeds=[3, 1])
+    torch.manual_seed(3)
+    assert torch.equal(params["linear.weight"][0], Cached().linear.weight)
+    Cached.known.clear()
+    with pytest.raises(hfta.StackError, match=r"settings.source.*make that model again, or all by init_params"):
+        hfta.stack_params([Cached(), Cached()])
+    rates = iter([0.1, 0.2])
+    with pytest.raises(hfta.StackError, match=r"model 1: 'settings.rate' is 0.2 but in model 0 it is 0.1"):
+        hfta.init_params(lambda: Cached(next(rates)), seeds=[0, 1])
+
+
+class Filled(nn.Module):
+    """Keeps its last output in a buffer that starts empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2).double()
+        self.register_buffer("last", torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.linear(x)
+        z = y + self.last.sum()
+        self.last = y.detach()
+        return z
+
+
+@pytest.mark.parametrize("way", ["together", "one by one", "evaluated"])
+def test_buffers_that_start_empty_are_filled(way):
+    assert_as_alone(Filled, torch.randn(3, 5, 4).double(), way)

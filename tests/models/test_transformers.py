@@ -6,17 +6,18 @@ Configurations are tiny and weights random; nothing is downloaded.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, BatchEncoding
 
 import hfta_func as hfta
+from transformers_models import IMAGES, TEXTS
+from ways import InFloat64
 
 # A member without padding beside members with padding takes another branch than they do.
 pytestmark = [
@@ -89,7 +90,7 @@ WITHOUT_CHECKPOINTING = {"albert", "mpnet"}
 
 def make(name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64, **changes: Any) -> list[Any]:
     """M models with weights of their own, in train mode."""
-    kind, sizes = MODELS[name]
+    kind, sizes = (MODELS | TEXTS | IMAGES)[name]
     config = AutoConfig.for_model(name, **{**SIZES, **sizes, **changes})
     for key, value in config.to_dict().items():
         if isinstance(value, float) and ("drop" in key or key.endswith("_pdrop")):
@@ -106,6 +107,13 @@ def make_batch(name: str, unpadded: Sequence[int] = ()) -> BatchEncoding:
     mask = (torch.arange(T) < lengths[..., None]).long()
     tokens = torch.randint(3, VOCABULARY, (M, N, T)) * mask
     labels = tokens.masked_fill(mask == 0, -100)
+    if name in IMAGES:
+        size = 16 if IMAGES[name][1].get("image_size", 32) in (16, [16, 16]) else 32
+        images = torch.randn(M, N, 3, size, size).double()
+        return BatchEncoding({"pixel_values": images, "labels": torch.randint(5, (M, N))})
+    if name == "fnet":
+        # It mixes all tokens.
+        return BatchEncoding({"input_ids": tokens, "labels": labels})
     if name == "vit":
         return BatchEncoding({"pixel_values": torch.randn(M, N, 3, 8, 8).double(), "labels": torch.randint(5, (M, N))})
     if name == "whisper":
@@ -124,19 +132,6 @@ def part(batch: BatchEncoding, index: Any) -> BatchEncoding:
 
 def loss_fn(model: nn.Module, batch: BatchEncoding) -> Tensor:
     return model(**batch).loss
-
-
-class InFloat64(TorchFunctionMode):
-    """What models compute in float32 they compute in float64, so that rounding hides no mistake."""
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = Tensor.double if func is Tensor.float else func
-        wide = {name: self.widened(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self.widened, args), **wide)
-
-    @staticmethod
-    def widened(value: Any) -> Any:
-        return torch.float64 if value is torch.float32 else value
 
 
 def train(models: list[Any], batches: list[BatchEncoding], members: Sequence[int], seed: int = 0) -> tuple[Tensor, Any]:
@@ -175,8 +170,8 @@ def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], member
         torch.testing.assert_close(found[1][path][member], parameter, rtol=tolerance, atol=tolerance / 100, msg=path)
 
 
-@pytest.mark.exhaustive(unless="^(bert|llama)$")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.exhaustive(unless="^(bert|llama|qwen3|convnext)$")
+@pytest.mark.parametrize("name", [*MODELS, *TEXTS, *IMAGES])
 def test_member_i_is_what_pytorch_trains(name: str) -> None:
     members, batches = make(name), make_batches(name)
     with InFloat64():

@@ -55,8 +55,16 @@ class StraightBatched(StraightInTwo):
         return StraightBatched.apply(x), in_dims[0]
 
 
-# As many models do: a method that was bound before the rules are installed.
-straight = Straight.apply
+# PyTorch 2.14 and later refuse old functions in C++, by a method that was kept before the rules are installed.
+KEEPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+
+
+def kept(function):
+    """The method of a function, bound before the rules are installed, as many models do."""
+    return function.apply if KEEPS else lambda *args: function.apply(*args)
+
+
+straight = kept(Straight)
 
 
 class Reversed(Function):
@@ -344,6 +352,33 @@ class Invertible(Function):
         return torch.cat([for_a, for_b], dim=-1), None
 
 
+class Unseen(Function):
+    """Writes past the count of writes, as ODE solvers do."""
+
+    @staticmethod
+    def forward(ctx, table, row, i):
+        ctx.i = i
+        table.data[i] = row
+        return table
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad[ctx.i], None
+
+
+class OfHolder(Function):
+    """Whose gradient leaves out the weight of what it is given."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.scale = layer.weights["weight"].sum()
+        return x * ctx.scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale, None
+
+
 class Model(nn.Module):
     """A layer, and a function of it."""
 
@@ -389,6 +424,34 @@ def fixed_point(model, y):
     )
 
 
+class Layer:
+    """No module."""
+
+    def __init__(self, weight):
+        self.weights = {"weight": weight}
+
+    def linear(self, x, bias):
+        return F.linear(x, self.weights["weight"], bias)
+
+
+def holding(model, y):
+    linear = functools.partial(Layer(model.inner.weight).linear, bias=model.inner.bias)
+    if model is None:
+        unset = None
+
+    def func(z, depth=1, *, scale=model.inner.bias):
+        return func(z, depth - 1) * scale if depth else torch.tanh(linear(z)) if True else unset
+
+    return Adjoint.apply(func, 4, y, *model.inner.parameters())
+
+
+def unseen(model, y):
+    table = torch.full((2, *y.shape), torch.nan)
+    for i in range(2):
+        table = Unseen.apply(table, model.inner(y) * (i + 1), i)
+    return table.prod(0)
+
+
 def reversible():
     model = Model(lambda model, y: Invertible.apply(y, model.blocks), width=6)
     model.inner = nn.Identity()
@@ -415,7 +478,7 @@ MODELS = {
     "generated": after(StraightGenerated.apply),
     "own vmap": after(StraightBatched.apply),
     "reversal": after(lambda y: Reversed.apply(y, 0.5)),
-    "spike": after(Spike.apply),
+    "spike": after(kept(Spike)),
     "sparsemax": after(lambda y: Sparsemax.apply(y, -1)),
     "linear": lambda: Model(lambda model, y: Linear.apply(y, model.inner.weight, model.inner.bias)),
     "linear, one argument None": lambda: Model(lambda model, y: Linear.apply(y, model.inner.weight)),
@@ -425,8 +488,8 @@ MODELS = {
     "materialised": after(lambda y: Materialised.apply(y)[0]),
     "in place": inplace(Inplace),
     "in place, new": inplace(InplaceInTwo),
-    "reading": after(Reading.apply),
-    "nested": after(Outer.apply),
+    "reading": after(kept(Reading)),
+    "nested": after(kept(Outer)),
     "twice": lambda: Model(penalised),
     "integers": after(lambda y: Picked.apply(y, (y > 0).long())),
     "fixed point": lambda: Model(fixed_point),
@@ -434,11 +497,24 @@ MODELS = {
     "adjoint, method": lambda: Model(
         lambda model, y: Adjoint.apply(model.inner.forward, 4, y, *model.inner.parameters())
     ),
+    "holding": lambda: Model(holding),
+    "holder": lambda: Model(lambda model, y: OfHolder.apply(y, Layer(model.inner.weight))),
+    "unseen": lambda: Model(unseen),
     "reversible": reversible,
 }
 
 
-ONLY_EAGER = ("reading", "twice", "fixed point", "adjoint", "adjoint, method", "reversible")
+ONLY_EAGER = (
+    "reading",
+    "twice",
+    "fixed point",
+    "adjoint",
+    "adjoint, method",
+    "holding",
+    "holder",
+    "unseen",
+    "reversible",
+)
 """Those that read values, hold a module or call autograd, which graphs cannot."""
 
 CASES = [
@@ -593,7 +669,7 @@ class NoisyForSome(Function):
 NOISY = {
     "old": lambda y: Noisy.apply(y, 0.4),
     "generated": lambda y: NoisyGenerated.apply(y, 0.4)[0],
-    "members draw more or less": NoisyForSome.apply,
+    "members draw more or less": kept(NoisyForSome),
 }
 
 
@@ -686,15 +762,13 @@ class InplaceGenerated(InplaceInTwo):
     generate_vmap_rule = True
 
 
-class Holder:
-    def __init__(self, weight):
-        self.weight = weight
-
-
-class OfHolder(Straight):
+class OfGlobal(Straight):
     @staticmethod
-    def forward(ctx, x, holder):
-        return x * holder.weight.sum()
+    def forward(ctx, x):
+        return x * elsewhere[-1].sum()
+
+
+elsewhere = []
 
 
 class Ragged(Straight):
@@ -722,7 +796,10 @@ REFUSED = {
         lambda model, y: InplaceGenerated.apply(y * 2, 3.0),
         "generate_vmap_rule = True and no argument in place",
     ),
-    "holder": (lambda model, y: OfHolder.apply(y, Holder(model.inner.weight)), "pass it to apply as an argument"),
+    "global": (
+        lambda model, y: elsewhere.append(model.inner.weight) or OfGlobal.apply(y),
+        "pass it to apply as an argument",
+    ),
     "shapes": (lambda model, y: Ragged.apply(y), "Ragged returns tensors whose shapes depend on values"),
     "number": (
         lambda model, y: Number.apply(y)[0],
@@ -792,12 +869,21 @@ def test_new_functions_under_derivatives():
 
 
 def test_uninstall_restores_pytorch():
-    method = Function.apply.__func__
+    def method():
+        method = vars(Function)["apply"]
+        code = getattr(method, "__func__", None)
+        return method, code and (code.__code__, code.__kwdefaults__)
+
+    hfta.rules.uninstall()
+    before, early = method(), Straight.apply
     hfta.rules.install()
-    replaced = method.__code__
+    assert method() != before
+    if not KEEPS:
+        with pytest.raises(hfta.TraceError, match=r"a method that was kept, f = Function.apply, before the rules"):
+            hfta.vmap(early)(torch.ones(2))
     hfta.rules.uninstall()
     try:
-        assert method.__code__ is not replaced and method.__kwdefaults__ is None
+        assert method() == before
         with pytest.raises(RuntimeError, match="must override the setup_context"):
             torch.func.vmap(straight)(torch.ones(2))
     finally:

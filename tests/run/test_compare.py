@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -121,10 +122,18 @@ def test_table_and_picture() -> None:
     from matplotlib.figure import Figure
 
     found = hfta.compare({"plain": PLAIN, "better": BETTER, "worse": PLAIN - 0.02}, baseline="better")
-    assert str(found).count("\n") == 2 and "plain - better" in str(found)
+    each, differences = (part.splitlines() for part in str(found).split("\n\n"))
+    assert len(each) == 4 and len(differences) == 3 and "plain - better" in differences[1]
+    name, seeds, mean, _, deviation, low, high = each[1].replace("[", "").replace("]", "").replace(",", "").split()
+    assert (name, seeds, mean, deviation) == ("plain", "24", f"{PLAIN.mean():.4g}", f"{PLAIN.std(ddof=1):.2g}")
+    t = stats.t.interval(0.95, 23, PLAIN.mean(), stats.sem(PLAIN))
+    assert (float(low), float(high)) == pytest.approx(t, abs=0.002)
+    assert repr(found) == "Comparison(3 configurations, baseline 'better')" and found._repr_html_().count("<tr>") == 7
+    assert str(pickle.loads(pickle.dumps(found))) == str(found)
     assert list(found.frame()["name"]) == ["plain", "worse"]
-    long = str(hfta.compare({"a name of many letters": PLAIN, "another, longer still": BETTER})).splitlines()
-    assert len(set(map(len, long))) == 1 and long[1].startswith("another, longer still - a name of many letters ")
+    long = str(hfta.compare({"a name of many letters": PLAIN, "another, longer still": BETTER})).split("\n\n")
+    assert all(len(set(map(len, part.splitlines()))) == 1 for part in long)
+    assert long[1].splitlines()[1].startswith("another, longer still - a name of many letters ")
     ax = found.plot(Figure().subplots())
     assert [label.get_text() for label in ax.get_yticklabels()] == ["plain", "worse"]
 

@@ -135,6 +135,72 @@ def test_evaluate(setting):
     assert "error" in result.history.frame().columns
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_evaluate_takes_data(setting, compiled):
+    step, state, loader = setting
+    data = torch.randn(10, 4), torch.randn(10, 2)
+    parts = [tuple(leaf[start : start + 4] for leaf in data) for start in (0, 4, 8)]
+
+    def error(model, batch):
+        return F.l1_loss(model(batch[0]), batch[1])
+
+    # Without its own ``__call__`` a compiled step is a function.
+    run = torch.compile(step, backend="eager") if compiled else step
+    ways = data, parts, hfta.ArrayLoader(data, 4, shared=True), hfta.ArrayLoader(data, 4, seeds=SEEDS), list(data)
+    for given in ways[: 1 if compiled else None]:
+        result = hfta.fit(run, state, [next(iter(loader))], epochs=1, evaluate=(error, given), progress=False)
+        expected = hfta.make_eval_step(torch.nn.Linear(4, 2), error)(result.state, data)["error"]
+        torch.testing.assert_close(result.history["error"][-1], expected, rtol=1e-6, atol=0)
+    once = iter([data])
+    with pytest.raises(hfta.BatchError, match="model 0 has no row to evaluate; pass data with rows, or a loader"):
+        hfta.fit(step, state, loader, epochs=2, evaluate=(error, once), progress=False)
+    for wrong, message in (
+        ([error, data], "evaluate is a list"),
+        ((error,), "evaluate is a tuple"),
+        (error, "a function"),
+    ):
+        with pytest.raises(ValueError, match=f"{message}.*pass .metric, data. or"):
+            hfta.fit(step, state, loader, epochs=1, evaluate=wrong, progress=False)
+    with pytest.raises(ValueError, match=r"step a function; pass .metric, data. or"):
+        hfta.fit(
+            lambda state, batch: step(state, batch), state, loader, epochs=1, evaluate=(error, data), progress=False
+        )
+
+
+def test_one_row_per_member():
+    history = hfta.History(torch.tensor([7, 8, 9]))
+    history.columns = {"lr": [0.1, 0.2, 0.3]}
+    assert history.last().empty and list(history.last().columns) == ["member", "seed", "lr", "epoch"]
+    rows = ([0.5, 0.4, NAN], [0.5, 0.7, NAN], [0.6, NAN, NAN])
+    history.epochs = [{"acc": torch.tensor(row), "size": torch.ones(3, 2)} for row in rows]
+    last, best, highest = history.last(kind=["a", "b", "c"]), history.best("acc"), history.best("acc", "max")
+    assert list(last.columns) == ["member", "seed", "lr", "kind", "epoch", "acc"]
+    assert last.epoch.tolist() == [3, 2, 3] and last.lr.tolist() == [0.1, 0.2, 0.3]
+    assert best.epoch.tolist() == [1, 1, 1] and highest.epoch.tolist() == [3, 2, 1]
+    assert best.seed.tolist() == [7, 8, 9] and highest.acc[:2].tolist() == torch.tensor([0.6, 0.7]).tolist()
+    with pytest.raises(KeyError, match="has no metric 'loss'; it has acc"):
+        history.best("loss")
+    with pytest.raises(ValueError, match=r"metric 'size' has shape \[3, 2\] per epoch"):
+        history.best("size")
+    with pytest.raises(hfta.HyperparameterError, match="mode is 'least'"):
+        history.best("acc", "least")
+
+
+def test_short_texts(setting):
+    step, state, loader = setting
+    state, history = hfta.fit(step, state, loader, epochs=2, progress=False)
+    texts = "TrainState(3 members, step 6, 3 active)", "History(3 members, 2 epochs: loss, finite, size, output)"
+    assert repr(hfta.Result(state, history)) == "Result(state={}, history={})".format(*texts)
+    later = state._replace(step=torch.tensor([6, 2, 9]), active=torch.tensor([True, False, False]))
+    assert repr(later) == "TrainState(3 members, step 2 to 9, 1 active)"
+    assert repr(optree.tree_map(lambda leaf: leaf.to("meta"), state)) == "TrainState(3 members)"
+    assert "keys" not in repr(optree.tree_map(lambda leaf: 0, state)) and len(repr(loader)) < 60
+    assert repr(hfta.Stacked(state.params, {})) == "Stacked(3 members, 2 parameters, 0 buffers)"
+    history.epochs[-1]["loss"] = torch.full((3,), NAN)
+    html = history._repr_html_()
+    assert html.count("<tr>") == 4 and html.count("<svg") == 3 and "nan ± nan" in html and "<td>output" not in html
+
+
 def test_callbacks(setting):
     step, state, loader = setting
     calls = []

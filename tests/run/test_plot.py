@@ -8,7 +8,7 @@ from matplotlib import colors, pyplot
 from matplotlib.figure import Figure
 
 import hfta_func as hfta
-from hfta_func.plot import bands
+from hfta_func.plot import bands, heatmap
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +110,22 @@ def test_errors_name_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"matplotlib.*pip install 'hfta_func\[plot\]'"):
         bands(frame, "accuracy")
+
+
+def test_a_heat_map_has_the_mean_of_each_cell_in_the_last_epoch():
+    columns = hfta.grid(lr=[0.1, 0.01], p=[0.5, 0.0, 0.2], seeds=[7, 8])
+    values = numpy.random.default_rng(0).random((2, 12))
+    values[1, 3] = numpy.nan
+    made = history(values)
+    made.epochs = [{**metrics, "finite": metrics["accuracy"].isfinite().double()} for metrics in made.epochs]
+    for frame in (made.frame(**columns), made.last(**columns).sample(frac=1, random_state=0)):
+        ax = heatmap(frame, "accuracy", x="lr", y="p", ax=Figure().subplots())
+        # Members are ordered by lr, p and seed; rows of the picture are sorted by p and its columns by lr.
+        expected = values[1].reshape(2, 3, 2).mean(-1)[::-1, [1, 2, 0]].T
+        numpy.testing.assert_allclose(ax.images[0].get_array().filled(numpy.nan), expected, rtol=1e-12)
+        assert [text.get_text() for text in ax.texts] == [f"{mean:.3g}" for mean in expected.flatten()]
+        assert "nan" in [text.get_text() for text in ax.texts]
+        assert [label.get_text() for label in ax.get_xticklabels()] == ["0.01", "0.1"]
+        assert [label.get_text() for label in ax.get_yticklabels()] == ["0.0", "0.2", "0.5"]
+    with pytest.raises(ValueError, match="the frame has no column 'width'; it has member, seed, lr, p"):
+        heatmap(frame, "accuracy", x="lr", y="width")

@@ -167,15 +167,70 @@ def test_epochs_of_one_length_are_the_same_in_any_array():
         seeds = [SEEDS[member] for member in members]
         state = step.init(*hfta.init_params(make, seeds), seeds=seeds)
         rows = [OWN[member] for member in members]
-        dealt = hfta.ArrayLoader(DATA, 4, seeds=seeds, rows=rows, length=2)
+        dealt = hfta.ArrayLoader(DATA, 4, seeds=seeds, rows=rows, batches_per_epoch=2)
         assert len(dealt) == 2
         stop = hfta.early_stopping("loss", 1, min_delta=0.01)
         return hfta.fit(step, state, dealt, epochs=6, callbacks=[stop], progress=False).state.step.tolist()
 
     whole = stops([0, 1, 2, 3])
     assert whole == [*itertools.chain(*(stops([member]) for member in range(4)))] and len(set(whole)) > 1
-    for wrong in ({"length": 0, "rows": OWN}, {"length": 2}):
-        with pytest.raises(
-            hfta.HyperparameterError, match="it is the number of batches, at least 1, in an epoch of rows"
-        ):
+    for wrong in ({"batches_per_epoch": 0, "rows": OWN}, {"batches_per_epoch": 2, "shuffle": False}):
+        with pytest.raises(hfta.HyperparameterError, match="it must be at least 1, and for a loader that shuffles"):
             hfta.ArrayLoader(DATA, 4, seeds=SEEDS, **wrong)
+
+
+def test_members_are_evaluated_on_their_own_rows_as_alone():
+    """Each row once, in batches of a loader or in one, with a metric that is no mean over rows."""
+
+    def make():
+        return nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5)).double()
+
+    def spread(model, batch):
+        noise = torch.rand_like(batch["x"])
+        return {"spread": model(batch["x"]).std(correction=0), "both": (model(batch["x"] + noise) - batch["x"]).mean(0)}
+
+    def jitter(batch):
+        return {**batch, "x": batch["x"] + torch.rand(1).double()}
+
+    step = hfta.make_train_step(make(), lambda model, batch: model(batch["x"]).mean(), hfta.sgd(lr=0.1))
+    state = step.init(*hfta.init_params(make, SEEDS), seeds=SEEDS)
+    train, single, each = loader("rows"), *(hfta.make_eval_step(make(), spread, batch_dims=dims) for dims in (None, 0))
+    dealt = hfta.ArrayLoader(DATA, 4, seeds=SEEDS, rows=OWN, transform=jitter)
+    found = {}
+    ways = {"whole": (spread, DATA, OWN), "batches": (spread, dealt), "folds": (spread, loader("folds"))}
+    for name, evaluate in ways.items():
+        after, history = hfta.fit(step, state, train, epochs=1, evaluate=evaluate, progress=False)
+        found[name] = history.epochs[-1]
+        for member, seed in enumerate(SEEDS):
+            alone, rows = hfta.take(after, member), torch.as_tensor(OWN[member])
+            if name == "whole":
+                parts = [(1, single(alone, {key: leaf[rows] for key, leaf in DATA.items()}))]
+            elif name == "batches":
+                only = hfta.ArrayLoader(DATA, 4, seeds=[seed], rows=[rows], transform=jitter)
+                parts = [(batch["x"].shape[1], each(alone, batch)) for _, batch in only.once()]
+                assert sorted(size for size, _ in parts) == sorted(len(part) for part in rows.split(4))
+            else:
+                held_out = loader("folds").held_out()["row"][member].split(4)
+                parts = [
+                    (len(part), single(alone, {key: leaf[part] for key, leaf in DATA.items()})) for part in held_out
+                ]
+            for key in ("spread", "both"):
+                value = sum(size * part[key][0] for size, part in parts) / sum(size for size, _ in parts)
+                torch.testing.assert_close(found[name][key][member], value, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(found["whole"]["spread"], found["batches"]["spread"])
+
+
+@pytest.mark.parametrize("way", ["rows", "bootstrap", "weights", "plain", "shared"])
+def test_epochs_of_a_length_of_their_own_are_one_stream(way):
+    given = {"shared": True} if way == "shared" else {"seeds": SEEDS, **WAYS.get(way, {})}
+    first, second = (hfta.ArrayLoader(DATA, 4, batches_per_epoch=count, **given) for count in (2, 5))
+    assert len(first) == 2 and [*next(iter(first))["x"].shape][-2:] == [4, 2]
+    epochs = {first: 5, second: 2}
+    rows = [torch.cat([b["row"] for epoch in range(epochs[each]) for b in each.batches(epoch)], -1) for each in epochs]
+    assert torch.equal(*rows)
+    if way in ("plain", "shared"):
+        passes = rows[0].reshape(-1, 40)[:, :33].unflatten(1, (3, ROWS))
+        assert torch.equal(passes.sort(-1).values, torch.arange(ROWS).expand_as(passes))
+    if way == "plain":
+        later = torch.cat([batch["row"] for batch in first.of_members(torch.tensor([9]), epochs=[3])], -1)
+        assert torch.equal(later[0], rows[0][1, 24:32])

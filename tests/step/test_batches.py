@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -12,6 +11,8 @@ import hfta_func as hfta
 from comparisons import assert_trees_close
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
+
+TensorDict = pytest.importorskip("tensordict").TensorDict
 
 M = 3
 

@@ -373,3 +373,37 @@ def test_a_state_is_no_params():
         with pytest.raises(hfta.StateError, match=rf"params is a {kind}; unpack it: Ensemble\(model, \*stacked\)"):
             hfta.Ensemble(make(), whole)
     assert hfta.Ensemble(make(), *hfta.stacked(state)).num_models == 2
+
+
+class _Normalised(nn.Module):
+    def __init__(self, momentum):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=momentum), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+TRANSFORMS = {
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).square().sum())(x),
+    "vjp": lambda call, x: (lambda output, vjp: vjp(2 * output)[0])(*torch.func.vjp(call, x)),
+    "jacrev": lambda call, x: torch.func.jacrev(lambda x: call(x).square().sum())(x),
+    "jacfwd": lambda call, x: torch.func.jacfwd(lambda x: call(x).square().sum())(x),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_derivatives_of_an_ensemble_in_train_mode(name, momentum, count):
+    models = [_Normalised(momentum).double() for _ in range(count)]
+    ensemble = hfta.Ensemble.from_modules(models).train()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    found = TRANSFORMS[name](ensemble, x)
+    inputs = x.clone().requires_grad_()
+    total = sum(model(inputs).square().sum() for model in models)
+    torch.testing.assert_close(found, *torch.autograd.grad(total, inputs), rtol=1e-10, atol=1e-12)
+    # Each call counts, and its statistics are kept without derivatives.
+    assert ensemble.calls.tolist() == [1] * count
+    for path, buffer in hfta.stack_params(models).buffers.items():
+        torch.testing.assert_close(ensemble.stacked().buffers[path], buffer, rtol=1e-10, atol=1e-12)

@@ -9,7 +9,8 @@ have run on a later release, raise ``NEWEST`` in ``_release.py``.
 from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_untested, tested
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
 from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, in_graph, intercept_checkpoint
-from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, original, set_compiling, stand_for, stays
+from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, math_attention, original, run_operators_eagerly
+from hfta_func._torch.compiler import set_compiling, stand_for, stays
 from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, trace_functions, trace_history
 from hfta_func._torch.compiler import traced_lines, until_compiled, untraced
 from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, apply_at_level, apply_in_transforms
@@ -26,7 +27,7 @@ from hfta_func._torch.levels import can_look, constant_to_compiler, current_inte
 from hfta_func._torch.levels import gradient, inside_transform, inside_vmap, interpreters, is_batched, is_captured
 from hfta_func._torch.levels import is_wrapped, level_of, levels_above, outside_transforms, peek_interpreter, pytree
 from hfta_func._torch.levels import remove_batch_dim, restore_vmap, traced_add_batch_dim, traced_unwrap_for_grad
-from hfta_func._torch.levels import unwrap_batched, unwrap_leaves, vmap_level, wrap_leaves
+from hfta_func._torch.levels import unwrap_batched, unwrap_leaves, values_of, vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
 from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, places_of, reparametrized
 from hfta_func._torch.modules import run_uncompiled, takes_data, tensors_of, weight_hooks

@@ -81,6 +81,8 @@ def _with_new_code(call: Any, name: str) -> Any:
 def tell_compiler_of_overrides(functions: Iterable[Any]) -> None:
     """Make the compiler pass functions to TorchFunctionModes that its list leaves out, such as ``randn_like``."""
     private("torch._dynamo.variables.torch", "get_overridable_functions")().update(functions)
+    # FlexAttention calls it, and the compiler takes it for a function that it cannot trace.
+    torch.compiler.allow_in_graph(private("torch", "_safe_softmax"))
 
 
 def until_compiled(end: Callable[[], None]) -> None:
@@ -178,6 +180,34 @@ def dotted_path(expression: str) -> str:
 
 # PyTorch's rematerialisation itself, without the wrapper that :func:`intercept_checkpoint` replaces.
 checkpoint = private("torch.utils.checkpoint", "checkpoint.__wrapped__")
+
+
+# FlexAttention as plain operators, and what makes PyTorch ready to compile the functions that operators are given.
+math_attention = private("torch._higher_order_ops.flex_attention", "math_attention")
+_compiling: Any = private("torch._higher_order_ops.utils", "_set_compilation_env.__wrapped__")
+
+
+def run_operators_eagerly(is_inside: Callable[[], bool]) -> Callable[[], None]:
+    """Keep operators of functions, such as ``torch.cond``, from compiling these where ``is_inside()`` holds.
+
+    The code is replaced, because other modules hold the function. Returns a function that restores it.
+    """
+    code = _compiling.__code__
+    original = types.FunctionType(code, _compiling.__globals__)
+
+    def replacement(*, _is_inside: Any, _original: Any) -> Any:
+        if not _is_inside():
+            yield from _original()
+            return
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+    def restore() -> None:
+        _compiling.__code__, _compiling.__kwdefaults__ = code, None
+
+    _compiling.__kwdefaults__ = {"_is_inside": is_inside, "_original": original}
+    _compiling.__code__ = replacement.__code__
+    return restore
 
 
 def intercept_checkpoint(handler: Callable[..., Any]) -> None:

@@ -306,6 +306,8 @@ def _replace_method(kind: Any, method: Any, apply: Callable[..., Any]) -> Callab
     def restore() -> None:
         kind.apply = method
 
+    # The compiler knows methods of autograd functions by name.
+    replacement.__name__ = "apply"
     kind.apply = classmethod(replacement)
     return restore
 

@@ -115,6 +115,13 @@ def inside_vmap(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def values_of(flags: Any) -> Tensor:
+    """The values of all members, of a tensor or of one bool, in a tensor outside of all transforms."""
+    while isinstance(flags, Tensor) and is_wrapped(flags):
+        flags = get_unwrapped(flags)
+    return flags if isinstance(flags, Tensor) else torch.tensor(flags)
+
+
 def can_look(flags: Tensor) -> bool:
     """Whether reading values costs less than computing around them: on a CPU, outside compilation and transforms."""
     return not torch.compiler.is_compiling() and flags.device.type == "cpu" and not inside_transform()

@@ -87,14 +87,21 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
+class _Uncompiled(nn.Module):
+    """Calls the module inside as it is, and has its attributes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._modules["_orig_mod"](*args, **kwargs)  # pyright: ignore[reportOptionalCall]
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self._modules["_orig_mod"]
+        return inner if name == "_orig_mod" else getattr(inner, name)
+
+
 def run_uncompiled(module: Any) -> None:
-    """Make such a module, and its copies, which initialise it again, call the one inside as it is."""
-    module.dynamo_ctx = _as_it_is
-    module._initialize()
-
-
-def _as_it_is(func: T) -> T:
-    return func
+    """Make such a module, and its copies, call the one inside as it is."""
+    vars(module).pop("forward", None)
+    module.__class__ = _Uncompiled
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._types import TraceError
+from hfta_func.calls.body import is_trained
 
 rehearsing = contextvars.ContextVar("rehearsing", default=False)
 """Whether a step runs eagerly just before a compiler traces it."""
@@ -28,7 +29,15 @@ def only_vmap() -> bool:
 
 
 def _requires_grad(tensor: Tensor) -> bool:
-    return _torch.inside_vmap(tensor).requires_grad
+    if _torch.inside_vmap(tensor).requires_grad:
+        return True
+    # An evaluation, or a function of stacked parameters, is given plain tensors.
+    if (trained := is_trained(tensor)) and rehearsing.get():
+        raise TraceError(
+            "the model asks whether its parameter requires_grad, which is True, but False to a compiler in evaluation; note "
+            "it when the model is made, or leave the step uncompiled"
+        )
+    return trained
 
 
 def _is_leaf(tensor: Tensor) -> bool:
@@ -69,9 +78,10 @@ def _data(tensor: Tensor) -> Tensor:
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    if value is not tensor:
+    # A compiler knows no assignment, not even one that changes nothing.
+    if value is not tensor or rehearsing.get():
         raise TraceError(
-            "the model assigns to .data of a tensor (as module.to(dtype) does), which the members, who run as one, cannot; "
+            "the model assigns to .data of a tensor (as module.to(dtype) does), which members that run as one cannot; "
             "cast in the call, as in F.linear(x, layer.weight.to(x.dtype)), or write with torch.no_grad(): x.copy_(...)"
         )
 
@@ -118,7 +128,8 @@ def _outside_vmap(vjp: _Vjp, outputs: Any, starts: Any, inputs: Any, retain: boo
     interpreter = _torch.current_interpreter()
     level, count = interpreter.level(), interpreter.batch_size()
     (outputs, starts, inputs), dims = _torch.unwrap_leaves((tuple(outputs), tuple(starts), tuple(inputs)), level)
-    with interpreter.lower():
+    # A view of what has a history has one, too, also where the model takes a gradient under no_grad.
+    with interpreter.lower(), torch.enable_grad():
         if not any(dim is not None for dim in (*dims[0], *dims[1], *dims[2])):
             return _outside_vmap(vjp, outputs, starts, inputs, retain)
         outputs = [_rows(x, dim, count) for x, dim in zip(outputs, dims[0], strict=True)]

@@ -24,6 +24,7 @@ class Body(nn.Module):
         self.func = func
         self.training = model.training
         self.places: dict[str, Any] = {}
+        self.trained: list[tuple[dict[str, Any], str]] = []
         self.fixed: frozenset[tuple[int, str]] = frozenset()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,6 +50,17 @@ def module_path() -> str:
                 return path_in(owner, inner)
         frame = frame.f_back
     return ""
+
+
+def is_trained(tensor: Any) -> bool:
+    """Whether a tensor is a trained parameter of the model whose code is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Body):
+            return any(held.get(name) is tensor for held, name in owner.trained)
+        frame = frame.f_back
+    return False
 
 
 def path_in(body: nn.Module, module: nn.Module) -> str:

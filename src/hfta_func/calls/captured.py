@@ -1,4 +1,4 @@
-"""Arguments that hold tensors: modules, their methods, and closures.
+"""Arguments that hold tensors: modules, functions and objects.
 
 What is called later, as in a backward pass, must find the tensors of its call in them, and those of its member.
 """
@@ -6,6 +6,7 @@ What is called later, as in a backward pass, must find the tensors of its call i
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from typing import Any
 
@@ -16,16 +17,7 @@ from hfta_func._torch import pytree
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors that arguments are or hold."""
-    tensors: list[Tensor] = []
-    for leaf in pytree.tree_leaves(tree):
-        owner = getattr(leaf, "__self__", leaf)
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif isinstance(owner, nn.Module):
-            tensors += [*owner.parameters(), *owner.buffers()]
-        elif isinstance(leaf, types.FunctionType):
-            tensors += tensors_in([cell.cell_contents for cell in leaf.__closure__ or ()])
-    return tensors
+    return [leaf for leaf in _held(tree) if isinstance(leaf, Tensor)]
 
 
 def with_tensors(tree: Any, tensors: dict[int, Any]) -> Any:
@@ -34,12 +26,59 @@ def with_tensors(tree: Any, tensors: dict[int, Any]) -> Any:
     def copied(leaf: Any) -> Any:
         if id(leaf) in tensors:
             return tensors[id(leaf)]
-        if isinstance(getattr(leaf, "__self__", leaf), nn.Module):
-            return copy.deepcopy(leaf, tensors)
-        if not isinstance(leaf, types.FunctionType) or not leaf.__closure__:
+        held = _held(leaf)
+        if not any(id(part) in tensors for part in held):
             return leaf
-        contents = with_tensors([cell.cell_contents for cell in leaf.__closure__], tensors)
-        cells = tuple(types.CellType(value) for value in contents)
-        return types.FunctionType(leaf.__code__, leaf.__globals__, leaf.__name__, leaf.__defaults__, cells)
+        # copy.deepcopy does not copy functions.
+        functions = [part for part in held if isinstance(part, types.FunctionType)]
+        functions = [func for func in functions if any(id(part) in tensors for part in _held(func))]
+        made = [
+            types.FunctionType(func.__code__, func.__globals__, func.__name__, None, _cells(func)) for func in functions
+        ]
+        tensors.update((id(func), new) for func, new in zip(functions, made, strict=True))
+        for func, new in zip(functions, made, strict=True):
+            new.__defaults__, new.__kwdefaults__ = with_tensors((func.__defaults__, func.__kwdefaults__), tensors)
+            for cell, old in zip(new.__closure__ or (), func.__closure__ or (), strict=True):
+                for content in contents(old):
+                    cell.cell_contents = with_tensors(content, tensors)
+        return copy.deepcopy(leaf, tensors)
 
     return pytree.tree_map(copied, tree)
+
+
+def contents(cell: types.CellType) -> tuple[Any, ...]:
+    """What a variable of a closure holds; nothing if it has no value yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _held(tree: Any) -> list[Any]:
+    """The leaves of arguments, and all that they hold."""
+    held: dict[int, Any] = {}
+    leaves = pytree.tree_leaves(tree)
+    # The list grows meanwhile.
+    for leaf in leaves:
+        if id(leaf) not in held:
+            held[id(leaf)] = leaf
+            leaves += pytree.tree_leaves(_parts(leaf))
+    return [*held.values()]
+
+
+def _parts(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor | type | types.ModuleType):
+        return ()
+    if isinstance(leaf, nn.Module):
+        return [*leaf.parameters(), *leaf.buffers()]
+    if isinstance(leaf, types.MethodType):
+        return leaf.__self__
+    if isinstance(leaf, functools.partial):
+        return leaf.func, leaf.args, leaf.keywords
+    if isinstance(leaf, types.FunctionType):
+        return leaf.__defaults__, leaf.__kwdefaults__, [contents(cell) for cell in leaf.__closure__ or ()]
+    return [*getattr(leaf, "__dict__", {}).values()]
+
+
+def _cells(func: types.FunctionType) -> tuple[types.CellType, ...]:
+    return tuple(types.CellType() for _ in func.__closure__ or ())

@@ -1,4 +1,4 @@
-"""Branches on values, ``if tensor``, while members run as one."""
+"""Branches on values, ``if tensor`` or ``if torch.equal(x, y)``, while members run as one."""
 
 from __future__ import annotations
 
@@ -26,15 +26,36 @@ def contains(x: Tensor, element: Any) -> bool:
     return truth((x == element).any())
 
 
+def equal(x: Tensor, other: Tensor) -> bool:
+    """``torch.equal(x, other)``."""
+    return x.shape == other.shape and truth((x == other).all()) if _is_mapped() else torch.equal(x, other)
+
+
+def allclose(x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """``torch.allclose(x, other)``."""
+    return truth(torch.isclose(x, other, *args, **kwargs).all())
+
+
+def item(x: Tensor) -> Any:
+    """``x.item()``, which of a bool is a branch."""
+    return truth(x) if x.dtype == torch.bool and _is_mapped() else x.item()
+
+
+def _is_mapped() -> bool:
+    interpreter = peek_interpreter()
+    is_mapped = interpreter is not None and interpreter.key() == TransformType.Vmap
+    return is_mapped and not torch.compiler.is_compiling()
+
+
 def truth(x: Tensor) -> bool:
     """``bool(x)``: the value that all members agree on, else an error that makes them run in groups."""
-    interpreter = peek_interpreter()
-    if interpreter is None or interpreter.key() != TransformType.Vmap or torch.compiler.is_compiling():
+    if not _is_mapped():
         return bool(x)
+    interpreter = current_interpreter()
     values, dim = unwrap_batched(x, interpreter.level())
     if dim is None:
         return bool(x)
-    with current_interpreter().lower():
+    with interpreter.lower():
         if values.numel() != values.shape[dim]:
             # Raises PyTorch's error.
             return bool(values.select(dim, 0))
@@ -44,3 +65,11 @@ def truth(x: Tensor) -> bool:
         if 0 < count < len(flags):
             raise Diverged([bool(flag) for flag in flags.unbind()])
     return count > 0
+
+
+BRANCHES: dict[Any, Any] = {
+    **{Tensor.__bool__: truth, Tensor.__contains__: contains, Tensor.item: item},
+    **dict.fromkeys((torch.equal, Tensor.equal), equal),
+    **dict.fromkeys((torch.allclose, Tensor.allclose), allclose),
+}
+"""Replacement by function."""

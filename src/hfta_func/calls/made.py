@@ -120,9 +120,7 @@ class _Seeking(_Making):
         given = _tensors((args, kwargs))
         for target in _targets(func, args, kwargs or {}):
             if not self._is_batched(target) and any(self._is_batched(tensor) for tensor in given):
-                if (number := _number(target)) not in self._calls:
-                    raise TraceError(f"the model {REFUSAL}")
-                raise _Written(*self._calls[number][:2])
+                self.find(target)
         result = super().__torch_function__(func, types, args, kwargs)
         # This package copies modules with their constants, which a model must not write.
         known = {
@@ -132,6 +130,12 @@ class _Seeking(_Making):
             if not self._is_batched(tensor) and (number := _number(tensor)) not in known:
                 self._calls.setdefault(number, (func, _line(), tensor))
         return result
+
+    def find(self, target: Tensor) -> None:
+        """Raise the :class:`_Written` of the call that has made a tensor for all members."""
+        if (number := _number(target)) not in self._calls:
+            raise TraceError(f"the model {REFUSAL}")
+        raise _Written(*self._calls[number][:2])
 
     def _is_batched(self, tensor: Tensor) -> bool:
         """Whether members have different values of a tensor."""
@@ -146,6 +150,14 @@ REFUSAL = (
     "writes a member's value in place into a tensor that all members share; if the model makes it, make it by a function "
     "such as torch.zeros, otherwise write into a copy, x = x.clone(), or make it a buffer, of which each member has its own"
 )
+
+
+def refuse_write(target: Tensor) -> None:
+    """Raise an error because a member's value is written, out of sight of modes, into a tensor for all members."""
+    for mode in reversed(_torch.function_modes()):
+        if isinstance(mode, _Seeking):
+            mode.find(target)
+    raise RuntimeError("vmap: inplace arithmetic into a tensor that all members share")
 
 
 def _batched_argument(args: Any, kwargs: Any, in_dims: Any) -> Tensor | None:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hfta_func._torch import BatchNorm, is_batched, is_nestable
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
+from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.nan_linalg import GUARDED
 
 
@@ -29,7 +30,13 @@ class lowered(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace one call of a torch function."""
+        if func in OPERATORS:
+            return OPERATORS[func](self._call, *args, **(kwargs or {}))
         return LOWERED.get(func, func)(*args, **(kwargs or {}))
+
+    def _call(self, part: int | None, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return func(*args, **kwargs)
 
 
 def _gaussian_nll_loss(
@@ -65,6 +72,17 @@ def _cross_entropy(*args: Any, label_smoothing: Any = 0.0, **kwargs: Any) -> Ten
     sharp, smooth = (F.cross_entropy(*args, label_smoothing=value, **kwargs) for value in (0.0, 1.0))
     # A class that is impossible has an infinite smooth loss, which does not count without smoothing.
     return (1 - label_smoothing) * sharp + torch.where(label_smoothing == 0, 0, label_smoothing * smooth)
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """Takes the mean itself of targets with lengths in Python, which PyTorch cannot under ``torch.func.grad``."""
+    averaging = reduction == "mean" and not isinstance(target_lengths, Tensor)
+    kind = "none" if averaging else reduction
+    losses = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, kind, zero_infinity)
+    return (losses / torch.tensor(target_lengths, device=losses.device).clamp(min=1)).mean() if averaging else losses
 
 
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
@@ -169,6 +187,7 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,
+    F.ctc_loss: _ctc_loss,
     F.batch_norm: _batch_norm,
     F.normalize: _normalize,
     Tensor.__float__: _float,

@@ -7,6 +7,7 @@ raises an error.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,9 +26,11 @@ from hfta_func._torch import (
     traced_add_batch_dim,
     traced_unwrap_for_grad,
 )
-from hfta_func._types import RandomnessError
-from hfta_func.calls.control_flow import contains, truth
+from hfta_func._types import RandomnessError, TraceError
+from hfta_func.calls.autodiff import rehearsing
+from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
+from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
@@ -110,14 +113,32 @@ class routed(TorchFunctionMode):
             indices = traced_unwrap_for_grad(indices, inner)
         return random.stream(random.fold_in(stream.start, traced_add_batch_dim(indices, 0, level)))
 
+    def _call(self, site: int, part: int | None, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that the operator at a call site is given; one that not all members call has its own streams."""
+        if part is None or self.key is None:
+            with self:
+                return func(*args, **kwargs)
+        before = self.key, self.site, self.skipped, self._blocks
+        self.key = random.fold_in(random.fold_in(self.key, site if self.skipped is None else site - self.skipped), part)
+        self.site, self.skipped, self._blocks = 0, None, {}
+        with self:
+            result = func(*args, **kwargs)
+        self.key, self.site, self.skipped, self._blocks = before
+        return result
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace one call of a torch function."""
         kwargs = kwargs or {}
+        if not torch.compiler.is_compiling() and rehearsing.get():
+            _check_strided(args)
         if func is torch.Tensor.unflatten:
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
+        if func in OPERATORS:
+            self.site += 1
+            return OPERATORS[func](functools.partial(self._call, self.site), *args, **kwargs)
         handler, func = HANDLERS.get(func), _REPLACED.get(func, func)
         if self.key is None:
             return func(*args, **kwargs)
@@ -127,6 +148,16 @@ class routed(TorchFunctionMode):
             with self:
                 return _ENTERED[func](*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _check_strided(args: Sequence[Any]) -> None:
+    for x in args:
+        if isinstance(x, Tensor) and x.layout not in (torch.strided, torch.jagged):
+            kind = str(x.layout).removeprefix("torch.")
+            raise TraceError(
+                f"the model computes with a {kind} tensor, which a compiler does not know; hold x.to_dense(), or leave the "
+                f"step uncompiled"
+            )
 
 
 class routed_by_member(TorchFunctionMode):
@@ -180,9 +211,16 @@ def _entered(func: types.FunctionType) -> types.FunctionType:
     names = dict(func.__globals__)
     for check in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         names[check] = lambda *args: False
+    names["_check_key_padding_mask"] = _check_padding
     copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+def _check_padding(mask: Tensor, src_len: int, bsz: int) -> None:
+    """As PyTorch's check, whose message reads a tensor, which it has no way to compile."""
+    if mask.shape != (bsz, src_len):
+        raise AssertionError(f"expected a key_padding_mask of {[bsz, src_len]}, but got {list(mask.shape)}")
 
 
 _DRAWING = (
@@ -209,7 +247,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 """Handlers by function, for calls with a key."""
 
-_REPLACED = {**LOWERED, Tensor.__bool__: truth, Tensor.__contains__: contains}
+_REPLACED = {**LOWERED, **BRANCHES}
 """Functions that are replaced with a key or without."""
 
 

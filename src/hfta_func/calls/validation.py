@@ -1,15 +1,17 @@
-"""PyTorch's distributions inside an array, where they leave out the checks of their arguments.
+"""Functions of PyTorch that act otherwise inside an array.
 
-The checks read the values of tensors, which differ between members, and raise for all members if those of one are bad.
+Distributions leave out the checks of their arguments: these read the values of tensors, which differ between members, and
+raise for all members if those of one are bad. Operators of functions, such as ``torch.cond``, do not compile these, see
+:mod:`hfta_func.calls.higher_order`.
 """
 
 from __future__ import annotations
 
-from hfta_func._torch import function_modes, replace_validation
+from hfta_func._torch import function_modes, replace_validation, run_operators_eagerly
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
 
-_restore = None
+_restore = ()
 
 
 def inside_array() -> bool:
@@ -18,15 +20,14 @@ def inside_array() -> bool:
 
 
 def install() -> None:
-    """Leave out the checks of distributions inside an array; outside, they stay."""
+    """Have functions of PyTorch act so inside an array; outside, they stay as they are."""
     global _restore
-    if _restore is None:
-        _restore = replace_validation(inside_array)
+    _restore = _restore or (replace_validation(inside_array), run_operators_eagerly(inside_array))
 
 
 def uninstall() -> None:
-    """Restore PyTorch's checks."""
+    """Restore PyTorch's functions."""
     global _restore
-    if _restore is not None:
-        _restore()
-        _restore = None
+    for restore in _restore:
+        restore()
+    _restore = ()

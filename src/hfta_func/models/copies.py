@@ -14,15 +14,18 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from hfta_func.calls.captured import contents
+
 T = TypeVar("T", bound=nn.Module)
+_UNCOPIED = torch.sparse_csr, torch.jagged
 
 
 def copied_module(model: T, memo: dict[int, Any]) -> T:
     """``copy.deepcopy(model, memo)``, in which functions refer to the copies of what they refer to in the model."""
     held: Any = [vars(module) for module in model.modules()]
     for tensor in optree.tree_leaves(held):
-        # PyTorch copies neither compressed sparse tensors nor results of earlier calls.
-        if isinstance(tensor, Tensor) and (tensor.layout == torch.sparse_csr or tensor.grad_fn is not None):
+        # PyTorch copies neither compressed sparse tensors nor results of earlier calls, and jagged ones not for gradients.
+        if isinstance(tensor, Tensor) and (tensor.layout in _UNCOPIED or tensor.grad_fn is not None):
             memo.setdefault(id(tensor), tensor.detach())
     made = copy.deepcopy(model, memo)
     seen: dict[int, Any] = {}
@@ -57,21 +60,13 @@ def _refers(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
     if not isinstance(value, types.FunctionType) or id(value) in seen:
         return False
     seen.add(id(value))
-    return any(_refers(content, memo, seen) for cell in value.__closure__ or () for content in _content(cell))
-
-
-def _content(cell: types.CellType) -> tuple[Any, ...]:
-    """What a variable holds; nothing if it has no value yet."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
+    return any(_refers(content, memo, seen) for cell in value.__closure__ or () for content in contents(cell))
 
 
 def _function(func: types.FunctionType, memo: dict[int, Any], seen: dict[int, Any]) -> types.FunctionType:
     # Functions that share a variable go on to share it.
     cells = tuple(
-        seen.setdefault(id(cell), types.CellType()) if any(_refers(x, memo, set()) for x in _content(cell)) else cell
+        seen.setdefault(id(cell), types.CellType()) if any(_refers(x, memo, set()) for x in contents(cell)) else cell
         for cell in func.__closure__ or ()
     )
     made = types.FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, cells)
@@ -79,6 +74,6 @@ def _function(func: types.FunctionType, memo: dict[int, Any], seen: dict[int, An
     seen[id(func)] = made
     for cell, old in zip(cells, func.__closure__ or (), strict=True):
         if cell is not old:
-            (content,) = _content(old)
+            (content,) = contents(old)
             cell.cell_contents = memo[id(content)] if id(content) in memo else _referring(content, memo, seen)
     return made

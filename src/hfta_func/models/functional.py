@@ -117,6 +117,7 @@ class Bound:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
         rematerialise(body.model, self._checkpoint)
         body.places = places_of(body)
+        body.trained = [body.places[f"model.{path}"] for path in self._trained]
         shared = set(() if self._base is None else self._base.buffers)
         for path, module in body.model.named_modules():
             names = [name for name in tensors_of(module) if (f"{path}.{name}" if path else name) in shared]

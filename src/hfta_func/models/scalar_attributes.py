@@ -7,18 +7,21 @@ tensor without axes. A training state holds them in ``hparams``, and empty *plac
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, writes
-from hfta_func._types import HFTAError, Params, StateError, TraceError
+from hfta_func._types import HFTAError, HyperparameterError, Params, StateError, TraceError
 from hfta_func.calls.body import user_code_location
 from hfta_func.calls.control_flow import Diverged
 from hfta_func.calls.routing import routed
 from hfta_func.calls.scalar_args import called_with
+
+T = TypeVar("T")
 
 _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 
@@ -41,6 +44,29 @@ def numbers_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         for name in vars(module)
         if may_differ(module, name)
     }
+
+
+def expanded(named: Mapping[str, T], known: Iterable[str]) -> dict[str, T]:
+    """Values by path, where a name such as ``"*.p"`` stands for all known paths that it matches; full paths come first.
+
+    Raises:
+        HyperparameterError: if such a name matches none.
+    """
+    values: dict[str, T] = {}
+    patterns = [name for name in named if not {*"*?["}.isdisjoint(name)]
+    for name in patterns:
+        matched = fnmatch.filter(known, name)
+        if not matched:
+            raise HyperparameterError(f"'{name}' matches no number of the model; {numbers_text(known, name)}")
+        values |= dict.fromkeys(matched, named[name])
+    return values | {name: value for name, value in named.items() if name not in patterns}
+
+
+def numbers_text(known: Iterable[str], wanted: str) -> str:
+    """What an error says of the numbers that a model has, those of the wanted name first."""
+    name = wanted.rpartition(".")[2]
+    paths = sorted(known, key=lambda path: (path.rpartition(".")[2] != name, path))
+    return f"it has {', '.join(paths[:20]) or 'none in attributes of its modules'}{', ...' * (len(paths) > 20)}"
 
 
 def rates_of(model: nn.Module) -> frozenset[str]:

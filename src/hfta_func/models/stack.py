@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hfta_func import random
 from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
-from hfta_func._types import Params, StackError, StateError
+from hfta_func._types import HyperparameterError, Params, StackError, StateError
 from hfta_func.models.copies import copied_module
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
@@ -27,6 +27,10 @@ class Stacked(NamedTuple):
 
     params: Params
     buffers: Params
+
+    def __repr__(self) -> str:
+        counts = [len(leaf) for tree in self for leaf in tree.values() if isinstance(leaf, Tensor) and leaf.dim()]
+        return f"Stacked({max(counts, default=0)} members, {len(self.params)} parameters, {len(self.buffers)} buffers)"
 
 
 def stack_params(
@@ -63,15 +67,17 @@ def stack_params(
 
 
 def init_params(
-    factory: Callable[[], nn.Module],
+    factory: Callable[..., nn.Module],
     seeds: Sequence[int] | Tensor,
     *,
     share_frozen: bool = False,
     shared_params: Sequence[str] = (),
+    **arguments: Sequence[Any] | Tensor,
 ) -> Stacked:
     """Build one model per seed and stack them, with at most two models in memory besides the array.
 
-    Member ``i`` is what ``torch.manual_seed(seeds[i]); factory()`` makes. The global generator does not change.
+    Member ``i`` is what ``torch.manual_seed(seeds[i]); factory()`` makes, with its own ``arguments``. The global generator
+    does not change.
 
     Args:
         factory: Makes one model, for example ``lambda: MLP(64, 10)``.
@@ -79,9 +85,10 @@ def init_params(
         share_frozen: Leave out what all members share, as :func:`stack_params` does.
         shared_params: Leave out these parameters. Members start from their values in the model that is passed to
             :func:`make_train_step`, not from those that ``factory`` makes.
+        arguments: Keyword arguments of ``factory``, one value per member each, such as ``p=[0.1, 0.3]``.
 
     Raises:
-        HyperparameterError: if a seed is not an integer.
+        HyperparameterError: if a seed is not an integer, or an argument is not one value per member.
         StackError: if there is no seed, ``factory`` is itself a module, or :func:`stack_params` refuses its models.
 
     Example:
@@ -89,23 +96,34 @@ def init_params(
         >>> _ = torch.manual_seed(1)
         >>> torch.equal(params["weight"][1], torch.nn.Linear(2, 10).weight)
         True
+        >>> init_params(lambda rate: torch.nn.Dropout(rate), seeds=[0, 1], rate=[0.1, 0.3]).buffers
+        {'p': tensor([0.1000, 0.3000], dtype=torch.float64)}
     """
+    values = random.keys(seeds).tolist()
+    columns = {name: getattr(column, "tolist", lambda column=column: column)() for name, column in arguments.items()}
+    for name, column in columns.items():
+        if isinstance(column, str) or not isinstance(column, Sequence) or len(column) != len(values):
+            raise HyperparameterError(
+                f"{name} is {column!r} for {len(values)} models; give one value per model, or bind it in the factory"
+            )
+
+    def make(member: int) -> nn.Module:
+        return build(factory, values[member], {name: column[member] for name, column in columns.items()})
+
+    return _stack(map(make, range(len(values))), len(values), share_frozen, shared_params, lambda: make(0))
+
+
+def build(factory: Callable[..., nn.Module], seed: int, arguments: Mapping[str, Any]) -> nn.Module:
+    """The model that a factory makes by a seed; the global generator does not change."""
     if isinstance(factory, nn.Module):
         raise StackError(
             f"factory is a module ({type(factory).__qualname__}); pass a function that makes one, so that every seed "
             f"gets weights of its own"
         )
-    values = random.keys(seeds).tolist()
-
-    def build() -> Iterable[nn.Module]:
-        for seed in values:
-            # With a list of GPUs, because PyTorch would otherwise warn if there are several.
-            with torch.random.fork_rng(range(torch.cuda.device_count())):
-                torch.manual_seed(seed)
-                model = factory()
-            yield model
-
-    return _stack(build(), len(values), share_frozen, shared_params, alike=False)
+    # With a list of GPUs, because PyTorch would otherwise warn if there are several.
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        return factory(**arguments)
 
 
 def unstack_params(
@@ -203,7 +221,9 @@ def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
                     continue
             if path not in expected:
                 return f"'{path}' is in the array but not in the model"
-            if leaves[path].shape[1:] != expected[path]:
+            # Calls may fill a buffer that starts without entries.
+            is_filled = leaves is stacked[1] and 0 in expected[path]
+            if leaves[path].shape[1:] != expected[path] and not is_filled:
                 return f"'{path}' is {list(leaves[path].shape[1:])} per member but {list(expected[path])} in the model"
     return ""
 
@@ -227,7 +247,11 @@ def _member(model: nn.Module, params: Params, buffers: Params, shared: Params, i
 
 
 def _stack(
-    models: Iterable[nn.Module], count: int, share_frozen: bool, shared_params: Sequence[str], alike: bool = True
+    models: Iterable[nn.Module],
+    count: int,
+    share_frozen: bool,
+    shared_params: Sequence[str],
+    make_first: Callable[[], nn.Module] | None = None,
 ) -> Stacked:
     first: nn.Module | None = None
     base: dict[str, Tensor] = {}
@@ -241,7 +265,17 @@ def _stack(
         if first is None:
             first, base = model, base_of(model) if share_frozen else {}
             shared = shared_of(model, shared_params)
-        differing = check_same_structure(model, first, member, numbers)
+        try:
+            differing = check_same_structure(model, first, member, numbers)
+        except StackError as error:
+            if make_first is None or member != 1:
+                raise
+            # The first model of a class may have filled caches that later ones find.
+            try:
+                first = make_first()
+                differing = check_same_structure(model, first, member, numbers)
+            except Exception:
+                raise error from None
         numbers |= {path: [first_value] * member for path, (_, first_value) in differing.items() if path not in numbers}
         for path, values in numbers.items():
             values.append(differing[path][0] if path in differing else values[0])
@@ -255,7 +289,7 @@ def _stack(
                     check_same_base(tensor, other, path, member)
                     continue
                 if path in shared:
-                    if alike:
+                    if make_first is None:
                         check_same_base(tensor, other, path, member, trained=True)
                     continue
                 if member == 0:

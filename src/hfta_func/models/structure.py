@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, tensors_of, weight_hooks
 from hfta_func._types import StackError
+from hfta_func.calls.captured import contents
 from hfta_func.models.scalar_attributes import may_differ
 
 T = TypeVar("T")
@@ -200,6 +201,13 @@ def _setting_difference(a: Any, b: Any, path: str, compared: set[int], seen: dic
                 return _setting_difference(part, others[key], label, compared, seen)
     shown, other = _show(a), _show(b)
     cure = "models in one array must share every setting"
+    if (
+        parts is not None
+        and others is not None
+        and type(a) is type(b) is dict
+        and all(equal(parts[key], others[key], compared, {}) for key in parts.keys() & others.keys())
+    ):
+        cure += "; if making the first model has filled a cache here, make that model again, or all by init_params"
     if shown != other:
         return f"'{path}' is {shown} but in model 0 it is {other}; {cure}"
     if isinstance(a, Tensor):
@@ -243,7 +251,9 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
         if a.grad_fn is not None and b.grad_fn is not None:
             # What calls have computed is no setting.
             return True
-        alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout == b.layout
+        alike = a.dtype == b.dtype and a.device == b.device and a.layout == b.layout
+        # Each jagged tensor has a size of its own for its rows.
+        alike = alike and (a.layout == torch.jagged or a.shape == b.shape)
         if alike and a.layout != torch.strided:
             return all(map(torch.equal, _strided(a), _strided(b)))
         return alike and (a.is_meta or bool(torch.equal(a, b)))
@@ -292,7 +302,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
         return {name: getattr(value, name) for name in ("__func__", "__self__")}
     if isinstance(value, types.FunctionType):
         named = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
-        return {**named, "__closure__": tuple(cell.cell_contents for cell in value.__closure__ or ())}
+        return {**named, "__closure__": tuple(part for cell in value.__closure__ or () for part in contents(cell))}
     slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
     plain = type(value).__eq__ is object.__eq__ and (slots or hasattr(value, "__dict__"))
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}

@@ -22,6 +22,7 @@ from hfta_func._torch import pytree
 from hfta_func._types import LoopWarning, RandomnessError, TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.captured import tensors_in, with_tensors
+from hfta_func.calls.made import refuse_write
 from hfta_func.calls.routing import routed
 from hfta_func.calls.validation import inside_array
 from hfta_func.rules._function_graphs import apply_to_all
@@ -116,11 +117,12 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     with interpreter.lower():
         parts = [[x] * count if dim is None else [*x.unbind(dim)] for x, dim in zip(plain, dims, strict=True)]
         # Copies of the first member's tensors show which ones a function writes. Inference mode would count no writes.
+        firsts = [part[0] for part in parts[: len(given)]]
         with torch.inference_mode(False):
             for part in parts[: len(given)]:
                 part[0] = part[0].clone()
         versions = [_torch.writes(part[0]) for part in parts[: len(given)]]
-        written: list[int] = []
+        written, counted = list[int](), list[bool]()
         for m in range(count):
             tensors: dict[int, Any] = {id(x): part[m] for x, part in zip(given, parts, strict=False)}
             with _drawing(mode, [part[m] for part in parts[len(given) :]], given, tensors) as inner:
@@ -128,7 +130,8 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 results.append(function.apply(*member_args, **member_kwargs))
             modes.append(inner)
             if m == 0:
-                written = [i for i, version in enumerate(versions) if _torch.writes(parts[i][0]) != version]
+                counted = [_torch.writes(part[0]) != version for part, version in zip(parts, versions, strict=False)]
+                written = [i for i, first in enumerate(firsts) if counted[i] or _is_written_unseen(first, parts[i][0])]
                 for i in written:
                     parts[i][1:] = [x.clone() for x in parts[i][1:]]
         if interpreter.randomness() != "different" and not torch.equal(torch.default_generator.get_state(), before):
@@ -137,20 +140,29 @@ def _one_by_one(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if mode is not None:
             _go_on(mode, modes, level)
         for i in written:
+            # A write into .data leaves no trace for autograd, and so must its copy.
+            target, rows = (plain[i], parts[i]) if counted[i] else (plain[i].data, [x.data for x in parts[i]])
             if dims[i] is not None:
-                plain[i].copy_(torch.stack(parts[i]).movedim(0, dims[i]))
-            elif all(torch.equal(x, parts[i][0]) for x in parts[i]):
-                plain[i].copy_(parts[i][0])
+                target.copy_(torch.stack(rows).movedim(0, dims[i]))
+            elif all(torch.equal(x, rows[0]) for x in rows):
+                target.copy_(rows[0])
             else:
-                raise RuntimeError(f"vmap: inplace arithmetic of {name} into a tensor that all members share")
+                refuse_write(given[i])
         leaves, specs = zip(*map(pytree.tree_flatten, results), strict=True)
         if any(spec != specs[0] for spec in specs):
             raise TraceError(
                 f"{name} returns {results[0]!r} for member 0; it must return as many results for each member"
             )
-        firsts = [(part[0], x) for x, part in zip(given, parts, strict=False)]
-        joined = [_joined(name, column, firsts, level) for column in zip(*leaves, strict=True)]
+        pairs = [(part[0], x) for x, part in zip(given, parts, strict=False)]
+        joined = [_joined(name, column, pairs, level) for column in zip(*leaves, strict=True)]
         return pytree.tree_unflatten(joined, specs[0])
+
+
+def _is_written_unseen(first: Tensor, copy: Tensor) -> bool:
+    """Whether a function has written a copy through ``.data``, which no count of writes shows."""
+    if first.is_meta or first.layout != torch.strided or _torch.peek_interpreter() is not None:
+        return False
+    return not bool(torch.isclose(first.data, copy.data, 0, 0, equal_nan=True).all())
 
 
 def _warn_of(function: Any) -> None:

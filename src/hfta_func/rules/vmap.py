@@ -284,6 +284,11 @@ def advice(error: RuntimeError) -> Exception | None:
         text,
     )
     operator = next(filter(None, unsupported.groups())) if unsupported else ""
+    if re.search(r"[Nn]ested ?[Tt]ensor|aten::_nested", text):
+        return TraceError(
+            f"{where} computes with a nested tensor, which members that run as one cannot; pad it, "
+            f"torch.nested.to_padded_tensor(x, 0.0), and mask, or make the step with chunk_size=1"
+        )
     if operator and operator not in ("aten::equal", "torch.allclose"):
         return TraceError(
             f"{where} calls {operator}, for which there is no batching rule; write it with operators that have one, "

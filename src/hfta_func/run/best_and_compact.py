@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import optree
 import torch
@@ -10,12 +10,10 @@ from torch import Tensor
 
 from hfta_func._tree import concat, leaves, num_models, put, take, tree_map, where
 from hfta_func._types import SIGNS, CheckpointError, HFTAError, direction_of
-from hfta_func.run.history import History, Running, present
+from hfta_func.run.history import History, Mode, Running, present
 from hfta_func.run.parts import renumbered
 from hfta_func.run.trainer import SegmentHooks, Trainer
 from hfta_func.step.state import TrainState
-
-Mode = Literal["min", "max"]
 
 _FEW = 0.75
 """The share of members at or below which those left are packed: every new number of members is compiled anew."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from hfta_func._types import require, text_table
+from hfta_func._types import html_table, require, text_table
 from hfta_func.run.history import History
 
 if TYPE_CHECKING:
@@ -72,9 +73,10 @@ class Comparison:
         level: Level of the intervals.
     """
 
-    def __init__(self, differences: list[Difference], level: float):
+    def __init__(self, differences: list[Difference], level: float, summarise: Callable[[], list[tuple[Any, ...]]]):
         self.differences = differences
         self.level = level
+        self._summarise = summarise
 
     def frame(self) -> pandas.DataFrame:
         """A pandas frame with one row per configuration.
@@ -84,13 +86,26 @@ class Comparison:
         """
         return require("pandas", "plot").DataFrame(self.differences)
 
+    def __repr__(self) -> str:
+        return f"Comparison({len(self.differences) + 1} configurations, baseline {self.differences[0].baseline!r})"
+
     def __str__(self) -> str:
+        return "\n\n".join(text_table(rows, ">" * len(rows[0])) for rows in self._tables())
+
+    def _repr_html_(self) -> str:
+        return "".join(map(html_table, self._tables()))
+
+    def _tables(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+        """The cells of a table of configurations, and of one of differences."""
+        each = [("", "seeds", "mean ± std", f"{self.level:.0%} interval")]
+        for name, seeds, mean, deviation, low, high in self._summarise():
+            each.append((str(name), str(seeds), f"{mean:.4g} ± {deviation:.2g}", f"[{low:.4g}, {high:.4g}]"))
         rows = [("", "pairs", "difference", f"{self.level:.0%} interval", "wins", "p", "seeds")]
         for one in self.differences:
             interval = f"[{one.low:+.4g}, {one.high:+.4g}]"
             numbers = f"{one.mean:+.4g}", interval, f"{one.wins:.0%}", f"{one.permutation:.2g}", f"{one.seeds:.0f}"
             rows.append((f"{one.name} - {one.baseline}", str(one.pairs), *numbers))
-        return text_table(rows, ">" * 7)
+        return each, rows
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw every difference with its interval.
@@ -165,6 +180,7 @@ def compare(
     return Comparison(
         [_difference(name, by_seed, first, values[first], level, resamples, seed) for name, by_seed in others.items()],
         level,
+        functools.partial(_summaries, values, level, resamples, seed),
     )
 
 
@@ -217,12 +233,7 @@ def _difference(
         raise ValueError(f"{name!r} and {baseline!r} have {len(finite)} seeds in common; a comparison needs two")
     pairs = numpy.array(finite)
     differences = pairs[:, 0] - pairs[:, 1]
-    mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
-    low = high = mean
-    if deviation > 0:
-        random = numpy.random.default_rng(seed)
-        result = stats.bootstrap((differences,), numpy.mean, confidence_level=level, n_resamples=resamples, rng=random)
-        low, high = map(float, result.confidence_interval)
+    mean, deviation, low, high = _mean(numpy, stats, differences, level, resamples, seed)
     rounding = _rounding(numpy, pairs)
     # A rounding error would look like a difference.
     mean, low, high = (0.0 if abs(value) * len(pairs) <= rounding else value for value in (mean, low, high))
@@ -235,6 +246,25 @@ def _difference(
         permutation=_permuted(numpy, differences, rounding, resamples, seed),
         seeds=_seeds(stats, mean, deviation),
     )
+
+
+def _summaries(values: Mapping[Any, Mapping[Any, float]], *options: Any) -> list[tuple[Any, ...]]:
+    """Name, number of finite values, mean, standard deviation and interval of each configuration."""
+    numpy, stats = require("numpy", "plot"), require("scipy.stats", "plot")
+    finite = {name: numpy.array([*filter(math.isfinite, by_seed.values())]) for name, by_seed in values.items()}
+    return [(name, len(each), *_mean(numpy, stats, each, *options)) for name, each in finite.items()]
+
+
+def _mean(
+    numpy: Any, stats: Any, values: Any, level: float, resamples: int, seed: int
+) -> tuple[float, float, float, float]:
+    """Mean and standard deviation of two values or more, and the ends of the interval of the mean."""
+    mean, deviation = float(values.mean()), float(values.std(ddof=1))
+    if deviation == 0:
+        return mean, deviation, mean, mean
+    random = numpy.random.default_rng(seed)
+    result = stats.bootstrap((values,), numpy.mean, confidence_level=level, n_resamples=resamples, rng=random)
+    return mean, deviation, float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
 def _rounding(numpy: Any, pairs: Any) -> float:

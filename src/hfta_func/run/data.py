@@ -39,8 +39,9 @@ class ArrayLoader:
         device: Where the data is moved, once.
         rows: The rows of each member, M lists of row numbers of any lengths. An epoch has as many batches as the longest
             list needs; members with shorter ones go on with their next pass, so that every batch is full. What happens by
-            epoch, such as early stopping, then depends on the longest list, unless ``length`` is given.
-        length: Number of batches in an epoch of ``rows``, the same for these members in any array.
+            epoch, such as early stopping, then depends on the longest list, unless ``batches_per_epoch`` is given.
+        batches_per_epoch: Number of batches in an epoch, in place of those of one pass: an epoch goes on in the pass in which
+            the one before ended, and every batch is full.
         bootstrap: Whether each member has n rows drawn with replacement by its seed in place of the n rows.
         folds: A number K of parts; member ``i`` has all rows but those of part ``i % K``, see :meth:`held_out`.
         weights: How often each row is drawn, ``[n]`` or ``[M, n]``; a pass then draws its rows with replacement, in
@@ -69,7 +70,7 @@ class ArrayLoader:
         shuffle: bool = True,
         drop_last: bool = False,
         rows: Sequence[Sequence[int] | Tensor] | None = None,
-        length: int | None = None,
+        batches_per_epoch: int | None = None,
         bootstrap: bool = False,
         folds: int | None = None,
         weights: Sequence[Any] | Tensor | None = None,
@@ -114,13 +115,14 @@ class ArrayLoader:
         elif folds is not None:
             self._rows_of = folded(folds, len(self.keys), self.rows, device)
         self._weights = None if weights is None else weighed(weights, len(self.keys), self.rows, device, self._rows_of)
-        if length is not None and (rows is None or not isinstance(length, int) or length < 1):
+        count = batches_per_epoch
+        if count is not None and (not isinstance(count, int) or count < 1 or not shuffle):
             raise HyperparameterError(
-                f"length is {length!r}; it is the number of batches, at least 1, in an epoch of rows, and without rows there "
-                f"is one pass in each"
+                f"batches_per_epoch is {count!r}; it must be at least 1, and for a loader that shuffles its rows"
             )
         longest = self.rows if self._rows_of is None else max(map(len, self._rows_of.by_member))
-        self._length = length or self._batches_in(longest)
+        self._length = count or self._batches_in(longest)
+        self._is_stream = count is not None or self._rows_of is not None
 
     def held_out(self) -> Any:
         """The rows of each member's own part, ``[M, n // K, ...]``, for evaluation with ``batch_dims=0``.
@@ -212,6 +214,10 @@ class ArrayLoader:
         """The loader of members ``low`` to ``high - 1``, at the same position; shared batches are everybody's."""
         return self.take(slice(low, high))
 
+    def __repr__(self) -> str:
+        members = "shared" if self.shared else f"{len(self.keys)} members"
+        return f"ArrayLoader({members}, {self.rows} rows, {len(self)} batches of {self.batch_size})"
+
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration."""
@@ -270,8 +276,9 @@ class ArrayLoader:
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
         epochs, key = self._ahead + epoch, random.fold_in(self.keys, _ORDER)
-        if self._rows_of is not None:
-            order = self._rows_of.order(key, epochs, self._length * self.batch_size, self._weights)
+        if self._is_stream:
+            rows_of = self._rows_of or Rows([torch.arange(self.rows, device=self.keys.device)] * len(self.keys))
+            order = rows_of.order(key, epochs, self._length * self.batch_size, self._weights)
         elif self._weights is not None:
             order = weighted(random.fold_in(key, epochs), self._weights, self.rows)
         elif self.shuffle:
@@ -283,10 +290,22 @@ class ArrayLoader:
         noise = random.fold_in(random.fold_in(self.keys, _TRANSFORM), epochs)
         for number in range(start, len(self)):
             rows = order[:, number * self.batch_size : (number + 1) * self.batch_size]
-            batch: Any = tree_map(lambda leaf, rows=rows: leaf[rows], self.data)
-            if self.transform is not None:
-                batch = vmap(self._transformed)(batch, random.fold_in(noise, number))
+            batch = self._batch(rows, random.fold_in(noise, number))
             yield tree_map(lambda leaf: leaf[0], batch) if self.shared else batch
+
+    def once(self) -> Iterator[tuple[Tensor | None, Any]]:
+        """What members are evaluated on, with who has the batch: ``rows`` or parts held out once, or one epoch."""
+        if self._rows_of is None:
+            yield from ((None, batch) for batch in self.batches(0))
+            return
+        noise = random.fold_in(random.fold_in(self.keys, _TRANSFORM), 0)
+        for number, members, rows in self._rows_of.once(self.batch_size):
+            chosen = torch.tensor(members, device=self.keys.device)
+            yield chosen, self._batch(rows, random.fold_in(noise[chosen], number))
+
+    def _batch(self, rows: Tensor, noise: Tensor) -> Any:
+        batch = tree_map(lambda leaf: leaf[rows], self.data)
+        return batch if self.transform is None else vmap(self._transformed)(batch, noise)
 
     def _transformed(self, batch: Tree, key: Tensor) -> Tree:
         assert self.transform is not None

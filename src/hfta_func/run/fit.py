@@ -13,8 +13,9 @@ from tqdm.auto import tqdm
 
 from hfta_func.files import atomic, checkpoint
 from hfta_func.files.atomic import PathLike
-from hfta_func.run.best_and_compact import Best, Compact, Mode
-from hfta_func.run.history import Callback, History, Metrics
+from hfta_func.run.best_and_compact import Best, Compact
+from hfta_func.run.evaluation import Evaluate, make_evaluation
+from hfta_func.run.history import Callback, History, Metrics, Mode
 from hfta_func.run.run import Run
 from hfta_func.run.trainer import SegmentHooks
 from hfta_func.run.trainers import make_trainer
@@ -35,7 +36,7 @@ def fit(
     loader: Iterable[Any],
     *,
     epochs: int,
-    evaluate: Callable[[TrainState], Metrics] | None = None,
+    evaluate: Evaluate | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
     resume: PathLike | None = None,
@@ -55,7 +56,11 @@ def fit(
         state: The initial state; it is not written unless the step was made with ``donate=True``.
         loader: An iterable over the batches of one epoch, such as an :class:`ArrayLoader`.
         epochs: Number of epochs.
-        evaluate: ``evaluate(state) -> metrics``, called after each epoch: ``lambda state: eval_step(state, test)``.
+        evaluate: A pair ``(metric, data)``, for metrics after each epoch: ``metric(model, batch)`` of ONE model as in
+            :func:`make_eval_step`, or such a step, and data that all members share: one batch as a tree of tensors, or an
+            iterable over batches, of which means are weighted by their rows. An :class:`ArrayLoader` has each member's own
+            data; of its ``rows`` a member sees each once, as alone. ``(metric, data, rows)`` is short for one with these rows
+            in one batch. Or a function of the state, ``evaluate(state) -> metrics``.
         callbacks: Called after each epoch with ``(state, history)``, where ``len(history)`` is the epoch and
             ``history.epochs[-1]`` its metrics. A state that a callback returns replaces the current one; it may have fewer
             members or more, by :func:`take` and :func:`concat`, which an :class:`ArrayLoader` and the history follow; in
@@ -116,7 +121,8 @@ def fit(
     with contextlib.ExitStack() as stack:
         # Ctrl-C waits from the first moment to the last, until there is a result to return.
         pressed = stack.enter_context(ctrl_c())
-        run = Run(state, loader, None if restore_best is None else Best(restore_best))
+        best = None if restore_best is None else Best(restore_best)
+        run = Run(state, loader, best, make_evaluation(step, evaluate, state))
         length = len(loader) if isinstance(loader, Sized) else 0
 
         def save() -> None:
@@ -148,7 +154,7 @@ def fit(
                 if not ended and not pressed():
                     save()
             if ended:
-                bar.set_postfix_str(_summary(run.end_epoch(evaluate)))
+                bar.set_postfix_str(_summary(run.end_epoch()))
                 for callback in callbacks:
                     if run.follow(callback):
                         trainer.follow(run.loader)

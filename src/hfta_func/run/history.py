@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hfta_func._types import StateError, require
+from hfta_func._types import SIGNS, StateError, direction_of, html_table, require, sparkline
 from hfta_func.step.failures import Failure
 from hfta_func.step.state import TrainState
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pandas
 
 Metrics = dict[str, Tensor]
+Mode = Literal["min", "max"]
 
 
 class FailedStep(NamedTuple):
@@ -50,6 +51,7 @@ class History:
         epochs: Metrics of each epoch by name, on the CPU.
         failures: The first :class:`FailedStep` of each member in each epoch, ordered by epoch and member.
         interrupted: Whether Ctrl-C ended the last :func:`fit`.
+        columns: Columns of its frames by name, one value per member, such as the hyperparameters of an :class:`Experiment`.
     """
 
     def __init__(self, seeds: Tensor):
@@ -59,6 +61,7 @@ class History:
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
         self.interrupted = False
+        self.columns: Mapping[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:
         return len(self.epochs)
@@ -134,7 +137,9 @@ class History:
         """
         pandas = require("pandas", "plot")
         count = len(self.seeds)
-        given = {name: v.tolist() if isinstance(v, Tensor) else list(v) for name, v in columns.items()}
+        given = {
+            name: v.tolist() if isinstance(v, Tensor) else list(v) for name, v in {**self.columns, **columns}.items()
+        }
         for name, values in given.items():
             if len(values) != count:
                 raise ValueError(f"column {name} has {len(values)} values but the array has {count} models")
@@ -143,9 +148,54 @@ class History:
                 {"member": range(count), "seed": self.seeds.tolist(), **given, "epoch": epoch}
                 | {name: values.tolist() for name, values in metrics.items() if values.dim() == 1}
             )
-            for epoch, metrics in enumerate(self.epochs, start=1)
+            for epoch, metrics in enumerate(self.epochs or [{}], start=1)
         ]
-        return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
+        return pandas.concat(frames, ignore_index=True).iloc[: count * len(self)]
+
+    def last(self, **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
+        """:meth:`frame` with one row per member: the last epoch in which it was trained or evaluated.
+
+        Example:
+            >>> history = History(torch.tensor([7, 8]))
+            >>> history.epochs = [{"loss": torch.tensor([0.5, 1.0])}, {"loss": torch.tensor([0.75, 0.25])}]
+            >>> history.last(lr=[0.1, 0.2]).loss.tolist()
+            [0.75, 0.25]
+        """
+        latest = self.frame(**columns).iloc[::-1]
+        is_absent = latest.iloc[:, latest.columns.get_loc("epoch") + 1 :].isna().all(axis=1)
+        return _one_of_each(latest.iloc[is_absent.argsort(kind="stable")])
+
+    def best(self, metric: str, mode: Mode = "min", **columns: Sequence[Any] | Tensor) -> pandas.DataFrame:
+        """:meth:`frame` with one row per member: its best epoch, or its first one if the metric has only been NaN.
+
+        Args:
+            metric: Name of a metric with one number per member.
+            mode: Whether lower or higher values are better.
+            columns: Further columns, as of :meth:`frame`.
+
+        Example:
+            >>> history = History(torch.tensor([7, 8]))
+            >>> history.epochs = [{"loss": torch.tensor([0.5, 1.0])}, {"loss": torch.tensor([0.75, 0.25])}]
+            >>> history.best("loss").epoch.tolist()
+            [1, 2]
+        """
+        present(self, metric)
+        rows = self.frame(**columns).sort_values(metric, ascending=SIGNS[direction_of(mode)] > 0, kind="stable")
+        return _one_of_each(rows)
+
+    def __repr__(self) -> str:
+        names = f": {', '.join(self.epochs[-1])}" if self.epochs else ""
+        return f"History({len(self.seeds)} members, {len(self)} epochs{names})"
+
+    def _repr_html_(self) -> str:
+        rows = [["metric", "mean ± std in the last epoch", "mean by epoch"]]
+        for name, values in self.epochs[-1].items() if self.epochs else ():
+            if values.dim() == 1:
+                finite = values[values.isfinite()].double()
+                means = [metrics[name].double().nanmean().item() for metrics in self.epochs if name in metrics]
+                deviation = (finite - finite.mean()).square().mean().sqrt()
+                rows.append([name, f"{finite.mean():.4g} ± {deviation:.2g}", sparkline(means)])
+        return f"{self!r}{html_table(rows)}"
 
     def state_dict(self) -> dict[str, Any]:
         """The history as few tensors and plain data: consecutive epochs with the same metrics are stacked."""
@@ -172,6 +222,10 @@ class History:
         self.seeds, self.members, self.since = (
             state_dict.get(name, getattr(self, name)).cpu() for name in ("seeds", "members", "since")
         )
+
+
+def _one_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
+    return frame.drop_duplicates("member").sort_values("member", ignore_index=True)
 
 
 def _first_of_each(origins: Sequence[int]) -> list[int]:

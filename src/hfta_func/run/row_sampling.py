@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,15 @@ class Rows:
         """The rows of some members."""
         held_out = None if self.held_out is None else [self.held_out[member] for member in members]
         return Rows([self.by_member[member] for member in members], held_out)
+
+    def once(self, size: int) -> Iterator[tuple[int, list[int], Tensor]]:
+        """Number, members and rows ``[m, N]`` of batches for evaluation, by members that have as many rows left."""
+        evaluated = self.held_out or self.by_member
+        for number in range(-(-max(map(len, evaluated)) // size)):
+            parts = [rows[number * size : (number + 1) * size] for rows in evaluated]
+            for count in sorted({len(part) for part in parts} - {0}):
+                members = [member for member, part in enumerate(parts) if len(part) == count]
+                yield number, members, torch.stack([parts[member] for member in members])
 
     def order(self, keys: Tensor, epochs: Tensor | int, count: int, weights: Tensor | None) -> Tensor:
         """The rows ``[M, count]`` of one epoch.

@@ -16,6 +16,7 @@ from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
 from hfta_func.run.best_and_compact import Best
 from hfta_func.run.data import ArrayLoader
+from hfta_func.run.evaluation import Evaluation
 from hfta_func.run.history import Callback, History, Metrics, Running
 from hfta_func.step.state import TrainState
 
@@ -27,16 +28,23 @@ class Run:
         state: The first state.
         loader: An iterable over the batches of one epoch.
         best: Keeps the best epoch of each member; None to keep none.
+        evaluate: A function of the state whose metrics are recorded after each epoch; None for none.
 
     Attributes:
         running: Sums of the current epoch's metrics.
         batches: What is left of the first epoch.
     """
 
-    def __init__(self, state: TrainState, loader: Iterable[Any], best: Best | None = None):
+    def __init__(
+        self,
+        state: TrainState,
+        loader: Iterable[Any],
+        best: Best | None = None,
+        evaluate: Callable[[TrainState], Metrics] | None = None,
+    ):
         check_state(state)
         # What a loader has besides iteration is optional.
-        self.state, self.best = state, best
+        self.state, self.best, self.evaluate = state, best, evaluate
         self.loader: Any = loader if isinstance(loader, Sequence) or _has_position(loader) else Drawn(loader)
         self.batches: Iterable[Any] = self.loader
         self.history, self.running = History(state.keys), Running()
@@ -46,7 +54,7 @@ class Run:
         self.state, ended = segment
         return ended
 
-    def end_epoch(self, evaluate: Callable[[TrainState], Metrics] | None) -> Metrics:
+    def end_epoch(self) -> Metrics:
         """Record the metrics of an epoch, and return them.
 
         Raises:
@@ -57,7 +65,7 @@ class Run:
                 "the loader has no batch; pass an iterable that yields its batches in every epoch, and no larger "
                 "batch_size than there are rows if it has drop_last"
             )
-        metrics = self.running.close(self.history, evaluate(self.state) if evaluate is not None else {})
+        metrics = self.running.close(self.history, {} if self.evaluate is None else self.evaluate(self.state))
         self.running = Running()
         if isinstance(self.loader, Drawn):
             self.loader.end_epoch()
@@ -86,7 +94,9 @@ class Run:
         return True
 
     def _loader_of(self, positions: list[int]) -> Any:
-        """The loader of the members that the array has now, which were at ``positions`` before."""
+        """The loader of the members that the array has now, which were at ``positions`` before; evaluation follows, too."""
+        if isinstance(self.evaluate, Evaluation):
+            self.evaluate = self.evaluate.follow(positions, self.state.keys)
         if not isinstance(self.loader, ArrayLoader):
             return self.loader
         since = self.history.since[self.history.members].tolist()

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from hfta_func._torch import constant_to_compiler
 from hfta_func._tree import tree_map
 from hfta_func._types import BatchError, Tree
 
 
 def plain(batch: Tree) -> Tree:
     """The batch as a tree: mappings of all kinds, such as tokenizers return, and dataclasses become dicts."""
+    if isinstance(batch, types.MappingProxyType) and torch.compiler.is_dynamo_compiling():
+        _refuse_proxy()
     if isinstance(batch, Mapping):
         return {name: plain(child) for name, child in batch.items()}
     if isinstance(batch, PackedSequence):
@@ -27,6 +32,11 @@ def plain(batch: Tree) -> Tree:
     if _is_record(batch):
         return {field.name: plain(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
     return batch
+
+
+@constant_to_compiler
+def _refuse_proxy() -> None:
+    raise BatchError("the batch holds a mappingproxy, which a compiler cannot read; pass a dict: dict(batch)")
 
 
 def restored(tree: Tree, batch: Tree) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
+from hfta_func._torch import get_unwrapped, inside_transform, is_batched, is_wrapped, outside_transforms
 from hfta_func._tree import num_models, take
 from hfta_func._types import HyperparameterError, Params, StackError, StateError, Tree
 from hfta_func.models.functional import bind, outline, tables_with_max_norm
@@ -166,9 +168,9 @@ class Ensemble(nn.Module):
         output, buffers = call(self._run, self._members, stacked, common, key, args, kwargs, batch_dims)
         if training:
             with torch.no_grad():
-                self.calls += 1
+                _write(self.calls, self.calls + 1)
                 for path, buffer in stacked.buffers.items():
-                    buffer.copy_(buffers[path])
+                    _write(buffer, buffers[path])
         return output
 
     @torch.no_grad()
@@ -265,6 +267,17 @@ class Ensemble(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._choose()
+
+
+def _write(buffer: Tensor, value: Tensor) -> None:
+    """Write a buffer; one that torch.func does not differentiate gets the value without derivatives."""
+    if torch.compiler.is_compiling() or is_wrapped(buffer) or not inside_transform():
+        buffer.copy_(value)
+        return
+    while is_wrapped(value) and not is_batched(value):
+        value = get_unwrapped(value)
+    with contextlib.nullcontext() if is_wrapped(value) else outside_transforms():
+        buffer.copy_(value)
 
 
 class _Names(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from hfta_func._torch import inside_transform, is_captured
 from hfta_func._types import Params, Shared, StateError, Tree
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Stacked
@@ -36,6 +37,16 @@ class TrainState(NamedTuple):
     active: Tensor
     loss_scale: Tree = ()
     shared: Shared | tuple[()] = ()
+
+    def __repr__(self) -> str:
+        # Trees of other leaves, such as of axes, are of this class, too.
+        if not isinstance(self.keys, Tensor):
+            return tuple.__repr__(self)
+        text = f"{self.keys.numel()} members"
+        if not (self.keys.is_meta or inside_transform() or is_captured([self.keys])):
+            steps = " to ".join(str(step) for step in sorted({int(step) for step in self.step.aminmax()}))
+            text += f", step {steps}, {int(self.active.sum())} active"
+        return f"TrainState({text})"
 
 
 def stacked(state: Any) -> Stacked:

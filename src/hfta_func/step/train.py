@@ -15,7 +15,7 @@ from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import HyperparameterError, LossError, Params, PerModel, StateError, Tree
 from hfta_func.models.functional import outline
-from hfta_func.models.scalar_attributes import placeholder_for
+from hfta_func.models.scalar_attributes import expanded, numbers_text, placeholder_for
 from hfta_func.models.sharing import base_of
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import GradientTransformation, Range, check, check_transformation, per_member
@@ -131,7 +131,8 @@ class TrainStep(Compiled):
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: GradientTransformation, options: Options
     ):
-        self._made_from = outline(model, options.share_frozen, options.shared_params), loss_fn, optimizer, options
+        self.outline = outline(model, options.share_frozen, options.shared_params)
+        self._made_from = self.outline, loss_fn, optimizer, options
         self._shapes = shapes(model, options.share_frozen, options.shared_params)
         check_transformation("optimizer", optimizer)
         parameters = dict(model.named_parameters())
@@ -160,7 +161,7 @@ class TrainStep(Compiled):
     @property
     def base(self) -> Params:
         """What all members share, by path, with ``share_frozen=True``: the model's own tensors."""
-        return base_of(self._made_from[0]) if self.options.share_frozen else {}
+        return base_of(self.outline) if self.options.share_frozen else {}
 
     @property
     def batch_dims(self) -> Tree:
@@ -225,8 +226,8 @@ class TrainStep(Compiled):
             buffers: Stacked buffers.
             seeds: One integer per member; all of a member's noise comes from its seed.
             hparams: The third argument of ``loss_fn``: by name, a number or one number per member. Under the path of a number
-                in the model, such as ``"1.p"`` for the rate of a dropout layer, it is used in place of the model's. Numbers
-                in which stacked models differ are there without being named.
+                in the model, such as ``"1.p"`` for the rate of a dropout layer, it is used in place of the model's; ``"*.p"``
+                is every such path. Numbers in which stacked models differ are there without being named.
 
         Raises:
             StateError: if params or buffers do not belong to the model.
@@ -238,9 +239,9 @@ class TrainStep(Compiled):
                 f"params is a {type(params).__qualname__}; unpack what init_params or stack_params returns: "
                 f"step.init(*stacked, seeds=seeds)"
             )
-        buffers, hparams = dict(buffers or {}), dict(hparams or {})
-        count = num_models((params, buffers))
         known = self._shapes.numbers
+        buffers, hparams = dict(buffers or {}), expanded(hparams or {}, known)
+        count = num_models((params, buffers))
         replaced = known & hparams.keys()
         check_state((params, {path: leaf for path, leaf in buffers.items() if path not in replaced}), self._shapes)
         carried = {path: buffers.pop(path).double() for path in [*buffers] if path in known}
@@ -258,8 +259,11 @@ class TrainStep(Compiled):
         if unused and not self._gradients.takes_hparams:
             raise HyperparameterError(
                 f"hparams {unused} would not be used: the loss function takes only (model, batch); give it a third argument, "
-                f"or name a number of the model by its path, as '1.p'"
+                f"or name a number of the model by its path: {numbers_text(known, unused[0])}"
             )
+        wrong = [name for name in unused if "." in name]
+        if wrong:
+            raise HyperparameterError(f"'{wrong[0]}' is no number of the model; {numbers_text(known, wrong[0])}")
         if keys.device.type == "cpu":
             keep_memory_once()
         trained = {path: param for path, param in params.items() if path in self.trainable}
@@ -285,5 +289,5 @@ class TrainStep(Compiled):
             hparams=numbers,
             active=torch.ones(count, dtype=torch.bool, device=keys.device),
             loss_scale=() if scaling is None else scaling.init(count, keys.device),
-            shared=self._sharing.init(self._made_from[0], keys.device),
+            shared=self._sharing.init(self.outline, keys.device),
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.fit import ctrl_c
 from hfta_func.run.run import Run
 
@@ -26,14 +27,14 @@ class Array(NamedTuple):
         state: ``step.init(...)`` of the members asked for, in their order.
         loader: An :class:`~hfta_func.ArrayLoader` for these members, or, for steps with ``batch_dims=None``, any
             iterable over the batches of an epoch.
-        evaluate: ``evaluate(state) -> metrics`` after every epoch, for any number of members.
+        evaluate: As that of :func:`hfta_func.fit`, for any number of members.
         model: Any module of the architecture, which exported models are made of.
     """
 
     step: Callable[[Any, Any], tuple[Any, dict[str, Tensor]]]
     state: Any
     loader: Iterable[Any]
-    evaluate: Callable[[Any], dict[str, Tensor]] | None = None
+    evaluate: Evaluate | None = None
     model: nn.Module | None = None
 
 
@@ -96,7 +97,7 @@ class Trainer:
                 loader = loader.of_members(keys[members], [starts[member] for member in members])
         began = time.perf_counter()
         state, history = hfta.fit(step, state, loader, epochs=epochs, evaluate=evaluate, progress=False)
-        run = Run(state, loader)
+        run = Run(state, loader, evaluate=make_evaluation(step, evaluate, state))
         run.history = history
         with ctrl_c() as pressed:
             while len(history) < epochs and not history.interrupted and not pressed():
@@ -104,7 +105,7 @@ class Trainer:
                 for batch in loader:
                     run.state, metrics = step(run.state, batch)
                     run.running.add(metrics, run.state.active, run.state.step)
-                run.end_epoch(evaluate)
+                run.end_epoch()
         state, interrupted = run.state, history.interrupted or pressed()
         seconds = time.perf_counter() - began
         if size > count:

@@ -1,0 +1,100 @@
+"""Metrics of an array over data after every epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._torch import original
+from hfta_func._tree import leaves, per_model, take
+from hfta_func._types import BatchError
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.history import Metrics
+from hfta_func.step.batch import plain
+from hfta_func.step.evaluate import EvalStep
+from hfta_func.step.gradients import num_positional
+from hfta_func.step.state import TrainState
+from hfta_func.step.train import TrainStep
+
+Evaluate = Callable[[TrainState], Metrics] | tuple[Callable[..., Any], Any] | tuple[Callable[..., Any], Any, Any]
+"""What :func:`fit` takes as ``evaluate``."""
+
+
+def make_evaluation(step: Any, evaluate: Evaluate | None, state: TrainState) -> Callable[[TrainState], Metrics] | None:
+    """A function of the state for what :func:`fit` takes as ``evaluate``; raises a ValueError if it is none of that."""
+    step = original(step)
+    is_metric = isinstance(evaluate, types.FunctionType) and num_positional(evaluate) > 1
+    if evaluate is None or (callable(evaluate) and not is_metric):
+        return evaluate
+    is_pair = isinstance(evaluate, tuple) and len(evaluate) in (2, 3) and callable(evaluate[0])
+    if not is_pair or not isinstance(step, TrainStep):
+        raise ValueError(
+            f"evaluate is a {type(evaluate).__qualname__}, step a {type(step).__qualname__}; pass (metric, data) or "
+            f"(metric, data, rows), where metric(model, batch) is for the model of a TrainStep, or a function of the state"
+        )
+    metric, data, *rows = evaluate  # pyright: ignore
+    if rows:
+        data = ArrayLoader(data, len(leaves(data)[0]), seeds=state.keys, rows=rows[0])
+    return Evaluation(step, metric, data)
+
+
+class Evaluation:
+    """``evaluation(state)``: every member's metrics over data, means over its batches weighted by their rows.
+
+    Args:
+        step: The training step, whose model and options are used.
+        metric: A metric of ONE model.
+        data: One batch, as a tree of tensors; an :class:`ArrayLoader`; or an iterable over batches.
+    """
+
+    def __init__(self, step: TrainStep, metric: Callable[..., Any], data: Any):
+        self._made_from, self._data = (step, metric), data
+        self._axis = int(isinstance(data, ArrayLoader) and not data.shared)
+        options = dataclasses.replace(step.options, batch_dims=0 if self._axis else None)
+        self._step = EvalStep(step.outline, metric, options)
+
+    def follow(self, positions: list[int], keys: Tensor) -> Evaluation:
+        """The evaluation of members that were at ``positions`` before, -1 for new ones."""
+        if self._axis == 0:
+            return self
+        return Evaluation(*self._made_from, self._data.follow(positions, keys, [0] * len(keys)))
+
+    def __call__(self, state: TrainState) -> Metrics:
+        """The metrics of every member; raises a BatchError if one has no rows."""
+        state, parts = state._replace(opt_state=()), []
+        for members, batch in self._batches():
+            metrics = self._step(state if members is None else take(state, members), batch)
+            tensors = [leaf for leaf in leaves(plain(batch)) if isinstance(leaf, Tensor) and leaf.dim() > self._axis]
+            parts.append((members, tensors[0].shape[self._axis] if tensors else 1, metrics))
+        if len(parts) == 1 and parts[0][0] is None and parts[0][1]:
+            return parts[0][2]
+        rows, totals = torch.zeros(len(state.keys), dtype=torch.float64, device=state.keys.device), {}
+        for members, size, metrics in parts:
+            chosen = slice(None) if members is None else members
+            rows[chosen] += size
+            for name, value in metrics.items():
+                value = value if value.is_floating_point() else value.double()
+                totals.setdefault(name, value.new_zeros(len(rows), *value.shape[1:]))[chosen] += size * value
+        if not bool(rows.all()):
+            raise BatchError(
+                f"model {int((rows == 0).nonzero()[0])} has no row to evaluate; pass data with rows, or a loader that can be "
+                f"iterated over in every epoch, such as a list"
+            )
+        return {name: total / per_model(rows, total) for name, total in totals.items()}
+
+    def _batches(self) -> Iterator[tuple[Tensor | None, Any]]:
+        """Batches, and the members that see them, None for all."""
+        if isinstance(self._data, ArrayLoader):
+            return self._data.once()
+        return ((None, batch) for batch in ([self._data] if is_batch(self._data) else self._data))
+
+
+def is_batch(data: Any) -> bool:
+    """Whether data is one batch, and not an iterable over batches."""
+    listed = isinstance(data, list) and len(data) > 0 and all(isinstance(part, Tensor) for part in data)
+    return listed or isinstance(data, Tensor | Mapping | tuple) or not isinstance(data, Iterable)

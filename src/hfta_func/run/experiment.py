@@ -1,0 +1,217 @@
+"""One array from its factory, loss, optimizer, seeds and hyperparameters, each said once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from hfta_func._tree import indices, take
+from hfta_func._types import HyperparameterError, Shared
+from hfta_func.models.stack import build, init_params, unstack_params
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.evaluation import is_batch, make_evaluation
+from hfta_func.run.fit import fit
+from hfta_func.run.history import History, Metrics
+from hfta_func.step.prediction import Prediction, predict
+from hfta_func.step.state import TrainState, stacked
+from hfta_func.step.train import TrainStep, make_train_step
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def grid(*, seeds: int | Sequence[int] | Tensor = 1, **values: Sequence[Any] | Tensor) -> dict[str, list[Any]]:
+    """All combinations of values, as columns with one value per member; the last name varies faster, and seeds fastest.
+
+    Args:
+        seeds: Number of seeds, or the seeds, which every combination has; the column ``seeds``.
+        values: By name, the values to combine.
+
+    Returns:
+        The columns by name, for an :class:`Experiment`; or for optimizers, ``hparams`` and frames of your own.
+
+    Raises:
+        HyperparameterError: if a name has no list of values.
+
+    Example:
+        >>> grid(lr=[0.1, 0.2], seeds=2)
+        {'lr': [0.1, 0.1, 0.2, 0.2], 'seeds': [0, 1, 0, 1]}
+    """
+    axes = {**values, "seeds": range(seeds) if isinstance(seeds, int) else seeds}
+    for name, axis in axes.items():
+        if not _column(axis):
+            raise HyperparameterError(f"{name} is {axis!r}; a grid needs a list with at least one value")
+    combinations = zip(*itertools.product(*map(_column, axes.values())), strict=True)
+    return {name: [*column] for name, column in zip(axes, combinations, strict=True)}
+
+
+class Experiment:
+    """An array with all that made it, which hands out the functional parts: ``step``, ``state``, ``history``.
+
+    Args:
+        make_model: Makes one model; hyperparameters with the names of its arguments are passed to it.
+        loss_fn: The loss of ONE model, as of :func:`make_train_step`.
+        optimizer: A function such as ``adam`` that takes hyperparameters by name, or what it returns.
+        metric: A metric of ONE model, as of :func:`make_eval_step`; by default the loss, reported as ``val_loss``.
+        seeds: Number of members, or one integer per member.
+        init_seeds: Seeds of initial parameters, by default ``seeds``: ``[0] * 8`` has eight members start alike.
+        options: Further arguments of :func:`make_train_step`.
+        hyperparameters: By name, a value for all members or a list of one per member, as :func:`grid` returns them. What
+            neither factory nor optimizer takes is one of the ``hparams`` of :meth:`TrainStep.init`.
+
+    Attributes:
+        model: The model of the first seed.
+        step: The :class:`TrainStep`.
+        state: The :class:`TrainState`, which :meth:`fit` replaces.
+        history: The :class:`History` of the last :meth:`fit`.
+        hyperparameters: The columns of the members.
+
+    Raises:
+        HyperparameterError: if nothing takes a hyperparameter, or a list has another length than there are members.
+
+    Example:
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+        >>> train = torch.randn(32, 4), torch.randn(32, 1)
+        >>> experiment = Experiment(lambda: torch.nn.Linear(4, 1), loss_fn, sgd, **grid(lr=[0.01, 0.1], seeds=3))
+        >>> experiment.fit(train, 8, epochs=2, evaluate=train, progress=False)
+        History(6 members, 2 epochs: loss, finite, val_loss)
+        >>> experiment.history.last().groupby("lr").val_loss.mean().shape
+        (2,)
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[..., nn.Module],
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        metric: Callable[..., Any] | None = None,
+        *,
+        seeds: int | Sequence[int] | Tensor,
+        init_seeds: Sequence[int] | Tensor | None = None,
+        options: Mapping[str, Any] | None = None,
+        **hyperparameters: Any,
+    ):
+        numbers = _column(range(seeds) if isinstance(seeds, int) else seeds)
+        columns = {name: _column(value) or [value] * len(numbers) for name, value in hyperparameters.items()}
+        for name, column in columns.items():
+            if len(column) != len(numbers):
+                raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
+        factory_takes, optimizer_takes = _arguments(make_model), _arguments(optimizer)
+        of_model: Any = {name: columns[name] for name in columns if name in factory_takes}
+        # The plain number 0 leaves momentum out; a list of zeros does not.
+        of_optimizer = {name: value for name, value in hyperparameters.items() if name in optimizer_takes}
+        hparams = {name: columns[name] for name in columns if name not in {*of_model, *of_optimizer}}
+        self.model = build(make_model, numbers[0], {name: column[0] for name, column in of_model.items()})
+        self.metric = metric or _validation(loss_fn)
+        made: Any = optimizer(**of_optimizer) if callable(optimizer) else optimizer
+        self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))
+        self._base = {"share_frozen": self.step.options.share_frozen}
+        made_by: Any = {**self._base, "shared_params": self.step.options.shared_params, **of_model}
+        params = init_params(make_model, numbers if init_seeds is None else init_seeds, **made_by)
+        try:
+            self.state: TrainState = self.step.init(*params, seeds=numbers, hparams=hparams)
+        except HyperparameterError as error:
+            takes = f"the factory takes {factory_takes} and the optimizer {optimizer_takes}"
+            raise HyperparameterError(f"{error}; {takes}; pass adam, not adam(), to name its own") from error
+        self.history, self._epochs = History(self.state.keys), 0
+        self.history.columns = self.hyperparameters = columns
+
+    def fit(
+        self, data: Any, batch_size: int | None = None, *, epochs: int, evaluate: Any = None, **options: Any
+    ) -> History:
+        """Train all members, from where the last call ended.
+
+        Args:
+            data: A tree of tensors with one row per sample; without a ``batch_size``, an iterable over batches.
+            batch_size: Rows per member and batch.
+            epochs: Number of epochs.
+            evaluate: Data for the metric after each epoch, or what :func:`hfta_func.fit` takes.
+            options: Further arguments of :class:`ArrayLoader`, such as ``rows``, and of :func:`hfta_func.fit`.
+
+        Returns:
+            The history of this call, whose frames have the hyperparameters.
+        """
+        loader, names = data, options.keys() & inspect.signature(ArrayLoader).parameters
+        if batch_size is not None:
+            seeds: Any = {"shared": True} if self.step.batch_dims is None else {"seeds": self.state.keys}
+            given = {"device": self.state.keys.device, **{name: options.pop(name) for name in names}}
+            loader = ArrayLoader(data, batch_size, **seeds, **given)
+            loader.load_state_dict({"epoch": self._epochs, "batches": 0})
+        elif names or is_batch(data):
+            raise HyperparameterError(
+                f"{', '.join(sorted(names)) or 'data'} needs a batch_size; or pass a loader as data"
+            )
+        is_known = evaluate is None or callable(evaluate) or (isinstance(evaluate, tuple) and callable(evaluate[0]))
+        options["evaluate"] = evaluate if is_known else (self.metric, evaluate)
+        self.state, self.history = fit(self.step, self.state, loader, epochs=epochs, **options)
+        self._epochs += len(self.history)
+        # A member that a callback has added has none of its own.
+        added = [None] * (len(self.history.seeds) - max(map(len, self.hyperparameters.values()), default=0))
+        self.history.columns = {name: [*column, *added] for name, column in self.hyperparameters.items()}
+        self.hyperparameters = self._columns_of(self.history.members, self.history.columns)
+        return self.history
+
+    def evaluate(self, data: Any, *rows: Sequence[Sequence[int] | Tensor]) -> Metrics:
+        """The metrics of all members now, over ``data`` as in :func:`hfta_func.fit`, and rows of each member's own."""
+        evaluate: Any = make_evaluation(self.step, (self.metric, data, *rows), self.state)  # pyright: ignore
+        return evaluate(self.state)
+
+    def take(self, index: int | slice | Sequence[int] | Tensor) -> Experiment:
+        """The experiment of some members, as :func:`hfta_func.take` selects them, with an empty history."""
+        other, chosen = copy.copy(self), indices(index, len(self.state.keys))
+        other.state = take(self.state, chosen)
+        other.history = History(other.state.keys)
+        other.history.columns = other.hyperparameters = self._columns_of(chosen, self.hyperparameters)
+        return other
+
+    def models(self) -> list[nn.Module]:
+        """Every member as an ordinary module, see :func:`unstack_params`."""
+        shared = self.state.shared.params if isinstance(self.state.shared, Shared) else {}
+        return unstack_params(self.model, self.state.params, stacked(self.state).buffers, shared=shared, **self._base)
+
+    def predict(self, batches: Any, *, batch_dims: Any = None) -> Prediction:
+        """What all members predict, see :func:`hfta_func.predict`."""
+        return predict(self.model, self.state, batches, batch_dims=batch_dims, **self._base)
+
+    def frame(self) -> pandas.DataFrame:
+        """The frame of the history, with the hyperparameters."""
+        return self.history.frame()
+
+    def __repr__(self) -> str:
+        return repr(self.state).replace("TrainState", "Experiment", 1)
+
+    def _repr_html_(self) -> str:
+        return f"{self!r}<br>{self.history._repr_html_()}"
+
+    def _columns_of(self, members: Tensor, columns: Mapping[str, Any]) -> dict[str, list[Any]]:
+        return {name: [column[member] for member in members.tolist()] for name, column in columns.items()}
+
+
+def _column(values: Any) -> list[Any]:
+    """The values of a sequence or a tensor; none for anything else."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return [*values] if isinstance(values, Sequence) and not isinstance(values, str) else []
+
+
+def _arguments(func: Any) -> list[str]:
+    if not callable(func):
+        return []
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return [name for name, parameter in inspect.signature(func).parameters.items() if parameter.kind in kinds]
+
+
+def _validation(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(loss_fn)
+    def metric(*args: Any) -> dict[str, Tensor]:
+        result = loss_fn(*args)
+        loss, further = result if isinstance(result, tuple) else (result, {})
+        return {"val_loss": loss, **{f"val_{name}": value for name, value in further.items()}}
+
+    return metric

@@ -1,0 +1,364 @@
+"""Models of packages that people use, unmodified: members of an array are what PyTorch trains and evaluates one by one.
+
+torchvision, which timm needs, is published for CUDA only, and keeps transformers from loading beside PyTorch for CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gpytorch
+import pytest
+import rtdl_num_embeddings
+import snntorch
+import torch
+import torch_geometric.nn as graphs
+import torchdiffeq
+import zuko
+from snntorch import surrogate
+from tabm import TabM
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from ways import InFloat64, assert_as_alone, loss
+
+# Most of these packages write autograd functions without rules, and solvers with steps of their own.
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "double"),
+    pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning"),
+]
+M, N = 3, 7
+WAYS = ("together", "evaluated")
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+class Calls(nn.Module):
+    """A module, and what is computed with it."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Tensor]):
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.call(self.module, batch)
+
+
+def perceptron(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs))
+
+
+def assert_as_alone_over_a_base(make: Callable[[], nn.Module], batch: Tensor, message: str) -> None:
+    """Models that read values of their buffers: refused with a cure, and with it as alone."""
+    with pytest.raises(hfta.TraceError, match=message):
+        assert_as_alone(make, batch, "together")
+    models, rates = [make() for _ in range(M)], [0.1, 0.05, 0.02]
+    step = hfta.make_train_step(models[0], loss, hfta.sgd(lr=rates), share_frozen=True)
+    evaluate = hfta.make_eval_step(models[0], loss, batch_dims=0, share_frozen=True)
+    state = step.init(*hfta.stack_params(models, share_frozen=True), seeds=range(M))
+    for _ in range(2):
+        state, _ = step(state, batch)
+    values = evaluate(state, batch)["loss"]
+    for i, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=rates[i])
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss(model, batch[i]).backward()
+            optimizer.step()
+        for path, param in model.named_parameters():
+            torch.testing.assert_close(state.params[path][i], param.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(values[i], loss(model.eval(), batch[i]).detach(), rtol=1e-10, atol=1e-12)
+
+
+EDGES = torch.randint(N, (M, 2, 12), generator=torch.Generator().manual_seed(2))
+
+
+def on_graph(module: nn.Module, batch: dict[str, Tensor], *, weights: str | None = None, pool: Any = None) -> Tensor:
+    outputs = module(batch["nodes"], batch.get("edges", EDGES[0]), *(() if weights is None else (batch[weights],)))
+    return outputs if pool is None else pool(outputs, torch.tensor([0, 0, 0, 1, 1, 2, 2]))
+
+
+GRAPHS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "attention": (lambda: graphs.GATConv(4, 3, heads=2, edge_dim=2), {"weights": "features"}),
+    "attention of version 2": (lambda: graphs.GATv2Conv(4, 3, heads=2), {}),
+    "convolution": (lambda: graphs.GCNConv(4, 5), {"weights": "weights"}),
+    "edges": (lambda: graphs.EdgeConv(perceptron(8, 5)), {}),
+    "gated": (lambda: graphs.GatedGraphConv(5, 2), {}),
+    "isomorphism": (lambda: graphs.GINConv(perceptron(4, 5), train_eps=True), {}),
+    "isomorphism with edges": (lambda: graphs.GINEConv(perceptron(4, 5), edge_dim=2), {"weights": "features"}),
+    "many layers": (lambda: graphs.GraphSAGE(4, 6, 2, 3, jk="lstm", norm="BatchNorm"), {}),
+    "matrices of edges": (lambda: graphs.NNConv(4, 3, perceptron(2, 12)), {"weights": "features"}),
+    "neighbours": (lambda: graphs.SAGEConv(4, 5, aggr="max"), {}),
+    "polynomials": (lambda: graphs.ChebConv(4, 5, 3), {}),
+    "principal": (
+        lambda: graphs.PNAConv(4, 5, ["mean", "max", "std"], ["identity", "amplification"], torch.tensor([0, 2, 3, 2])),
+        {},
+    ),
+    "transformer": (lambda: graphs.TransformerConv(4, 3, heads=2, beta=True, edge_dim=2), {"weights": "features"}),
+    "pooled by maximum": (lambda: graphs.GraphConv(4, 5), {"pool": graphs.global_max_pool}),
+    "pooled by mean": (lambda: graphs.GraphConv(4, 5), {"pool": graphs.global_mean_pool}),
+    "pooled by sum": (lambda: graphs.GCN(4, 6, 2, 5, norm="GraphNorm"), {"pool": graphs.global_add_pool}),
+}
+
+
+def graph_model(name: str) -> nn.Module:
+    make, options = GRAPHS[name]
+    return Calls(make(), lambda module, batch: on_graph(module, batch, **options))
+
+
+def graph_batch(**more: Tensor) -> dict[str, Tensor]:
+    return {"nodes": randn(M, N, 4), "weights": randn(M, 12).square(), "features": randn(M, 12, 2), **more}
+
+
+@pytest.mark.exhaustive(unless="^(convolution|transformer)-")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs(name: str, way: str) -> None:
+    # The first layer of its class in a process fills caches.
+    graph_model(name)
+    assert_as_alone(lambda: graph_model(name), graph_batch(), way)
+
+
+@pytest.mark.parametrize("name", ["neighbours", "transformer", "convolution"])
+def test_each_member_has_a_graph_of_its_own(name: str) -> None:
+    graph_model(name)
+    if name != "convolution":
+        assert_as_alone(lambda: graph_model(name), graph_batch(edges=EDGES), "together")
+        return
+    # It looks for self-loops, and each graph may have another number of them.
+    with pytest.raises(hfta.TraceError, match=r"add_remaining_self_loops.* shape depends on values"):
+        assert_as_alone(lambda: graph_model(name), graph_batch(edges=EDGES), "together")
+
+
+def test_the_first_graphs_of_a_process() -> None:
+    class First(graphs.GCNConv):
+        pass
+
+    class Second(graphs.GCNConv):
+        pass
+
+    params, _ = hfta.init_params(lambda: First(4, 5), seeds=range(M))
+    torch.manual_seed(0)
+    assert torch.equal(params["lin.weight"][0], First(4, 5).lin.weight)
+    with pytest.raises(
+        hfta.StackError, match=r"model 1: 'inspector._source_dict'.*make that model again, or.*init_params"
+    ):
+        hfta.stack_params([Second(4, 5) for _ in range(M)])
+
+
+def test_choosing_nodes_by_score_is_refused() -> None:
+    graphs.TopKPooling(4)
+    with pytest.raises(hfta.TraceError, match=r"shape depends on values.*keep all entries and mask them"):
+        assert_as_alone(
+            lambda: Calls(graphs.TopKPooling(4), lambda *args: on_graph(*args)[0]), graph_batch(), "together"
+        )
+
+
+_SMALL: dict[str, Any] = {"transforms": 2, "hidden_features": (6,)}
+FLOWS: dict[str, Callable[[], nn.Module]] = {
+    "autoregressive": lambda: zuko.flows.MAF(3, 2, **_SMALL),
+    "Bernstein polynomials": lambda: zuko.flows.BPF(3, 2, **_SMALL),
+    "circular splines": lambda: zuko.flows.NCSF(3, 2, **_SMALL),
+    "continuous": lambda: zuko.flows.CNF(3, 2, hidden_features=(6,)),
+    "Gaussianisation": lambda: zuko.flows.GF(3, 2, **_SMALL),
+    "mixture": lambda: zuko.flows.GMM(3, 2, components=3, hidden_features=(6,)),
+    "neural": lambda: zuko.flows.NAF(3, 2, **_SMALL),
+    "splines": lambda: zuko.flows.NSF(3, 2, **_SMALL),
+    "sums of squares": lambda: zuko.flows.SOSPF(3, 2, **_SMALL),
+    "unconstrained": lambda: zuko.flows.UNAF(3, 2, transforms=1, hidden_features=(6,)),
+}
+
+
+def density(flow: nn.Module, batch: Tensor) -> Tensor:
+    return 0.1 * flow(batch[:, :2]).log_prob(batch[:, 2:])
+
+
+@pytest.mark.exhaustive(unless="^(autoregressive|sums of squares)-")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FLOWS)
+def test_flows(name: str, way: str) -> None:
+    assert_as_alone(lambda: Calls(FLOWS[name](), density), 0.5 * randn(M, N, 5), way)
+
+
+FLOWS_OF_MASKS: dict[str, Callable[[], nn.Module]] = {
+    "NICE": lambda: Calls(zuko.flows.NICE(3, 2, **_SMALL), density),
+    "RealNVP": lambda: Calls(zuko.flows.RealNVP(3, 2, **_SMALL), density),
+}
+
+
+@pytest.mark.parametrize("kind", FLOWS_OF_MASKS)
+def test_flows_whose_layers_select_by_masks_share_them(kind: str) -> None:
+    make = FLOWS_OF_MASKS[kind]
+    assert_as_alone_over_a_base(make, randn(M, N, 5), r"shape depends on values \(aten::nonzero\).*share_frozen=True")
+
+
+class Spiking(nn.Module):
+    def __init__(self, neuron: Callable[[], nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 2)])
+        self.neuron, self.last = neuron(), snntorch.Leaky(beta=0.8, learn_beta=True, learn_threshold=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, last, outputs = self.neuron.reset_mem(), self.last.reset_mem(), []
+        state = state if isinstance(state, tuple) else (state,)
+        for step in range(4):
+            spikes, *state = self.neuron(self.layers[0](x) * (step + 1) / 2, *state)
+            _, last = self.last(self.layers[1](spikes), last)
+            outputs.append(last)
+        # What a call has computed.
+        self.neuron.reset = self.last.reset = None
+        return torch.stack(outputs)
+
+
+NEURONS: dict[str, Callable[[], nn.Module]] = {
+    "alpha": lambda: snntorch.Alpha(beta=0.7, alpha=0.9),
+    "arctangent": lambda: snntorch.Leaky(beta=0.9, spike_grad=surrogate.atan()),
+    "fast sigmoid": lambda: snntorch.Leaky(beta=0.9, spike_grad=surrogate.fast_sigmoid(), reset_mechanism="zero"),
+    "sigmoid": lambda: snntorch.Leaky(beta=0.9, spike_grad=surrogate.sigmoid(), learn_beta=True),
+    "straight through": lambda: snntorch.Leaky(beta=0.9, spike_grad=surrogate.straight_through_estimator()),
+    "synaptic": lambda: snntorch.Synaptic(beta=0.9, alpha=0.7),
+}
+
+
+@pytest.mark.exhaustive(unless="^(arctangent|synaptic)-")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NEURONS)
+def test_spikes(name: str, way: str) -> None:
+    with InFloat64():
+        assert_as_alone(lambda: Spiking(NEURONS[name]), 2 * randn(M, N, 4), way)
+
+
+def tabular(**options: Any) -> nn.Module:
+    sizes = {
+        "n_num_features": 4,
+        "cat_cardinalities": [3],
+        "d_out": 2,
+        "n_blocks": 2,
+        "d_block": 8,
+        "k": 4,
+        "dropout": 0.0,
+    }
+    return Calls(TabM.make(**sizes, **options), lambda model, x: model(x, x[:, :1].abs().long().clamp(max=2)))
+
+
+TABLES: dict[str, Callable[[], nn.Module]] = {
+    "mini": lambda: tabular(arch_type="tabm-mini"),
+    "packed": lambda: tabular(arch_type="tabm-packed"),
+    "periodic": lambda: tabular(num_embeddings=rtdl_num_embeddings.PeriodicEmbeddings(4, 4, lite=False)),
+    "pieces": lambda: tabular(
+        num_embeddings=rtdl_num_embeddings.PiecewiseLinearEmbeddings(
+            rtdl_num_embeddings.compute_bins(randn(50, 4), n_bins=5), 4, activation=False, version="B"
+        )
+    ),
+}
+
+
+@pytest.mark.exhaustive(unless="^(mini|pieces)-")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name: str, way: str) -> None:
+    assert_as_alone(TABLES[name], randn(M, N, 4), way)
+
+
+class Field(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron(3, 3)
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.layers(y) * (1 + t)
+
+
+def solve(solver: Callable[..., Tensor], method: str, **options: Any) -> Callable[[], nn.Module]:
+    times = torch.tensor([0, 0.4, 1], dtype=torch.float64)
+    return lambda: Calls(Field(), lambda field, x: solver(field, x, times, method=method, **options))
+
+
+SOLVERS: dict[str, Callable[[], nn.Module]] = {
+    "adjoint of dopri5": solve(torchdiffeq.odeint_adjoint, "dopri5", rtol=1e-3, atol=1e-4),
+    "adjoint of rk4": solve(torchdiffeq.odeint_adjoint, "rk4", options={"step_size": 0.25}),
+    "bosh3": solve(torchdiffeq.odeint, "bosh3", rtol=1e-2, atol=1e-3),
+    "dopri5": solve(torchdiffeq.odeint, "dopri5", rtol=1e-3, atol=1e-4),
+    "euler": solve(torchdiffeq.odeint, "euler", options={"step_size": 0.25}),
+    "explicit Adams": solve(torchdiffeq.odeint, "explicit_adams", options={"step_size": 0.25}),
+    "rk4": solve(torchdiffeq.odeint, "rk4", options={"step_size": 0.25}),
+}
+
+
+@pytest.mark.exhaustive(unless="^(dopri5-evaluated|rk4-together)")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_differential_equations(name: str, way: str) -> None:
+    assert_as_alone(SOLVERS[name], randn(M, N, 3), way)
+
+
+X = randn(8, 2)
+
+
+class Exact(gpytorch.models.ExactGP):
+    def __init__(self, kernel: type[Any], likelihood: Any):
+        super().__init__(X, X.sum(1), likelihood)
+        self.mean, self.kernel = gpytorch.means.ConstantMean(), gpytorch.kernels.ScaleKernel(kernel())
+
+    def forward(self, x: Tensor) -> Any:
+        return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
+
+
+class Marginal(nn.Module):
+    """The negative marginal likelihood of targets in training; the mean of predictions otherwise."""
+
+    def __init__(self, kernel: type[Any]):
+        super().__init__()
+        self.likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        self.process = Exact(kernel, self.likelihood)
+        self.objective = gpytorch.mlls.ExactMarginalLogLikelihood(self.likelihood, self.process)
+        for param in self.process.parameters():
+            nn.init.normal_(param, std=0.3)
+
+    def forward(self, y: Tensor) -> Tensor:
+        if self.training:
+            return -self.objective(self.process(X), y)
+        # Predictions are kept from call to call, for whatever parameters came first.
+        self.process.prediction_strategy = None
+        return self.process(X + y[:, None]).mean
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kernel", [gpytorch.kernels.RBFKernel, gpytorch.kernels.MaternKernel])
+def test_gaussian_processes(kernel: type[Any], way: str) -> None:
+    assert_as_alone(lambda: Marginal(kernel), randn(M, 8), way, tolerance=1e-9)
+
+
+class Sparse(gpytorch.models.ApproximateGP):
+    def __init__(self) -> None:
+        moments = gpytorch.variational.CholeskyVariationalDistribution(4)
+        super().__init__(gpytorch.variational.VariationalStrategy(self, X[:4], moments, learn_inducing_locations=False))
+        self.mean = gpytorch.means.ConstantMean()
+        self.kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+
+    def forward(self, x: Tensor) -> Any:
+        return gpytorch.distributions.MultivariateNormal(self.mean(x), self.kernel(x))
+
+
+class Bound(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.likelihood, self.process = gpytorch.likelihoods.GaussianLikelihood(), Sparse()
+        self.objective = gpytorch.mlls.VariationalELBO(self.likelihood, self.process, num_data=8)
+        # The first call of a process draws its variational parameters.
+        self.process(X)
+        self.process.variational_strategy._clear_cache()
+
+    def forward(self, y: Tensor) -> Tensor:
+        # What earlier calls have computed, for whatever parameters came first.
+        self.process.variational_strategy._clear_cache()
+        outputs = self.process(X)
+        return -self.objective(outputs, y) if self.training else self.likelihood(outputs).mean + y
+
+
+@pytest.mark.exhaustive
+def test_sparse_gaussian_processes() -> None:
+    assert_as_alone_over_a_base(Bound, randn(M, 8), r"asks for the value of a tensor .*share_frozen=True")
