@@ -138,16 +138,15 @@ def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
     """One of ``count`` equal parts of the rows of a batch, which are along axis 1 where ``dims`` is 0, else axis 0."""
 
     def rows(dim: int | None, leaf: Any) -> Any:
+        axis = 0 if dim is None else 1
         if not isinstance(leaf, Tensor):
             return leaf
-        axis = 0 if dim is None else 1
-        size, rest = divmod(leaf.shape[axis] if leaf.dim() > axis else 0, count)
-        if rest or not size:
+        if leaf.dim() <= axis or leaf.shape[axis] % count:
+            shape = list(leaf.shape)
             raise BatchError(
-                f"a leaf of the batch is {list(leaf.shape)}, and its axis {axis} cannot be split into {count} parts of equal "
-                f"size; give it a multiple of {count} rows, and an ArrayLoader drop_last=True"
+                f"axis {axis} of {shape} has no {count} equal parts; batches need multiples of {count} rows"
             )
-        return leaf.narrow(axis, part * size, size)
+        return leaf.chunk(count, axis)[part]
 
     return batch if count == 1 else restored(_over(rows, dims, plain(batch)), batch)
 

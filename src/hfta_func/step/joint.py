@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hfta_func.step.train import TrainStep
 # Negative, as all numbers that this package folds into the keys of a state.
 _NOISE = -(2**62) - 2**60
 
-_KEPT = "params", "buffers", "opt_state"
+_KEPT, _OF_MEMBERS = ("params", "buffers", "opt_state"), ("finite", "failure")
 
 
 def joint(*, every: Mapping[str, int] | None = None, **steps: TrainStep) -> JointStep:
@@ -45,8 +46,7 @@ def joint(*, every: Mapping[str, int] | None = None, **steps: TrainStep) -> Join
     Raises:
         LossError: if there is no step, or no parameter of that name requires grad.
         StackError: if two networks hold the same parameter.
-        ValueError: if steps differ in ``batch_dims``, ``share_frozen`` or ``donate``, one has ``shared_params``, or ``every``
-            has another name or no positive integer.
+        ValueError: if steps differ in ``batch_dims``, ``share_frozen`` or ``donate``, or an argument has an invalid value.
 
     Example:
         >>> def make_model():
@@ -76,9 +76,7 @@ class JointStep(Compiled):
             raise LossError("there is no network to train; name a step for each, joint(d=..., g=...)")
         for name, count in every.items():
             if name not in steps or not isinstance(count, int) or count < 1:
-                raise ValueError(
-                    f"every has {name!r}: {count!r}; give some of {', '.join(steps)} integers of at least 1"
-                )
+                raise ValueError(f"every has {name!r}: {count!r}; give {', '.join(steps)} integers of at least 1")
         _check_steps(steps)
         first, last = next(iter(steps.values())), [*steps][-1]
         self.options, self.base, self.batch_dims = first.options, first.base, first.batch_dims
@@ -87,7 +85,10 @@ class JointStep(Compiled):
         self._noise = {name: _NOISE - zlib.crc32(name.encode()) for name in steps}
         # A member that fails goes back to where it was before the first network, so only the last update may be in place.
         in_place = last if self.options.donate and self._every[last] == self._parts else None
-        self._steps = {name: step.of_network(name, donate=name == in_place) for name, step in steps.items()}
+        self._steps = {
+            name: TrainStep(*step._made_from[:3], replace(step.options, network=name, donate=name == in_place))
+            for name, step in steps.items()
+        }
 
     def __reduce__(self) -> Any:
         return JointStep, self._made_from
@@ -100,27 +101,22 @@ class JointStep(Compiled):
         seeds: Sequence[int] | Tensor,
         hparams: Mapping[str, Any] | None = None,
     ) -> TrainState:
-        """The state before the first step, whose ``opt_state.groups`` holds the optimizers' states by network.
+        """The state before the first step, as :meth:`TrainStep.init`; ``opt_state.groups`` is that of each network.
 
         Args:
-            params: Stacked parameters of the whole module, as for :meth:`TrainStep.init`.
+            params: Stacked parameters of the whole module.
             buffers: Stacked buffers.
             seeds: One integer per member.
             hparams: The third argument of the losses that take one.
-
-        Raises:
-            Exception: what :meth:`TrainStep.init` raises.
         """
-        chosen = next(
-            (name for name, step in self._steps.items() if step._gradients.takes_hparams), next(iter(self._steps))
+        # One that takes no numbers refuses them.
+        chosen = max(self._steps, key=lambda name: self._steps[name]._gradients.takes_hparams)
+        given = {name: hparams if name == chosen else None for name in self._steps}
+        states = {n: step.init(params, buffers, seeds=seeds, hparams=given[n]) for n, step in self._steps.items()}
+        return states[chosen]._replace(
+            opt_state=PartitionState({name: state.opt_state for name, state in states.items()}),
+            loss_scale={name: state.loss_scale for name, state in states.items()},
         )
-        states = {
-            name: step.init(params, buffers, seeds=seeds, hparams=hparams if name == chosen else None)
-            for name, step in self._steps.items()
-        }
-        scales = {name: state.loss_scale for name, state in states.items() if state.loss_scale}
-        opt_state = PartitionState({name: state.opt_state for name, state in states.items()})
-        return states[chosen]._replace(opt_state=opt_state, loss_scale=scales or ())
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         """Update every network of each active member in turn.
@@ -139,22 +135,16 @@ class JointStep(Compiled):
         require(state)
         groups = getattr(state.opt_state, "groups", {})
         if groups.keys() != self._steps.keys():
-            raise StateError(
-                f"the state has optimizers for {', '.join(groups) or 'no networks'}, but this step trains "
-                f"{', '.join(self._steps)}; make a state with step.init(...)"
-            )
+            names = (", ".join(each) or "no networks" for each in (groups, self._steps))
+            raise StateError("the state is of {} but the step of {}; make a state with step.init(...)".format(*names))
         with torch.set_grad_enabled(inside_transform()):
             after, failure, reports = self._updates(state, batch)
             failed = _is_real(failure)
             if not can_look(failed) or bool((failed & state.active).any()):
                 kept = {field: where(~failed, getattr(after, field), getattr(state, field)) for field in _KEPT}
                 after = after._replace(**kept)
-            metrics = {"finite": ~failed, "failure": failure} | {
-                f"{name}.{metric}": _mean([report[metric] for report in reports[name]])
-                for name in self._steps
-                for metric in reports[name][0]
-                if metric not in ("finite", "failure")
-            }
+            means = {name: _mean(values) for name, values in reports.items()}
+            metrics = {"finite": failure == int(Failure.NONE), "failure": failure, **means}
             if not self.options.donate:
                 return after, metrics
             # A metric may be a tensor of the state.
@@ -162,38 +152,34 @@ class JointStep(Compiled):
             write(state, after)
             return state, metrics
 
-    def _updates(self, state: TrainState, batch: Tree) -> tuple[TrainState, Tensor, dict[str, list[dict[str, Tensor]]]]:
+    def _updates(self, state: TrainState, batch: Tree) -> tuple[TrainState, Tensor, dict[str, list[Tensor]]]:
         """The state after all updates, members that have failed included; why they have failed; and all reports."""
-        before, failure = state, torch.zeros_like(state.step)
-        reports: dict[str, list[dict[str, Tensor]]] = {name: [] for name in self._steps}
-        parts = [rows_of(self.batch_dims, batch, part, self._parts) for part in range(self._parts)]
-        for name, step in self._steps.items() if torch.compiler.is_dynamo_compiling() else ():
-            step._gradients.rehearse(self._given(name, state, before.step, state.active), parts[0])
-        for part, rows in enumerate(parts):
+        before, failure, reports = state, torch.zeros_like(state.step), {}
+        for part in range(self._parts):
+            rows = rows_of(self.batch_dims, batch, part, self._parts)
             for name in [name for name, count in self._every.items() if (part + 1) % count == 0]:
-                given = self._given(name, state, before.step * self._parts + part, state.active & ~_is_real(failure))
+                given = state._replace(
+                    opt_state=state.opt_state.groups[name],
+                    keys=random.fold_in(before.keys, self._noise[name]),
+                    step=before.step * self._parts + part,
+                    active=state.active & ~_is_real(failure),
+                    loss_scale=state.loss_scale[name],
+                )
+                if torch.compiler.is_dynamo_compiling():
+                    # A compiler does not know the values of what other networks have become.
+                    first = given._replace(params=before.params, buffers=before.buffers)
+                    self._steps[name]._gradients.rehearse(first, rows)
                 after, report = self._steps[name](given, rows)
-                scales = {name: after.loss_scale} if given.loss_scale else {}
-                state = state._replace(
-                    params=after.params,
-                    buffers=after.buffers,
+                state = after._replace(
                     opt_state=PartitionState({**state.opt_state.groups, name: after.opt_state}),
+                    keys=before.keys,
                     active=state.active & (after.active | ~given.active),
-                    loss_scale={**dict(state.loss_scale), **scales} or (),
+                    loss_scale={**state.loss_scale, name: after.loss_scale},
                 )
                 failure = torch.where(_is_real(failure) | (report["failure"] == 0), failure, report["failure"])
-                reports[name].append(report)
+                for metric in [metric for metric in report if metric not in _OF_MEMBERS]:
+                    reports.setdefault(f"{name}.{metric}", []).append(report[metric])
         return state._replace(step=before.step + before.active), failure, reports
-
-    def _given(self, name: str, state: TrainState, number: Tensor, active: Tensor) -> TrainState:
-        """The state that the step of a network is given for its update with this number."""
-        return state._replace(
-            opt_state=state.opt_state.groups[name],
-            keys=random.fold_in(state.keys, self._noise[name]),
-            step=number,
-            active=active,
-            loss_scale=dict(state.loss_scale).get(name, ()),
-        )
 
 
 def _is_real(failure: Tensor) -> Tensor:
@@ -203,9 +189,7 @@ def _is_real(failure: Tensor) -> Tensor:
 
 def _mean(values: list[Tensor]) -> Tensor:
     """The mean of a metric over several updates; the last value where it has none, as of integers."""
-    if len(values) == 1 or not values[0].is_floating_point():
-        return values[-1]
-    return torch.stack(values).mean(0)
+    return torch.stack(values).mean(0) if values[0].is_floating_point() else values[-1]
 
 
 def _check_steps(steps: Mapping[str, TrainStep]) -> None:
@@ -223,7 +207,4 @@ def _check_steps(steps: Mapping[str, TrainStep]) -> None:
         for tied in step._shapes.ties.items():
             owners = {path.partition(".")[0] for path in tied}
             if len(owners) > 1 and owners <= steps.keys():
-                raise StackError(
-                    f"'{tied[0]}' is '{tied[1]}', too, and each network has an optimizer of its own; make what they share a "
-                    f"child of the module, with a step of its own"
-                )
+                raise StackError(f"'{tied[0]}' is '{tied[1]}', too; make what networks share a child with its own step")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -152,11 +151,6 @@ class TrainStep(Compiled):
 
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
-
-    def of_network(self, name: str, donate: bool) -> TrainStep:
-        """The step that trains only one child of the model, for :func:`joint`."""
-        model, loss_fn, optimizer, options = self._made_from
-        return TrainStep(model, loss_fn, optimizer, dataclasses.replace(options, network=name, donate=donate))
 
     @property
     def base(self) -> Params:
