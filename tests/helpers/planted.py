@@ -238,7 +238,7 @@ PLANTED = [
     ),
     Planted(
         "frozen parameters are updated",
-        *("step/train.py", "if param.requires_grad)", ")"),
+        *("step/train.py", "if param.requires_grad and covers", "if covers"),
         "test_step.py::test_frozen_parameters_are_not_updated",
     ),
     Planted(
@@ -956,5 +956,30 @@ PLANTED = [
         "a parameter in evaluation does not require grad",
         *("calls/autodiff.py", "    return trained\n", "    return False\n"),
         "test_control_flow.py::test_parameters_require_grad_as_alone",
+    ),
+    Planted(
+        "networks of a member draw the same noise",
+        *("step/joint.py", "_NOISE - zlib.crc32(name.encode())", "_NOISE"),
+        "test_joint.py::test_noise_is_that_of_seed_name_and_update",
+    ),
+    Planted(
+        "the parts of a batch have the same noise",
+        *("step/joint.py", "before.step * self._parts + part", "before.step"),
+        "test_joint.py::test_noise_is_that_of_seed_name_and_update",
+    ),
+    Planted(
+        "the first network of a member that fails stays updated",
+        *("step/joint.py", "bool((failed & state.active).any())", "False"),
+        "test_joint.py::test_a_member_fails_as_a_whole",
+    ),
+    Planted(
+        "a second network is updated although the first has failed",
+        *("step/joint.py", "state.active & ~_is_real(failure)", "state.active"),
+        "test_joint.py::test_a_member_fails_as_a_whole",
+    ),
+    Planted(
+        "networks that cannot be taken back are updated in place",
+        *("step/joint.py", " and self._every[last] == self._parts", ""),
+        "test_joint.py::test_a_member_fails_as_a_whole",
     ),
 ]

@@ -261,6 +261,9 @@ def test_what_all_members_share_is_held_once():
 def test_whole_runs_resume_stop_and_shrink(workers, tmp_path):
     data = tuple(torch.cat([leaf.flatten(0, 1) for leaf in column]) for column in zip(*make_batches(1), strict=True))
 
+    def distance(model, batch):
+        return {"distance": (model.g(batch[1]) - batch[0]).norm(dim=1).mean()}
+
     def stop(state, history):
         active = state.active.clone()
         active[1] &= len(history) < 2
@@ -270,12 +273,21 @@ def test_whole_runs_resume_stop_and_shrink(workers, tmp_path):
         step = make_joint([with_noise(loss_d), with_noise(loss_g)], GAN(0.3), every={"g": 2})
         state = start(step)
         loader = hfta.ArrayLoader(data, 12, seeds=SEEDS, drop_last=True)
-        options = {"callbacks": [stop], "progress": False, "resume": keep, "restore_best": "d.loss", **more}
+        options = {
+            "callbacks": [stop],
+            "evaluate": (distance, data),
+            "progress": False,
+            "resume": keep,
+            "restore_best": "d.loss",
+            **more,
+        }
         return hfta.fit(step, state, loader, epochs=epochs, **options)
 
     whole, history = fit(4)
     assert (
-        history["g.loss"].shape == (4, 3) and not history.failures and whole.step.tolist()[0] > whole.step.tolist()[1]
+        history["g.loss"].shape == history["distance"].shape == (4, 3)
+        and not history.failures
+        and whole.step.tolist()[0] > whole.step.tolist()[1]
     )
     keep = tmp_path / "run.safetensors"
     fit(2, keep=keep, save_every=2)
@@ -332,7 +344,7 @@ class Tied(GAN):
     ("build", "kind", "words"),
     [
         (lambda: hfta.joint(), hfta.LossError, "there is no network to train; name a step for each"),
-        (lambda: hfta.joint(d=loss_d), ValueError, "d is a function; pass what make_train_step returned"),
+        (lambda: hfta.joint(d=loss_d), ValueError, "d is a function; pass a TrainStep"),
         (lambda: hfta.joint(x=make()), hfta.LossError, "no parameter of the model in its 'x' requires grad"),
         (lambda: hfta.joint(d=make(), g=make(batch_dims=None)), ValueError, "batch_dims is None for 'g' but 0 before"),
         (
@@ -357,7 +369,7 @@ def test_what_is_refused(build, kind, words):
 
 def test_states_and_batches_that_do_not_fit():
     step, plain = make_joint(every={"g": 5}), make()
-    with pytest.raises(hfta.StateError, match="the state is of no networks but the step of d, g"):
+    with pytest.raises(hfta.StateError, match=r"the state is of \[\] but the step of \['d', 'g'\]"):
         step(start(plain), make_batches()[0])
     words = r"axis 1 of \[3, 12, 2\] has no 5 equal parts; batches need multiples of 5 rows"
     with pytest.raises(hfta.BatchError, match=words):

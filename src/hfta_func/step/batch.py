@@ -138,15 +138,13 @@ def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
     """One of ``count`` equal parts of the rows of a batch, which are along axis 1 where ``dims`` is 0, else axis 0."""
 
     def rows(dim: int | None, leaf: Any) -> Any:
-        axis = 0 if dim is None else 1
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if leaf.dim() <= axis or leaf.shape[axis] % count:
-            shape = list(leaf.shape)
+        axis, is_tensor = int(dim is not None), isinstance(leaf, Tensor)
+        if is_tensor and (leaf.dim() <= axis or leaf.shape[axis] % count):
+            size = [*leaf.shape]
             raise BatchError(
-                f"axis {axis} of {shape} has no {count} equal parts; batches need multiples of {count} rows"
+                f"axis {axis} of {size} has no {count} equal parts; batches need multiples of {count} rows"
             )
-        return leaf.chunk(count, axis)[part]
+        return leaf.chunk(count, axis)[part] if is_tensor else leaf
 
     return batch if count == 1 else restored(_over(rows, dims, plain(batch)), batch)
 

@@ -25,8 +25,6 @@ from hfta_func.step.train import TrainStep
 # Negative, as all numbers that this package folds into the keys of a state.
 _NOISE = -(2**62) - 2**60
 
-_KEPT, _OF_MEMBERS = ("params", "buffers", "opt_state"), ("finite", "failure")
-
 
 def joint(*, every: Mapping[str, int] | None = None, **steps: TrainStep) -> JointStep:
     """One step for members of several networks, each with its own loss and optimizer: GANs, actors and critics.
@@ -52,12 +50,10 @@ def joint(*, every: Mapping[str, int] | None = None, **steps: TrainStep) -> Join
         >>> def make_model():
         ...     return torch.nn.ModuleDict({"d": torch.nn.Linear(2, 1), "g": torch.nn.Linear(3, 2)})
         >>> def loss_d(model, real):
-        ...     fake = model.g(torch.randn(len(real), 3))
-        ...     return (model.d(fake) - model.d(real)).mean() + model.d.weight.square().sum()
+        ...     return (model.d(model.g(torch.randn(len(real), 3))) - model.d(real)).mean()
         >>> def loss_g(model, real):
         ...     return -model.d(model.g(torch.randn(len(real), 3))).mean()
-        >>> optimizers = adam(lr=[1e-3, 1e-2]), adam(lr=1e-3)
-        >>> d, g = map(make_train_step, [make_model()] * 2, [loss_d, loss_g], optimizers)
+        >>> d, g = (make_train_step(make_model(), loss, adam(lr=[1e-3, 1e-2])) for loss in (loss_d, loss_g))
         >>> step = joint(d=d, g=g)
         >>> state = step.init(*init_params(make_model, seeds=[0, 1]), seeds=[0, 1])
         >>> state, metrics = step(state, torch.randn(2, 8, 2))
@@ -77,18 +73,29 @@ class JointStep(Compiled):
         for name, count in every.items():
             if name not in steps or not isinstance(count, int) or count < 1:
                 raise ValueError(f"every has {name!r}: {count!r}; give {', '.join(steps)} integers of at least 1")
-        _check_steps(steps)
-        first, last = next(iter(steps.values())), [*steps][-1]
-        self.options, self.base, self.batch_dims = first.options, first.base, first.batch_dims
+        (first, *_), last = steps.values(), [*steps][-1]
+        for name, step in steps.items():
+            if not isinstance(step, TrainStep):
+                raise ValueError(f"{name} is a {type(step).__qualname__}; pass a TrainStep, and compile the joint step")
+            if step.options.shared_params:
+                raise ValueError(f"the step of '{name}' has shared_params, which joint does not train; leave them out")
+            for field in ("batch_dims", "share_frozen", "donate"):
+                value, other = getattr(step.options, field), getattr(first.options, field)
+                if value != other:
+                    raise ValueError(f"{field} is {value} for '{name}' but {other} before; give all steps the same")
+            for path, other in step._shapes.ties.items():
+                owners = {path.partition(".")[0], other.partition(".")[0]}
+                if len(owners) > 1 and owners <= steps.keys():
+                    raise StackError(f"'{path}' is '{other}', too; make what networks share a child with its own step")
+        self.options, self.outline = first.options, first.outline
+        self.base, self.batch_dims = first.base, first.batch_dims
         self._every = {name: every.get(name, 1) for name in steps}
         self._parts = math.lcm(*self._every.values())
         self._noise = {name: _NOISE - zlib.crc32(name.encode()) for name in steps}
         # A member that fails goes back to where it was before the first network, so only the last update may be in place.
         in_place = last if self.options.donate and self._every[last] == self._parts else None
-        self._steps = {
-            name: TrainStep(*step._made_from[:3], replace(step.options, network=name, donate=name == in_place))
-            for name, step in steps.items()
-        }
+        options = {name: replace(step.options, network=name, donate=name == in_place) for name, step in steps.items()}
+        self._steps = {name: TrainStep(*step._made_from[:3], options[name]) for name, step in steps.items()}
 
     def __reduce__(self) -> Any:
         return JointStep, self._made_from
@@ -135,15 +142,16 @@ class JointStep(Compiled):
         require(state)
         groups = getattr(state.opt_state, "groups", {})
         if groups.keys() != self._steps.keys():
-            names = (", ".join(each) or "no networks" for each in (groups, self._steps))
-            raise StateError("the state is of {} but the step of {}; make a state with step.init(...)".format(*names))
+            raise StateError(
+                f"the state is of {[*groups]} but the step of {[*self._steps]}; make one with step.init(...)"
+            )
         with torch.set_grad_enabled(inside_transform()):
             after, failure, reports = self._updates(state, batch)
             failed = _is_real(failure)
             if not can_look(failed) or bool((failed & state.active).any()):
-                kept = {field: where(~failed, getattr(after, field), getattr(state, field)) for field in _KEPT}
-                after = after._replace(**kept)
-            means = {name: _mean(values) for name, values in reports.items()}
+                fields = "params", "buffers", "opt_state"
+                after = after._replace(**{f: where(~failed, getattr(after, f), getattr(state, f)) for f in fields})
+            means = {k: torch.stack(v).mean(0) if v[0].is_floating_point() else v[-1] for k, v in reports.items()}
             metrics = {"finite": failure == int(Failure.NONE), "failure": failure, **means}
             if not self.options.donate:
                 return after, metrics
@@ -165,10 +173,11 @@ class JointStep(Compiled):
                     active=state.active & ~_is_real(failure),
                     loss_scale=state.loss_scale[name],
                 )
+                gradients = self._steps[name]._gradients
                 if torch.compiler.is_dynamo_compiling():
                     # A compiler does not know the values of what other networks have become.
                     first = given._replace(params=before.params, buffers=before.buffers)
-                    self._steps[name]._gradients.rehearse(first, rows)
+                    gradients.members.rehearse(gradients.tensors(first), rows)
                 after, report = self._steps[name](given, rows)
                 state = after._replace(
                     opt_state=PartitionState({**state.opt_state.groups, name: after.opt_state}),
@@ -177,7 +186,7 @@ class JointStep(Compiled):
                     loss_scale={**state.loss_scale, name: after.loss_scale},
                 )
                 failure = torch.where(_is_real(failure) | (report["failure"] == 0), failure, report["failure"])
-                for metric in [metric for metric in report if metric not in _OF_MEMBERS]:
+                for metric in [metric for metric in report if metric not in ("finite", "failure")]:
                     reports.setdefault(f"{name}.{metric}", []).append(report[metric])
         return state._replace(step=before.step + before.active), failure, reports
 
@@ -185,26 +194,3 @@ class JointStep(Compiled):
 def _is_real(failure: Tensor) -> Tensor:
     """Members that have failed; one whose gradient overflowed under a loss scale has only skipped an update."""
     return (failure == int(Failure.LOSS)) | (failure == int(Failure.GRADIENT))
-
-
-def _mean(values: list[Tensor]) -> Tensor:
-    """The mean of a metric over several updates; the last value where it has none, as of integers."""
-    return torch.stack(values).mean(0) if values[0].is_floating_point() else values[-1]
-
-
-def _check_steps(steps: Mapping[str, TrainStep]) -> None:
-    """Raise unless all are steps that fit together, and no parameter belongs to two networks, which would both update it."""
-    for name, step in steps.items():
-        if not isinstance(step, TrainStep):
-            what = type(step).__qualname__
-            raise ValueError(f"{name} is a {what}; pass what make_train_step returned, and compile the joint step")
-        if step.options.shared_params:
-            raise ValueError(f"the step of '{name}' has shared_params, which joint does not train; leave them out")
-        for field in ("batch_dims", "share_frozen", "donate"):
-            first, value = (getattr(one.options, field) for one in (next(iter(steps.values())), step))
-            if value != first:
-                raise ValueError(f"{field} is {value} for '{name}' but {first} before; give all steps the same")
-        for tied in step._shapes.ties.items():
-            owners = {path.partition(".")[0] for path in tied}
-            if len(owners) > 1 and owners <= steps.keys():
-                raise StackError(f"'{tied[0]}' is '{tied[1]}', too; make what networks share a child with its own step")
