@@ -369,7 +369,10 @@ def test_what_is_refused(build, kind, words):
 
 def test_states_and_batches_that_do_not_fit():
     step, plain = make_joint(every={"g": 5}), make()
-    with pytest.raises(hfta.StateError, match=r"the state is of \[\] but the step of \['d', 'g'\]"):
+    parts = hfta.partition({"d": "d", "g": "g"}, {"d": hfta.sgd(), "g": hfta.sgd()})
+    with pytest.raises(hfta.StateError, match=r"the state is of \['d', 'g'\], the step of"):
+        step(start(hfta.make_train_step(GAN(), loss_d, parts)), make_batches()[0])
+    with pytest.raises(hfta.StateError, match=r"the state is of \[\], the step of \['d', 'g'\]; make one"):
         step(start(plain), make_batches()[0])
     words = r"axis 1 of \[3, 12, 2\] has no 5 equal parts; batches need multiples of 5 rows"
     with pytest.raises(hfta.BatchError, match=words):

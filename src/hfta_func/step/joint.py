@@ -141,10 +141,8 @@ class JointStep(Compiled):
         """
         require(state)
         groups = getattr(state.opt_state, "groups", {})
-        if groups.keys() != self._steps.keys():
-            raise StateError(
-                f"the state is of {[*groups]} but the step of {[*self._steps]}; make one with step.init(...)"
-            )
+        if groups.keys() != self._steps.keys() or not isinstance(state.loss_scale, dict):
+            raise StateError(f"the state is of {[*groups]}, the step of {[*self._steps]}; make one with step.init(...)")
         with torch.set_grad_enabled(inside_transform()):
             after, failure, reports = self._updates(state, batch)
             failed = _is_real(failure)
@@ -155,7 +153,6 @@ class JointStep(Compiled):
             metrics = {"finite": failure == int(Failure.NONE), "failure": failure, **means}
             if not self.options.donate:
                 return after, metrics
-            # A metric may be a tensor of the state.
             metrics = tree_map(torch.clone, metrics)
             write(state, after)
             return state, metrics
