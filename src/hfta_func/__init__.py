@@ -77,6 +77,8 @@ from hfta_func.step.evaluate import make_eval_step as make_eval_step
 from hfta_func.step.exchange import from_torch as from_torch
 from hfta_func.step.exchange import to_torch as to_torch
 from hfta_func.step.failures import Failure as Failure
+from hfta_func.step.joint import JointStep as JointStep
+from hfta_func.step.joint import joint as joint
 from hfta_func.step.prediction import Prediction as Prediction
 from hfta_func.step.prediction import predict as predict
 from hfta_func.step.state import TrainState as TrainState

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 SHORT = pathlib.Path(__file__).parents[2] / "examples" / "short"
-LINES = {"deep_ensemble": 14, "halving": 24, "federated": 20, "subjects": 20}
+LINES = {"deep_ensemble": 14, "halving": 24, "federated": 20, "subjects": 20, "gan": 22}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,3 +57,9 @@ def test_every_subject_is_fitted_until_its_own_best_epoch(capsys):
     assert [int(row[0]) for row in rows] == [*range(24)] and len({row[1] for row in rows}) > 5
     errors = [float(row[2]) for row in rows]
     assert max(errors) < 0.5 and sum(errors) / 24 < 0.2
+
+
+@pytest.mark.exhaustive
+def test_generators_find_the_points(capsys):
+    found = numbers(run("gan", capsys))
+    assert len(found) == 4 and min(found) < 0.25 and max(found) < 0.6

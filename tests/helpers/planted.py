@@ -238,7 +238,7 @@ PLANTED = [
     ),
     Planted(
         "frozen parameters are updated",
-        *("step/train.py", "if param.requires_grad)", ")"),
+        *("step/train.py", "if param.requires_grad and covers", "if covers"),
         "test_step.py::test_frozen_parameters_are_not_updated",
     ),
     Planted(
@@ -277,7 +277,7 @@ PLANTED = [
     ),
     Planted(
         "an inactive member that fails raises",
-        *("step/judge.py", "refuse(torch.where(active, failure, 0), state.step)", "refuse(failure, state.step)"),
+        *("step/judge.py", "refuse(torch.where(active, failure, 0), state.step", "refuse(failure, state.step"),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
@@ -1025,5 +1025,30 @@ PLANTED = [
         "a record writes into tensors that live longer",
         *("_torch/tape.py", "leaf.untyped_storage()._cdata in self._kept", "False"),
         "test_replay.py::test_refusals_say_why",
+    ),
+    Planted(
+        "networks of a member draw the same noise",
+        *("step/joint.py", "_NOISE - zlib.crc32(name.encode())", "_NOISE"),
+        "test_joint.py::test_noise_is_that_of_seed_name_and_update",
+    ),
+    Planted(
+        "the parts of a batch have the same noise",
+        *("step/joint.py", "before.step * self._parts + part", "before.step"),
+        "test_joint.py::test_noise_is_that_of_seed_name_and_update",
+    ),
+    Planted(
+        "the first network of a member that fails stays updated",
+        *("step/joint.py", "bool((failed & state.active).any())", "False"),
+        "test_joint.py::test_a_member_fails_as_a_whole",
+    ),
+    Planted(
+        "a second network is updated although the first has failed",
+        *("step/joint.py", "state.active & ~_is_real(failure)", "state.active"),
+        "test_joint.py::test_a_member_fails_as_a_whole",
+    ),
+    Planted(
+        "networks that cannot be taken back are updated in place",
+        *("step/joint.py", " and self._every[last] == self._parts", ""),
+        "test_joint.py::test_a_member_fails_as_a_whole",
     ),
 ]

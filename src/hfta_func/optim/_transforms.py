@@ -282,7 +282,7 @@ def partition(
 
     def init(params: Params) -> PartitionState:
         for name in label if isinstance(label, Mapping) else ():
-            if not any(_covers(name, path) for path in params):
+            if not any(covers(name, path) for path in params):
                 raise HyperparameterError(
                     f"'{name}' is not the path of a module or parameter that is trained; use one of {[*params]} or its "
                     f"beginning, or pass a function of path and shape"
@@ -321,12 +321,13 @@ def group_paths(label: Any, groups: Iterable[str], params: Params) -> dict[str, 
     return paths_of
 
 
-def _covers(name: str, path: str) -> bool:
+def covers(name: str, path: str) -> bool:
+    """Whether a path is that of the module or parameter ``name``, or inside it; ``""`` covers all."""
     return not name or path == name or path.startswith(f"{name}.")
 
 
 def _longest(labels: Mapping[str, str | None], path: str) -> str | None:
-    matching = [name for name in labels if _covers(name, path)]
+    matching = [name for name in labels if covers(name, path)]
     if not matching:
         raise HyperparameterError(f"'{path}' is in no group; name it, or label all others with '', None to freeze them")
     return labels[max(matching, key=len)]

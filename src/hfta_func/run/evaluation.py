@@ -18,6 +18,7 @@ from hfta_func.run.history import Metrics
 from hfta_func.step.batch import plain
 from hfta_func.step.evaluate import EvalStep
 from hfta_func.step.gradients import num_positional
+from hfta_func.step.joint import JointStep
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 
@@ -32,7 +33,7 @@ def make_evaluation(step: Any, evaluate: Evaluate | None, state: TrainState) -> 
     if evaluate is None or (callable(evaluate) and not is_metric):
         return evaluate
     is_pair = isinstance(evaluate, tuple) and len(evaluate) in (2, 3) and callable(evaluate[0])
-    if not is_pair or not isinstance(step, TrainStep):
+    if not is_pair or not isinstance(step, TrainStep | JointStep):
         raise ValueError(
             f"evaluate is a {type(evaluate).__qualname__}, step a {type(step).__qualname__}; pass (metric, data) or "
             f"(metric, data, rows), where metric(model, batch) is for the model of a TrainStep, or a function of the state"
@@ -52,7 +53,7 @@ class Evaluation:
         data: One batch, as a tree of tensors; an :class:`ArrayLoader`; or an iterable over batches.
     """
 
-    def __init__(self, step: TrainStep, metric: Callable[..., Any], data: Any):
+    def __init__(self, step: TrainStep | JointStep, metric: Callable[..., Any], data: Any):
         self._made_from, self._data = (step, metric), data
         self._axis = int(isinstance(data, ArrayLoader) and not data.shared)
         options = dataclasses.replace(step.options, batch_dims=0 if self._axis else None)

@@ -134,6 +134,21 @@ def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
     return restored(over(lambda dim, leaf: leaf if dim is None else leaf[index], dims, plain(batch)), batch)
 
 
+def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
+    """One of ``count`` equal parts of the rows of a batch, which are along axis 1 where ``dims`` is 0, else axis 0."""
+
+    def rows(dim: int | None, leaf: Any) -> Any:
+        axis, is_tensor = int(dim is not None), isinstance(leaf, Tensor)
+        if is_tensor and (leaf.dim() <= axis or leaf.shape[axis] % count):
+            size = [*leaf.shape]
+            raise BatchError(
+                f"axis {axis} of {size} has no {count} equal parts; batches need multiples of {count} rows"
+            )
+        return leaf.chunk(count, axis)[part] if is_tensor else leaf
+
+    return batch if count == 1 else restored(_over(rows, dims, plain(batch)), batch)
+
+
 def leaf_dims(dims: Tree, tree: Tree) -> Tree:
     """One entry of ``dims`` for each leaf of a batch that :func:`plain` has made, None where there is no tensor."""
     return over(lambda dim, leaf: dim, dims, tree)

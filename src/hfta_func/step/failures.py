@@ -83,18 +83,18 @@ def _is_dense(leaf: Tensor) -> bool:
     return leaf.stride(0) == expected or leaf.shape[0] == 1
 
 
-def refuse(failure: Tensor, step: Tensor) -> Tensor:
-    """Raise a NonFiniteError if a member has failed, at its step ``int64[M]``; give ``failure`` back."""
+def refuse(failure: Tensor, step: Tensor, network: str = "") -> Tensor:
+    """Raise a NonFiniteError if a member, or its ``network``, has failed, at its step ``int64[M]``; give ``failure`` back."""
     if torch.compiler.is_compiling():
         _define()
-        return torch.ops.hfta_func.refuse(failure, step)
-    return _refuse(failure, step)
+        return torch.ops.hfta_func.refuse(failure, step, network)
+    return _refuse(failure, step, network)
 
 
-def _refuse(failure: Tensor, step: Tensor) -> Tensor:
+def _refuse(failure: Tensor, step: Tensor, network: str) -> Tensor:
     for member, (code, at) in enumerate(zip(failure.tolist(), step.tolist(), strict=True)):
         if code in (Failure.LOSS, Failure.GRADIENT):
-            what = "loss" if code == Failure.LOSS else "gradient"
+            what = ("loss" if code == Failure.LOSS else "gradient") + (f" of its '{network}'" if network else "")
             raise NonFiniteError(
                 f"model {member}: the {what} is not finite at step {at}; lower its learning rate or clip its gradients, or "
                 f"go on without it: nonfinite='skip' leaves out the update, nonfinite='freeze' the member"
@@ -106,9 +106,9 @@ def _refuse(failure: Tensor, step: Tensor) -> Tensor:
 def _define() -> bool:
     """Define the same functions as operators, which graphs hold as a whole."""
     define_operator(
-        "refuse(Tensor failure, Tensor step) -> Tensor",
+        "refuse(Tensor failure, Tensor step, str network) -> Tensor",
         {"CompositeExplicitAutograd": _refuse},
-        fake=lambda failure, step: torch.empty_like(failure),
+        fake=lambda failure, step, network: torch.empty_like(failure),
     )
     define_operator(
         "diagnose(Tensor losses, Tensor[] grads) -> Tensor",

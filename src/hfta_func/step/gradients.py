@@ -56,10 +56,32 @@ class Gradients:
         self._loss = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
         self._trainable = trainable
         self._options = options
-        self._members = Members(self._run_first, reads=options.chunk_size == 1)
+        self.members = Members(self._run_first, reads=options.chunk_size == 1)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
+        members = self.tensors(state)
+        keys, trained, shared = members[:3]
+        self.members.rehearse(members, batch)
+        if shared and can_look(keys) and self._options.scaling is None and bool(state.active.all()):
+            run = functools.partial(self._run, batch, together=True)
+            sums, grads, losses, metrics, buffers = self.chunks(run, members, plain(batch), adds=True)
+            buffers = emptied(buffers, state.hparams, state.buffers)
+            if bool(torch.stack([leaf.sum() for leaf in (losses, *grads.values(), *sums.values())]).isfinite().all()):
+                sums = {path: total[None] for path, total in sums.items()}
+                self.members.has_run(keys)
+                return StepOutputs(trained, grads, losses, metrics, buffers, sums, summed=True)
+            # A sum does not tell whose part is not finite.
+        grads, losses, metrics, buffers = self.chunks(functools.partial(self._run, batch), members, plain(batch))
+        self.members.has_run(keys)
+        buffers = emptied(buffers, state.hparams, state.buffers)
+        if self._options.scaling is not None:
+            grads = amp.unscaled(grads, state.loss_scale.scale)
+        grads, apart = _parted(grads, shared)
+        return StepOutputs(trained, grads, losses, metrics, buffers, apart)
+
+    def tensors(self, state: TrainState) -> tuple[Tensor, Params, Params, Params, Params, Params, Any]:
+        """What members run with."""
         params = state.params
         if self.rewrites_params:
             params = copied(params)
@@ -70,24 +92,7 @@ class Gradients:
         everything = expanded_shared(state)
         shared = {path: param for path, param in everything.items() if path not in state.params}
         given = filled(state.buffers, state.hparams)
-        members = (keys, trained, shared, frozen, given, state.hparams, scale)
-        self._members.rehearse(members, batch)
-        if shared and can_look(keys) and self._options.scaling is None and bool(state.active.all()):
-            run = functools.partial(self._run, batch, together=True)
-            sums, grads, losses, metrics, buffers = self.chunks(run, members, plain(batch), adds=True)
-            buffers = emptied(buffers, state.hparams, state.buffers)
-            if bool(torch.stack([leaf.sum() for leaf in (losses, *grads.values(), *sums.values())]).isfinite().all()):
-                sums = {path: total[None] for path, total in sums.items()}
-                self._members.has_run(keys)
-                return StepOutputs(trained, grads, losses, metrics, buffers, sums, summed=True)
-            # A sum does not tell whose part is not finite.
-        grads, losses, metrics, buffers = self.chunks(functools.partial(self._run, batch), members, plain(batch))
-        self._members.has_run(keys)
-        buffers = emptied(buffers, state.hparams, state.buffers)
-        if self._options.scaling is not None:
-            grads = amp.unscaled(grads, state.loss_scale.scale)
-        grads, apart = _parted(grads, shared)
-        return StepOutputs(trained, grads, losses, metrics, buffers, apart)
+        return keys, trained, shared, frozen, given, state.hparams, scale
 
     def _run_first(self, members: tuple[Any, ...], batch: Tree) -> None:
         members, batch = first_member(self._options.batch_dims, members, batch)
@@ -103,7 +108,7 @@ class Gradients:
         keys, trained, shared, frozen, buffers, hparams, scale = members
         member = functools.partial(self._member, batch)
         dims = dict.fromkeys(trained, 0) | dict.fromkeys(shared, None if together else 0)
-        run = self._members.vmap(member, (dims, 0, 0, 0, 0, leaf_dims(self._options.batch_dims, tree)))
+        run = self.members.vmap(member, (dims, 0, 0, 0, 0, leaf_dims(self._options.batch_dims, tree)))
         # One copy, whose gradient is the sum over members, or each member's own.
         trained = trained | ({path: param[0] for path, param in shared.items()} if together else shared)
 
@@ -115,13 +120,13 @@ class Gradients:
             return scaled.sum(), (losses, metrics, new_buffers)
 
         # The first step finds out whether what is kept is written, which PyTorch does not notice under hooks.
-        less = self._options.save == "less" and not self._members.is_first(keys)
+        less = self._options.save == "less" and not self.members.is_first(keys)
 
         def differentiate(frozen: Params, trained: Params = trained) -> tuple[Params, Any]:
             return grad_and_aux(trained, functools.partial(total, frozen), less)
 
         guarded = (frozen,) if self.rewrites_params else (frozen, trained)
-        grads, aux = self._members.guard(keys, differentiate, *guarded)
+        grads, aux = self.members.guard(keys, differentiate, *guarded)
         if together:
             apart, sums = _parted(grads, shared)
             return sums, apart, *aux

@@ -37,7 +37,7 @@ def judge(state: TrainState, outputs: StepOutputs, options: Options) -> Verdict:
         report["failure"] = failure = torch.where(overflow, int(Failure.OVERFLOW), failure)
         loss_scale = scaling.update(loss_scale, overflow, active)
     if options.nonfinite == "raise":
-        failure = refuse(torch.where(active, failure, 0), state.step)
+        failure = refuse(torch.where(active, failure, 0), state.step, options.network)
     keep = active & (failure == int(Failure.NONE))
     if options.nonfinite == "freeze":
         active = active & ((failure == int(Failure.NONE)) | (failure == int(Failure.OVERFLOW)))

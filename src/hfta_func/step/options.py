@@ -35,6 +35,8 @@ class Options:
     shared_params: Sequence[str] = ()
     shared_optimizer: GradientTransformation | None = None
     replay: bool | None = None
+    network: str = ""
+    """The child of the model that is trained, in a joint step; all of it by default."""
 
     def __post_init__(self) -> None:
         for dim in optree.tree_leaves(self.batch_dims, none_is_leaf=True):

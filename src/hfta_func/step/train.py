@@ -18,6 +18,7 @@ from hfta_func.models.scalar_attributes import expanded, numbers_text, placehold
 from hfta_func.models.sharing import base_of
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import GradientTransformation, Range, check, check_transformation, per_member
+from hfta_func.optim._transforms import covers
 from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.amp import LossScale
@@ -143,11 +144,11 @@ class TrainStep(Compiled):
         if options.stochastic_rounding and all(param.dtype != torch.bfloat16 for param in parameters.values()):
             raise ValueError("stochastic_rounding is for bfloat16 parameters, and this model has none; leave it out")
         self._sharing = Sharing(model, options.shared_params, options.shared_optimizer or optimizer)
-        self.trainable = (
-            frozenset(path for path, param in parameters.items() if param.requires_grad) - self._sharing.paths
-        )
+        trained = {path for path, param in parameters.items() if param.requires_grad and covers(options.network, path)}
+        self.trainable = frozenset(trained - self._sharing.paths)
         if not self.trainable:
-            raise LossError("no parameter of the model requires grad, so there is nothing to train")
+            where = f" in its '{options.network}'" if options.network else ""
+            raise LossError(f"no parameter of the model{where} requires grad, so there is nothing to train")
         self.optimizer = optimizer
         self.options = options
         self._check = Check(self._shapes, self.trainable, optimizer, options, self._sharing.check)
