@@ -146,7 +146,7 @@ def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
             )
         return leaf.chunk(count, axis)[part] if is_tensor else leaf
 
-    return batch if count == 1 else restored(_over(rows, dims, plain(batch)), batch)
+    return batch if count == 1 else restored(over(rows, dims, plain(batch)), batch)
 
 
 def leaf_dims(dims: Tree, tree: Tree) -> Tree:

@@ -72,10 +72,9 @@ class Replay:
         # One thread records at a time; others go on eagerly.
         self._recording = threading.Lock()
 
-    @property
-    def takes_hparams(self) -> bool:
-        """Whether the loss function takes the members' own numbers."""
-        return self._gradients.takes_hparams
+    def __getattr__(self, name: str) -> Any:
+        # What others ask of the computation, such as whether the loss function takes numbers.
+        return getattr(object.__getattribute__(self, "_gradients"), name)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
