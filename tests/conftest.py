@@ -26,8 +26,8 @@ def covers(mark, item):
     return bool(re.search(ids, case)) and not (unless and re.search(unless, case))
 
 
-LONG = 6
-"""Of a table with so many exhaustive cases `make test-more` runs every third one; the others are soak."""
+LONG, EVERY = 6, 5
+"""Of a table with so many exhaustive cases `make test-more` runs every fifth one; the others are soak."""
 
 
 def pytest_collection_modifyitems(items):
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items):
             exhaustive[name].append(item)
     for table in exhaustive.values():
         for i, item in enumerate(table):
-            if len(table) >= LONG and i % 3:
+            if len(table) >= LONG and i % EVERY:
                 item.add_marker(pytest.mark.soak)
 
 
