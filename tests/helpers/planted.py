@@ -641,7 +641,7 @@ PLANTED = [
     ),
     Planted(
         "two iterations over a data set share processes that last",
-        *("run/dataset.py", "self._idle.pop() if self._idle", "self._idle[0] if self._idle"),
+        *("run/dataset.py", "idle.pop() if idle", "idle[0] if idle"),
         "test_dataset.py::test_the_caller_s_generators_stay_whoever_loads[lasting]",
     ),
     Planted(

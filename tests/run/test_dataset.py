@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import pickle
 import random
+import signal
 
 import numpy
 import optree
@@ -458,6 +459,20 @@ def test_workers_of_a_run_load_for_their_members():
 def test_workers_of_a_loader_that_are_started_anew():
     spawned = loader(num_workers=1, multiprocessing_context="spawn", collate_fn=noisy_collate)
     assert same(spawned, loader(collate_fn=noisy_collate))
+
+
+class Interrupted(Noisy):
+    """Items that are loaded while Ctrl-C is pressed, which reaches all processes of a terminal."""
+
+    def __getitem__(self, row):
+        signal.raise_signal(signal.SIGINT)
+        return super().__getitem__(row)
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_is_for_the_process_that_trains():
+    data = hfta.DatasetLoader(Interrupted(), 4, seeds=SEEDS, num_workers=1, multiprocessing_context="spawn")
+    assert same(data.batches(0), loader().batches(0))
 
 
 class Stream(IterableDataset):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random as python_random
+import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from hfta_func import random
 from hfta_func._tree import leaves, paths, tree_map
@@ -75,8 +76,15 @@ class DatasetLoader(ArrayLoader):
         num_workers: int = 0,
         **options: Any,
     ):
+        is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        if is_stream or not isinstance(dataset, Sized):
+            raise BatchError(
+                f"a {type(dataset).__qualname__} has no length or no items by number, which can be dealt to models; write "
+                f"__len__ and __getitem__, or make the step with batch_dims=None and pass fit the batches for all models, "
+                f"such as torch.utils.data.DataLoader(dataset, batch_size)"
+            )
         super().__init__(
-            *(torch.arange(_count(dataset), device="cpu"), batch_size),
+            *(torch.arange(len(dataset), device="cpu"), batch_size),
             **{"seeds": seeds, "shared": shared, "shuffle": shuffle, "drop_last": drop_last, "rows": rows},
             **{"batches_per_epoch": batches_per_epoch, "bootstrap": bootstrap, "folds": folds, "weights": weights},
         )
@@ -89,7 +97,7 @@ class DatasetLoader(ArrayLoader):
         self._member_batches = _MemberBatches(dataset, collate_fn or default_collate, shared)
         self._options = {"num_workers": num_workers, **options}
         # Made now, so that options which PyTorch refuses are refused now.
-        self._idle = _Idle([self._torch_loader()])
+        self._member_batches.idle.append(self._torch_loader())
 
     def held_out(self) -> Any:
         """The items of each member's own part, ``[M, n // K, ...]``, loaded at once with the same noise in every call.
@@ -126,13 +134,14 @@ class DatasetLoader(ArrayLoader):
         return rows.tolist(), seeds.tolist(), random.fold_in(noise, -1 - number).tolist()
 
     def _loaded(self, draws: Iterable[_Draw]) -> Iterator[Any]:
-        loader = self._idle.pop() if self._idle else self._torch_loader()
+        idle = self._member_batches.idle
+        loader = idle.pop() if idle else self._torch_loader()
         loader.sampler.draws = draws
         for batch in loader:
             if self._device is not None:
                 batch = restored(tree_map(lambda leaf: leaf.to(self._device, non_blocking=True), plain(batch)), batch)
             yield batch
-        self._idle.append(loader)
+        idle.append(loader)
 
     def _torch_loader(self) -> Any:
         # A generator of its own, because a DataLoader draws a number from the caller's.
@@ -149,21 +158,22 @@ class _Draws:
         return iter(self.draws)
 
 
-class _Idle(list[Any]):
-    """Each ``DataLoader`` that iterates no more, and its persistent processes; for this process alone."""
-
-    def __reduce__(self) -> Any:
-        return _Idle, ()
-
-
 class _MemberBatches(Dataset[Any]):
     """A data set of whole batches, which a process of a ``DataLoader`` loads by what is drawn."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], shared: bool):
         self._dataset, self._collate_fn, self._shared = dataset, collate_fn, shared
         self._name = getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__)
+        # Each DataLoader that iterates no more, with its persistent processes: for all loaders of this process.
+        self.idle: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "idle": []}
 
     def __getitem__(self, draw: _Draw) -> Any:
+        if get_worker_info() is not None:
+            # Ctrl-C is for the process that trains, which ends this one.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         with _generators_restored():
             batches = [self._member_batch(member, *each) for member, each in enumerate(zip(*draw, strict=True))]
         return batches[0] if self._shared else self._stacked(batches)
@@ -195,17 +205,6 @@ class _MemberBatches(Dataset[Any]):
                         f"size in all batches, and returns tensors alone"
                     )
         return restored(tree_map(lambda *parts: torch.stack(parts), *trees), batches[0])
-
-
-def _count(dataset: Any) -> int:
-    """Number of items; raises a BatchError for a stream."""
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise BatchError(
-            f"a {type(dataset).__qualname__} has no length or no items by number, so they cannot be dealt to models; write "
-            f"__len__ and __getitem__, or make the step with batch_dims=None and pass fit the batches that all models share, "
-            f"such as torch.utils.data.DataLoader(dataset, batch_size)"
-        )
-    return len(dataset)
 
 
 def _described(leaf: Any) -> str:
