@@ -25,7 +25,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 # other, so that families of operators and optimizers stay apart.
 FILES_IN = {
     "_kernels": ["native", "operators", "noise", "nonfinite", "rows"],
-    "_torch": ["_release", "levels", "dispatcher", "compiler", "guards", "modules"],
+    "_torch": ["_release", "levels", "dispatcher", "compiler", "guards", "modules", "tape", "reads"],
     "optim": ["_base", "_kernel", "_leafwise"],
     "calls": [
         "body",
@@ -75,6 +75,7 @@ FILES_IN = {
             "check",
             "members",
             "gradients",
+            "replay",
             "shared",
             "judge",
         ),
@@ -100,6 +101,7 @@ FILES_IN = {
         "compare",
         "row_sampling",
         "data",
+        "dataset",
         "evaluation",
         "graphs",
         "compiler",

@@ -56,6 +56,7 @@ from hfta_func.run.compare import Comparison as Comparison
 from hfta_func.run.compare import Difference as Difference
 from hfta_func.run.compare import compare as compare
 from hfta_func.run.data import ArrayLoader as ArrayLoader
+from hfta_func.run.dataset import DatasetLoader as DatasetLoader
 from hfta_func.run.experiment import Experiment as Experiment
 from hfta_func.run.experiment import grid as grid
 from hfta_func.run.fit import Result as Result

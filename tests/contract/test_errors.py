@@ -1218,7 +1218,7 @@ MISUSES = {
     "a model for a tree": (lambda: hfta.num_models(Net()), "tree is a Net; every leaf must be a tensor [M, ...]"),
     "a data set for data": (
         lambda: hfta.ArrayLoader(torch.utils.data.TensorDataset(torch.zeros(3, 2)), 1, seeds=[0]),
-        "pass tensors with one row per sample, such as (inputs, targets)",
+        "pass tensors with one row per sample, such as (inputs, targets), or make a DatasetLoader of a data set",
     ),
     "part of a row": (
         lambda: hfta.ArrayLoader(torch.zeros(3), 1.5, seeds=[0]),

@@ -597,12 +597,57 @@ PLANTED = [
     ),
     Planted(
         "a smaller array trains on the batches of others",
-        *(
-            "run/trainer.py",
-            '"batch_dims", 0), batch, self.kept)',
-            '"batch_dims", 0), batch, torch.arange(len(self.kept)))',
-        ),
+        *("run/trainer.py", "batches.take(kept)", "batches.take([*range(len(kept))])"),
         "test_members.py::test_without_the_inactive_members_the_others_train_the_same[eager]",
+    ),
+    Planted(
+        "a data set loads what members that are not trained would need",
+        *("run/trainer.py", "and not batches.shared and dims == 0", "and False"),
+        "test_dataset.py::test_inactive_members_are_not_loaded",
+    ),
+    Planted(
+        "the noise of an item is that of its place among the members",
+        *("run/dataset.py", "random.fold_in(noise[:, None], rows)", "random.fold_in(noise.flip(0)[:, None], rows)"),
+        "test_dataset.py::test_a_member_s_batches_alone_are_those_in_the_array[shuffled]",
+    ),
+    Planted(
+        "a data set has the same noise in every epoch",
+        *(
+            "run/dataset.py",
+            "random.fold_in(random.fold_in(self.keys, _ITEM), self._ahead + epoch)",
+            "random.fold_in(self.keys, _ITEM)",
+        ),
+        "test_dataset.py::test_noise_belongs_to_member_epoch_and_item",
+    ),
+    Planted(
+        "the noise of an item goes on from that of the one before",
+        *("run/dataset.py", "            _seed(seed)\n", ""),
+        "test_dataset.py::test_noise_belongs_to_member_epoch_and_item",
+    ),
+    Planted(
+        "PyTorch and NumPy draw the same bits for an item",
+        *("run/dataset.py", "seed >> 32 & ", "seed & "),
+        "test_dataset.py::test_generators_of_one_kind_draw_different_bits",
+    ),
+    Planted(
+        "an item that is drawn again in an epoch has the noise that it had",
+        *("run/dataset.py", "if self._repeats:", "if False:"),
+        "test_dataset.py::test_an_item_drawn_again_has_other_noise",
+    ),
+    Planted(
+        "loading an item draws from the caller's generator of Python",
+        *("run/dataset.py", "    stack.callback(python_random.setstate, python_random.getstate())\n", ""),
+        "test_dataset.py::test_the_caller_s_generators_stay_whoever_loads[here]",
+    ),
+    Planted(
+        "two iterations over a data set share processes that last",
+        *("run/dataset.py", "self._idle.pop() if self._idle", "self._idle[0] if self._idle"),
+        "test_dataset.py::test_the_caller_s_generators_stay_whoever_loads[lasting]",
+    ),
+    Planted(
+        "a stream behind a DataLoader is asked for its length",
+        *("run/fit.py", "operator.length_hint(loader)", "len(loader)"),
+        "test_dataset.py::test_streams_without_a_length_train_and_go_on",
     ),
     Planted(
         "processes train inactive members on, on the batches of others",
@@ -956,6 +1001,30 @@ PLANTED = [
         "a parameter in evaluation does not require grad",
         *("calls/autodiff.py", "    return trained\n", "    return False\n"),
         "test_control_flow.py::test_parameters_require_grad_as_alone",
+    ),
+    Planted(
+        "a record is used though a value of Python has changed",
+        *("step/replay.py", "if one.reads.hold()", "if True"),
+        "test_replay.py::test_what_functions_read_from_python[a closure]",
+    ),
+    Planted(
+        "a record is used before it has given the bits of a step",
+        *(
+            "step/replay.py",
+            "known is not None and known.is_checked",
+            "known is not None and known.tape.rehearse(inputs)",
+        ),
+        "test_replay.py::test_values_that_cannot_be_seen_are_noticed",
+    ),
+    Planted(
+        "a tensor that is replaced is read where it was",
+        *("_torch/reads.py", "self._value(source) is tensor", "self._value(source) is not None"),
+        "test_replay.py::test_what_functions_read_from_python[a global tensor, replaced]",
+    ),
+    Planted(
+        "a record writes into tensors that live longer",
+        *("_torch/tape.py", "leaf.untyped_storage()._cdata in self._kept", "False"),
+        "test_replay.py::test_refusals_say_why",
     ),
     Planted(
         "networks of a member draw the same noise",

@@ -94,6 +94,11 @@ def _set(overrides: tuple[Override, ...]) -> None:
     state = repr(overrides) if overrides else ""
 
 
+def is_explaining() -> bool:
+    """Whether choices are recorded for :func:`explain`."""
+    return _recorded is not None
+
+
 @contextlib.contextmanager
 def by_table() -> Iterator[None]:
     """A context without the overrides that are active around it."""

@@ -17,6 +17,7 @@ from hfta_func._tree import leaves
 from hfta_func._types import CompileWarning
 from hfta_func.run.compiler import Compiler
 from hfta_func.run.graphs import graph
+from hfta_func.step.train import TrainStep
 from hfta_func.workers.process import cores
 from hfta_func.workers.wire import one_line_error
 
@@ -83,11 +84,16 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
     return BackgroundStep(step, steps)
 
 
+def replayed(step: Callable[..., Any], steps: int | None = None) -> Callable[..., Any]:
+    """The step, replayed where it can be; see :meth:`TrainStep.replayed`."""
+    return step.replayed(steps) if isinstance(step, TrainStep) else step
+
+
 class BackgroundStep:
     """``step(state, batch)``, eager at first and compiled later; made by :func:`compile`."""
 
     def __init__(self, step: Callable[..., Any], steps: int | None):
-        self._step, self._steps = step, steps
+        self._step, self._steps, self._eager = step, steps, replayed(step, steps)
         stand_for(self, step)
         self._shapes: dict[Any, _Graph] = {}
         self._latest: _Graph | None = None
@@ -111,7 +117,7 @@ class BackgroundStep:
         key = tuple([(leaf.shape, leaf.dtype) for leaf in tensors if isinstance(leaf, Tensor)])
         graph = self._shapes.get(key)
         if graph is None:
-            graph = self._shapes[key] = _Graph(self._step)
+            graph = self._shapes[key] = _Graph(self._step, self._eager)
         self._latest = graph
         left = None if self._steps is None else self._steps - self._calls + 1
         return graph(state, batch, left)
@@ -130,8 +136,8 @@ def _one_thread_less() -> Iterator[None]:
 class _Graph:
     """What becomes of a step for batches of one shape."""
 
-    def __init__(self, step: Callable[..., Any]):
-        self._step = step
+    def __init__(self, step: Callable[..., Any], eager: Callable[..., Any]):
+        self._step, self._call_eagerly = step, eager
         self._run: Callable[..., Any] | None = None
         self._worker: Compiler | None = None
         self._ended = False
@@ -156,7 +162,7 @@ class _Graph:
             self._lends = waits and (self._lends or (self._crowded(state) and self._affords(state, left)))
         start = time.perf_counter()
         with _one_thread_less() if self._lends else contextlib.nullcontext():
-            result = self._step(state, batch)
+            result = self._call_eagerly(state, batch)
         took = time.perf_counter() - start
         self._spent += took
         if not self._lends:

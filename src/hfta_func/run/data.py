@@ -216,7 +216,7 @@ class ArrayLoader:
 
     def __repr__(self) -> str:
         members = "shared" if self.shared else f"{len(self.keys)} members"
-        return f"ArrayLoader({members}, {self.rows} rows, {len(self)} batches of {self.batch_size})"
+        return f"{type(self).__name__}({members}, {self.rows} rows, {len(self)} batches of {self.batch_size})"
 
     @property
     def epoch(self) -> int:
@@ -231,12 +231,16 @@ class ArrayLoader:
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
+        return self.iter_of(self)
+
+    def iter_of(self, taken: ArrayLoader) -> Iterator[Any]:
+        """The next iteration over this loader, with the batches of some members alone, whose loader :meth:`take` returned."""
         epoch, start = self._position = self._next
         self._next = (epoch + 1, 0)
-        return self._counted(epoch, start)
+        return self._counted(taken, epoch, start)
 
-    def _counted(self, epoch: int, start: int) -> Iterator[Any]:
-        for number, batch in enumerate(self.batches(epoch, start), start + 1):
+    def _counted(self, taken: ArrayLoader, epoch: int, start: int) -> Iterator[Any]:
+        for number, batch in enumerate(taken.batches(epoch, start), start + 1):
             self._position = (epoch, number)
             yield batch
         self._position = (epoch + 1, 0)
@@ -319,7 +323,8 @@ def _tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
         data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BatchError(
-            f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets)"
+            f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets), or "
+            f"make a DatasetLoader of a data set"
         ) from error
     tensors = leaves(data)
     sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]

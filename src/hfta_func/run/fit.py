@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from tqdm.auto import tqdm
@@ -54,7 +55,7 @@ def fit(
     Args:
         step: A training step, compiled or not.
         state: The initial state; it is not written unless the step was made with ``donate=True``.
-        loader: An iterable over the batches of one epoch, such as an :class:`ArrayLoader`.
+        loader: An iterable over the batches of one epoch, such as an :class:`ArrayLoader` or a stream without a length.
         epochs: Number of epochs.
         evaluate: A pair ``(metric, data)``, for metrics after each epoch: ``metric(model, batch)`` of ONE model as in
             :func:`make_eval_step`, or such a step, and data that all members share: one batch as a tree of tensors, or an
@@ -123,7 +124,8 @@ def fit(
         pressed = stack.enter_context(ctrl_c())
         best = None if restore_best is None else Best(restore_best)
         run = Run(state, loader, best, make_evaluation(step, evaluate, state))
-        length = len(loader) if isinstance(loader, Sized) else 0
+        # A stream has no length, also behind a DataLoader, whose len() raises a TypeError then.
+        length = operator.length_hint(loader)
 
         def save() -> None:
             if resume is not None:

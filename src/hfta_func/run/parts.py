@@ -131,7 +131,7 @@ class PartWorker:
     label = "the step or the loader"
 
     def __init__(self, step: Step, loader: ArrayLoader | None, kind: str, compile: bool):
-        self._step = background.compile(step) if compile else step
+        self._step = background.compile(step) if compile else background.replayed(step)
         self._loader, self._kind = loader, kind
         # The part that was trained last: its members, its version and its state.
         self._held: tuple[tuple[int, int, int], TrainState] | None = None

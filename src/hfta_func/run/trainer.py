@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from hfta_func._torch import original
+from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Metrics, Running
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
@@ -89,13 +90,11 @@ class LocalTrainer:
         self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
     ) -> tuple[TrainState, bool]:
         """See :class:`Trainer`."""
-        self._left = iter(self._batches) if self._left is None else self._left
+        self._left = self._begin() if self._left is None else self._left
         for count, batch in enumerate(self._left, start=1):
             hooks.begin()
             # A copy, because a step with donate=True writes the state.
             active = state.active.clone()
-            if self.kept is not None:
-                batch = take_batch(getattr(original(self._step), "batch_dims", 0), batch, self.kept)
             state, metrics = self._step(state, batch)
             running.add(metrics, active, state.step)
             if state.keys.device.type == "xla":
@@ -106,3 +105,12 @@ class LocalTrainer:
                 return state, False
         self._left, self._batches = None, self._loader
         return state, True
+
+    def _begin(self) -> Iterator[Any]:
+        batches, kept, dims = self._batches, self.kept, getattr(original(self._step), "batch_dims", 0)
+        if kept is None:
+            return iter(batches)
+        if isinstance(batches, ArrayLoader) and not batches.shared and dims == 0:
+            # Loads nothing for members that are not trained.
+            return batches.iter_of(batches.take(kept))
+        return (take_batch(dims, batch, kept) for batch in batches)

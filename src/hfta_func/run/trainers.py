@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hfta_func._tree import num_models
 from hfta_func.run import background
+from hfta_func.run.background import replayed
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.run.history import Running
@@ -179,7 +180,7 @@ def make_trainer(
         if workers is not None:
             raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
         return ExecutorTrainer(step, batches, loader, executor, compile)
-    local = LocalTrainer(background.compile(step, steps=steps) if compile else step, batches, loader)
+    local = LocalTrainer(background.compile(step, steps=steps) if compile else replayed(step, steps), batches, loader)
     if workers is None or workers == 1:
         return local
     on_gpu = run.state.keys.device.type == "cuda"

@@ -131,7 +131,7 @@ def check_batch(dims: Tree, tree: Tree, count: int, path: str = "batch") -> None
 
 def take_batch(dims: Tree, batch: Tree, index: slice | Tensor) -> Tree:
     """The parts of a batch that belong to the members at ``index``, along axis 0 where ``dims`` is 0; the rest is shared."""
-    return restored(_over(lambda dim, leaf: leaf if dim is None else leaf[index], dims, plain(batch)), batch)
+    return restored(over(lambda dim, leaf: leaf if dim is None else leaf[index], dims, plain(batch)), batch)
 
 
 def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
@@ -146,20 +146,21 @@ def rows_of(dims: Tree, batch: Tree, part: int, count: int) -> Tree:
             )
         return leaf.chunk(count, axis)[part] if is_tensor else leaf
 
-    return batch if count == 1 else restored(_over(rows, dims, plain(batch)), batch)
+    return batch if count == 1 else restored(over(rows, dims, plain(batch)), batch)
 
 
 def leaf_dims(dims: Tree, tree: Tree) -> Tree:
     """One entry of ``dims`` for each leaf of a batch that :func:`plain` has made, None where there is no tensor."""
-    return _over(lambda dim, leaf: dim, dims, tree)
+    return over(lambda dim, leaf: dim, dims, tree)
 
 
-def _over(func: Callable[[Any, Any], Any], dims: Tree, tree: Tree) -> Tree:
+def over(func: Callable[[Any, Any], Any], dims: Tree, tree: Tree) -> Tree:
+    """``func(dim, leaf)`` for each leaf of a batch that :func:`plain` has made, with its entry of ``dims``."""
     if isinstance(tree, dict):
-        return {name: _over(func, dims[name] if isinstance(dims, Mapping) else dims, tree[name]) for name in tree}
+        return {name: over(func, dims[name] if isinstance(dims, Mapping) else dims, tree[name]) for name in tree}
     if isinstance(tree, (tuple, list)):
         inner = dims if isinstance(dims, (tuple, list)) else [dims] * len(tree)
-        return _with_parts(tree, [_over(func, dim, part) for dim, part in zip(inner, tree, strict=True)])
+        return _with_parts(tree, [over(func, dim, part) for dim, part in zip(inner, tree, strict=True)])
     return func(dims if isinstance(tree, Tensor) else None, tree)
 
 

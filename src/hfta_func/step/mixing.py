@@ -32,7 +32,7 @@ def grid(*sizes: int) -> Groups:
         HyperparameterError: if there is no size, or one is less than 1.
 
     Example:
-        >>> rows = grid(2, 3)
+        >>> rows = mixing.grid(2, 3)
         >>> rows(0), rows(1)
         (tensor([0, 1, 2, 0, 1, 2]), tensor([0, 0, 0, 1, 1, 1]))
 
@@ -88,7 +88,7 @@ def dropouts(groups: Tensor | Sequence[int] | Groups, rate: float, seed: int = 0
         HyperparameterError: if ``rate`` is no probability.
 
     Example:
-        >>> dropouts(grid(2, 3), rate=0.5)(0)
+        >>> dropouts(mixing.grid(2, 3), rate=0.5)(0)
         tensor([ 0,  1,  2,  0, -1,  2])
     """
     if not 0.0 <= rate <= 1.0:

@@ -34,6 +34,7 @@ class Options:
     share_frozen: bool = False
     shared_params: Sequence[str] = ()
     shared_optimizer: GradientTransformation | None = None
+    replay: bool | None = None
     network: str = ""
     """The child of the model that is trained, in a joint step; all of it by default."""
 
@@ -50,6 +51,8 @@ class Options:
             raise ValueError(f"autocast is {self.autocast!r}; it must be torch.bfloat16, torch.float16, or None")
         if self.nonfinite not in ("skip", "freeze", "raise"):
             raise ValueError(f"nonfinite is {self.nonfinite!r}; it must be 'skip', 'freeze' or 'raise'")
+        if self.replay not in (None, True, False):
+            raise ValueError(f"replay is {self.replay!r}; it must be True, False, or None for replays in fit only")
         if self.save not in ("all", "less"):
             raise ValueError(f"save is {self.save!r}; it must be 'all' or 'less'")
         for name in ("stochastic_rounding", "donate", "share_frozen"):

@@ -1,0 +1,185 @@
+"""Which Python values a function reads: what PyTorch's compiler, which traces Python, looks at again before a later call."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import operator
+import os
+import random
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hfta_func._torch._release import private
+from hfta_func._torch.tape import NotReplayableError
+
+_UNSEEN = {
+    **dict.fromkeys(
+        (
+            "is_compiling",
+            "is_dynamo_compiling",
+            "is_exporting",
+            "is_torchdynamo_compiling",
+            "is_tracing",
+            "is_scripting",
+        ),
+        "asks whether it is compiled",
+    ),
+    **dict.fromkeys(("environ", "getenv"), "reads the environment"),
+}
+"""Names in code that takes another path while it is traced, or reads what the tracer does not look at again."""
+
+
+_GLOBAL_HOOKS = [
+    private("torch.nn.modules.module", name)
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+]
+# Arrays and generators of NumPy are not traced, and every number is a constant.
+_SETTINGS = {
+    "allow_rnn": True,
+    "trace_numpy": False,
+    "specialize_int": True,
+    "specialize_float": True,
+    "automatic_dynamic_shapes": False,
+    "assume_static_by_default": True,
+}
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HELPERS = {"torch": torch, "sys": sys}
+
+
+def is_tracer_loaded() -> bool:
+    """Whether tracing needs no more imports, which take seconds."""
+    return "torch._dynamo.convert_frame" in sys.modules
+
+
+class Reads:
+    """``reads.hold()``: whether every Python value that ``func(*args)`` reads is as it was.
+
+    Args:
+        func: A function of tensors. It is traced, not run.
+        args: Its arguments, which are kept.
+
+    Raises:
+        NotReplayableError: if the function cannot be traced, or does more than compute: prints, draws from Python's
+            generators, asks for the time, changes objects.
+    """
+
+    def __init__(self, func: Callable[..., Any], args: Sequence[Any]):
+        self._locals = {"func": func, "args": tuple(args)}
+        if any(_GLOBAL_HOOKS):
+            raise NotReplayableError("there are hooks on all modules")
+        try:
+            graph, self._manager = _traced(self._locals)
+        except NotReplayableError:
+            raise
+        except Exception as error:
+            raise NotReplayableError(_first_line(error)) from None
+        # Tensors and arrays that are no arguments: the tracer compares what they are like, not which they are.
+        names = {guard.name for guard in graph.guards if guard.create_fn_name() == "TENSOR_MATCH"}
+        self._tensors = [
+            (compile(name, "<source>", "eval"), self._value(name)) for name in sorted(names) if "['args']" not in name
+        ]
+        # What the tracer takes for granted: classes, arguments' defaults, and names of builtins that modules may hide.
+        values = [*self._looked_at(graph)]
+        self._classes = [(kind, (*vars(kind).values(),)) for kind in _classes(values)]
+        self._functions = [(one, _defaults(one)) for one in values if isinstance(one, types.FunctionType)]
+        self._hidden = [*_hidden(graph.tracing_context.traced_code)]
+
+    def hold(self) -> bool:
+        """Whether the values are as they were."""
+        return (
+            not any(_GLOBAL_HOOKS)
+            and self._manager.check(self._locals)
+            and all([self._value(source) is tensor for source, tensor in self._tensors])
+            and all([_identical(vars(kind).values(), values) for kind, values in self._classes])
+            and all([_identical(_defaults(one), values) for one, values in self._functions])
+            and all([names.isdisjoint(space) for space, names in self._hidden])
+        )
+
+    def _value(self, source: Any) -> Any:
+        return eval(source, {"G": globals(), "L": self._locals, **_HELPERS})
+
+    def _looked_at(self, graph: Any) -> Iterator[Any]:
+        """All objects that the tracer compares in some way."""
+        for guard in graph.guards:
+            # Some names are expressions of the tracer's own, about parts of objects that have names, too.
+            with contextlib.suppress(Exception):
+                yield self._value(guard.name)
+
+
+def _classes(values: Iterable[Any]) -> list[type]:
+    """The classes among the values and those of the others, with their bases."""
+    kinds = (one if isinstance(one, type) else type(one) for one in values)
+    every = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
+    return [kind for kind in every if kind.__module__ not in ("builtins", "types")]
+
+
+def _defaults(function: types.FunctionType) -> list[Any]:
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _identical(values: Iterable[Any], before: Sequence[Any]) -> bool:
+    return len(before) == len(now := [*values]) and all(map(operator.is_, now, before))
+
+
+def _call(func: Any, args: Any) -> Any:
+    return func(*args)
+
+
+def _traced(given: dict[str, Any]) -> tuple[Any, Any]:
+    """What the tracer knows about a call of :func:`_call`, and its guards."""
+    frames: Any = importlib.import_module("torch._dynamo.convert_frame")
+    utils: Any = importlib.import_module("torch._dynamo.utils")
+    guards: Any = importlib.import_module("torch._guards")
+    config: Any = importlib.import_module("torch._dynamo.config")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(utils.get_metrics_context())
+        stack.enter_context(utils.dynamo_timed("replay"))
+        stack.enter_context(guards.compile_context(guards.CompileContext(frames.get_compile_id({}))))
+        stack.enter_context(config.patch(_SETTINGS))
+        # Some releases draw once while they trace.
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        outcome = frames.compile_frame(
+            *(_call.__code__, globals(), given, builtins.__dict__, ()),
+            compiler_fn=lambda graph, inputs: graph,
+            one_graph=True,
+            restart_reasons=set(),
+        )
+        graph = outcome.tracer_output.output_graph
+        if graph.random_calls:
+            raise NotReplayableError("it draws from Python's own generator")
+        if not graph.side_effects.is_empty():
+            raise NotReplayableError("it changes objects of Python")
+        for code in graph.tracing_context.traced_code:
+            for name in () if code.co_filename.startswith(_TORCH) else _UNSEEN.keys() & set(code.co_names):
+                raise NotReplayableError(f"{code.co_name} {_UNSEEN[name]}")
+        return graph, outcome.build_guards(_call.__code__).guard_manager
+
+
+def _hidden(codes: Iterable[Any]) -> Iterator[tuple[dict[str, Any], set[str]]]:
+    """For every module with a traced function its names, and the names of builtins that are not among them."""
+    spaces = {getattr(module, "__file__", None): vars(module) for module in [*sys.modules.values()]}
+    for path in {code.co_filename for code in codes if not code.co_filename.startswith(_TORCH)}:
+        space = spaces.get(path, vars(sys.modules["__main__"]))
+        names = {name for code in codes if code.co_filename == path for name in code.co_names}
+        yield space, {name for name in names if hasattr(builtins, name) and name not in space}
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,313 @@
+"""Operators, recorded as they run on tensors, and run again without the Python that called them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hfta_func._torch._release import private
+from hfta_func._torch.levels import pytree
+
+_Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
+_below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
+_set_grad_mode = private("torch._C", "_set_grad_enabled")
+_functions = [private("torch._C", name) for name in ("_VariableFunctions", "_nn", "TensorBase")]
+_aten = torch.ops.aten
+
+
+class NotReplayableError(Exception):
+    """Why a computation cannot be run again as it was recorded."""
+
+
+class Slot(int):
+    """The number of a tensor of a tape, where a recorded call has a tensor."""
+
+
+class Call(NamedTuple):
+    """A call of an operator."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any  # with a slot for every tensor
+    writes: bool
+    grad_mode: bool  # some kernels keep more for a backward pass if it is on
+
+
+_recorders = 0
+
+
+def num_recorders() -> int:
+    """How many of the active dispatch modes record a tape: they run kernels on tensors that have values."""
+    return _recorders
+
+
+class Recorder(_Mode):
+    """A context that records the operators which run on ``inputs`` and on what becomes of them.
+
+    Tensors that no recorded operator has made are constants of the tape, held by reference.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]):
+        super().__init__()
+        self.why_not: str | None = None
+        self.calls: list[Call] = []
+        self.constants: dict[Slot, Tensor] = {}
+        self._slots = WeakTensorKeyDictionary()
+        self._kept = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self._count = 0
+        for tensor in inputs:
+            self._new(tensor)
+
+    def __enter__(self) -> Any:
+        global _recorders
+        _recorders += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        global _recorders
+        _recorders -= 1
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._check(func)
+        if func is _aten.lift_fresh.default:
+            # A tensor made of numbers: each replay has one of its own.
+            fresh = Slot(self._count)
+            self._count += 1
+            self.constants[fresh] = args[0].clone()
+            result = func(*args)
+            self.calls.append(
+                Call(_aten.clone.default, (fresh,), {}, self._new(result), False, torch.is_grad_enabled())
+            )
+            return result
+        given, named = pytree.tree_map(self.slot, (args, kwargs))
+        writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
+        result = func(*args, **kwargs)
+        made = pytree.tree_map(lambda leaf: self._slot_of_result(leaf), result)
+        self.calls.append(Call(func, given, named, made, writes, grad_mode))
+        return result
+
+    def slot(self, leaf: Any) -> Any:
+        """The slot of a tensor; anything else as it is."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf not in self._slots:
+            if type(leaf) not in (Tensor, torch.nn.Parameter):
+                self._refuse(f"a {type(leaf).__qualname__} has operators of its own")
+            self._kept.add(leaf.untyped_storage()._cdata)
+            self.constants[self._new(leaf)] = leaf
+        return self._slots[leaf]
+
+    def _new(self, tensor: Tensor) -> Slot:
+        self._slots[tensor] = slot = Slot(self._count)
+        self._count += 1
+        return slot
+
+    def _slot_of_result(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return None
+        return self._slots[leaf] if leaf in self._slots else self._new(leaf)
+
+    def _check(self, func: Any) -> None:
+        tags = getattr(func, "tags", None)
+        if tags is None:
+            self._refuse(f"{func} takes functions")
+        elif torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+            self._refuse(f"{func} reads the values of a tensor")
+        elif torch.Tag.inplace_view in tags or func in (_aten.set_.source_Tensor, _aten.resize_.default):
+            self._refuse(f"{func} changes what a tensor is a view of")
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the operator writes one of its arguments; refuses those that live longer than the computation."""
+        writes = False
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            writes = True
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor) and (
+                    leaf not in self._slots or leaf.untyped_storage()._cdata in self._kept
+                ):
+                    self._refuse(f"{func} writes a tensor that was made before")
+        return writes
+
+    def _refuse(self, why: str) -> None:
+        # A model may catch the error.
+        self.why_not = self.why_not or why
+        raise NotReplayableError(why)
+
+
+class Tape:
+    """``tape(inputs) -> outputs``: the recorded operators once more, on other tensors of the same kind.
+
+    Args:
+        recorder: What has been recorded.
+        inputs: How many inputs there are.
+        outputs: The outputs, tensors that were made meanwhile.
+    """
+
+    def __init__(self, recorder: Recorder, inputs: int, outputs: Sequence[Tensor]):
+        if recorder.why_not is not None:
+            raise NotReplayableError(recorder.why_not)
+        self._inputs = [Slot(number) for number in range(inputs)]
+        self._outputs = [recorder.slot(tensor) for tensor in outputs]
+        self._constants = recorder.constants
+        self._calls = _needed(_without_detach(recorder.calls, set(self._outputs)), self._outputs)
+        self._functions: list[Callable[..., Any]] = []
+        self._run: Callable[..., Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def rehearse(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs, while it is found out for every operator whether a faster function calls the same."""
+        values: dict[Any, Any] = {**self._constants, **dict(zip(self._inputs, inputs, strict=True))}
+        self._functions, self._run = [], None
+        with torch.no_grad(), _below_autograd():
+            for call in self._calls:
+                _set_grad_mode(call.grad_mode)
+                args, kwargs = pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
+                function, result = _fastest(call.operator, args, kwargs)
+                self._functions.append(function)
+                _assign(values, call.result, result)
+        self._run = self._compiled()
+        return [values[slot] for slot in self._outputs]
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs for these inputs."""
+        assert self._run is not None
+        with torch.no_grad(), _below_autograd():
+            return self._run(*inputs)
+
+    def _compiled(self) -> Callable[..., Any]:
+        """The calls as one Python function, which forgets every tensor after its last use."""
+        names: dict[str, Any] = {f"t{slot}": tensor for slot, tensor in self._constants.items()}
+        names["set_grad_mode"], grad_mode = _set_grad_mode, None
+        lines = [f"def run({', '.join(f't{slot}' for slot in self._inputs)}):"]
+        last: dict[int, int] = {}
+        for number, call in enumerate(self._calls):
+            for slot in _slots((call.args, call.kwargs, call.result)):
+                last[slot] = number
+        held = {*self._outputs, *self._constants}
+        for number, (call, function) in enumerate(zip(self._calls, self._functions, strict=True)):
+            if call.grad_mode != grad_mode:
+                grad_mode = call.grad_mode
+                lines.append(f"    set_grad_mode({grad_mode})")
+            names[f"f{number}"] = function
+            given = [_source(leaf, names) for leaf in call.args]
+            given += [f"{name}={_source(leaf, names)}" for name, leaf in call.kwargs.items()]
+            lines.append(f"    {_target(call.result)} = f{number}({', '.join(given)})")
+            slots = _slots((call.args, call.kwargs, call.result))
+            over = sorted({f"t{slot}" for slot in slots if last[slot] == number and slot not in held})
+            if over:
+                lines.append(f"    del {', '.join(over)}")
+        lines.append(f"    return [{', '.join(f't{slot}' for slot in self._outputs)}]")
+        exec(compile("\n".join(lines), "<replayed step>", "exec"), names)
+        return names["run"]
+
+
+def _slots(tree: Any) -> list[Slot]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Slot)]
+
+
+def _without_detach(calls: Sequence[Call], outputs: set[Slot]) -> list[Call]:
+    """The calls without those that only tell autograd something: their results are their arguments."""
+    same: dict[Slot, Slot] = {}
+    kept = []
+    for call in calls:
+        args, kwargs, result = pytree.tree_map(
+            lambda leaf: same.get(leaf, leaf) if isinstance(leaf, Slot) else leaf, call[1:4]
+        )
+        if call.operator is _aten.detach.default and call.result not in outputs:
+            same[call.result] = args[0]
+        else:
+            kept.append(call._replace(args=args, kwargs=kwargs, result=result))
+    return kept
+
+
+def _needed(calls: Sequence[Call], outputs: Sequence[Slot]) -> list[Call]:
+    """The calls that write, or whose results are used."""
+    used, kept = set(outputs), []
+    for call in reversed(calls):
+        if call.writes or used.intersection(_slots(call.result)):
+            used.update(_slots((call.args, call.kwargs)))
+            kept.append(call)
+    return kept[::-1]
+
+
+class _Differs(Exception):
+    """A function calls another operator, or with other arguments."""
+
+
+class _Expecting(_Mode):
+    """A context in which one operator may be called, with these arguments."""
+
+    def __init__(self, operator: Any, args: Any, kwargs: Any):
+        super().__init__()
+        self._expected, self._is_called = (operator, args, kwargs), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator, given, named = self._expected
+        if self._is_called or func is not operator or not _same((args, kwargs or {}), (given, named)):
+            raise _Differs
+        self._is_called = True
+        return func(*args, **kwargs or {})
+
+
+def _fastest(operator: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
+    """The fastest function that calls an operator, and what it returns; PyTorch's own bindings read arguments faster."""
+    namespace, _, name = operator._schema.name.partition("::")
+    bindings = (getattr(part, name, None) for part in _functions) if namespace == "aten" else ()
+    for function in bindings:
+        if function is not None:
+            try:
+                with _Expecting(operator, args, kwargs):
+                    return function, function(*args, **kwargs)
+            except (_Differs, TypeError):
+                continue
+    return operator._op, operator(*args, **kwargs)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    return type(a) is type(b) and (a == b or a != a)
+
+
+def _assign(values: dict[Any, Any], made: Any, result: Any) -> None:
+    if isinstance(made, Slot):
+        values[made] = result
+    elif isinstance(made, (tuple, list)):
+        for one, part in zip(made, result, strict=True):
+            _assign(values, one, part)
+
+
+def _target(made: Any) -> str:
+    if isinstance(made, Slot):
+        return f"t{made}"
+    if isinstance(made, (tuple, list)) and made:
+        return f"({', '.join(map(_target, made))},)"
+    return "_"
+
+
+def _source(value: Any, names: dict[str, Any]) -> str:
+    if isinstance(value, Slot):
+        return f"t{value}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(_source(one, names) for one in value)}]"
+    if value is None or type(value) in (bool, int, str):
+        return repr(value)
+    name = f"c{len(names)}"
+    names[name] = value
+    return name

@@ -1,0 +1,234 @@
+"""Batches of a data set for an array: items are loaded by row, with noise that belongs to one member."""
+
+from __future__ import annotations
+
+import contextlib
+import random as python_random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from hfta_func import random
+from hfta_func._tree import leaves, paths, tree_map
+from hfta_func._types import BatchError, HyperparameterError
+from hfta_func.run.data import ArrayLoader
+from hfta_func.step.batch import plain, restored
+
+# Negative, to differ from the step numbers that a training step folds in.
+_ITEM, _HELD_OUT = -(2**61) - 4, -(2**61) - 5
+
+_Draw = tuple[list[list[int]], list[list[int]], list[int]]
+"""A batch to load: for each member its rows, a seed for each of them, and one for collating."""
+
+
+class DatasetLoader(ArrayLoader):
+    """Iterates over the items of a data set in batches ``[M, N, ...]``, dealt to each member as by :class:`ArrayLoader`.
+
+    While an item is loaded, the generators of PyTorch (on the CPU), Python and NumPy are seeded by the member's seed, the
+    epoch and the item, and where an epoch may have an item several times, as with ``bootstrap`` or ``weights``, by its place
+    in the epoch: random transforms are the same in an array of any size and with any number of workers, and the
+    caller's generators stay as they are. A batch loads ``M * N`` items, or ``N`` with ``shared``.
+
+    Args:
+        dataset: A map-style ``torch.utils.data.Dataset``, or anything else with ``len`` and items by number.
+        batch_size: N, items per member and batch.
+        seeds, shared, shuffle, drop_last, rows, batches_per_epoch, bootstrap, folds, weights: Which items each member has,
+            and in what order, as for :class:`ArrayLoader`.
+        device: Where each batch is moved.
+        collate_fn: Makes one member's batch of a list of its items. Its random calls draw from the member's seed, the epoch
+            and the batch.
+        num_workers: Number of processes that load batches, as for ``torch.utils.data.DataLoader``; 0 loads in this process.
+        options: Other options of ``DataLoader``, such as ``persistent_workers`` and ``pin_memory``.
+
+    Raises:
+        HyperparameterError: as for :class:`ArrayLoader`, and if ``num_workers`` or another option is wrong.
+        BatchError: if the data set has no length or no items by number; while iterating, if ``collate_fn`` cannot join
+            items, or members' batches differ in shape.
+
+    Example:
+        >>> digits = torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6))
+        >>> loader = DatasetLoader(digits, batch_size=4, seeds=[0, 1, 2])
+        >>> [tuple(inputs.shape) for inputs, targets in loader]
+        [(3, 4), (3, 2)]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        batch_size: int,
+        *,
+        seeds: Sequence[int] | Tensor | int | None = None,
+        shared: bool = False,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        rows: Sequence[Sequence[int] | Tensor] | None = None,
+        batches_per_epoch: int | None = None,
+        bootstrap: bool = False,
+        folds: int | None = None,
+        weights: Sequence[Any] | Tensor | None = None,
+        device: torch.device | str | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        **options: Any,
+    ):
+        super().__init__(
+            *(torch.arange(_count(dataset), device="cpu"), batch_size),
+            **{"seeds": seeds, "shared": shared, "shuffle": shuffle, "drop_last": drop_last, "rows": rows},
+            **{"batches_per_epoch": batches_per_epoch, "bootstrap": bootstrap, "folds": folds, "weights": weights},
+        )
+        if not isinstance(num_workers, int) or num_workers < 0:
+            raise HyperparameterError(f"num_workers is {num_workers!r}; pass a number of processes, 0 for this one")
+        for name in options.keys() & {"sampler", "batch_sampler", "generator"}:
+            raise HyperparameterError(f"pass seeds, rows, folds, bootstrap or weights instead of {name}")
+        self._device = device
+        self._repeats = self._is_stream or bootstrap or weights is not None
+        self._member_batches = _MemberBatches(dataset, collate_fn or default_collate, shared)
+        self._options = {"num_workers": num_workers, **options}
+        # Made now, so that options which PyTorch refuses are refused now.
+        self._idle = _Idle([self._torch_loader()])
+
+    def held_out(self) -> Any:
+        """The items of each member's own part, ``[M, n // K, ...]``, loaded at once with the same noise in every call.
+
+        Raises:
+            HyperparameterError: if the loader was made without ``folds``.
+
+        Example:
+            >>> loader = DatasetLoader([10, 11, 12, 13], batch_size=2, seeds=[0, 0], folds=2)
+            >>> loader.held_out().flatten().sort().values
+            tensor([10, 11, 12, 13])
+        """
+        (batch,) = self._loaded([self._draw(super().held_out(), random.fold_in(self.keys, _HELD_OUT), 0)])
+        return batch
+
+    def once(self) -> Iterator[tuple[Tensor | None, Any]]:
+        """What members are evaluated on, with the same noise in every call, see :class:`ArrayLoader`."""
+        if self._rows_of is None:
+            return super().once()
+        noise, parts = random.fold_in(self.keys, _HELD_OUT), [*self._rows_of.once(self.batch_size)]
+        draws = [self._draw(rows, noise[members], number) for number, members, rows in parts]
+        return zip([torch.tensor(members, device="cpu") for _, members, _ in parts], self._loaded(draws), strict=True)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """The batches of one epoch, starting at number ``start``: a pure function of the seeds and the epoch."""
+        noise = random.fold_in(random.fold_in(self.keys, _ITEM), self._ahead + epoch)
+        return self._loaded(self._draw(rows, noise, n) for n, rows in enumerate(super().batches(epoch, start), start))
+
+    def _draw(self, rows: Tensor, noise: Tensor, number: int) -> _Draw:
+        rows = rows.reshape(len(noise), -1)
+        seeds = random.fold_in(noise[:, None], rows)
+        if self._repeats:
+            seeds = random.fold_in(seeds, torch.arange(rows.shape[1], device="cpu") + number * self.batch_size)
+        return rows.tolist(), seeds.tolist(), random.fold_in(noise, -1 - number).tolist()
+
+    def _loaded(self, draws: Iterable[_Draw]) -> Iterator[Any]:
+        loader = self._idle.pop() if self._idle else self._torch_loader()
+        loader.sampler.draws = draws
+        for batch in loader:
+            if self._device is not None:
+                batch = restored(tree_map(lambda leaf: leaf.to(self._device, non_blocking=True), plain(batch)), batch)
+            yield batch
+        self._idle.append(loader)
+
+    def _torch_loader(self) -> Any:
+        # A generator of its own, because a DataLoader draws a number from the caller's.
+        options = {"generator": torch.Generator(torch.get_default_device()), "collate_fn": _as_it_is, **self._options}
+        return DataLoader(self._member_batches, batch_size=None, sampler=_Draws(), **options)
+
+
+class _Draws:
+    """What a ``DataLoader`` loads in its next iteration."""
+
+    draws: Iterable[_Draw] = ()
+
+    def __iter__(self) -> Iterator[_Draw]:
+        return iter(self.draws)
+
+
+class _Idle(list[Any]):
+    """Each ``DataLoader`` that iterates no more, and its persistent processes; for this process alone."""
+
+    def __reduce__(self) -> Any:
+        return _Idle, ()
+
+
+class _MemberBatches(Dataset[Any]):
+    """A data set of whole batches, which a process of a ``DataLoader`` loads by what is drawn."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], shared: bool):
+        self._dataset, self._collate_fn, self._shared = dataset, collate_fn, shared
+        self._name = getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__)
+
+    def __getitem__(self, draw: _Draw) -> Any:
+        with _generators_restored():
+            batches = [self._member_batch(member, *each) for member, each in enumerate(zip(*draw, strict=True))]
+        return batches[0] if self._shared else self._stacked(batches)
+
+    def _member_batch(self, member: int, rows: list[int], seeds: list[int], collate_seed: int) -> Any:
+        items = []
+        for row, seed in zip(rows, seeds, strict=True):
+            _seed(seed)
+            items.append(self._dataset[row])
+        _seed(collate_seed)
+        try:
+            return self._collate_fn(items)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise BatchError(
+                f"{'' if self._shared else f'model {member}: '}{self._name} cannot join items {rows}: {error}; pass a "
+                f"collate_fn that pads or crops them to one size, and returns tensors"
+            ) from error
+
+    def _stacked(self, batches: list[Any]) -> Any:
+        trees = [plain(batch) for batch in batches]
+        described = [dict(zip(paths(tree, "batch"), map(_described, leaves(tree)), strict=True)) for tree in trees]
+        for member, parts in enumerate(described):
+            for path in described[0] | parts:
+                part, first = (each.get(path, "missing") for each in (parts, described[0]))
+                if part != first or not part.startswith("["):
+                    but = "" if part == first else f" but that of model 0 is {first}"
+                    raise BatchError(
+                        f"model {member}: {path} of {self._name} is {part}{but}; pass a collate_fn that pads or crops to one "
+                        f"size in all batches, and returns tensors alone"
+                    )
+        return restored(tree_map(lambda *parts: torch.stack(parts), *trees), batches[0])
+
+
+def _count(dataset: Any) -> int:
+    """Number of items; raises a BatchError for a stream."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise BatchError(
+            f"a {type(dataset).__qualname__} has no length or no items by number, so they cannot be dealt to models; write "
+            f"__len__ and __getitem__, or make the step with batch_dims=None and pass fit the batches that all models share, "
+            f"such as torch.utils.data.DataLoader(dataset, batch_size)"
+        )
+    return len(dataset)
+
+
+def _described(leaf: Any) -> str:
+    return f"{list(leaf.shape)} of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__qualname__}"
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _generators_restored() -> contextlib.ExitStack:
+    """Gives the generators of PyTorch, Python and NumPy, which PyTorch imports if it is installed, their states back."""
+    stack = contextlib.ExitStack()
+    stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+    stack.callback(python_random.setstate, python_random.getstate())
+    if numpy := sys.modules.get("numpy"):
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
+    return stack
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    python_random.seed(seed)
+    if "numpy" in sys.modules:
+        # Of these 64 bits PyTorch takes the lower half: with one seed for both, they would draw the same bits.
+        sys.modules["numpy"].random.seed(seed >> 32 & 0xFFFFFFFF)

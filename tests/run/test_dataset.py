@@ -1,0 +1,495 @@
+"""Batches of data sets: items and noise of each member are those of a plain loop, and streams train as lists do."""
+
+import gc
+import itertools
+import multiprocessing
+import pickle
+import random
+
+import numpy
+import optree
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+import hfta_func as hfta
+
+ROWS = 10
+SEEDS = [4, 9, 2]
+INPUTS = torch.randn(ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Noisy(Dataset):
+    """Items with noise of three generators, as of random transforms; the noise stands apart from the data."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, row):
+        assert type(row) is int
+        # More calls for some items than for others must not move the noise of the next one.
+        noise = [[torch.rand(()).item(), random.random(), numpy.random.rand()] for _ in range(1 + row % 3)]
+        return {"x": INPUTS[row], "row": row, "noise": torch.tensor(noise[-1], dtype=torch.float64)}
+
+
+def loader(seeds=SEEDS, **options):
+    return hfta.DatasetLoader(Noisy(), 4, seeds=seeds, **options)
+
+
+def same(a, b):
+    a, b = list(a), list(b)
+    return len(a) == len(b) > 0 and all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
+
+
+def of_member(batches, member):
+    return [hfta.take(batch, member) for batch in batches]
+
+
+def noise_by_row(batches):
+    """The noise of each item in an epoch of loaders that draw none twice, ``[M, n, 3]``."""
+    rows, noise = (torch.cat([batch[name] for batch in batches], 1) for name in ("row", "noise"))
+    return noise.gather(1, rows.argsort(1)[..., None].expand(-1, -1, 3))
+
+
+DEALS = {
+    "shuffled": {},
+    "in order": {"shuffle": False},
+    "full batches": {"drop_last": True},
+    "rows": {"rows": [[0, 1, 2, 3, 4, 5, 6], [3, 1], [9, 8, 7, 6]]},
+    "short epochs": {"rows": [[0, 1, 2, 3, 4, 5, 6], [3, 1], [9, 8, 7, 6]], "batches_per_epoch": 1},
+    "bootstrap": {"bootstrap": True},
+    "folds": {"folds": 3},
+    "weights": {"weights": torch.arange(ROWS)},
+}
+
+
+@pytest.mark.parametrize("deal", DEALS)
+def test_items_are_dealt_as_rows_of_tensors(deal):
+    batches, rows = loader(**DEALS[deal]), hfta.ArrayLoader(torch.arange(ROWS), 4, seeds=SEEDS, **DEALS[deal])
+    assert len(batches) == len(rows)
+    for _ in range(2):
+        for batch, expected in itertools.zip_longest(batches, rows):
+            assert torch.equal(batch["row"], expected) and torch.equal(batch["x"], INPUTS[expected])
+    assert batches.state_dict() == rows.state_dict()
+
+
+@pytest.mark.parametrize("deal", ["shuffled", "rows", "bootstrap", "folds", "weights"])
+def test_a_member_s_batches_alone_are_those_in_the_array(deal):
+    # Only lists of one length give epochs of one length alone and in the array.
+    options = {"rows": [[0, 1, 2, 3], [5, 3], [9, 8, 7]], "batches_per_epoch": 2} if deal == "rows" else DEALS[deal]
+    array, epochs = loader(**options), 2
+    expected = [list(array.batches(epoch)) for epoch in range(epochs)]
+    for member, seed in enumerate(SEEDS):
+        # Which part of folds a member has depends on its place.
+        chosen = {**options, "rows": [options["rows"][member]]} if deal == "rows" else options
+        alone = array.take(member) if deal == "folds" else loader([seed], **chosen)
+        for epoch in range(epochs):
+            assert same(alone.batches(epoch), of_member(expected[epoch], member))
+
+
+def test_noise_belongs_to_member_epoch_and_item():
+    shuffled, ordered, small = loader(), loader(shuffle=False), hfta.DatasetLoader(Noisy(), 3, seeds=SEEDS)
+    epochs = [noise_by_row([*shuffled.batches(epoch)]) for epoch in range(2)]
+    for epoch, noise in enumerate(epochs):
+        assert torch.equal(noise, noise_by_row([*ordered.batches(epoch)]))
+        assert torch.equal(noise, noise_by_row([*small.batches(epoch, 0)]))
+    # Three generators, three members, ten items, two epochs: no number twice.
+    assert len(torch.stack(epochs).unique()) == 3 * 3 * ROWS * 2
+    assert torch.equal(*noise_by_row([*loader([7, 7]).batches(0)]))
+
+
+def test_generators_of_one_kind_draw_different_bits():
+    class Words(Noisy):
+        def __getitem__(self, row):
+            return torch.randint(2**16, (4,)), torch.from_numpy(numpy.random.randint(0, 2**16, 4))
+
+    words, others = next(iter(hfta.DatasetLoader(Words(), ROWS, seeds=SEEDS)))
+    assert not torch.isin(words, others).all(-1).any()
+
+
+@pytest.mark.parametrize("deal", ["rows", "bootstrap", "folds", "weights"])
+def test_an_item_drawn_again_has_other_noise(deal):
+    batches = [*loader(**DEALS[deal]).batches(0)]
+    noise = torch.cat([batch["noise"] for batch in batches], 1)
+    rows = torch.cat([batch["row"] for batch in batches], 1)
+    assert any(len(each.unique()) < len(each) for each in rows)
+    assert len(noise.unique()) == noise.numel()
+
+
+def generators():
+    return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+
+
+def noisy_collate(items):
+    batch = default_collate(items)
+    return {**batch, "mask": torch.rand(len(items)) + random.random() + numpy.random.rand()}
+
+
+LOADING = {"here": {}, "workers": {"num_workers": 2}, "lasting": {"num_workers": 1, "persistent_workers": True}}
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_the_caller_s_generators_stay_whoever_loads(name):
+    options = {**LOADING[name], "collate_fn": noisy_collate}
+    before = generators()
+    array = loader(**options)
+    batches = [*array]
+    processes = multiprocessing.active_children()
+    assert generators() == before and len(processes) == (name == "lasting")
+    torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
+    before = generators()
+    assert same(loader(collate_fn=noisy_collate), batches)
+    # Others load while an iteration is under way, and after one that was broken off.
+    first = array.batches(0)
+    assert same([next(first)], batches[:1])
+    assert same(array.take([2, 0]).batches(0, 1), of_member(batches[1:], [2, 0])) and same(first, batches[1:])
+    assert {*processes} <= {*multiprocessing.active_children()}, "the same process loads in all epochs"
+    stopped = array.batches(1)
+    next(stopped), stopped.close()
+    assert same(pickle.loads(pickle.dumps(array)).batches(0, 2), batches[2:])
+    assert generators() == before
+
+
+def test_noise_of_collating_belongs_to_member_epoch_and_batch():
+    array = loader(collate_fn=noisy_collate, drop_last=True)
+    epochs = [list(array.batches(epoch)) for epoch in range(2)]
+    assert len(torch.stack([batch["mask"] for batch in epochs[0] + epochs[1]]).unique()) == 3 * 4 * 2 * 2
+    for member, seed in enumerate(SEEDS):
+        alone = loader([seed], collate_fn=noisy_collate, drop_last=True)
+        assert same(alone.batches(1), of_member(epochs[1], member))
+
+
+def test_shared_batches_are_loaded_once():
+    loads = []
+
+    class Counted(Noisy):
+        def __getitem__(self, row):
+            loads.append(row)
+            return super().__getitem__(row)
+
+    shared = hfta.DatasetLoader(Counted(), 4, shared=True, seeds=9, collate_fn=noisy_collate)
+    batches = [*shared.batches(1)]
+    assert sorted(loads) == [*range(ROWS)]
+    assert same(
+        [optree.tree_map(lambda leaf: leaf[None], batch) for batch in batches],
+        loader([9], collate_fn=noisy_collate).batches(1),
+    )
+    assert same(shared.take([1, 0]).batches(1), batches)
+    # What collate_fn returns is passed on as it is: a step that shares batches may take more than tensors.
+    names = hfta.DatasetLoader(["a", "b"], 2, shared=True, shuffle=False)
+    assert [*names] == [["a", "b"]]
+
+
+def test_members_are_taken_and_followed():
+    array = loader()
+    first, second = list(array), list(array)
+    array.load_state_dict({"epoch": 1, "batches": 2})
+    assert same(array.take([2, 0]), of_member(second[2:], [2, 0]))
+    followed = array.follow([2, -1], hfta.random.keys([2, 9]), [0, 1])
+    followed.load_state_dict({"epoch": 1, "batches": 0})
+    joined = [hfta.concat([a, b]) for a, b in zip(of_member(second, 2), of_member(first, 1), strict=True)]
+    assert same(followed, joined)
+    assert same(pickle.loads(pickle.dumps(array)).batches(1), second)
+
+
+def test_parts_held_out():
+    array = loader(folds=3)
+    held_out, again = array.held_out(), array.held_out()
+    assert torch.equal(held_out["x"], INPUTS[held_out["row"]]) and same([held_out], [again])
+    assert torch.equal(held_out["row"], hfta.ArrayLoader(torch.arange(ROWS), 4, seeds=SEEDS, folds=3).held_out())
+    assert not torch.isin(held_out["noise"], torch.cat([batch["noise"] for batch in array], 1)).any()
+    with pytest.raises(hfta.HyperparameterError, match="only folds hold rows out"):
+        loader().held_out()
+
+
+def metric(model, batch):
+    return {"val": loss_fn(model, batch)}
+
+
+@pytest.mark.parametrize("deal", ["rows", "folds", "shared", "shuffled"])
+def test_evaluation_sees_the_items_once(deal):
+    array, (step, state) = loader(**(DEALS | {"shared": {"seeds": 9, "shared": True}})[deal]), arrayed()
+    result = hfta.fit(step, state, loader(), epochs=2, evaluate=(metric, array), progress=False)
+    expected = {"rows": DEALS["rows"]["rows"]}.get(deal, [[*range(ROWS)]] * 3)
+    expected = array.held_out()["row"].tolist() if deal == "folds" else expected
+    for member, model in enumerate(hfta.unstack_params(make(), *result.state[:2])):
+        batches = [batch for _, batch in array.take(member).once()]
+        if deal != "shared":
+            batches = [optree.tree_map(lambda leaf: leaf[0], batch) for batch in batches]
+        rows = [row for batch in batches for row in batch["row"].tolist()]
+        assert sorted(rows) == sorted(expected[member])
+        loss = sum(loss_fn(model, batch) * len(batch["row"]) for batch in batches) / len(rows)
+        torch.testing.assert_close(result.history["val"][-1, member], loss.detach(), rtol=1e-12, atol=1e-12)
+
+
+class Table:
+    """As a data set of Hugging Face: rows by number or slice, as dicts, and several at once as a dict of columns."""
+
+    column_names = ("input", "label")
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return {"input": INPUTS[index].tolist(), "label": [1, 0][index % 2]}
+
+    def __getitems__(self, indices):
+        raise AssertionError("items that are loaded together share their noise")
+
+
+def pad(items):
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(item) for item in items], batch_first=True)
+
+
+def test_containers_of_items_and_batches():
+    (batch,) = hfta.DatasetLoader(Table(), ROWS, seeds=[1], shuffle=False)
+    assert torch.equal(torch.stack(batch["input"], -1)[0], INPUTS) and batch["label"].shape == (1, ROWS)
+    ragged = [[1.0] * (1 + row % 3) for row in range(6)]
+    (batch,) = hfta.DatasetLoader(ragged, 6, seeds=SEEDS, collate_fn=pad)
+    assert batch.shape == (3, 6, 3) and batch.sum((1, 2)).tolist() == [12.0] * 3
+    pairs = TensorDataset(INPUTS, INPUTS.sum(1))
+    packed = hfta.DatasetLoader(
+        pairs, 4, seeds=SEEDS, collate_fn=lambda items: torch.nn.utils.rnn.pack_sequence([x for x, _ in items])
+    )
+    assert isinstance(batch := next(iter(packed)), torch.nn.utils.rnn.PackedSequence) and batch.data.shape == (3, 12)
+    moved = next(iter(hfta.DatasetLoader(pairs, 4, seeds=SEEDS, device="meta")))
+    assert [leaf.device.type for leaf in moved] == ["meta", "meta"]
+
+
+RAGGED = [torch.ones(1 + row) for row in range(4)]
+WRONG = {
+    "one of a kind": (
+        (RAGGED, 4),
+        {},
+        hfta.BatchError,
+        r"model 0: default_collate cannot join items \[.*\]: stack expects each",
+    ),
+    "shared": (
+        (RAGGED, 4),
+        {"seeds": None, "shared": True},
+        hfta.BatchError,
+        "^default_collate cannot join items .*pads or crops",
+    ),
+    "sizes of members": (
+        *(([[1.0], [1.0, 2.0]], 1), {"seeds": [0, 1, 2, 3, 4, 5], "collate_fn": pad}, hfta.BatchError),
+        r"model \d: batch of pad is \[1, \d\] of torch.float32 but that of model 0 is \[1, \d\] of torch.float32; pass a",
+    ),
+    "words": (
+        (["a", "b"], 2),
+        {},
+        hfta.BatchError,
+        r"model 0: batch\[0\] of default_collate is a str; pass a collate_fn that",
+    ),
+    "images": (
+        ([object()], 1),
+        {},
+        hfta.BatchError,
+        r"default_collate cannot join items \[0\]: default_collate: batch must",
+    ),
+    "keys": (
+        *(([{"a": 1}, {"b": 1}], 1), {"seeds": [0, 1, 2, 3, 4, 5]}, hfta.BatchError),
+        r"model \d: batch\['[ab]'\] of default_collate is (missing but .* is \[1\]|\[1\] of torch.int64 but .* is missing)",
+    ),
+    "a stream": (
+        (iter([1]), 1),
+        {},
+        hfta.BatchError,
+        r"a list_iterator has no length or no items by number.*batch_dims=None",
+    ),
+    "no length": ((Dataset(), 1), {}, hfta.BatchError, r"a Dataset has no length or no items by number"),
+    "none": (([], 1), {}, hfta.BatchError, r"shapes \[\[0\]\]; every leaf needs one row per sample, and at least one"),
+    "no seeds": ((Noisy(), 4), {"seeds": None}, hfta.HyperparameterError, r"pass seeds=\[...\], one integer per model"),
+    "no rows": (
+        (Noisy(), 4),
+        {"rows": [[0], [], [1]]},
+        hfta.HyperparameterError,
+        "model 1: .* so the model has no data",
+    ),
+    "a part of a process": (
+        (Noisy(), 4),
+        {"num_workers": 0.5},
+        hfta.HyperparameterError,
+        "num_workers is 0.5; pass a number",
+    ),
+    "less than none": (
+        (Noisy(), 4),
+        {"num_workers": -1},
+        hfta.HyperparameterError,
+        "num_workers is -1; pass a number",
+    ),
+    "a sampler": (
+        (Noisy(), 4),
+        {"sampler": [1]},
+        hfta.HyperparameterError,
+        "pass seeds, rows, .* instead of sampler",
+    ),
+    "what PyTorch refuses": ((Noisy(), 4), {"prefetch_factor": 2}, ValueError, "prefetch_factor"),
+    "an unknown option": ((Noisy(), 4), {"prefetch": 2}, TypeError, "prefetch"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_loaded(case):
+    args, options, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        list(hfta.DatasetLoader(*args, **{"seeds": SEEDS, **options}))
+
+
+class Broken(Noisy):
+    def __getitem__(self, row):
+        raise FileNotFoundError(f"no file for {row}")
+
+
+def test_errors_of_items_are_their_own():
+    before = generators()
+    with pytest.raises(FileNotFoundError, match="no file for"):
+        next(iter(hfta.DatasetLoader(Broken(), 4, seeds=SEEDS)))
+    assert generators() == before
+
+
+@pytest.mark.exhaustive
+def test_errors_in_processes():
+    with pytest.raises(hfta.BatchError, match="model 0: default_collate cannot join items"):
+        next(iter(hfta.DatasetLoader(RAGGED, 4, seeds=SEEDS, num_workers=1)))
+    # PyTorch's iterators outlive their errors, and must not be found by processes that are started later.
+    gc.collect()
+
+
+def make():
+    return torch.nn.Linear(3, 1).double()
+
+
+def loss_fn(model, batch):
+    return mse_loss(model(batch["x"] + batch["noise"]).squeeze(-1), batch["x"].sum(-1))
+
+
+LRS = [0.1, 0.05, 0.02]
+
+
+def arrayed(**options):
+    step = hfta.make_train_step(make(), loss_fn, hfta.sgd(lr=LRS, momentum=0.5), **options)
+    return step, step.init(*hfta.init_params(make, SEEDS), seeds=SEEDS)
+
+
+def looped(member, batches):
+    """One ordinary model, trained by torch.optim on batches ``[1, N, ...]``."""
+    torch.manual_seed(SEEDS[member])
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LRS[member], momentum=0.5)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_fn(model, optree.tree_map(lambda leaf: leaf[0], batch)).backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+def trained(after=None, data=None, batch_dims=0, seed=0, **options):
+    """A run of three epochs, broken off after some steps if their number is given."""
+    step, state = arrayed(batch_dims=batch_dims)
+    steps = itertools.count()
+
+    def some(state, batch):
+        if next(steps) == after:
+            raise KeyboardInterrupt
+        return step(state, batch)
+
+    torch.manual_seed(seed)
+    return hfta.fit(some, state, loader() if data is None else data, epochs=3, **{"progress": False, **options})
+
+
+def test_training_is_that_of_a_loop():
+    result = trained()
+    for member, seed in enumerate(SEEDS):
+        alone = loader([seed])
+        weight = looped(member, [batch for epoch in range(3) for batch in alone.batches(epoch)])
+        torch.testing.assert_close(result.state.params["weight"][member], weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("after", [2, 3, 7])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_run_goes_on_to_the_same_bits(after, num_workers, tmp_path):
+    options = {"resume": tmp_path / "run", "save_every": 1}
+    with pytest.raises(KeyboardInterrupt):
+        trained(after, loader(num_workers=num_workers), **options)
+    result, expected = trained(None, loader(), **options), trained()
+    assert torch.equal(result.state.params["weight"], expected.state.params["weight"])
+    assert torch.equal(result.history["loss"], expected.history["loss"])
+
+
+def test_members_dropped_and_added_by_a_callback():
+    def change(state, history):
+        if len(history) == 1:
+            return hfta.take(state, [2, 0])
+
+    result, whole = trained(callbacks=[change]), trained()
+    torch.testing.assert_close(
+        result.state.params["weight"], whole.state.params["weight"][[2, 0]], rtol=1e-12, atol=1e-12
+    )
+
+
+def test_inactive_members_are_not_loaded():
+    class Counted(Noisy):
+        def __getitem__(self, row):
+            loads.append(row)
+            return super().__getitem__(row)
+
+    def change(state, history):
+        counts.append(len(loads))
+        return state._replace(active=torch.tensor([False, True, False])) if len(history) == 1 else None
+
+    loads, counts = [], []
+    data = hfta.DatasetLoader(Counted(), 4, seeds=SEEDS)
+    result = trained(data=data, callbacks=[change], compact=True)
+    assert counts == [3 * ROWS, 4 * ROWS, 5 * ROWS] and data.state_dict() == {"epoch": 3, "batches": 0}
+    torch.testing.assert_close(
+        result.state.params["weight"][1], trained().state.params["weight"][1], rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.exhaustive
+def test_workers_of_a_run_load_for_their_members():
+    data, (step, state) = loader(num_workers=1), arrayed()
+    result, expected = hfta.fit(step, state, data, epochs=3, workers=2, progress=False), trained()
+    torch.testing.assert_close(result.state.params["weight"], expected.state.params["weight"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.exhaustive
+def test_workers_of_a_loader_that_are_started_anew():
+    spawned = loader(num_workers=1, multiprocessing_context="spawn", collate_fn=noisy_collate)
+    assert same(spawned, loader(collate_fn=noisy_collate))
+
+
+class Stream(IterableDataset):
+    """Items one after another, with no length."""
+
+    def __iter__(self):
+        for row in range(ROWS):
+            yield {"x": INPUTS[row], "noise": torch.rand(3, dtype=torch.float64)}
+
+
+class Pipeline:
+    """As a pipeline of WebDataset: batches one after another, and a length that it does not know."""
+
+    def __iter__(self):
+        return iter(DataLoader(Stream(), 4))
+
+    def __len__(self):
+        raise TypeError("the length of the pipeline is not known")
+
+
+@pytest.mark.parametrize("make_stream", [lambda: DataLoader(Stream(), 4), Pipeline], ids=["DataLoader", "pipeline"])
+def test_streams_without_a_length_train_and_go_on(make_stream, tmp_path, capsys):
+    torch.manual_seed(0)
+    batches = [*make_stream(), *make_stream(), *make_stream()]
+    expected = trained(None, make_stream(), batch_dims=None, progress=True)
+    shown = capsys.readouterr().err
+    assert "epoch 3/3" in shown and "9step" in shown
+    for member in range(3):
+        weight = looped(member, [optree.tree_map(lambda leaf: leaf[None], batch) for batch in batches])
+        torch.testing.assert_close(expected.state.params["weight"][member], weight, rtol=1e-12, atol=1e-12)
+    options = {"batch_dims": None, "resume": tmp_path / "run", "save_every": 1}
+    with pytest.raises(KeyboardInterrupt):
+        trained(4, make_stream(), **options)
+    result = trained(None, make_stream(), seed=1, **options)
+    assert torch.equal(result.state.params["weight"], expected.state.params["weight"])

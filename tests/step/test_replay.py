@@ -1,0 +1,730 @@
+"""Replayed steps: the bits of eager ones, whatever Python the user's functions read."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import ctypes
+import dataclasses
+import datetime
+import enum
+import functools
+import inspect
+import itertools
+import logging
+import math
+import operator
+import os
+import queue
+import random
+import sys
+import threading
+import time
+import types
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from hfta_func.step import replay
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning"),
+    pytest.mark.filterwarnings("ignore:called:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are made at the fourth call, whatever they cost."""
+    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
+        monkeypatch.setattr(replay, name, 0)
+
+
+class Settings:
+    """What functions read."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self.values = [1.0, 2.0]
+        self.table = {"a": 1.0}
+        self.nested = types.SimpleNamespace(deep=types.SimpleNamespace(value=1.0))
+        self.on = False
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.value
+
+    def method(self) -> float:
+        return 3 * self.value
+
+    def __getitem__(self, name: str) -> float:
+        return self.value
+
+    def __len__(self) -> int:
+        return 2 if self.on else 1
+
+    def __bool__(self) -> bool:
+        return self.on
+
+    def __call__(self) -> float:
+        return self.value
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class Described:
+    """A descriptor."""
+
+    value = 1.0
+
+    def __get__(self, owner: Any, kind: Any) -> float:
+        return Described.value
+
+
+class WithDescriptor:
+    value = Described()
+
+
+class Color(enum.Enum):
+    RED = 1.0
+    BLUE = 2.0
+
+
+@dataclasses.dataclass
+class Record:
+    value: float = 1.0
+
+
+GLOBAL = 1.0
+TENSOR = torch.tensor(1.0)
+WEIGHTS = [1.0]
+SETTINGS = Settings()
+COLOR = Color.RED
+VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("VARIABLE", default=1.0)
+COUNT = itertools.count()
+NUMPY = numpy.ones(1)
+GENERATOR = numpy.random.default_rng(0)
+
+
+def helper() -> float:
+    return GLOBAL
+
+
+def with_default(value: float = 1.0) -> float:
+    return value
+
+
+def with_keyword(*, value: float = 1.0) -> float:
+    return value
+
+
+helper.scale = 1.0  # type: ignore[attr-defined]
+
+
+class Derived(Settings):
+    def method(self) -> float:
+        return 4 * self.value
+
+
+class Computing:
+    def __getattr__(self, name: str) -> float:
+        return GLOBAL
+
+
+class Point(NamedTuple):
+    value: float
+
+
+@functools.singledispatch
+def chosen(value: Any) -> float:
+    return 1.0
+
+
+def _caught() -> float:
+    try:
+        return TABLE["a"]
+    except KeyError:
+        return 2.0
+
+
+DERIVED, CHANGING, EVENT, QUEUE, NUMBER = (
+    Derived(),
+    Settings(),
+    threading.Event(),
+    queue.SimpleQueue(),
+    ctypes.c_double(1.0),
+)
+BYTES, ARRAY, WEAK, CHAIN = (
+    bytearray([1]),
+    array.array("d", [1.0]),
+    weakref.ref(SETTINGS),
+    collections.ChainMap({"a": 1.0}),
+)
+POINT, TABLE, RANDOM = Point(1.0), {"a": 1.0, "b": 1.0}, random.Random(0)
+TENSOR.scale = 1.0  # type: ignore[attr-defined]
+
+
+def _set(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+class Way:
+    """One way to read Python: ``read()`` is part of the loss, ``change()`` changes what it reads."""
+
+    def __init__(self, read: Callable[[], Any], change: Callable[[], Any], replays: bool | None = True):
+        self.read, self.change, self.replays = read, change, replays
+
+
+def _ways() -> dict[str, Callable[[], Way]]:
+    """Functions that make a way anew."""
+
+    def closure() -> Way:
+        value = 1.0
+
+        def change() -> None:
+            nonlocal value
+            value = 2.0
+
+        return Way(lambda: value, change)
+
+    def closure_list() -> Way:
+        values = [1.0]
+        return Way(lambda: values[0], lambda: values.append(values.pop() + 1))
+
+    def closure_length() -> Way:
+        values = [1.0]
+        return Way(lambda: float(len(values)), lambda: values.append(1.0))
+
+    def looped() -> Way:
+        values = [1.0]
+        return Way(lambda: sum(value for value in values), lambda: values.append(1.0))
+
+    def counter() -> Way:
+        calls = [0]
+
+        def read() -> float:
+            calls[0] += 1
+            return float(calls[0])
+
+        return Way(read, lambda: None, replays=False)
+
+    def attribute_counter() -> Way:
+        settings = Settings()
+
+        def read() -> float:
+            settings.value += 1
+            return settings.value
+
+        return Way(read, lambda: None, replays=False)
+
+    def partial() -> Way:
+        keywords = {"value": 1.0}
+        function = functools.partial(lambda keywords: keywords["value"], keywords)
+        return Way(function, lambda: keywords.update(value=2.0))
+
+    def replaced_function() -> Way:
+        holder = types.SimpleNamespace(function=lambda: 1.0)
+        return Way(lambda: holder.function(), lambda: setattr(holder, "function", lambda: 2.0))
+
+    def replaced_code() -> Way:
+        def one() -> float:
+            return 1.0
+
+        def two() -> float:
+            return 2.0
+
+        return Way(lambda: one(), lambda: setattr(one, "__code__", two.__code__))
+
+    def cached() -> Way:
+        @functools.lru_cache
+        def compute() -> float:
+            return GLOBAL
+
+        return Way(lambda: compute(), lambda: (_set("GLOBAL", 2.0), compute.cache_clear()))
+
+    def generator() -> Way:
+        numbers = iter(range(1, 1000))
+        return Way(lambda: float(next(numbers)), lambda: None, replays=False)
+
+    def a_deque() -> Way:
+        values = collections.deque([1.0, 2.0])
+        return Way(lambda: values[0], lambda: values.rotate())
+
+    def popped() -> Way:
+        values = [float(value) for value in range(100)]
+        return Way(lambda: values.pop(), lambda: None, replays=False)
+
+    def defaults() -> Way:
+        table: dict[str, float] = collections.defaultdict(lambda: 1.0)
+        return Way(lambda: table["a"], lambda: table.update(a=2.0))
+
+    def getter() -> Way:
+        record = Record()
+        return Way(lambda: operator.attrgetter("value")(record), lambda: setattr(record, "value", 2.0))
+
+    def local() -> Way:
+        store = threading.local()
+        store.value = 1.0
+        return Way(lambda: store.value, lambda: setattr(store, "value", 2.0))
+
+    def tensor_closure() -> Way:
+        holder = {"weight": torch.tensor(1.0)}
+        return Way(lambda: holder["weight"], lambda: holder.update(weight=torch.tensor(2.0)))
+
+    def numpy_array() -> Way:
+        holder = {"weight": numpy.ones(())}
+        return Way(lambda: torch.from_numpy(holder["weight"]), lambda: holder.update(weight=numpy.full((), 2.0)), False)
+
+    def attribute(name: str, value: Any, read: Callable[[Settings], Any]) -> Callable[[], Way]:
+        def make() -> Way:
+            settings = Settings()
+            return Way(lambda: read(settings), lambda: setattr(settings, name, value))
+
+        return make
+
+    def both(read: Callable[[], Any], change: Callable[[], Any], replays: bool | None = True) -> Callable[[], Way]:
+        return lambda: Way(read, change, replays)
+
+    def slotted() -> Way:
+        settings = Slotted()
+        return Way(lambda: settings.value, lambda: setattr(settings, "value", 2.0))
+
+    def item() -> Way:
+        settings = Settings()
+        return Way(lambda: settings.table["a"], lambda: settings.table.update(a=2.0))
+
+    def deep() -> Way:
+        settings = Settings()
+        return Way(lambda: settings.nested.deep.value, lambda: setattr(settings.nested.deep, "value", 2.0))
+
+    def printed() -> Way:
+        return Way(lambda: print(end="") or 1.0, lambda: None, replays=False)
+
+    def logged() -> Way:
+        logger = logging.getLogger("hfta_func.test")
+        return Way(lambda: logger.info("called") or 1.0, lambda: None, replays=False)
+
+    def member_of_set() -> Way:
+        values = {1.0}
+        return Way(lambda: 2.0 if 3.0 in values else 1.0, lambda: values.add(3.0))
+
+    return {
+        "a global": both(lambda: GLOBAL, lambda: _set("GLOBAL", 2.0)),
+        "a global of a function called": both(lambda: helper(), lambda: _set("GLOBAL", 2.0)),
+        "a global function": both(lambda: helper(), lambda: _set("helper", lambda: 2.0)),
+        "a global list": both(lambda: WEIGHTS[0], lambda: WEIGHTS.__setitem__(0, 2.0)),
+        "a global tensor, written": both(lambda: TENSOR, lambda: TENSOR.fill_(2.0)),
+        "a global tensor, replaced": both(lambda: TENSOR, lambda: _set("TENSOR", torch.tensor(2.0))),
+        "a member of an enum": both(lambda: COLOR.value, lambda: _set("COLOR", Color.BLUE)),
+        "a tensor of a closure": tensor_closure,
+        "an array of NumPy": numpy_array,
+        "a keyword's default": both(lambda: with_keyword(), lambda: with_keyword.__kwdefaults__.update(value=2.0)),
+        "an attribute of a function": both(lambda: helper.scale, lambda: setattr(helper, "scale", 2.0)),
+        "a property that is replaced": both(
+            lambda: SETTINGS.doubled, lambda: setattr(Settings, "doubled", property(lambda self: 7.0))
+        ),
+        "an attribute of a base": both(lambda: DERIVED.scale, lambda: setattr(Settings, "scale", 2.0)),
+        "a class that is changed": both(lambda: CHANGING.method(), lambda: setattr(CHANGING, "__class__", Derived)),
+        "an attribute that a class computes": both(lambda: Computing().anything, lambda: _set("GLOBAL", 2.0)),
+        "a code that is evaluated": both(lambda: eval("GLOBAL"), lambda: _set("GLOBAL", 2.0), replays=None),
+        "a module of Python": both(lambda: sys.modules["math"].pi, lambda: None, replays=None),
+        "the working directory": both(lambda: float(len(os.getcwd())), lambda: None, replays=None),
+        "an event": both(lambda: 2.0 if EVENT.is_set() else 1.0, EVENT.set, replays=None),
+        "the length of a queue": both(lambda: float(QUEUE.qsize() + 1), lambda: QUEUE.put(1), replays=None),
+        "a number that C holds": both(lambda: NUMBER.value, lambda: setattr(NUMBER, "value", 2.0), replays=None),
+        "an array of bytes": both(lambda: float(BYTES[0]), lambda: BYTES.__setitem__(0, 2), replays=None),
+        "an array of numbers": both(lambda: ARRAY[0], lambda: ARRAY.__setitem__(0, 2.0), replays=None),
+        "a weak reference": both(lambda: WEAK().value, lambda: setattr(SETTINGS, "value", 2.0), replays=None),
+        "a chain of dicts": both(lambda: CHAIN["a"], lambda: CHAIN.maps.insert(0, {"a": 2.0}), replays=None),
+        "a named tuple": both(lambda: POINT.value, lambda: _set("POINT", Point(2.0))),
+        "an error that is caught": both(lambda: _caught(), lambda: TABLE.pop("a", None)),
+        "a function chosen by type": both(
+            lambda: chosen(1.0), lambda: chosen.register(float, lambda value: 2.0), replays=None
+        ),
+        "a generator of Random": both(lambda: RANDOM.random(), lambda: None, replays=False),
+        "the stack": both(lambda: float(len(inspect.stack())), lambda: None, replays=False),
+        "a warning": both(lambda: warnings.warn("called", stacklevel=1) or 1.0, lambda: None, replays=None),
+        "the process": both(lambda: os.getpid() % 7 + 1.0, lambda: None, replays=None),
+        "a name in text": both(lambda: TABLE[f"{'b'}"], lambda: TABLE.update(b=2.0)),
+        "an attribute of a tensor": both(lambda: TENSOR.scale, lambda: setattr(TENSOR, "scale", 2.0), replays=None),
+        "the seed of PyTorch": both(lambda: torch.initial_seed() % 7 + 1.0, lambda: torch.manual_seed(1), replays=None),
+        "a flag of PyTorch": both(
+            lambda: 2.0 if torch.backends.mkldnn.enabled else 1.0,
+            lambda: torch.backends.mkldnn.set_flags(False),
+            replays=None,
+        ),
+        "a function of PyTorch": both(lambda: F.relu(torch.ones(())), lambda: setattr(F, "relu", F.softplus)),
+        "a number of NumPy": both(lambda: float(NUMPY[0]), lambda: NUMPY.fill(2.0), replays=False),
+        "a closure": closure,
+        "a list of a closure": closure_list,
+        "the length of a list": closure_length,
+        "a loop over a list": looped,
+        "a counter": counter,
+        "a counter in an object": attribute_counter,
+        "an attribute": attribute("value", 2.0, lambda settings: settings.value),
+        "an attribute of an attribute": deep,
+        "an attribute of a global": both(lambda: SETTINGS.value, lambda: setattr(SETTINGS, "value", 2.0)),
+        "an attribute of a class": both(lambda: Settings.scale, lambda: setattr(Settings, "scale", 2.0)),
+        "an attribute of a class, by an object": both(lambda: SETTINGS.scale, lambda: setattr(Settings, "scale", 3.0)),
+        "an attribute with slots": slotted,
+        "an attribute by name": attribute("value", 2.0, lambda settings: getattr(settings, "value")),  # noqa: B009
+        "an attribute that may be missing": attribute("extra", 2.0, lambda settings: getattr(settings, "extra", 1.0)),
+        "whether there is an attribute": attribute(
+            "extra", 2.0, lambda settings: 2.0 if hasattr(settings, "extra") else 1.0
+        ),
+        "all attributes": attribute("value", 2.0, lambda settings: vars(settings)["value"]),
+        "an item of a dict": item,
+        "an item that may be missing": attribute("table", {"b": 2.0}, lambda settings: settings.table.get("b", 1.0)),
+        "a property": attribute("value", 2.0, lambda settings: settings.doubled),
+        "a method": attribute("value", 2.0, lambda settings: settings.method()),
+        "an object that is called": attribute("value", 2.0, lambda settings: settings()),
+        "an object with items": attribute("value", 2.0, lambda settings: settings["any"]),
+        "the length of an object": attribute("on", True, lambda settings: float(len(settings))),
+        "the truth of an object": attribute("on", True, lambda settings: 2.0 if settings else 1.0),
+        "a flag": attribute("on", True, lambda settings: 2.0 if settings.on else 1.0),
+        "a descriptor": both(lambda: WithDescriptor().value, lambda: setattr(Described, "value", 2.0)),
+        "a method put on a class": both(
+            lambda: SETTINGS.method(), lambda: setattr(Settings, "method", lambda self: 5.0)
+        ),
+        "a default of an argument": both(lambda: with_default(), lambda: setattr(with_default, "__defaults__", (2.0,))),
+        "a partial function": partial,
+        "a function in an object": replaced_function,
+        "the code of a function": replaced_code,
+        "a cache": cached,
+        "an attribute by an operator": getter,
+        "a deque": a_deque,
+        "a default dict": defaults,
+        "a member of a set": member_of_set,
+        "an iterator": generator,
+        "a list that gets shorter": popped,
+        "a context variable": both(lambda: VARIABLE.get(), lambda: VARIABLE.set(2.0), replays=None),
+        "a variable of a thread": local,
+        "the environment": both(
+            lambda: float(os.environ.get("HFTA_TEST", "1")), lambda: os.environ.update(HFTA_TEST="2"), False
+        ),
+        "the time": both(lambda: time.time() % 1e3, lambda: None, replays=False),
+        "a clock": both(lambda: time.perf_counter() % 1e3, lambda: None, replays=False),
+        "the date": both(lambda: datetime.datetime.now().microsecond / 1e6, lambda: None, replays=False),
+        "Python's generator": both(lambda: random.random(), lambda: None, replays=False),
+        "a choice of Python's generator": both(lambda: random.choice([1.0, 2.0, 3.0]), lambda: None, replays=False),
+        "NumPy's generator": both(lambda: float(numpy.random.rand()), lambda: None, replays=False),
+        "a generator of NumPy": both(lambda: float(GENERATOR.random()), lambda: None, replays=False),
+        "a unique number": both(lambda: uuid.uuid4().int % 97 / 97, lambda: None, replays=False),
+        "a count": both(lambda: float(next(COUNT)), lambda: None, replays=False),
+        "a print": printed,
+        "a log": logged,
+        "a constant of math": both(lambda: math.sqrt(GLOBAL), lambda: _set("GLOBAL", 2.0)),
+        "the default dtype": both(
+            lambda: 2.0 if torch.get_default_dtype() == torch.float64 else 1.0,
+            lambda: torch.set_default_dtype(torch.float64),
+        ),
+        "whether gradients are on": both(lambda: 1.0 if torch.is_grad_enabled() else 2.0, lambda: None),
+        "the number of threads": both(
+            lambda: float(torch.get_num_threads()), lambda: torch.set_num_threads(3 - torch.get_num_threads()), False
+        ),
+        "whether a compiler traces": both(lambda: 2.0 if torch.compiler.is_compiling() else 1.0, lambda: None, False),
+        "a file": both(lambda: float(os.stat("/proc/uptime").st_mtime % 7 + 1), lambda: None, replays=False),
+        "a name of builtins": both(lambda: float(abs(-1.0)), lambda: _set("abs", lambda value: 2.0)),
+        "variables by name": both(lambda: globals()["GLOBAL"], lambda: _set("GLOBAL", 2.0), replays=False),
+    }
+
+
+WAYS = _ways()
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Globals are as before afterwards."""
+    before, default, threads = dict(globals()), torch.get_default_dtype(), torch.get_num_threads()
+    scale, method, doubled, value, relu = Settings.scale, Settings.method, Settings.doubled, SETTINGS.value, F.relu
+    mkldnn = torch.backends.mkldnn.enabled
+    yield
+    for name in set(globals()) - set(before):
+        del globals()[name]
+    globals().update(before)
+    Settings.scale, Settings.method, SETTINGS.value, Described.value = scale, method, value, 1.0
+    Settings.doubled, F.relu, CHANGING.__class__, helper.scale = doubled, relu, Settings, 1.0  # type: ignore
+    torch.backends.mkldnn.set_flags(mkldnn)
+    TABLE.update(a=1.0, b=1.0)
+    with_keyword.__kwdefaults__["value"] = 1.0
+    WEIGHTS[0], with_default.__defaults__ = 1.0, (1.0,)
+    TENSOR.fill_(1.0)
+    NUMPY.fill(1.0)
+    VARIABLE.set(1.0)
+    os.environ.pop("HFTA_TEST", None)
+    torch.set_default_dtype(default)
+    torch.set_num_threads(threads)
+
+
+M = 2
+
+
+def _state(step: hfta.TrainStep, make: Callable[[], nn.Module]) -> hfta.TrainState:
+    return step.init(*hfta.init_params(make, range(M)), seeds=range(M))
+
+
+def _steps(make: Callable[[], nn.Module], loss_fn: Any, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainStep]:
+    optimizer = hfta.adam(lr=[0.01, 0.02])
+    return tuple(hfta.make_train_step(make(), loss_fn, optimizer, replay=on, **options) for on in (True, False))  # type: ignore[return-value]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) and torch.equal(x.isnan(), y.isnan()) for x, y in pairs)
+
+
+UNREPEATABLE = ("the time", "a clock", "the date", "a unique number", "a count", "the stack")
+"""Ways that never give the same twice."""
+
+
+def _seed(number: int) -> None:
+    """Seed the generators that functions draw from."""
+    random.seed(number)
+    RANDOM.seed(number)
+    numpy.random.seed(number)
+    globals()["GENERATOR"] = numpy.random.default_rng(number)
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("name", WAYS)
+def test_what_functions_read_from_python(name: str, restored: None) -> None:
+    # What two loss functions read in turn must be the same, so each array has a way of its own.
+    way, other = WAYS[name](), WAYS[name]()
+    model = nn.Linear(3, 1, dtype=torch.float64)
+
+    def loss_of(way: Way) -> Callable[[nn.Module, Tensor], Tensor]:
+        read = way.read
+        return lambda model, x: (model(x) * read()).square().mean()
+
+    optimizer = hfta.sgd(lr=0.01)
+    step = hfta.make_train_step(model, loss_of(way), optimizer, replay=True)
+    plain = hfta.make_train_step(model, loss_of(other), optimizer)
+    a = b = _state(step, lambda: nn.Linear(3, 1, dtype=torch.float64))
+    seen = set()
+    for number in range(12):
+        if number == 7:
+            way.change()
+            if other.change.__closure__:
+                other.change()
+        x = torch.randn(M, 4, 3, dtype=torch.float64)
+        _seed(number)
+        a, reported = step(a, x)
+        seen.add(step.status)
+        _seed(number)
+        b, expected = plain(b, x)
+        if name not in UNREPEATABLE:
+            assert _equal((a, reported), (b, expected)), (number, step.status)
+    if way.replays is not None:
+        assert any(status.startswith("replayed") for status in seen) == way.replays, seen
+
+
+def _rows(**options: Any) -> dict[str, Any]:
+    return options
+
+
+class Net(nn.Module):
+    """Convolution, norm, dropout, and a tensor that is made and written."""
+
+    def __init__(self, recurrent: bool = False) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.cell = nn.LSTM(4, 4, batch_first=True) if recurrent else None
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.norm(self.conv(x)))
+        if self.cell is not None:
+            y = self.cell(y.transpose(1, 2))[0].transpose(1, 2)
+        total = torch.zeros(x.shape[0], 4)
+        total += y.mean(-1) * torch.rand(())
+        return self.head(self.drop(total))
+
+
+def net_loss(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    out = model(x)
+    return F.cross_entropy(out, y), {"accuracy": (out.argmax(-1) == y).float().mean()}
+
+
+def net_loss_of_numbers(model: nn.Module, batch: Any, hparams: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1]) * hparams["weight"]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "one by one": _rows(chunk_size=1),
+    "in pairs": _rows(chunk_size=2),
+    "written in place": _rows(donate=True),
+    "in bfloat16": _rows(autocast=torch.bfloat16),
+    "with loss scales": _rows(loss_scale=hfta.LossScale(growth_interval=3)),
+    "with less kept": _rows(save="less"),
+    "with checkpoints": _rows(checkpoint=["conv"]),
+    "failures freeze": _rows(nonfinite="freeze"),
+    "of one batch": _rows(batch_dims=None),
+    "with a recurrent layer": {},
+}
+
+
+@pytest.mark.sampled(every=7)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bits_of_the_eager_step(name: str, count: int) -> None:
+    options, make = OPTIONS[name], functools.partial(Net, "recurrent" in name)
+
+    def state(step: hfta.TrainStep) -> hfta.TrainState:
+        return step.init(*hfta.init_params(make, range(count)), seeds=range(count))
+
+    step, plain = (
+        hfta.make_train_step(make(), net_loss, hfta.adamw(lr=[0.01] * count), replay=on, **options)
+        for on in (True, None)
+    )
+    a, b, seen = state(step), state(plain), []
+    members = () if "batch_dims" in options else (count,)
+    for number in range(14):
+        torch.manual_seed(number)
+        # Every fourth batch is shorter, and one member of the eleventh has failed.
+        rows = 3 if number % 4 == 3 else 5
+        batch = torch.randn(*members, rows, 3, 6), torch.randint(0, 2, (*members, rows))
+        if number == 11:
+            batch[0][0] = torch.nan
+        (a, reported), (b, expected) = step(a, batch), plain(b, batch)
+        assert _equal((a, reported), (b, expected)), (number, step.status)
+        seen.append(step.status)
+    assert seen[-1].startswith("replayed"), seen
+    assert plain.status == "eager: not asked to be replayed"
+
+
+def test_members_own_numbers() -> None:
+    models = [nn.Sequential(nn.Linear(3, 8), nn.Dropout(rate), nn.Linear(8, 2)) for rate in (0.1, 0.4)]
+    step, plain = (
+        hfta.make_train_step(models[0], net_loss_of_numbers, hfta.sgd(lr=[0.1, 0.2]), replay=on) for on in (True, None)
+    )
+    a = b = step.init(*hfta.stack_params(models), seeds=[0, 1], hparams={"weight": [1.0, 2.0]})
+    for number in range(12):
+        batch = torch.randn(2, 5, 3), torch.randint(0, 2, (2, 5))
+        if number == 8:
+            a, b = (state._replace(hparams=state.hparams | {"weight": torch.tensor([3.0, 4.0])}) for state in (a, b))
+        (a, reported), (b, expected) = step(a, batch), plain(b, batch)
+        assert _equal((a, reported), (b, expected)), (number, step.status)
+    assert step.status.startswith("replayed"), step.status
+
+
+def test_a_global_hook_and_a_layer_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, plain = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
+    a = b = _state(step, lambda: nn.Linear(3, 2))
+    handle = None
+    for number in range(30):
+        if number == 8:
+            handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: 2 * output)
+        if number == 16 and handle is not None:
+            handle.remove()
+        if number == 24:
+            monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T * 3)
+        x = torch.randn(M, 4, 3)
+        (a, reported), (b, expected) = step(a, x), plain(b, x)
+        assert _equal((a, reported), (b, expected)), (number, step.status)
+
+
+def test_what_the_step_runs_in() -> None:
+    step, _ = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
+    state, x = _state(step, lambda: nn.Linear(3, 2)), torch.randn(M, 4, 3)
+    for _ in range(6):
+        state, _ = step(state, x)
+    assert step.status.startswith("replayed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly(check_nan=False):
+            step(state, x)
+    assert step.status == "eager: a context around the step observes or changes operators"
+    hfta.rules.explain(step, state, x)
+    assert step.status == "eager: a context around the step observes or changes operators"
+    with hfta.rules.override(linear="loop"):
+        step(state, x)
+        assert step.status == "eager: a record has not paid yet"
+    step(state, x)
+    assert step.status.startswith("replayed")
+
+
+def test_refusals_say_why() -> None:
+    def statuses(loss_fn: Any, batches: Any, **options: Any) -> str:
+        step = hfta.make_train_step(nn.Linear(3, 2), loss_fn, hfta.sgd(lr=0.1), replay=True, **options)
+        state = _state(step, lambda: nn.Linear(3, 2))
+        for batch in batches:
+            state, _ = step(state, batch)
+        return step.status
+
+    x = torch.randn(M, 4, 3)
+    total = torch.zeros(())
+
+    def writing(model: nn.Module, x: Tensor) -> Tensor:
+        total.add_(1)
+        return model(x).square().mean() * total
+
+    def reading(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * (2 if float(x.sum()) > 0 else 1)
+
+    assert "writes a tensor that was made before" in statuses(writing, [x] * 6)
+    assert statuses(reading, [x] * 6, chunk_size=1).startswith("eager: ")
+    shapes = [torch.randn(M, rows, 3) for rows in range(1, 12)]
+    assert "more than 8 shapes" in statuses(lambda model, x: model(x).square().mean(), shapes)
+    with pytest.raises(ValueError, match="replay is 'yes'; it must be True, False, or None"):
+        hfta.make_train_step(nn.Linear(3, 2), reading, hfta.sgd(lr=0.1), replay="yes")  # type: ignore[arg-type]
+
+
+def test_values_that_cannot_be_seen_are_noticed() -> None:
+    """A function that the tracer does not look into reads a batch by NumPy, where no operator is recorded."""
+
+    @torch.compiler.allow_in_graph
+    def first(x: Tensor) -> Tensor:
+        # The tracer calls it with a tensor that has no values.
+        return torch.from_numpy(x.numpy()[:1].copy()) if type(x) is Tensor else x[:1].clone()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * first(x).sum()).square().mean()
+
+    step, plain = _steps(lambda: nn.Linear(3, 2), loss_fn, batch_dims=None)
+    a = b = _state(step, lambda: nn.Linear(3, 2))
+    for number in range(10):
+        x = torch.randn(4, 3)
+        (a, reported), (b, expected) = step(a, x), plain(b, x)
+        assert _equal((a, reported), (b, expected)), (number, step.status)
+    assert step.status.startswith("eager: its record gives other values than the functions")
+
+
+def test_fit_replays_and_goes_on_to_the_same_bits(tmp_path: Any) -> None:
+    data = torch.randn(40, 3), torch.randint(0, 2, (40,))
+
+    def run(replay: bool | None, epochs: int, resume: Any = None) -> tuple[Any, str]:
+        def make() -> nn.Module:
+            return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+
+        step = hfta.make_train_step(make(), net_loss, hfta.adam(lr=[0.1, 0.2]), replay=replay)
+        loader = hfta.ArrayLoader(data, 4, seeds=[0, 1])
+        state, history = hfta.fit(step, _state(step, make), loader, epochs=epochs, progress=False, resume=resume)
+        return (state, history["loss"]), step.replayed().status
+
+    whole, status = run(None, 3)
+    assert status.startswith("replayed")
+    plain, status = run(False, 3)
+    assert status == "eager: not asked to be replayed"
+    assert _equal(whole, plain)
+    run(None, 1, tmp_path / "run")
+    assert _equal(run(None, 3, tmp_path / "run")[0], plain)
