@@ -169,7 +169,7 @@ class Tape:
     def rehearse(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, while it is found out for every operator whether a faster function calls the same."""
         values: dict[Any, Any] = {**self._constants, **dict(zip(self._inputs, inputs, strict=True))}
-        self._functions, self._run = [], None
+        self._functions, self._run, over = [], None, self._over()
         with torch.no_grad(), _below_autograd():
             for call in self._calls:
                 _set_grad_mode(call.grad_mode)
@@ -177,6 +177,9 @@ class Tape:
                 function, result = _fastest(call.operator, args, kwargs)
                 self._functions.append(function)
                 _assign(values, call.result, result)
+                del args, kwargs, result
+                for slot in over[len(self._functions) - 1]:
+                    values.pop(slot, None)
         self._run = self._compiled()
         return [values[slot] for slot in self._outputs]
 
@@ -186,16 +189,19 @@ class Tape:
         with torch.no_grad(), _below_autograd():
             return self._run(*inputs)
 
+    def _over(self) -> list[list[Slot]]:
+        """For every call the tensors that nobody needs after it."""
+        slots = [_slots((call.args, call.kwargs, call.result)) for call in self._calls]
+        last = {slot: number for number, used in enumerate(slots) for slot in used}
+        held = {*self._outputs, *self._constants}
+        return [sorted({slot for slot in used if last[slot] == number} - held) for number, used in enumerate(slots)]
+
     def _compiled(self) -> Callable[..., Any]:
         """The calls as one Python function, which forgets every tensor after its last use."""
         names: dict[str, Any] = {f"t{slot}": tensor for slot, tensor in self._constants.items()}
         names["set_grad_mode"], grad_mode = _set_grad_mode, None
         lines = [f"def run({', '.join(f't{slot}' for slot in self._inputs)}):"]
-        last: dict[int, int] = {}
-        for number, call in enumerate(self._calls):
-            for slot in _slots((call.args, call.kwargs, call.result)):
-                last[slot] = number
-        held = {*self._outputs, *self._constants}
+        over = self._over()
         for number, (call, function) in enumerate(zip(self._calls, self._functions, strict=True)):
             if call.grad_mode != grad_mode:
                 grad_mode = call.grad_mode
@@ -204,10 +210,8 @@ class Tape:
             given = [_source(leaf, names) for leaf in call.args]
             given += [f"{name}={_source(leaf, names)}" for name, leaf in call.kwargs.items()]
             lines.append(f"    {_target(call.result)} = f{number}({', '.join(given)})")
-            slots = _slots((call.args, call.kwargs, call.result))
-            over = sorted({f"t{slot}" for slot in slots if last[slot] == number and slot not in held})
-            if over:
-                lines.append(f"    del {', '.join(over)}")
+            if over[number]:
+                lines.append(f"    del {', '.join(f't{slot}' for slot in over[number])}")
         lines.append(f"    return [{', '.join(f't{slot}' for slot in self._outputs)}]")
         exec(compile("\n".join(lines), "<replayed step>", "exec"), names)
         return names["run"]

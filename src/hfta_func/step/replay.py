@@ -36,8 +36,8 @@ _FIRST = 3
 """Calls before the first capture: the model is known, and chunk sizes are chosen."""
 _IMPORTS, _TRACING, _STEPS = 2.0, 0.4, 6
 """What a capture costs: seconds for the compiler's modules, seconds to trace the user's functions, and steps."""
-_SAVED = 0.3
-"""The least share of a small step that a replay is expected to save."""
+_SAVED, _PYTHON = 0.3, 0.05
+"""The least share of a step that a replay is expected to save, of at most so many seconds: what takes longer are kernels."""
 _TAPES, _SHAPES = 3, 8
 """Most tapes of a shape of batch, one for each set of Python values, and most shapes: more would cost more than they save."""
 
@@ -167,10 +167,11 @@ class Replay:
         expected = leaves(_tensors(self._gradients(state, other)))
         try:
             known.is_checked = all(map(_same_bits, expected, known.tape.rehearse(leaves(_inputs(state, other)))))
+            why_not = "gives other values than the functions, which read what cannot be seen"
         except Exception as error:
-            shape.refuse(f"its record cannot run: {type(error).__name__}")
+            why_not = f"cannot run: {type(error).__name__}"
         if not known.is_checked:
-            shape.refuse("its record gives other values than the functions, which read what cannot be seen")
+            shape.refuse(f"its record {why_not}")
         return self._gradients(state, batch)
 
 
@@ -204,10 +205,11 @@ class _Shape:
         if self.why_not is not None or self._calls < _FIRST:
             return False
         cost = _TRACING + _STEPS * self._least + (0.0 if is_tracer_loaded() else _IMPORTS)
+        python = min(self._least, _PYTHON)
         if left is None:
-            return self._calls * self._least >= cost
+            return self._calls * python >= cost
         # Python values that have changed are expected to change again after as many calls.
-        return min([left, *[self._uses for _ in self.tapes[:1]]]) * self._least * _SAVED >= cost
+        return min([left, *[self._uses for _ in self.tapes[:1]]]) * python * _SAVED >= cost
 
     def add(self, known: _Known) -> None:
         """Keep a tape, instead of the oldest one if there are many."""
