@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import importlib
-import operator
 import os
 import random
 import sys
@@ -127,12 +126,16 @@ def _classes(values: Iterable[Any]) -> list[type]:
     return [kind for kind in every if kind.__module__ not in ("builtins", "types")]
 
 
-def _defaults(function: types.FunctionType) -> list[Any]:
-    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+def _defaults(function: types.FunctionType) -> tuple[Any, ...]:
+    return *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
 
 
-def _identical(values: Iterable[Any], before: Sequence[Any]) -> bool:
-    return len(before) == len(now := [*values]) and all(map(operator.is_, now, before))
+def _identical(values: Iterable[Any], before: tuple[Any, ...]) -> bool:
+    try:
+        # In C, which looks whether two are the same object before it compares them.
+        return (*values,) == before
+    except Exception:
+        return False
 
 
 def _call(func: Any, args: Any) -> Any:

@@ -136,8 +136,8 @@ def _one_thread_less() -> Iterator[None]:
 class _Graph:
     """What becomes of a step for batches of one shape."""
 
-    def __init__(self, step: Callable[..., Any], eager: Callable[..., Any]):
-        self._step, self._call_eagerly = step, eager
+    def __init__(self, step: Callable[..., Any], eager: Callable[..., Any] | None = None):
+        self._step, self._call_eagerly = step, eager or step
         self._run: Callable[..., Any] | None = None
         self._worker: Compiler | None = None
         self._ended = False
