@@ -709,6 +709,20 @@ def test_values_that_cannot_be_seen_are_noticed() -> None:
     assert step.status.startswith("eager: its record gives other values than the functions")
 
 
+def test_whatever_keeps_a_step_from_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any) -> Any:
+        raise KeyError("unknown")
+
+    monkeypatch.setattr(replay, "members_of", failing)
+    step, plain = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
+    a = b = _state(step, lambda: nn.Linear(3, 2))
+    for _ in range(6):
+        x = torch.randn(M, 4, 3)
+        (a, reported), (b, expected) = step(a, x), plain(b, x)
+        assert _equal((a, reported), (b, expected))
+    assert step.status == "eager: KeyError"
+
+
 def test_fit_replays_and_goes_on_to_the_same_bits(tmp_path: Any) -> None:
     data = torch.randn(40, 3), torch.randint(0, 2, (40,))
 

@@ -54,19 +54,14 @@ class Replay:
         model: The model, for its code and settings.
         loss_fn: The user's loss function.
         options: The step's options.
-        steps: How often it will be called in all, if that is known.
+
+    Attributes:
+        left: How many calls are left, if that is known.
     """
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        model: nn.Module,
-        loss_fn: Callable[..., Any],
-        options: Options,
-        steps: int | None = None,
-    ):
+    def __init__(self, gradients: Gradients, model: nn.Module, loss_fn: Callable[..., Any], options: Options):
         self._gradients, self._model, self._loss_fn, self._options = gradients, model, loss_fn, options
-        self.left = steps
+        self.left: int | None = None
         self.status = "eager: not called yet"
         self._shapes: dict[Any, _Shape] = {}
         # One thread records at a time; others go on eagerly.
@@ -129,8 +124,10 @@ class Replay:
         if shape.is_worth_it(self.left):
             try:
                 return self._record(shape, state, batch)
-            except NotReplayableError as error:
-                shape.refuse(str(error))
+            except Exception as error:
+                # Whatever keeps a call from being recorded, it runs as it is, and raises what is the user's to see.
+                why_not = str(error) if isinstance(error, NotReplayableError) else type(error).__name__
+                shape.refuse(why_not)
         start = time.perf_counter()
         outputs = self._gradients(state, batch)
         shape.note(time.perf_counter() - start)
