@@ -182,7 +182,9 @@ def test_as_pytorch(row: Row) -> None:
         got = _result(row.call, vmap)
         if isinstance(expected, Exception):
             assert isinstance(got, type(expected)), repr(got)
-            assert all(re.search(row.refused, str(error)) for error in (expected, got)), repr((expected, got))
+            # tensordict, once imported, replaces vmap's checks by its own, whose lines break elsewhere.
+            texts = [" ".join(str(error).split()) for error in (expected, got)]
+            assert all(re.search(row.refused, text) for text in texts), repr(texts)
         else:
             assert not row.refused, "PyTorch accepts it"
             torch.testing.assert_close(got, expected)
