@@ -33,8 +33,11 @@ REFUSED = (
     "branches on the value of a tensor",
     "has no setup_context, which PyTorch needs under",
 )
-"""What an array refuses that a model alone does: a tensor that all members share has no place for a value per member, and one
-compiled program and ``hfta.vmap`` alone have no place for members that part, and an array runs both sides of ``torch.cond``."""
+"""What an array refuses that a model alone does: a tensor that all members share has no place for a value per member.
+
+One compiled program and ``hfta.vmap`` alone have no place for members that part, and an array runs both sides of
+``torch.cond``.
+"""
 
 Trace = dict[str, Tensor]
 """What is compared, by name."""
@@ -55,9 +58,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-def alone(
-    model: nn.Module, spec: Spec, member: int, nudge: float = 0.0, autocast: torch.dtype | None = None
-) -> Trace:
+def alone(model: nn.Module, spec: Spec, member: int, nudge: float = 0.0, autocast: torch.dtype | None = None) -> Trace:
     """One model trained and evaluated by PyTorch; ``nudge`` changes its inputs a little."""
     model, trace, held = copy.deepcopy(model), {}, {}
     optimizer = torch.optim.SGD(model.parameters(), lr=LRS[member])
@@ -410,7 +411,13 @@ MANY = [
     *((how, 120, 0) for how in HOW),
 ]
 """Which judge, how many programs, and where their generator starts."""
-SOME = [("alone", 12, 100), ("autocast", 2, 100), ("noise", 3, 100), ("replayed", 4, 100), *((how, 3, 100) for how in HOW)]
+SOME = [
+    ("alone", 12, 100),
+    ("autocast", 2, 100),
+    ("noise", 3, 100),
+    ("replayed", 4, 100),
+    *((how, 3, 100) for how in HOW),
+]
 
 
 @pytest.mark.exhaustive

@@ -895,7 +895,9 @@ def flow(func: Flow, drawn: bool = False) -> Op:
             lambda x: by_function(x, n // 4),
             lambda x: F.leaky_relu_(x * m[name].bias),
         )
-        return lambda m, run: func(lambda x: F.dropout(x, 0.3, m.training) if drawn else bodies[n % 4](x), run.x, n // 4)
+        return lambda m, run: func(
+            lambda x: F.dropout(x, 0.3, m.training) if drawn else bodies[n % 4](x), run.x, n // 4
+        )
 
     return op
 

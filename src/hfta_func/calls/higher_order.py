@@ -24,6 +24,15 @@ def _cond(call: Call, pred: Any, true_func: Any, false_func: Any, operands: Any 
     if not isinstance(pred, Tensor) or not (torch.compiler.is_compiling() or _torch.is_wrapped(pred)):
         return call(0, true_func if pred else false_func, *operands)
     sides = [call(0, func, *operands) for func in (true_func, false_func)]
+    kinds = [
+        pytree.tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else type(x), side) for side in sides
+    ]
+    if kinds[0] != kinds[1]:
+        raise TraceError(
+            "the branches of torch.cond return {} and {}; return tensors of one structure, with one shape and dtype".format(
+                *(str(kind).replace("torch.Size", "") for kind in kinds)
+            )
+        )
     return pytree.tree_map(lambda a, b: torch.where(pred, a, b), *sides)
 
 
