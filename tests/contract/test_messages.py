@@ -190,11 +190,11 @@ REFUSED: dict[str, tuple[str, Call]] = {
     "two rules": ("batching rule does not work", lambda m, x: WithTwoRules.apply(x)),
     "rule without dims": ("batching rule does not work", lambda m, x: WithoutDims.apply(x)),
     "cond of shapes": (
-        "the branches of torch.cond return",
+        "the branches of torch.cond or torch.switch return",
         lambda m, x: torch.cond(x.sum() > 0, lambda x: x, lambda x: x[0], (x,)),
     ),
     "cond of structures": (
-        "the branches of torch.cond return",
+        "the branches of torch.cond or torch.switch return",
         lambda m, x: torch.cond(x.sum() > 0, lambda x: (x, x), lambda x: (x,), (x,))[0],
     ),
     "cond of many": (
