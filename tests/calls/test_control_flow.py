@@ -100,7 +100,7 @@ def of_switch(model: Any, x: Tensor) -> Tensor:
     y = model.layer(x)
     branches = (lambda y, z: y.sin() + z, lambda y, z: y.cos() * model.out.bias.sum(), lambda y, z: -z * y)
     # Numbers outside of the branches are those of the first and the last one.
-    return model.out(higher_order.switch.switch((y.sum() > 0).long() * 4 - 1, branches, (y, x)))
+    return model.out(higher_order.switch((y.sum() > 0).long() * 4 - 1, branches, (y, x)))
 
 
 FLOWS = [of_cond, of_while_loop, of_while_loop_over_zeros, of_map, of_scan, of_scan_backwards, of_associative_scan]
