@@ -14,6 +14,7 @@ from hfta_func._types import BatchError, Params, Shared, StateError, Tree
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.step.batch import check_batch, copied, leaf_dims, plain, restored
+from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import Members
 from hfta_func.step.state import TrainState, stacked
 
@@ -202,9 +203,17 @@ def call(
 
     axes = dict.fromkeys(params, 0) | dict.fromkeys((*shared, *base), None)
     mapped = members.vmap(member, (0, axes, 0, leaf_dims(dims, tree)))
-    outputs = members.guard(
-        keys, lambda params, shared: mapped(keys, params | shared | base, stacked.buffers, tree), params, shared
-    )
+
+    def together(params: Params, shared: Params) -> Any:
+        # Members that branch differently run in groups.
+        run = Chunks(None, dims)
+        return run(
+            lambda some, tree: mapped(some[0], some[1] | shared | base, some[2], tree),
+            (keys, params, stacked.buffers),
+            tree,
+        )
+
+    outputs = members.guard(keys, together, params, shared)
     members.has_run(keys)
     return outputs
 
