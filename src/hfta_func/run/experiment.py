@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hfta_func._tree import indices, take
-from hfta_func._types import HyperparameterError, Shared
+from hfta_func._types import HyperparameterError, Params, Shared
 from hfta_func.models.stack import build, init_params, unstack_params
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import is_batch, make_evaluation
 from hfta_func.run.fit import fit
 from hfta_func.run.history import History, Metrics
+from hfta_func.step.ensemble import Ensemble
 from hfta_func.step.prediction import Prediction, predict
 from hfta_func.step.state import TrainState, stacked
 from hfta_func.step.train import TrainStep, make_train_step
@@ -173,8 +174,12 @@ class Experiment:
 
     def models(self) -> list[nn.Module]:
         """Every member as an ordinary module, see :func:`unstack_params`."""
-        shared = self.state.shared.params if isinstance(self.state.shared, Shared) else {}
-        return unstack_params(self.model, self.state.params, stacked(self.state).buffers, shared=shared, **self._base)
+        params, buffers = stacked(self.state)
+        return unstack_params(self.model, params, buffers, shared=self._shared(), **self._base)
+
+    def ensemble(self) -> Ensemble:
+        """The members as one module, to call, deploy or export."""
+        return Ensemble(self.model, *stacked(self.state), seeds=self.state.keys, shared=self._shared(), **self._base)
 
     def predict(self, batches: Any, *, batch_dims: Any = None) -> Prediction:
         """What all members predict, see :func:`hfta_func.predict`."""
@@ -189,6 +194,9 @@ class Experiment:
 
     def _repr_html_(self) -> str:
         return f"{self!r}<br>{self.history._repr_html_()}"
+
+    def _shared(self) -> Params:
+        return self.state.shared.params if isinstance(self.state.shared, Shared) else {}
 
     def _columns_of(self, members: Tensor, columns: Mapping[str, Any]) -> dict[str, list[Any]]:
         return {name: [column[member] for member in members.tolist()] for name, column in columns.items()}
