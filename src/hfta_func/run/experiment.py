@@ -139,6 +139,19 @@ class Experiment:
         Returns:
             The history of this call, whose frames have the hyperparameters.
         """
+        given = self.arguments(data, batch_size, evaluate=evaluate, **options)
+        self.state, self.history = fit(self.step, self.state, epochs=epochs, **given)
+        self._epochs += len(self.history)
+        # A member that a callback has added has none of its own.
+        added = [None] * (len(self.history.seeds) - max(map(len, self.hyperparameters.values()), default=0))
+        self.history.columns = {name: [*column, *added] for name, column in self.hyperparameters.items()}
+        self.hyperparameters = self._columns_of(self.history.members, self.history.columns)
+        return self.history
+
+    def arguments(
+        self, data: Any, batch_size: int | None = None, *, evaluate: Any = None, **options: Any
+    ) -> dict[str, Any]:
+        """The arguments of :func:`hfta_func.fit` for those of :meth:`fit`: its loader, ``evaluate`` and further options."""
         loader, names = data, options.keys() & inspect.signature(ArrayLoader).parameters
         if batch_size is not None:
             seeds: Any = {"shared": True} if self.step.batch_dims is None else {"seeds": self.state.keys}
@@ -150,14 +163,7 @@ class Experiment:
                 f"{', '.join(sorted(names)) or 'data'} needs a batch_size; or pass a loader as data"
             )
         is_known = evaluate is None or callable(evaluate) or (isinstance(evaluate, tuple) and callable(evaluate[0]))
-        options["evaluate"] = evaluate if is_known else (self.metric, evaluate)
-        self.state, self.history = fit(self.step, self.state, loader, epochs=epochs, **options)
-        self._epochs += len(self.history)
-        # A member that a callback has added has none of its own.
-        added = [None] * (len(self.history.seeds) - max(map(len, self.hyperparameters.values()), default=0))
-        self.history.columns = {name: [*column, *added] for name, column in self.hyperparameters.items()}
-        self.hyperparameters = self._columns_of(self.history.members, self.history.columns)
-        return self.history
+        return {**options, "loader": loader, "evaluate": evaluate if is_known else (self.metric, evaluate)}
 
     def evaluate(self, data: Any, *rows: Sequence[Sequence[int] | Tensor]) -> Metrics:
         """The metrics of all members now, over ``data`` as in :func:`hfta_func.fit`, and rows of each member's own."""

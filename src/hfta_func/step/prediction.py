@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,7 +77,7 @@ class Prediction:
 
     @property
     def mutual_information(self) -> Tensor:
-        """The part of :attr:`entropy` in nats that comes from the members' differences, ``[N]``; the rest is each member's."""
+        """The part of :attr:`entropy` in nats that comes from differences between members, ``[N]``."""
         return self.entropy - torch.special.entr(self.scores.softmax(-1)).sum(-1).mean(0)
 
     @property
@@ -121,9 +122,6 @@ class Deployed(nn.Module):
 
         Returns:
             The program, for ``torch.export.save`` or ``torch.onnx.export``.
-
-        Raises:
-            StateError: if the model draws noise in eval mode, which only this package can.
         """
 
         def rows(leaf: Any) -> Any:
@@ -135,11 +133,11 @@ class Deployed(nn.Module):
 
         args, kwargs = tree_map(rows, (args, kwargs))
         shapes = tree_map(dynamic, {"args": args, **({"kwargs": kwargs} if kwargs else {})})
-        # Batching rules become operators of PyTorch, which need no package.
-        program = torch.export.export(self, args, kwargs, dynamic_shapes=shapes).run_decompositions({})
-        if needed := [name for node in program.graph.nodes if (name := str(node.target)).startswith("hfta_func.")]:
-            raise StateError(f"the model calls {needed[0]} in eval mode, which needs this package; draw no noise there")
-        return program
+        with warnings.catch_warnings():
+            # PyTorch warns of what it calls itself.
+            warnings.simplefilter("ignore", FutureWarning)
+            # Batching rules become operators of PyTorch, which need no package.
+            return torch.export.export(self, args, kwargs, dynamic_shapes=shapes).run_decompositions({})
 
 
 def gather(run: Callable[..., Any], batches: Any) -> Prediction:
