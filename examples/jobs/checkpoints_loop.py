@@ -26,15 +26,15 @@ for seed in range(8):
     rise, fall = LinearLR(optimizer, total_iters=19), CosineAnnealingLR(optimizer, T_max=20 * 18)
     scheduler = SequentialLR(optimizer, [rise, fall], milestones=[19])
     loader = DataLoader(TensorDataset(*train), 64, shuffle=True)
-    path, start, best, stale, best_model = f"{sys.argv[1]}-{seed}.pt", 0, float("inf"), 0, None
+    path, epoch, best, stale = f"{sys.argv[1]}-{seed}.pt", 0, float("inf"), 0
     if os.path.exists(path):
         saved = torch.load(path)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         scheduler.load_state_dict(saved["scheduler"])
         torch.set_rng_state(saved["rng"])
-        start, best, stale, best_model = saved["epoch"], saved["best"], saved["stale"], saved["best_model"]
-    epoch = start
+        epoch, best, best_epoch = saved["epoch"], saved["best"], saved["best_epoch"]
+        stale, best_model = saved["stale"], saved["best_model"]
     while epoch < 20 and stale < 4:
         model.train()
         for inputs, targets in loader:
@@ -49,11 +49,12 @@ for seed in range(8):
             error = (model(test[0]).argmax(-1) != test[1]).float().mean().item()
         epoch, stale = epoch + 1, stale + 1
         if error < best:
-            best, stale, best_model = error, 0, copy.deepcopy(model.state_dict())
+            best, best_epoch, stale, best_model = error, epoch, 0, copy.deepcopy(model.state_dict())
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-        state |= {"epoch": epoch, "best": best, "stale": stale, "best_model": best_model, "rng": torch.get_rng_state()}
+        state |= {"epoch": epoch, "best": best, "best_epoch": best_epoch, "stale": stale, "best_model": best_model}
+        state["rng"] = torch.get_rng_state()
         torch.save(state, path)
     model.load_state_dict(best_model)
     errors.append(best)
-    epochs.append(epoch)
+    epochs.append(best_epoch)
 print(f"error {sum(errors) / 8:.4f} after {sum(epochs) / 8:.2f} epochs")

@@ -47,6 +47,9 @@ def test_lines():
     assert len(lines) == 8 and all(array <= loop for array, loop in lines.values())
     arrays, loops = zip(*lines.values(), strict=True)
     assert sum(arrays) <= 0.7 * sum(loops), lines
+    gallery = (JOBS.parents[1] / "docs" / "gallery.md").read_text()
+    for name, (array, loop) in lines.items():
+        assert f"[{array}](../examples/jobs/{name}.py) | [{loop}](../examples/jobs/{name}_loop.py)" in gallery
     for name, most in LINES.items():
         assert count(name) <= most
     assert {path.stem for path in JOBS.glob("*.py")} == {"__init__", *NAMES, *LOOPS, "halving", "federated"}
