@@ -405,7 +405,7 @@ def test_data_of_an_evaluation_follow_the_members() -> None:
     step = hfta.make_train_step(torch.nn.Linear(4, 1), lambda model, batch: model(batch).mean(), hfta.sgd(lr=0.1))
     state = step.init(*hfta.init_params(lambda: torch.nn.Linear(4, 1), SEEDS), seeds=SEEDS)
     state = optree.tree_map(lambda leaf: leaf.to("meta"), state)
-    for data in (torch.randn(5, 4), [torch.randn(5, 4)]):
+    for data in (torch.randn(5, 4), torch.utils.data.DataLoader(torch.randn(5, 4), 5)):
         evaluate = make_evaluation(step, (lambda model, batch: model(batch).mean(), data), state)
         assert evaluate is not None
         assert {value.device.type for value in evaluate(state).values()} == {"meta"}

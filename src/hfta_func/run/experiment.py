@@ -180,12 +180,13 @@ class Experiment:
 
     def models(self) -> list[nn.Module]:
         """Every member as an ordinary module, see :func:`unstack_params`."""
-        params, buffers = stacked(self.state)
-        return unstack_params(self.model, params, buffers, shared=self._shared(), **self._base)
+        made: Any = {"shared": self._shared(), **self._base}
+        return unstack_params(self.model, self.state.params, stacked(self.state).buffers, **made)
 
     def ensemble(self) -> Ensemble:
         """The members as one module, to call, deploy or export."""
-        return Ensemble(self.model, *stacked(self.state), seeds=self.state.keys, shared=self._shared(), **self._base)
+        made: Any = {"shared": self._shared(), "seeds": self.state.keys, **self._base}
+        return Ensemble(self.model, self.state.params, stacked(self.state).buffers, **made)
 
     def predict(self, batches: Any, *, batch_dims: Any = None) -> Prediction:
         """What all members predict, see :func:`hfta_func.predict`."""
