@@ -95,7 +95,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     finally:
         if collecting:
             gc.enable()
-    kineto: Any = recorded.kineto_results
+    kineto: Any = recorded.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
     events = [event for event in kineto.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events), default=0)
