@@ -98,11 +98,7 @@ class Experiment:
         options: Mapping[str, Any] | None = None,
         **hyperparameters: Any,
     ):
-        numbers = _column(range(seeds) if isinstance(seeds, int) else seeds)
-        columns = {name: _column(value) or [value] * len(numbers) for name, value in hyperparameters.items()}
-        for name, column in columns.items():
-            if len(column) != len(numbers):
-                raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
+        numbers, columns = columns_of(seeds, hyperparameters)
         factory_takes, optimizer_takes = _arguments(make_model), _arguments(optimizer)
         of_model: Any = {name: columns[name] for name in columns if name in factory_takes}
         # The plain number 0 leaves momentum out; a list of zeros does not.
@@ -192,6 +188,18 @@ class Experiment:
 
     def _columns_of(self, members: Tensor, columns: Mapping[str, Any]) -> dict[str, list[Any]]:
         return {name: [column[member] for member in members.tolist()] for name, column in columns.items()}
+
+
+def columns_of(
+    seeds: int | Sequence[int] | Tensor, values: Mapping[str, Any]
+) -> tuple[list[int], dict[str, list[Any]]]:
+    """One seed per member, and one of each value; raises a HyperparameterError if a list has another length."""
+    numbers = _column(range(seeds) if isinstance(seeds, int) else seeds)
+    columns = {name: _column(value) or [value] * len(numbers) for name, value in values.items()}
+    for name, column in columns.items():
+        if len(column) != len(numbers):
+            raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
+    return numbers, columns
 
 
 def _column(values: Any) -> list[Any]:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 Metrics = dict[str, Tensor]
 Mode = Literal["min", "max"]
 
+ROWS = ":rows"
+"""With this after its name, a metric holds the rows that the one of that name is a sum over, whose mean is recorded."""
+
 
 class FailedStep(NamedTuple):
     """A member's first failure in an epoch.
@@ -312,7 +315,11 @@ class Running:
 
     def close(self, history: History, further: Metrics) -> Metrics:
         """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""
-        means = {name: value / self.batches for name, value in self.sums.items()}
+        means = {
+            name: value / self.sums.get(name + ROWS, self.batches)
+            for name, value in self.sums.items()
+            if not name.endswith(ROWS)
+        }
         if not isinstance(further, dict) or not all(isinstance(value, Tensor) for value in further.values()):
             raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
         hidden = means.keys() & further.keys()
