@@ -297,24 +297,29 @@ class _NoBatchIndex:
     __hash__ = None  # pyright: ignore
 
 
+_DIFFERENT = "different in each member"
+
+
 class _Hparams(dict[str, Any]):
-    """``self.hparams`` of all members: common values, and in a step numbers in which members differ."""
+    """``self.hparams`` in a step: common values, numbers in which members differ, and none of the others."""
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
 
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name}, which is no value of self.hparams, or one other than a number in which members differ")
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if value is _DIFFERENT:
+            raise StackError(f"'{name}' is no number, and members differ in it, so no step can read it")
+        return value
 
 
 def _share_hparams(members: list[Any]) -> dict[str, list[float]]:
     """Give all members one ``hparams`` with their common values; returns the numbers in which they differ."""
     columns = {name: [member.hparams.get(name) for member in members] for name in members[0].hparams}
     differing = {name: values for name, values in columns.items() if any(value != values[0] for value in values)}
-    common = _Hparams({name: values[0] for name, values in columns.items() if name not in differing})
+    common = _Hparams({name: _DIFFERENT if name in differing else values[0] for name, values in columns.items()})
     for member in members:
         vars(member).update(_hparams=common, _hparams_initial=common)
     return {name: values for name, values in differing.items() if all(map(is_number, values))}
