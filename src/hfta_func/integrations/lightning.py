@@ -5,32 +5,29 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import inspect
 import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hfta_func import optim, schedules
-from hfta_func._types import StackError, TraceError
+from hfta_func._types import StackError
 from hfta_func.callbacks import early_stopping
-from hfta_func.models.scalar_attributes import is_number
+from hfta_func.integrations.lightning_steps import TrainerFacts, loss_of, metrics_of, record_into, share_hparams
 from hfta_func.models.stack import build, stack_params, unstack_params
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.experiment import columns_of
 from hfta_func.run.fit import fit
-from hfta_func.run.history import ROWS, Callback, History
+from hfta_func.run.history import Callback, History
 from hfta_func.step.exchange import from_torch
 from hfta_func.step.state import TrainState, stacked
 from hfta_func.step.train import TrainStep, make_train_step
 
-_AT_START = "on_fit_start", "on_train_start"
 _AFTER_EPOCHS = "on_validation_epoch_end", "on_train_epoch_end"
-_AT_END = "on_train_end", "on_fit_end"
 _GRADIENTS = "pass gradient_clip_val, or write what changes gradients as an optimizer, see docs/howto/extend.md"
 _BATCHES = "compute this in training_step, or in on_train_epoch_end"
 _REFUSED = {
@@ -39,7 +36,9 @@ _REFUSED = {
     "optimizer_step": "return optimizers and schedulers from configure_optimizers alone",
     "lr_scheduler_step": "return an LRScheduler of torch.optim from configure_optimizers",
     "configure_callbacks": "pass callbacks to fit",
-    **dict.fromkeys((f"on_{kind}_batch_{end}" for kind in ("train", "validation") for end in ("start", "end")), _BATCHES),
+    **dict.fromkeys(
+        (f"on_{kind}_batch_{end}" for kind in ("train", "validation") for end in ("start", "end")), _BATCHES
+    ),
     **dict.fromkeys(("on_train_epoch_start", "on_validation_epoch_start"), "use on_train_epoch_end"),
     **dict.fromkeys(("on_validation_start", "on_validation_end"), "use on_validation_epoch_end"),
 }
@@ -118,7 +117,9 @@ class LightningArray:
             raise StackError(f"{self._name} has automatic_optimization=False, manual optimization; {cure}")
         for path, child in self._members[0].named_modules():
             if any(kind.__module__.startswith("torchmetrics.") for kind in type(child).__mro__):
-                cure = f"self.log the value of a function such as those of torchmetrics.functional.{type(child).__name__}"
+                cure = (
+                    f"self.log the value of a function such as those of torchmetrics.functional.{type(child).__name__}"
+                )
                 raise StackError(f"'{path}' is a metric of torchmetrics, which belongs to no member; {cure}")
         self.history = History(torch.tensor(self.seeds))
 
@@ -158,8 +159,9 @@ class LightningArray:
             TraceError: if a step reads ``self.trainer``, ``batch_idx`` or the value of a tensor.
         """
         members, package = self.models(), self._base.__module__.removesuffix(".core.module")
-        facts = _TrainerFacts(max_epochs=max_epochs, current_epoch=0, accumulate_grad_batches=accumulate_grad_batches)
-        _attach(members, facts)
+        facts = TrainerFacts(max_epochs=max_epochs, current_epoch=0, accumulate_grad_batches=accumulate_grad_batches)
+        for member in members:
+            member.trainer = facts
         train, validation = self._set_up(members, datamodule, train_dataloaders, val_dataloaders)
         batches = operator.length_hint(train)
         updates, rest = divmod(batches, accumulate_grad_batches)
@@ -169,35 +171,38 @@ class LightningArray:
         if batches:
             vars(facts).update(num_training_batches=batches, estimated_stepping_batches=updates * max_epochs)
         core = importlib.import_module(f"{package}.core.optimizer")
-        optimizer, followers = _optimizer(members, core, updates, max_epochs)
+        optimizer, followers = _optimizer_of(members, core, updates, max_epochs)
         if gradient_clip_val is not None:
             clip = {"norm": optim.clip_grad_norm, "value": optim.clip_grad_value}[gradient_clip_algorithm]
             optimizer = optim.chain(clip(gradient_clip_val), optimizer)
         if accumulate_grad_batches > 1:
             optimizer = optim.accumulate(optimizer, accumulate_grad_batches)
-        for member, hook in itertools.product(members, _AT_START):
-            getattr(member, hook)()
-        hparams = _share_hparams(members)
+        for member in members:
+            member.on_fit_start()
+            member.on_train_start()
+        hparams = share_hparams(members)
         step_options: dict[str, Any] = {"autocast": _PRECISIONS.get(precision or ""), **self._options}
         step_options.setdefault("batch_dims", 0 if isinstance(train, ArrayLoader) and not train.shared else None)
-        call = _Call(facts, importlib.import_module(f"{package}.utilities.data").extract_batch_size)
-        self.step = make_train_step(members[0], functools.partial(_loss, call), optimizer, **step_options)
+        rows_of = importlib.import_module(f"{package}.utilities.data").extract_batch_size
+        self.step = make_train_step(members[0], functools.partial(loss_of, rows_of), optimizer, **step_options)
         params = stack_params(members, share_frozen=self.step.options.share_frozen)
         state = self.step.init(*params, seeds=self.seeds, hparams=hparams)
         if validation is not None and self._has("validation_step"):
-            options["evaluate"] = functools.partial(_metrics, call), validation
+            options["evaluate"] = functools.partial(metrics_of, rows_of), validation
         hooks = [functools.partial(self._after_epoch, facts)] if any(map(self._has, _AFTER_EPOCHS)) else []
-        options["callbacks"] = [*hooks, *map(_callback, callbacks), *followers]
+        options["callbacks"] = [*hooks, *map(_callback_of, callbacks), *followers]
         self.state, self.history = fit(self.step, state, train, epochs=max_epochs, **options)
         self.history.columns = self._columns
-        self._members = self.models()
-        for member, hook in itertools.product(_attach(self._members, facts), _AT_END):
-            getattr(member, hook)()
+        self._members = self._with(self.state, range(len(self._members)))
+        for member in self._members:
+            member.trainer = facts
+            member.on_train_end()
+            member.on_fit_end()
         return self.history
 
     def models(self) -> list[Any]:
         """Every member as a LightningModule of its own, with its ``hparams``."""
-        return self._with(self.state, range(len(self._members))) if hasattr(self, "state") else self._copies()
+        return [copy.deepcopy(member) for member in self._members]
 
     def __repr__(self) -> str:
         return f"LightningArray({len(self.seeds)} members of {self._name}, {len(self.history)} epochs)"
@@ -209,9 +214,6 @@ class LightningArray:
     def _has(self, name: str) -> bool:
         """Whether the module overrides a method of LightningModule."""
         return getattr(type(self._members[0]), name, None) is not getattr(self._base, name, None)
-
-    def _copies(self) -> list[Any]:
-        return [copy.deepcopy(member) for member in self._members]
 
     def _with(self, state: TrainState, numbers: Sequence[int]) -> list[Any]:
         """Modules with the parameters and buffers that a state has of them."""
@@ -239,7 +241,7 @@ class LightningArray:
                 raise StackError("got several dataloaders; pass one for training and one for validation")
         return train, validation
 
-    def _after_epoch(self, facts: _TrainerFacts, state: TrainState, history: History) -> None:
+    def _after_epoch(self, facts: TrainerFacts, state: TrainState, history: History) -> None:
         """Call the hooks of every active member, on a module as it is now, and record what they log."""
         facts.current_epoch = len(history) - 1
         numbers, logged = history.members.tolist(), {}
@@ -248,141 +250,23 @@ class LightningArray:
                 continue
             metrics = {name: values[numbers[index]] for name, values in history.epochs[-1].items()}
             before = copy.deepcopy(model.state_dict())
-            values: dict[str, Tensor] = {}
-            _attach([model], _TrainerFacts(**vars(facts), callback_metrics=metrics))
-            _record_into(model, values, None, None)
+            values: Any = {}
+            model.trainer = TrainerFacts(**vars(facts), callback_metrics=metrics)
+            record_into(model, values)
             for hook in _AFTER_EPOCHS:
                 getattr(model, hook)()
             for path, leaf in model.state_dict().items():
                 if not torch.equal(leaf, before[path]):
-                    raise StackError(f"a hook of {self._name} after an epoch writes '{path}'; give fit a callback for it")
-            for name, value in values.items():
+                    raise StackError(
+                        f"a hook of {self._name} after an epoch writes '{path}'; give fit a callback for it"
+                    )
+            for name, (value, _) in values.items():
                 column = logged.setdefault(name, torch.full((len(history.seeds),), torch.nan, dtype=torch.float64))
                 column[numbers[index]] = value
         history.epochs[-1].update(logged)
 
 
-class _TrainerFacts:
-    """What a module finds as ``self.trainer``: what is known before training."""
-
-    current_epoch: int
-
-    def __init__(self, **facts: Any):
-        vars(self).update(facts)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise TraceError(
-            f"the module reads self.trainer.{name}, which an array does not have; it has {', '.join(vars(self))}, and "
-            f"steps have none of them"
-        )
-
-
-def _attach(members: list[Any], facts: _TrainerFacts) -> list[Any]:
-    for member in members:
-        member.trainer = facts
-    return members
-
-
-class _NoBatchIndex:
-    """Stands for ``batch_idx`` in a step, which is one program for all batches."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise TraceError("the step computes with batch_idx, but it is one program for all batches; leave that out")
-
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __mul__ = __sub__ = __truediv__ = _refuse
-    __mod__ = __floordiv__ = __radd__ = __rmul__ = __rsub__ = __rmod__ = __bool__ = __index__ = __int__ = _refuse
-    __float__ = __format__ = _refuse
-    __hash__ = None  # pyright: ignore
-
-
-_DIFFERENT = "different in each member"
-
-
-class _Hparams(dict[str, Any]):
-    """``self.hparams`` in a step: common values, numbers in which members differ, and none of the others."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(name)
-        return self[name]
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        if value is _DIFFERENT:
-            raise StackError(f"'{name}' is no number, and members differ in it, so no step can read it")
-        return value
-
-
-def _share_hparams(members: list[Any]) -> dict[str, list[float]]:
-    """Give all members one ``hparams`` with their common values; returns the numbers in which they differ."""
-    columns = {name: [member.hparams.get(name) for member in members] for name in members[0].hparams}
-    differing = {name: values for name, values in columns.items() if any(value != values[0] for value in values)}
-    common = _Hparams({name: _DIFFERENT if name in differing else values[0] for name, values in columns.items()})
-    for member in members:
-        vars(member).update(_hparams=common, _hparams_initial=common)
-    return {name: values for name, values in differing.items() if all(map(is_number, values))}
-
-
-class _Call(NamedTuple):
-    """How a member's step is called."""
-
-    facts: _TrainerFacts
-    batch_size_of: Callable[[Any], int]
-
-    def __call__(self, model: Any, name: str, batch: Any, hparams: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-        """What a step returns, and what it logs."""
-        logged: dict[str, Tensor] = {}
-        before = model._trainer, model._hparams
-        batch = model.on_before_batch_transfer(batch, 0)
-        batch = model.on_after_batch_transfer(model.transfer_batch_to_device(batch, model.device, 0), 0)
-        _record_into(model, logged, self.batch_size_of, batch)
-        numbers = {key: value for key, value in hparams.items() if "." not in key}
-        model._trainer, model._hparams = _TrainerFacts(), _Hparams(model._hparams | numbers)
-        function = getattr(model, name)
-        given = (batch, _NoBatchIndex())[: len(inspect.signature(function).parameters)]
-        try:
-            return function(*given), logged
-        finally:
-            model._trainer, model._hparams = before
-            del model.log, model.log_dict
-
-
-def _record_into(model: Any, logged: dict[str, Tensor], batch_size_of: Any, batch: Any) -> None:
-    """Let ``self.log`` of a module fill a dict, with the rows of the batch after each name where there is a batch."""
-
-    def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any) -> None:
-        if reduce_fx not in ("mean", torch.mean):
-            raise StackError(f"'{name}' is logged with reduce_fx={reduce_fx!r}; an epoch's value is a mean over rows")
-        value = torch.as_tensor(value).detach().squeeze().double()
-        rows = batch_size_of(batch) if batch_size is None and batch is not None else batch_size
-        logged[name] = value
-        if rows is not None:
-            logged[name + ROWS] = torch.as_tensor(rows, dtype=torch.float64, device=value.device)
-
-    def log_dict(dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
-        for name, value in dictionary.items():
-            log(name, value, *args, **options)
-
-    model.log, model.log_dict = log, log_dict
-
-
-def _loss(call: _Call, model: Any, batch: Any, hparams: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """The loss of one member."""
-    loss, logged = call(model, "training_step", batch, hparams)
-    if isinstance(loss, Mapping):
-        loss = loss["loss"]
-    return loss, {name: value * logged[name + ROWS] if name + ROWS in logged else value for name, value in logged.items()}
-
-
-def _metrics(call: _Call, model: Any, batch: Any, hparams: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The validation metrics of one member; the evaluation weighs them by the rows of its batches."""
-    _, logged = call(model, "validation_step", batch, hparams)
-    return {name: value for name, value in logged.items() if not name.endswith(ROWS)}
-
-
-def _optimizer(members: list[Any], core: Any, updates: int, epochs: int) -> tuple[Any, list[Callback]]:
+def _optimizer_of(members: list[Any], core: Any, updates: int, epochs: int) -> tuple[Any, list[Callback]]:
     """One optimizer of those that the members configure, and callbacks for schedulers that follow a metric."""
     optimizers, configs = [], []
     for number, member in enumerate(members):
@@ -404,7 +288,9 @@ def _optimizer(members: list[Any], core: Any, updates: int, epochs: int) -> tupl
     (interval, frequency, on_plateau, monitor), followed = kinds[0], [config.scheduler for config in configs]
     if on_plateau:
         if (interval, frequency) != ("epoch", 1):
-            raise StackError(f"ReduceLROnPlateau steps with interval={interval!r}, frequency={frequency}; use 'epoch', 1")
+            raise StackError(
+                f"ReduceLROnPlateau steps with interval={interval!r}, frequency={frequency}; use 'epoch', 1"
+            )
         return from_torch(optimizers, models=members), [_plateau(monitor, followed)]
     if interval == "step" and updates % frequency:
         raise StackError(f"a scheduler steps every {frequency} of {updates} updates; use a divisor of these")
@@ -415,17 +301,19 @@ def _optimizer(members: list[Any], core: Any, updates: int, epochs: int) -> tupl
 
 def _plateau(monitor: str, followed: Sequence[Any]) -> Callback:
     """The callback that reduces learning rates as schedulers of class ReduceLROnPlateau do."""
-    numbers = {name: [getattr(each, name) for each in followed] for name in ("factor", "patience", "threshold", "cooldown")}
+    numbers = {
+        name: [getattr(each, name) for each in followed] for name in ("factor", "patience", "threshold", "cooldown")
+    }
     lowest = [{*each.min_lrs} for each in followed]
     modes = {(each.mode, each.threshold_mode) for each in followed}
     if len(modes) > 1 or any(len(values) > 1 for values in lowest):
         raise StackError("members or groups differ in the mode or min_lr of ReduceLROnPlateau; give all the same")
     ((mode, threshold_mode),) = modes
     numbers |= {"min_lr": [values.pop() for values in lowest], "eps": [each.eps for each in followed]}
-    return schedules.plateau(monitor, mode=mode, threshold_mode=threshold_mode, **numbers)
+    return schedules.plateau(monitor, "lr", mode, threshold_mode=threshold_mode, **numbers)
 
 
-def _callback(callback: Any) -> Callback:
+def _callback_of(callback: Any) -> Callback:
     """A callback of :func:`hfta_func.fit` for one of Lightning, or of the user."""
     kinds = [kind for kind in type(callback).__mro__ if "lightning" in kind.__module__]
     if not kinds:

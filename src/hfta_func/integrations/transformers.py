@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,15 @@ from hfta_func.step.train import make_train_step
 _COLLATING = -(2**61) - 6
 
 _PER_MEMBER = {
-    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "max_grad_norm"),
+    *(
+        "learning_rate",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "lr_scheduler_type",
+        "max_grad_norm",
+    ),
     *("lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "seed", "data_seed", "label_smoothing_factor"),
 }
 _WITHOUT_EFFECT = {"output_dir", "logging_dir", "run_name", "report_to", "hub_model_id", "project"}
@@ -117,7 +124,7 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     dims = {"inputs": 0, "num_items": batches.num_items_dim}
     step = make_train_step(models[0], _Loss(first), optimizer, batch_dims=dims, autocast=autocast, **step_options)
-    share = {"share_frozen": step.options.share_frozen}
+    share: dict[str, Any] = {"share_frozen": step.options.share_frozen}
     seeds = [trainer.args.seed for trainer in trainers]
     state = step.init(*stack_params(models, **share), seeds=seeds, hparams=hparams)
     if args.eval_strategy != "no":
@@ -160,7 +167,9 @@ def _check(trainers: Sequence[Any]) -> None:
         raise StackError(f"num_train_epochs is {settings[0]['num_train_epochs']}; give a whole number")
     smoothing = [each["label_smoothing_factor"] for each in settings]
     if 0 in smoothing and any(smoothing):
-        raise HyperparameterError("label_smoothing_factor is 0 for some; give all a factor above 0, such as 1e-12, or none")
+        raise HyperparameterError(
+            "label_smoothing_factor is 0 for some; give all a factor above 0, such as 1e-12, or none"
+        )
     for member, trainer in enumerate(trainers):
         if type(trainer) is not type(trainers[0]):
             raise StackError(f"model {member}: it has a {type(trainer).__qualname__}, but model 0 another class")
@@ -181,7 +190,9 @@ def _callbacks(trainers: Sequence[Any]) -> list[Callback]:
         name, args = type(callback).__qualname__, trainers[0].args
         if name == "EarlyStoppingCallback":
             if callback.early_stopping_threshold:
-                raise StackError("EarlyStoppingCallback has a threshold, which counts from another best value; leave it out")
+                raise StackError(
+                    "EarlyStoppingCallback has a threshold, which counts from another best value; leave it out"
+                )
             metric, mode = _best_metric(args)
             callbacks.append(early_stopping(metric, callback.early_stopping_patience, mode=mode))
         elif not type(callback).__module__.startswith("transformers."):
@@ -278,7 +289,7 @@ class _Batches:
             joined[name] = torch.stack(leaves)
         return joined
 
-    def _padded(self, name: str, leaves: Sequence[Tensor], is_masked: bool) -> Sequence[Tensor]:
+    def _padded(self, name: str, leaves: list[Tensor], is_masked: bool) -> list[Tensor]:
         values = {**_PADDING, "input_ids": getattr(self._trainers[0].model.config, "pad_token_id", None) or 0}
         side = getattr(self._trainers[0].processing_class, "padding_side", "right")
         rows = {leaf.shape[:1] for leaf in leaves}

@@ -226,6 +226,7 @@ def generators_restored() -> contextlib.ExitStack:
 
 
 def seed_all(seed: int) -> None:
+    """Seed the generators that :func:`generators_restored` gives back."""
     torch.default_generator.manual_seed(seed)
     python_random.seed(seed)
     if "numpy" in sys.modules:

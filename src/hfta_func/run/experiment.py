@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hfta_func._tree import indices, take
 from hfta_func._types import HyperparameterError, Shared
-from hfta_func.models.stack import build, init_params, unstack_params
+from hfta_func.models.stack import build, init_params, stack_params, unstack_params
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import is_batch, make_evaluation
 from hfta_func.run.fit import fit
@@ -55,7 +55,7 @@ class Experiment:
     """An array with all that made it, which hands out the functional parts: ``step``, ``state``, ``history``.
 
     Args:
-        make_model: Makes one model; hyperparameters with the names of its arguments are passed to it.
+        make_model: Makes one model; hyperparameters with the names of its arguments are passed to it. Or M models that exist.
         loss_fn: The loss of ONE model, as of :func:`make_train_step`.
         optimizer: A function such as ``adam`` that takes hyperparameters by name, or what it returns.
         metric: A metric of ONE model, as of :func:`make_eval_step`; by default the loss, reported as ``val_loss``.
@@ -88,7 +88,7 @@ class Experiment:
 
     def __init__(
         self,
-        make_model: Callable[..., nn.Module],
+        make_model: Callable[..., nn.Module] | Sequence[nn.Module],
         loss_fn: Callable[..., Any],
         optimizer: Any,
         metric: Callable[..., Any] | None = None,
@@ -104,13 +104,17 @@ class Experiment:
         # The plain number 0 leaves momentum out; a list of zeros does not.
         of_optimizer = {name: value for name, value in hyperparameters.items() if name in optimizer_takes}
         hparams = {name: columns[name] for name in columns if name not in {*of_model, *of_optimizer}}
-        self.model = build(make_model, numbers[0], {name: column[0] for name, column in of_model.items()})
+        factory: Any = make_model if callable(make_model) else lambda: make_model[0]
+        self.model = build(factory, numbers[0], {name: column[0] for name, column in of_model.items()})
         self.metric = metric or _validation(loss_fn)
         made: Any = optimizer(**of_optimizer) if callable(optimizer) else optimizer
         self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))
         self._base = {"share_frozen": self.step.options.share_frozen}
         made_by: Any = {**self._base, "shared_params": self.step.options.shared_params, **of_model}
-        params = init_params(make_model, numbers if init_seeds is None else init_seeds, **made_by)
+        if callable(make_model):
+            params = init_params(make_model, numbers if init_seeds is None else init_seeds, **made_by)
+        else:
+            params = stack_params(make_model, **made_by)
         try:
             self.state: TrainState = self.step.init(*params, seeds=numbers, hparams=hparams)
         except HyperparameterError as error:

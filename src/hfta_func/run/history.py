@@ -20,7 +20,7 @@ Metrics = dict[str, Tensor]
 Mode = Literal["min", "max"]
 
 ROWS = ":rows"
-"""With this after its name, a metric holds the rows that the one of that name is a sum over, whose mean is recorded."""
+"""A metric with this after the name of another holds the rows that the other is a sum over; their ratio is recorded."""
 
 
 class FailedStep(NamedTuple):
@@ -315,17 +315,15 @@ class Running:
 
     def close(self, history: History, further: Metrics) -> Metrics:
         """Record the means and the ``further`` metrics as the next epoch of the history, and return them."""
-        means = {
-            name: value / self.sums.get(name + ROWS, self.batches)
-            for name, value in self.sums.items()
-            if not name.endswith(ROWS)
-        }
+        means = {name: value / self.batches for name, value in self.sums.items()}
         if not isinstance(further, dict) or not all(isinstance(value, Tensor) for value in further.values()):
             raise ValueError(f"evaluate returned {further!r}; return a dict of tensors, one number per model each")
         hidden = means.keys() & further.keys()
         if hidden:
             raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
         metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
+        rows = {name: metrics.pop(name + ROWS) for name in [*metrics] if name + ROWS in metrics}
+        metrics |= {name: metrics[name] / rows[name] for name in rows}
         members, width = history.members, len(history.seeds)
         history.epochs.append({name: _widened(value, members, len(members), width) for name, value in metrics.items()})
         if self.failed:
