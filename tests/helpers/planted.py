@@ -621,7 +621,7 @@ PLANTED = [
     ),
     Planted(
         "the noise of an item goes on from that of the one before",
-        *("run/dataset.py", "            _seed(seed)\n", ""),
+        *("run/dataset.py", "            seed_all(seed)\n", ""),
         "test_dataset.py::test_noise_belongs_to_member_epoch_and_item",
     ),
     Planted(

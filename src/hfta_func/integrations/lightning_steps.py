@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._types import StackError, TraceError
+from hfta_func._types import ROWS, StackError, TraceError
 from hfta_func.models.scalar_attributes import is_number
-from hfta_func.run.history import ROWS
 
 Logged = dict[str, tuple[Tensor, "int | Tensor | None"]]
 """By name, a value and the ``batch_size`` that it was logged with."""

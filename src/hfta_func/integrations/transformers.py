@@ -135,7 +135,8 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     result = fit(step, state, batches, epochs=epochs, progress=progress, **options)
     for model, trained in zip(models, unstack_params(models[0], *stacked(result.state), **share), strict=True):
         model.load_state_dict(trained.state_dict())
-    result.history.columns = _differing([trainer.args.to_dict() for trainer in trainers])
+    columns = _differing([trainer.args.to_dict() for trainer in trainers])
+    result.history.columns = {name: column for name, column in columns.items() if name != "seed"}
     return result
 
 

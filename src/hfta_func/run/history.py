@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._types import SIGNS, StateError, direction_of, html_table, require, sparkline
+from hfta_func._types import ROWS, SIGNS, StateError, direction_of, html_table, require, sparkline
 from hfta_func.step.failures import Failure
 from hfta_func.step.state import TrainState
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, Tensor]
 Mode = Literal["min", "max"]
-
-ROWS = ":rows"
-"""A metric with this after the name of another holds the rows that the other is a sum over; their ratio is recorded."""
 
 
 class FailedStep(NamedTuple):
