@@ -51,6 +51,14 @@ class Classifier(lightning.LightningModule):
 
 
 class ByEpoch(Classifier):
+    """Makes a part of itself later, and weighs what it logs by hand."""
+
+    def setup(self, stage):
+        self.body[3] = nn.Linear(8, 3).double()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self.body(batch[0]), batch[1]), batch_size=len(batch[0]) ** 2)
+
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 1 - self.hparams.smooth)]
@@ -185,6 +193,10 @@ def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
         array.fit(TRAIN, max_epochs=1, callbacks=[lightning.callbacks.Timer()], progress=False)
     with pytest.raises(hfta.StackError, match="accumulate_grad_batches is 2 but an epoch has 5 batches"):
         array.fit(TRAIN, max_epochs=1, accumulate_grad_batches=2, progress=False)
+    with pytest.raises(hfta.HyperparameterError, match="precision is '64-true'; it must be '32-true'"):
+        array.fit(TRAIN, max_epochs=1, precision="64-true", progress=False)
+    with pytest.raises(hfta.StackError, match="got a Classifier; pass its class"):
+        hfta.lightning(Classifier(), seeds=2)
     with pytest.raises(hfta.StackError, match="several dataloaders"):
         array.fit([TRAIN, TRAIN], max_epochs=1, progress=False)
 

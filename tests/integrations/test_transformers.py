@@ -75,6 +75,14 @@ def test_members_are_what_a_trainer_makes_of_each_alone(tmp_path, capsys, kind, 
     assert not torch.equal(state.params["classifier.weight"][0], state.params["classifier.weight"][1])
 
 
+def test_each_trainer_needs_a_model_of_its_own(tmp_path):
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(hfta.StackError, match="several Trainers hold one model; give each its own"):
+        hfta.train_trainers([trainer, trainer], progress=False)
+    with pytest.raises(hfta.StackError, match="Linear is no Trainer of transformers"):
+        hfta.train_trainers([torch.nn.Linear(1, 1)])
+
+
 @pytest.mark.exhaustive
 def test_members_stop_early_where_their_trainers_do(tmp_path, capsys):
     options = {"eval_strategy": "epoch", "metric_for_best_model": "mean", "greater_is_better": True}

@@ -19,7 +19,9 @@ from hfta_func._types import StackError
 from hfta_func.callbacks import early_stopping
 from hfta_func.integrations.lightning_steps import TrainerFacts, loss_of, metrics_of, record_into, share_hparams
 from hfta_func.models.stack import build, stack_params, unstack_params
+from hfta_func.optim._base import check_choice
 from hfta_func.run.data import ArrayLoader
+from hfta_func.run.dataset import generators_restored
 from hfta_func.run.experiment import columns_of
 from hfta_func.run.fit import fit
 from hfta_func.run.history import Callback, History
@@ -43,7 +45,8 @@ _REFUSED = {
     **dict.fromkeys(("on_validation_start", "on_validation_end"), "use on_validation_epoch_end"),
 }
 """Hooks that members cannot have, and what to do instead."""
-_PRECISIONS = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_CLIPS = {"norm": optim.clip_grad_norm, "value": optim.clip_grad_value}
 
 
 def lightning(
@@ -103,7 +106,18 @@ class LightningArray:
     def __init__(self, module: Any, seeds: Any, options: Mapping[str, Any], arguments: Mapping[str, Any]):
         self.seeds, columns = columns_of(seeds, arguments)
         rows = ({name: column[member] for name, column in columns.items()} for member in range(len(self.seeds)))
-        self._members: list[Any] = [build(module, seed, row) for seed, row in zip(self.seeds, rows, strict=True)]
+        if isinstance(module, nn.Module):
+            raise StackError(
+                f"got a {type(module).__qualname__}; pass its class, so that every seed gets weights of its own"
+            )
+
+        def factory(**row: Any) -> Any:
+            # What setup and configure_model draw follows what the module has drawn.
+            return module(**row), torch.get_rng_state()
+
+        made: Any = [build(factory, seed, row) for seed, row in zip(self.seeds, rows, strict=True)]
+        self._members: list[Any] = [member for member, _ in made]
+        self._drawn: list[Tensor] = [drawn for _, drawn in made]
         self._options, self._columns = options, columns
         bases = [kind for kind in type(self._members[0]).__mro__ if kind.__name__ == "LightningModule"]
         if not bases:
@@ -133,7 +147,7 @@ class LightningArray:
         gradient_clip_val: float | Sequence[float] | None = None,
         gradient_clip_algorithm: str = "norm",
         accumulate_grad_batches: int = 1,
-        precision: str | None = None,
+        precision: str = "32-true",
         callbacks: Sequence[Any] = (),
         **options: Any,
     ) -> History:
@@ -150,7 +164,7 @@ class LightningArray:
             gradient_clip_val: Largest norm or value of a gradient, one for all members or one each.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``.
             accumulate_grad_batches: Number of batches for each update, of which an epoch must be a multiple.
-            precision: ``"bf16-mixed"``, ``"16-mixed"``, or that of the modules.
+            precision: ``"bf16-mixed"``, ``"16-mixed"``, or that of the modules by default.
             callbacks: Those of Lightning's class ``EarlyStopping``, and callbacks of :func:`hfta_func.fit`.
             options: Further arguments of :func:`hfta_func.fit`, such as ``resume`` and ``restore_best``.
 
@@ -158,7 +172,9 @@ class LightningArray:
             StackError: if optimizers, schedulers or callbacks cannot be those of an array.
             TraceError: if a step reads ``self.trainer``, ``batch_idx`` or the value of a tensor.
         """
-        members, package = self.models(), self._base.__module__.removesuffix(".core.module")
+        check_choice("gradient_clip_algorithm", gradient_clip_algorithm, (*_CLIPS,))
+        check_choice("precision", precision, (*_PRECISIONS,))
+        members, package = self._members, self._base.__module__.removesuffix(".core.module")
         facts = TrainerFacts(max_epochs=max_epochs, current_epoch=0, accumulate_grad_batches=accumulate_grad_batches)
         for member in members:
             member.trainer = facts
@@ -173,19 +189,19 @@ class LightningArray:
         core = importlib.import_module(f"{package}.core.optimizer")
         optimizer, followers = _optimizer_of(members, core, updates, max_epochs)
         if gradient_clip_val is not None:
-            clip = {"norm": optim.clip_grad_norm, "value": optim.clip_grad_value}[gradient_clip_algorithm]
-            optimizer = optim.chain(clip(gradient_clip_val), optimizer)
+            optimizer = optim.chain(_CLIPS[gradient_clip_algorithm](gradient_clip_val), optimizer)
         if accumulate_grad_batches > 1:
             optimizer = optim.accumulate(optimizer, accumulate_grad_batches)
         for member in members:
             member.on_fit_start()
             member.on_train_start()
-        hparams = share_hparams(members)
-        step_options: dict[str, Any] = {"autocast": _PRECISIONS.get(precision or ""), **self._options}
+        models = self.models()
+        hparams = share_hparams(models)
+        step_options: dict[str, Any] = {"autocast": _PRECISIONS[precision], **self._options}
         step_options.setdefault("batch_dims", 0 if isinstance(train, ArrayLoader) and not train.shared else None)
         rows_of = importlib.import_module(f"{package}.utilities.data").extract_batch_size
-        self.step = make_train_step(members[0], functools.partial(loss_of, rows_of), optimizer, **step_options)
-        params = stack_params(members, share_frozen=self.step.options.share_frozen)
+        self.step = make_train_step(models[0], functools.partial(loss_of, rows_of), optimizer, **step_options)
+        params = stack_params(models, share_frozen=self.step.options.share_frozen)
         state = self.step.init(*params, seeds=self.seeds, hparams=hparams)
         if validation is not None and self._has("validation_step"):
             options["evaluate"] = functools.partial(metrics_of, rows_of), validation
@@ -227,11 +243,15 @@ class LightningArray:
 
     def _set_up(self, members: list[Any], datamodule: Any, train: Any, validation: Any) -> tuple[Any, Any]:
         """The batches for training and for validation, None for none, once modules and data are set up."""
-        for source in members if datamodule is None else [datamodule, *members]:
-            source.prepare_data()
-            source.setup("fit")
-        for member in members:
-            member.configure_model()
+        if datamodule is not None:
+            datamodule.prepare_data()
+            datamodule.setup("fit")
+        for member, drawn in zip(members, self._drawn, strict=True):
+            with generators_restored():
+                torch.set_rng_state(drawn)
+                member.prepare_data()
+                member.setup("fit")
+                member.configure_model()
         source = members[0] if datamodule is None else datamodule
         train = source.train_dataloader() if train is None else train
         if validation is None and (datamodule is not None or self._has("val_dataloader")):

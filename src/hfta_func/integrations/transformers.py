@@ -171,6 +171,8 @@ def _check(trainers: Sequence[Any]) -> None:
         raise HyperparameterError(
             "label_smoothing_factor is 0 for some; give all a factor above 0, such as 1e-12, or none"
         )
+    if len({id(trainer.model) for trainer in trainers}) < len(trainers):
+        raise StackError("several Trainers hold one model; give each its own, such as copy.deepcopy(model)")
     for member, trainer in enumerate(trainers):
         if type(trainer) is not type(trainers[0]):
             raise StackError(f"model {member}: it has a {type(trainer).__qualname__}, but model 0 another class")
