@@ -38,12 +38,16 @@ class ByHand(transformers.Trainer):
         return (loss, {"loss": loss, **outputs}) if return_outputs else loss
 
 
-def make_trainer(folder, kind=transformers.Trainer, callbacks=(), rows=ROWS, **options):
+def make_classifier():
+    return transformers.BertForSequenceClassification(CONFIG).double()
+
+
+def make_trainer(folder, kind=transformers.Trainer, callbacks=(), rows=ROWS, model=make_classifier, **options):
     common = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": []}
     common |= {"disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     return kind(
         args=transformers.TrainingArguments(str(folder), **common | options),
-        model_init=lambda: transformers.BertForSequenceClassification(CONFIG).double(),
+        model_init=model,
         **{"train_dataset": rows, "eval_dataset": ROWS[:7], "data_collator": collate, "compute_metrics": accuracy},
         callbacks=[*callbacks],
     )
@@ -73,6 +77,31 @@ def test_members_are_what_a_trainer_makes_of_each_alone(tmp_path, capsys, kind, 
             value = alone.state.log_history[-2][f"eval_{name}"]
             torch.testing.assert_close(history[f"eval_{name}"][-1, member].item(), value, rtol=1e-9, atol=1e-12)
     assert not torch.equal(state.params["classifier.weight"][0], state.params["classifier.weight"][1])
+
+
+@pytest.mark.exhaustive
+def test_language_models_divide_by_their_own_tokens(tmp_path, capsys):
+    sizes = {"vocab_size": 30, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2)
+
+    def tokens(rows):
+        batch = collate(rows)
+        return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+    def made(seed):
+        options = {"optim": "sgd", "learning_rate": 0.1 * seed, "seed": seed, "gradient_accumulation_steps": 5}
+        trainer = make_trainer(tmp_path, **options, model=lambda: transformers.GPT2LMHeadModel(config).double())
+        trainer.data_collator = tokens
+        return trainer
+
+    trainers = [made(1), made(2)]
+    hfta.train_trainers(trainers, progress=False)
+    for seed, trainer in enumerate(trainers, 1):
+        alone = made(seed)
+        alone.train()
+        trained, expected = dict(trainer.model.named_parameters()), dict(alone.model.named_parameters())
+        # Their loss is computed in float32.
+        torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_each_trainer_needs_a_model_of_its_own(tmp_path):

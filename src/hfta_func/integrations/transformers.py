@@ -48,12 +48,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "neftune_noise_alpha": ((None,), "add the noise in the model"),
     "gradient_checkpointing": ((False,), "pass checkpoint=True"),
     "torch_compile": ((False,), "pass compile=True"),
-    "batch_eval_metrics": ((False,), "leave it out"),
-    "bf16_full_eval": ((False,), "leave it out"),
-    "fp16_full_eval": ((False,), "leave it out"),
+    **dict.fromkeys(("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval"), ((False,), "leave it out")),
     "auto_find_batch_size": ((False,), "give per_device_train_batch_size"),
-    "fsdp": ((None, "", [], False), "an array is on one device"),
-    "deepspeed": ((None,), "an array is on one device"),
+    **dict.fromkeys(("fsdp", "deepspeed"), ((None, "", [], False), "an array is on one device")),
 }
 """Arguments that only have an effect on one Trainer, the values that an array takes, and what to do instead."""
 _OVERRIDDEN = (
@@ -106,8 +103,9 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     groups = args.gradient_accumulation_steps
     updates, rest = divmod(len(batches), groups)
     if rest:
-        counts = f"gradient_accumulation_steps is {groups} but an epoch has {len(batches)} batches"
-        raise StackError(f"{counts}; leave out the last ones, as a smaller dataset does")
+        raise StackError(
+            f"gradient_accumulation_steps is {groups} but an epoch has {len(batches)} batches; leave some out"
+        )
     for trainer in trainers:
         trainer.create_optimizer_and_scheduler(epochs * updates)
     optimizers, followed = [each.optimizer for each in trainers], [each.lr_scheduler for each in trainers]
@@ -120,13 +118,20 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     smoothing = [trainer.args.label_smoothing_factor for trainer in trainers]
     hparams = {"label_smoothing_factor": smoothing} if len({*smoothing}) > 1 else {}
     step_names = {"chunk_size", "checkpoint", "save", "donate", "share_frozen", "nonfinite", "replay"}
-    step_options = {name: options.pop(name) for name in step_names & options.keys()}
+    # Batches of many widths would each need a record of their own.
+    step_options = {"replay": False, **{name: options.pop(name) for name in step_names & options.keys()}}
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     dims = {"inputs": 0, "num_items": batches.num_items_dim}
     step = make_train_step(models[0], _Loss(first), optimizer, batch_dims=dims, autocast=autocast, **step_options)
     share: dict[str, Any] = {"share_frozen": step.options.share_frozen}
     seeds = [trainer.args.seed for trainer in trainers]
+    generation = [vars(model).get("generation_config") for model in models]
+    for model in models:
+        # No step reads it, and a Trainer changes the configuration that it is made from in later models.
+        vars(model).update(generation_config=generation[0])
     state = step.init(*stack_params(models, **share), seeds=seeds, hparams=hparams)
+    for model, config in zip(models, generation, strict=True):
+        model.generation_config = config
     if args.eval_strategy != "no":
         options["evaluate"] = _Evaluation(trainers, {**share, "autocast": autocast})
     if args.load_best_model_at_end:
@@ -135,8 +140,7 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     result = fit(step, state, batches, epochs=epochs, progress=progress, **options)
     for model, trained in zip(models, unstack_params(models[0], *stacked(result.state), **share), strict=True):
         model.load_state_dict(trained.state_dict())
-    columns = _differing([trainer.args.to_dict() for trainer in trainers])
-    result.history.columns = {name: column for name, column in columns.items() if name != "seed"}
+    result.history.columns = _differing([{**trainer.args.to_dict(), "seed": 0} for trainer in trainers])
     return result
 
 
