@@ -640,7 +640,7 @@ PLANTED = [
             "torch.manual_seed(trainer.args.seed)",
             "torch.manual_seed(trainers[0].args.seed)",
         ),
-        "test_transformers.py::test_members_are_what_a_trainer_makes_of_each_alone[padded]",
+        "test_train_trainers.py::test_members_are_what_a_trainer_makes_of_each_alone[padded]",
     ),
     Planted(
         "the noise of an item goes on from that of the one before",

@@ -64,9 +64,8 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
     """Train M Trainers of ``transformers`` as one array, as ``trainer.train()`` of each would; their models are then trained.
 
     Every Trainer makes its own optimizer with its groups, scheduler and batches, in the order of its own seed, and the loss
-    is its ``compute_loss``. Padding is added where members' texts differ in length. Noise such as dropout is drawn from
-    ``args.seed`` as everywhere in this package, so that a model with dropout has other masks than in ``trainer.train()``.
-    Nothing is written to ``output_dir``.
+    is its ``compute_loss``. Padding is added where members' texts differ in length. Noise such as dropout's is drawn from
+    ``args.seed``, with other bits than in ``trainer.train()``. Nothing is written to ``output_dir``.
 
     Args:
         trainers: One Trainer per member. They may differ in their models' weights and in ``learning_rate``,
@@ -248,13 +247,13 @@ class _Batches:
     def __len__(self) -> int:
         return len(self._loaders[0])
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The epoch, and the batches of it that have been seen."""
-        return {"epoch": self._position[0], "batches": self._position[1]}
+        return {"position": [*self._position]}
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Start the next iteration at a position from :meth:`state_dict`."""
-        self._position = self._next = (state_dict["epoch"], state_dict["batches"])
+        self._position = self._next = (*state_dict["position"],)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         epoch, start = self._next
@@ -290,8 +289,7 @@ class _Batches:
             leaves = [batch[name] for batch in batches]
             if not all(isinstance(leaf, Tensor) for leaf in leaves):
                 raise BatchError(f"'{name}' of a batch is no tensor; leave it out of what the data collator returns")
-            sizes = [leaf.shape for leaf in leaves]
-            if any(size != sizes[0] for size in sizes):
+            if len({leaf.shape for leaf in leaves}) > 1:
                 leaves = self._padded(name, leaves, "attention_mask" in batches[0])
             joined[name] = torch.stack(leaves)
         return joined
@@ -320,8 +318,7 @@ class _Evaluation:
         self._step = make_eval_step(trainers[0].model, self._predicted, **options)
 
     def _predicted(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        wanted = self._trainer.compute_metrics is None
-        loss, logits, _ = self._trainer.prediction_step(model, dict(batch), prediction_loss_only=wanted)
+        loss, logits, _ = self._trainer.prediction_step(model, dict(batch), self._trainer.compute_metrics is None)
         leaves, self._structure = optree.tree_flatten(logits)
         return {**({} if loss is None else {"loss": loss}), **{f"{i}": leaf for i, leaf in enumerate(leaves)}}
 
