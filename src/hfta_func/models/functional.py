@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,8 +26,11 @@ from hfta_func._torch import (
 )
 from hfta_func._types import Params, StateError
 from hfta_func.calls.body import Body
+from hfta_func.calls.padding import Padded
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
 from hfta_func.models.copies import copied_module
+from hfta_func.models.padding import SIZE, Padding
+from hfta_func.models.padding_check import Events
 from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, explained, hold
@@ -98,6 +102,7 @@ class Bound:
         self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
         base = {} if self._base is None else self._base.tensors
         self._count = sum(path not in base for path, _ in inner.named_buffers())
+        self._alone = functools.partial(Bound, func=func, checkpoint=False, training=training, renorms=renorms)
         self._start(inner)
 
     def _start(self, inner: nn.Module, numbers: tuple[str, ...] = ()) -> None:
@@ -112,6 +117,8 @@ class Bound:
         self._undoing: list[Undoing] = []
         # Variants in which some numbers are buffers because members differ in them, by the paths of these numbers.
         self._others: dict[tuple[str, ...], Bound] = {}
+        padding = getattr(inner, "padding", None)
+        self._events = Events(padding, numbers) if isinstance(padding, Padding) else None
 
     def _make(self) -> Body:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
@@ -132,12 +139,14 @@ class Bound:
             # Exports that do not compile need no tracing of checkpoints.
             if torch.compiler.is_dynamo_compiling():
                 trace_through_checkpoint()
-            results = self._call(self._first[0], self._base_without(params), params, buffers, args, kwargs, key)
+            padded = None if self._events is None else self._events.latest(buffers[SIZE])
+            results = self._call(self._first[0], self._base_without(params), params, buffers, args, kwargs, key, padded)
             undo(self._undoing)
             return results
+        padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
         with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params, buffers) as shared:
-            results = self._call(body, shared, params, buffers, args, kwargs, key)
+            results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
         if not self._harmless.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
@@ -154,6 +163,28 @@ class Bound:
         numbers = tuple([path for path in buffers if path not in self._holders])
         self._prepare(numbers)
         return self._others[numbers](params, buffers, *args, **kwargs)
+
+    def alone(self, model: nn.Module, numbers: Sequence[str]) -> Bound:
+        """The same function of another model, which takes these numbers as buffers."""
+        made = self._alone(model, share_frozen=self._base is not None)
+        made._prepare(tuple(numbers))
+        return made._others[tuple(numbers)]
+
+    def watched(
+        self,
+        watch: Callable[[nn.Module], None],
+        params: Params,
+        buffers: Params,
+        inputs: tuple[Any, Any],
+        key: Tensor,
+        padded: Any,
+    ) -> tuple[Any, Params]:
+        """Call the function with a new copy of the model after ``watch(copy)``."""
+        body = self._make()
+        watch(body.model)
+        args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        with self._reading(params, buffers) as shared:
+            return self._call(body, shared, params, buffers, args, kwargs, key, padded)
 
     # The compiler cannot trace copies of modules, so it runs this while it traces.
     @constant_to_compiler
@@ -190,7 +221,10 @@ class Bound:
         args: Any,
         kwargs: dict[str, Any],
         key: Tensor | None,
+        padded: Any = None,
     ) -> tuple[Any, Params]:
+        if isinstance(padded, Padded) and self._events is not None:
+            params = self._events.padding.masked(params, padded.size)
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
         given = {**params, **shared, **{path: tensor.clone() for path, tensor in buffers.items()}}
         given |= {path: params[path].clone() for path in self._rewritten if path in params}
@@ -203,7 +237,7 @@ class Bound:
                 f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
             )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        mode = routing(key, _numbers_in_call(numbers, args) if numbers else ())
+        mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
         with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
@@ -234,7 +268,8 @@ class Bound:
             buffers = {path: part(buffer, 1) for path, buffer in buffers.items()}
             torch.manual_seed(altered)
             key = None if key is None else part(key, 1) + altered
-            return self._call(body, self._base_without(params), params, buffers, args, kwargs, key)
+            padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
+            return self._call(body, self._base_without(params), params, buffers, args, kwargs, key, padded)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
