@@ -127,7 +127,7 @@ def streams(key: Tensor, first: int, count: int) -> list[Stream]:
     if noise.is_fast(key):
         starts, strides = noise.streams(key, first, count)
     else:
-        starts, strides = stream(fold_in(key.unsqueeze(-1), torch.arange(first, first + count, device=key.device)))
+        starts, strides, _ = stream(fold_in(key.unsqueeze(-1), torch.arange(first, first + count, device=key.device)))
     return [*map(Stream, starts.unbind(-1), strides.unbind(-1))]
 
 

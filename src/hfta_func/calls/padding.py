@@ -44,6 +44,11 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.path = ""
+        self.size, self.position = None, 0
+
+    def again(self, size: None, position: int) -> Recorder:
+        """What notes the events of a second run."""
+        return self
 
     def draw(self, name: str, shape: Sequence[int]) -> None:
         """A draw of noise, or the beginning of one."""
@@ -68,6 +73,10 @@ class Padded:
 
     def __init__(self, size: Tensor, events: Sequence[Sizes], position: int = 0):
         self.size, self.events, self.position = size, events, position
+
+    def again(self, size: Tensor, position: int) -> Padded:
+        """What computes the results of a second run from an event on."""
+        return Padded(size, self.events, position)
 
     def _next(self, name: str) -> Sizes:
         if self.position >= len(self.events) or self.events[self.position].name != name:
@@ -104,7 +113,7 @@ class Padded:
         if name == "site":
             return None if event.absent is None else self.of_member(event.absent)
         # The first axis has no influence on positions.
-        if not any(axis for axis in event.axes):
+        if not [axis for axis in event.axes if axis]:
             return None
         position: Any = 0
         for axis, length in enumerate(shape):
@@ -145,7 +154,10 @@ def _reduction(neutral: float, keeps: bool = False) -> Callable[..., Any]:
 def _mean(padded: Padded, event: Sizes, call: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     dims = _dims(input, dim)
     mean = _reduction(0.0)(padded, event, call, input, dim, *args, **kwargs)
-    return mean / math.prod(padded.of_member(event.axes[a]) / input.shape[a] for a in dims if a in event.axes)
+    for axis in dims:
+        if axis in event.axes:
+            mean = mean * (input.shape[axis] / padded.of_member(event.axes[axis]))
+    return mean
 
 
 def _variance(
@@ -168,7 +180,9 @@ def _moments(padded: Padded, event: Sizes, x: Tensor, dims: Sequence[int]) -> tu
     dims = [*dims]
     mask = padded.mask(event, x, dims)
     mask = torch.ones((), dtype=torch.bool, device=x.device) if mask is None else mask
-    count = math.prod(padded.of_member(event.axes[axis]) if axis in event.axes else x.shape[axis] for axis in dims)
+    count: Any = 1
+    for axis in dims:
+        count = count * (padded.of_member(event.axes[axis]) if axis in event.axes else x.shape[axis])
     centered = torch.where(mask, x - torch.where(mask, x, 0.0).sum(dims, keepdim=True) / count, 0.0)
     return centered, centered.square().sum(dims, keepdim=True) / count, count
 

@@ -120,9 +120,9 @@ class Bound:
         padding = getattr(inner, "padding", None)
         self._events = Events(padding, numbers) if isinstance(padding, Padding) else None
 
-    def _make(self) -> Body:
+    def _make(self, remat: bool = True) -> Body:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
-        rematerialise(body.model, self._checkpoint)
+        rematerialise(body.model, remat and self._checkpoint)
         body.places = places_of(body)
         body.trained = [body.places[f"model.{path}"] for path in self._trained]
         shared = set(() if self._base is None else self._base.buffers)
@@ -180,10 +180,10 @@ class Bound:
         padded: Any,
     ) -> tuple[Any, Params]:
         """Call the function with a new copy of the model after ``watch(copy)``."""
-        body = self._make()
+        body = self._make(False)
         watch(body.model)
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-        with self._reading(params, buffers) as shared:
+        with checkpoints_of(body.model, body.fixed), self._reading(params, buffers) as shared:
             return self._call(body, shared, params, buffers, args, kwargs, key, padded)
 
     # The compiler cannot trace copies of modules, so it runs this while it traces.
