@@ -44,11 +44,11 @@ from hfta_func.files.checkpoint import save as save
 from hfta_func.models.adapters import Adapters as Adapters
 from hfta_func.models.adapters import stack_adapters as stack_adapters
 from hfta_func.models.functional import functional as functional
+from hfta_func.models.padding import padded as padded
 from hfta_func.models.stack import Stacked as Stacked
 from hfta_func.models.stack import init_params as init_params
 from hfta_func.models.stack import stack_params as stack_params
 from hfta_func.models.stack import unstack_params as unstack_params
-from hfta_func.models.padding import padded as padded
 from hfta_func.optim import *  # noqa: F403 - every optimizer, and what wraps or precedes them
 from hfta_func.rules.vmap import vmap as vmap
 from hfta_func.run.background import BackgroundStep as BackgroundStep

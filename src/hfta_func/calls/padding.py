@@ -1,8 +1,8 @@
 """Calls of a padded model's code whose results depend on how many units a member really has.
 
-Most functions map units without entries to values that zero weights drop later. Reductions, norms, attention and draws of noise
-do not. Each is an *event*: a :class:`Recorder` notes those of each true size, and with them :class:`Padded` computes every
-member's results from its own units.
+What most functions make of units that a member lacks meets weights of zero later. Reductions, norms, attention and draws of
+noise are different. Each is an *event*: a :class:`Recorder` notes those of each true size, and with them :class:`Padded`
+computes every member's results from its own units.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class Padded:
         return mask
 
     def draw(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """For a draw, the position ``int64[*shape]`` that each unit has in the member's own, None if they are those of the array.
+        """For a draw, the position ``int64[*shape]`` that each unit has in the member's own; None if they are in order.
 
-        For the beginning of one, whether the member lacks it.
+        For the beginning of one, called ``"site"``, whether the member lacks it.
         """
         event = self._next(name)
         if name == "site":
@@ -139,7 +139,9 @@ def _dims(x: Tensor, dim: Any) -> list[int]:
 def _reduction(neutral: float, keeps: bool = False) -> Callable[..., Any]:
     """A reduction along axes to which missing units bring a neutral value; ``keeps`` if it keeps the axes."""
 
-    def reduce(padded: Padded, event: Sizes, call: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def reduce(
+        padded: Padded, event: Sizes, call: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         given = () if dim is None else (dim, *args)
         mask = None if isinstance(dim, Tensor) else padded.mask(event, input, _dims(input, dim))
         if mask is None:
@@ -241,7 +243,9 @@ def _multi_head_attention(padded: Padded, event: Sizes, call: Any, *args: Any, *
     if not kwargs.get("need_weights", True):
         return call(*args, **kwargs)
     size, heads = args[3:5]
-    own_size, own_heads = (padded.of_member(event.axes[axis]) if axis in event.axes else args[3 + axis] for axis in (0, 1))
+    own_size, own_heads = (
+        padded.of_member(event.axes[axis]) if axis in event.axes else args[3 + axis] for axis in (0, 1)
+    )
     head = torch.as_tensor(own_size / own_heads, device=padded.size.device)
     factor, given = (size // heads / head).sqrt(), [*args]
     # Rows of queries come first.

@@ -29,12 +29,13 @@ from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
 from hfta_func.models.copies import copied_module
-from hfta_func.models.padding import SIZE, Padding
+from hfta_func.models.padding import padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, explained, hold
 from hfta_func.models.sharing import Base, base_of, check_device, shared_of
+from hfta_func.models.sizes import SIZE
 from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
 
 
@@ -117,8 +118,8 @@ class Bound:
         self._undoing: list[Undoing] = []
         # Variants in which some numbers are buffers because members differ in them, by the paths of these numbers.
         self._others: dict[tuple[str, ...], Bound] = {}
-        padding = getattr(inner, "padding", None)
-        self._events = Events(padding, numbers) if isinstance(padding, Padding) else None
+        padding = padding_of(inner)
+        self._events = None if padding is None else Events(padding, numbers)
 
     def _make(self, remat: bool = True) -> Body:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)

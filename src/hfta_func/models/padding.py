@@ -1,7 +1,8 @@
 """Models of different size as one: a padded model, of the largest size, and what it knows of the true sizes.
 
-Parameters and buffers are padded with zeros, and each member's ``padded_size`` says which of the true sizes it has. Calls use only
-the entries that a member has, so that the others neither matter nor get a gradient. Blocks that a model lacks pass on their input.
+Parameters and buffers are padded with zeros, and each member's ``padded_size`` says which of the true sizes it has. Calls use
+only the entries that a member has, so that the others neither matter nor get a gradient. Blocks that a model lacks pass on
+their input.
 """
 
 from __future__ import annotations
@@ -15,21 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, StackError
 from hfta_func.models.copies import copied_module
-from hfta_func.models.scalar_attributes import is_number, may_differ
-from hfta_func.models.structure import check_materialised, class_of, computed, equal
+from hfta_func.models.scalar_attributes import may_differ
+from hfta_func.models.sizes import PRESENT, SIZE, Parts, aligned_modules, modules_at, parts_of, signature_of, sizes_in
+from hfta_func.models.structure import check_materialised
 
-SIZE, PRESENT = "padded_size", "padded_present"
-"""The buffers that tell a member's size, and whether it has a block."""
-
-_Parts = tuple[tuple[int, ...], ...]
-"""A tensor's sizes by axis, each the product of parts that are padded apart, such as heads and the size of a head."""
-
-_BLOCKS = nn.Sequential, nn.ModuleList
 _SHAPELESS = {"kernel_size", "stride", "padding", "dilation", "output_padding", "num_layers"}
 
 
@@ -92,6 +88,17 @@ class Padding:
                 given[path] = params[path] if mask is None else torch.where(mask, params[path], 0.0)
         return given
 
+    def lengths(self, params: Params, size: Tensor) -> dict[str, list[Tensor]]:
+        """Each member's own size along each axis of the parameters ``[M, ...]``."""
+        return {
+            path: [
+                masks[axis].sum(1).to(size.device)[size] if axis in masks else torch.full_like(size, length)
+                for axis, length in enumerate(leaf.shape[1:])
+            ]
+            for path, leaf in params.items()
+            for masks in [self.masks.get(path, {})]
+        }
+
     def enlarged(self, number: int, tensors: Params) -> Params:
         """Tensors of a true size padded with zeros, by their paths in the padded model."""
         device = next((leaf.device for leaf in tensors.values()), None)
@@ -114,6 +121,12 @@ class Padding:
         return back
 
 
+def padding_of(model: nn.Module) -> Padding | None:
+    """What a padded model knows of its sizes; None for other models."""
+    padding = getattr(model, "padding", None)
+    return padding if isinstance(padding, Padding) else None
+
+
 def padded(models: Iterable[nn.Module]) -> nn.Module:
     """The model that an array of models of different size runs: as large as the largest of each size in them.
 
@@ -126,7 +139,7 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
         models: At least one model of every size; they are not changed.
 
     Returns:
-        A model for :func:`make_train_step`, :func:`functional` and :func:`unstack_params`, which makes models of the true sizes.
+        A model for :func:`make_train_step`, :func:`functional` and :func:`unstack_params`, which makes true sizes of it.
 
     Raises:
         StackError: if models differ in more than sizes and numbers; it names the model and the path.
@@ -152,9 +165,9 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
     kinds: dict[Any, tuple[nn.Module, dict[str, str]]] = {}
     numbers: dict[str, set[Any]] = {}
     for member, model in enumerate(models):
-        aligned = _aligned(model, base, member, of_base)
-        kinds.setdefault(_signature(model, aligned), (model, aligned))
-        for path, module in _modules(model, aligned).items():
+        aligned = aligned_modules(model, base, member, of_base)
+        kinds.setdefault(signature_of(model, aligned), (model, aligned))
+        for path, module in modules_at(model, aligned).items():
             for name in [name for name in vars(module) if may_differ(module, name)]:
                 numbers.setdefault(f"{path}.{name}".lstrip("."), set()).add(vars(module)[name])
     varied = [path for path, values in numbers.items() if len(values) > 1 and any(isinstance(x, float) for x in values)]
@@ -164,8 +177,8 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
 def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
     """A model in the size of the padded one."""
     padding: Padding = template.padding
-    aligned = _aligned(model, template, member, "the padded model")
-    signature = _signature(model, aligned)
+    aligned = aligned_modules(model, template, member, "the padded model")
+    signature = signature_of(model, aligned)
     if signature not in padding.signatures:
         raise StackError(
             f"model {member} has a size that the padded model was not made of; pass a model of this size to padded(...), too"
@@ -179,149 +192,11 @@ def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
         made = enlarged[path]
         memo[id(leaf)] = nn.Parameter(made, trained) if isinstance(leaf, nn.Parameter) else made
     result = copied_module(template, memo)
-    for path, module in _modules(model, aligned).items():
+    for path, module in modules_at(model, aligned).items():
         for name, value in vars(module).items():
             if isinstance(value, float) or f"{path}.{name}".lstrip(".") in padding.numbers:
                 setattr(result.get_submodule(path), name, value)
     return result
-
-
-def _modules(model: nn.Module, aligned: Mapping[str, str]) -> dict[str, nn.Module]:
-    return {path: model.get_submodule(own) for path, own in aligned.items()}
-
-
-def _mesh(positions: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return torch.meshgrid(*positions, indexing="ij")
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _aligned(model: nn.Module, base: nn.Module, member: int, other: str) -> dict[str, str]:
-    """For each module of ``model``, its path by that of the module of ``base`` that has its place."""
-    found: dict[str, str] = {}
-
-    def align(module: nn.Module, like: nn.Module, path: str, own: str) -> None:
-        found[path] = own
-        where = f"'{path}'" if path else "the model"
-        if class_of(module) != class_of(like):
-            raise StackError(
-                f"model {member}: {where} is a {type(module).__qualname__} but in {other} it is a "
-                f"{type(like).__qualname__}; models in one array must be of one class"
-            )
-        if module.training != like.training:
-            raise StackError(f"model {member}: {where} is in another mode than in {other}; call .train() or .eval() on all")
-        names, likes = [name for name, _ in module.named_children()], [name for name, _ in like.named_children()]
-        if names != likes and isinstance(like, _BLOCKS) and len(names) <= len(likes):
-            likes = _chosen([*module.children()], [*like.children()], likes)
-        elif names != likes:
-            raise StackError(
-                f"model {member}: {where} has the modules {names} but in {other} it has {likes}; models of different size may "
-                f"differ in the number of blocks of an nn.Sequential or nn.ModuleList, one of them having the most in each"
-            )
-        for name, known in zip(names, likes, strict=True):
-            inner, given = (f"{at}.{each}" if at else each for at, each in ((path, known), (own, name)))
-            align(module.get_submodule(name), like.get_submodule(known), inner, given)
-
-    align(model, base, "", "")
-    pairs = [(model.get_submodule(own), base.get_submodule(path), path) for path, own in found.items()]
-    known = {(id(module), id(like)): (module, like) for module, like, _ in pairs}
-    for module, like, path in pairs:
-        _check_settings(module, like, path, known, member, other)
-    return found
-
-
-def _chosen(blocks: Sequence[nn.Module], longer: Sequence[nn.Module], names: Sequence[str]) -> list[str]:
-    """The names of the blocks in a longer sequence that have the places of shorter one's: its first and its last ones."""
-
-    def cost(first: int) -> float:
-        kept = [*longer[:first], *longer[len(longer) - len(blocks) + first :]]
-        if [*map(type, kept)] != [*map(type, blocks)]:
-            return math.inf
-        shapes = [([p.shape for p in a.parameters()], [p.shape for p in b.parameters()]) for a, b in zip(kept, blocks)]  # noqa: B905
-        return sum(
-            x != y for own, other in shapes for a, b in zip(own, other, strict=False) for x, y in zip(a, b, strict=False)
-        )
-
-    first = min(range(len(blocks), -1, -1), key=cost)
-    return [*names[:first], *names[len(longer) - len(blocks) + first :]]
-
-
-def _check_settings(module: nn.Module, like: nn.Module, path: str, known: Any, member: int, other: str) -> None:
-    """Raise a StackError if two modules differ in more than sizes and numbers."""
-    compared = {id(tensor) for each in (module, like) for tensor in (*each.parameters(), *each.buffers())}
-    skipped = MODULE_ATTRIBUTES | computed(module).keys() | computed(like).keys() | {"padding"}
-    for name in sorted({*vars(module), *vars(like)} - skipped):
-        a, b = vars(module).get(name), vars(like).get(name)
-        if getattr(b, "__func__", None) is _optional:
-            continue
-        sized = _sizes(a) is not None and len(_sizes(a) or ()) == len(_sizes(b) or ())
-        if not (sized or (is_number(a) and is_number(b)) or equal(a, b, compared, dict(known))):
-            label = f"{path}.{name}".lstrip(".")
-            raise StackError(
-                f"model {member}: '{label}' is {a!r} but in {other} it is {b!r}; models of different size may differ in "
-                f"integers, which are sizes, and floats, but share every other setting"
-            )
-
-
-def _sizes(value: Any) -> tuple[int, ...] | None:
-    """The integers of a setting that may be a size or several; None if it is none."""
-    values = (value,) if type(value) is int else value
-    is_sizes = isinstance(values, tuple | torch.Size) and all(type(each) is int for each in values)
-    return tuple(values) if is_sizes else None
-
-
-def _signature(model: nn.Module, aligned: Mapping[str, str]) -> Any:
-    """What tells a size from others: the modules that it has, shapes and integers."""
-    modules = _modules(model, aligned)
-    integers = {
-        (path, name): _sizes(value)
-        for path, module in modules.items()
-        for name, value in vars(module).items()
-        if name not in MODULE_ATTRIBUTES and _sizes(value) is not None
-    }
-    shapes = {(path, name): leaf.shape for path, leaves in _named(modules).items() for name, leaf in leaves.items()}
-    return tuple(aligned), tuple(integers.items()), tuple((key, tuple(shape)) for key, shape in shapes.items())
-
-
-def _named(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
-    return {
-        path: {
-            name: leaf for name, leaf in tensors_of(module).items() if leaf is not None and name not in (SIZE, PRESENT)
-        }
-        for path, module in modules.items()
-    }
-
-
-def _parts_of(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], _Parts]:
-    """The parts of each tensor's axes, by module path and name."""
-    parts: dict[tuple[str, str], _Parts] = {
-        (path, name): tuple((length,) for length in leaf.shape)
-        for path, leaves in _named(modules).items()
-        for name, leaf in leaves.items()
-    }
-    for path, module in modules.items():
-        if isinstance(module, nn.MultiheadAttention):
-            heads = module.num_heads, module.embed_dim // module.num_heads
-            packed = {"in_proj_weight": (3, *heads), "in_proj_bias": (3, *heads), "bias_k": heads, "bias_v": heads}
-            packed |= {f"{name}_proj_weight": heads for name in "qkv"}
-            for name, rows in packed.items():
-                if (key := (path, name)) in parts:
-                    axis = 2 if name.startswith("bias_") else 0
-                    parts[key] = (*parts[key][:axis], rows, *parts[key][axis + 1 :])
-            key = f"{path}.out_proj".lstrip("."), "weight"
-            parts[key] = (parts[key][0], heads)
-        elif isinstance(module, nn.RNNBase):
-            directions = 1 + module.bidirectional
-            for key, axes in parts.items():
-                if key[0] == path:
-                    gates = axes[0][0] // module.hidden_size
-                    rows = axes[0] if "_hr_" in key[1] else (gates, module.hidden_size)
-                    inner = (directions, axes[1][0] // directions) if len(axes) > 1 else ()
-                    below = "_ih_" in key[1] and "_l0" not in key[1]
-                    parts[key] = (rows, inner if below else axes[1]) if len(axes) > 1 else (rows,)
-    return parts
 
 
 def _largest(columns: Iterable[Sequence[int]]) -> tuple[int, ...]:
@@ -331,9 +206,9 @@ def _largest(columns: Iterable[Sequence[int]]) -> tuple[int, ...]:
 def _padded(
     base: nn.Module, kinds: list[tuple[nn.Module, dict[str, str]]], signatures: list[Any], numbers: list[str]
 ) -> nn.Module:
-    modules = [_modules(model, aligned) for model, aligned in kinds]
-    parts = [_parts_of(each) for each in modules]
-    grown: dict[tuple[str, str], _Parts] = {}
+    modules = [modules_at(model, aligned) for model, aligned in kinds]
+    parts = [parts_of(each) for each in modules]
+    grown: dict[tuple[str, str], Parts] = {}
     # What a length of a size becomes, to pad blocks that others lack as those that all have.
     growth: list[dict[int, int]] = [{} for _ in kinds]
     everywhere = [key for key in parts[0] if all(key in each for each in parts)]
@@ -379,7 +254,7 @@ def _padded(
 def _template(
     base: nn.Module,
     modules: list[dict[str, nn.Module]],
-    grown: Mapping[tuple[str, str], _Parts],
+    grown: Mapping[tuple[str, str], Parts],
     growth: list[dict[int, int]],
     numbers: Sequence[str],
 ) -> nn.Module:
@@ -403,7 +278,7 @@ def _template(
     return template
 
 
-def _positions(own: _Parts, large: _Parts) -> tuple[Tensor, ...]:
+def _positions(own: Parts, large: Parts) -> tuple[Tensor, ...]:
     """Where the entries of a tensor lie along each axis of the padded one."""
     return tuple(
         torch.arange(math.prod(whole)).reshape(whole)[tuple(slice(length) for length in axis)].flatten()
@@ -428,16 +303,16 @@ def _grow_settings(
     missing = any(path not in each for each in modules)
     for name in [*vars(module)]:
         is_varied = f"{path}.{name}".lstrip(".") in numbers
-        if is_varied or name in MODULE_ATTRIBUTES or _sizes(vars(module)[name]) is None:
+        if is_varied or name in MODULE_ATTRIBUTES or sizes_in(vars(module)[name]) is None:
             continue
         columns = []
         for each, lengths in zip(modules, growth, strict=True):
             if path in each:
-                values = _sizes(vars(each[path]).get(name)) or ()
+                values = sizes_in(vars(each[path]).get(name)) or ()
                 grows = missing and name not in _SHAPELESS
                 columns.append([lengths.get(value, value) if grows and value > 1 else value for value in values])
         old, new = vars(module)[name], _largest(columns)
-        if new != _sizes(old):
+        if new != sizes_in(old):
             setattr(module, name, new[0] if type(old) is int else type(old)(new))
     if isinstance(module, nn.MultiheadAttention):
         module.head_dim = module.embed_dim // module.num_heads
@@ -445,9 +320,17 @@ def _grow_settings(
         size: Callable[[Any], int] = lambda like: like.embed_dim // like.num_heads  # noqa: E731
         if module.num_heads * max(map(size, heads)) != module.embed_dim:
             raise StackError(
-                f"'{path}' (MultiheadAttention) cannot be padded: both the number of heads and the size of a head differ so that "
-                f"their maxima do not multiply to the largest width; give all models one number of heads, or one size of a head"
+                f"'{path}' (MultiheadAttention) cannot be padded: models differ in the number of heads and in the size of a "
+                f"head; give all models one of the two"
             )
+
+
+def _mesh(positions: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return torch.meshgrid(*positions, indexing="ij")
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _optional(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -457,4 +340,10 @@ def _optional(module: Any, *args: Any, **kwargs: Any) -> Any:
     # Without its input, a missing block has no part in the gradient, whatever it computes.
     entered = tree_map(lambda x: torch.where(present, x, torch.zeros_like(x)), given)
     output = type(module).forward(module, entered, *args[1:], **kwargs)
-    return tree_map(lambda new, old: torch.where(present, new, old), output, given)
+    return tree_map(lambda new, old: torch.where(present, new, _fitted(old, new)), output, given)
+
+
+def _fitted(x: Tensor, like: Tensor) -> Tensor:
+    """A tensor in the shape of another, without its last units or with zeros behind them."""
+    lengths = [new - old for old, new in zip(x.shape, like.shape, strict=True)]
+    return F.pad(x, [part for length in reversed(lengths) for part in (0, length)]) if any(lengths) else x

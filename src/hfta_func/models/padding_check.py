@@ -13,8 +13,10 @@ from hfta_func._torch import outside_transforms, pytree
 from hfta_func._types import Params, StackError
 from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
 from hfta_func.models.attributes import first_member
-from hfta_func.models.padding import SIZE, Padding
+from hfta_func.models.padding import Padding
 from hfta_func.models.scalar_attributes import numbers_of
+from hfta_func.models.sizes import SIZE
+
 
 class Run(Protocol):
     """A function of a model, as :class:`hfta_func.models.functional.Bound` has it."""
@@ -44,7 +46,9 @@ class Events:
     def latest(self, size: Tensor) -> Padded:
         """What computes the results of a member of a size, while a compiler traces, which knows no values."""
         if self._latest is None:
-            raise StackError("call this function of a padded model once before it is compiled, so that its sizes are known")
+            raise StackError(
+                "call this function of a padded model once before it is compiled, so that its sizes are known"
+            )
         return Padded(size, self._latest)
 
     def __call__(self, run: Run, buffers: Params, args: Any, kwargs: Any, key: Tensor | None) -> Padded:
@@ -82,7 +86,10 @@ class Events:
                 values = _drawn(self.padding.sizes[number].model, negative)
                 seen: list[dict[str, Any]] = [{}, {}]
                 results = []
-                for each, outputs, hook in ((call, seen[0], None), (run, seen[1], Padded(key.new_tensor(number), events))):
+                for each, outputs, hook in (
+                    (call, seen[0], None),
+                    (run, seen[1], Padded(key.new_tensor(number), events)),
+                ):
                     trees = self._trees(number, values, each is run, key)
                     watch = functools.partial(_noted, outputs)
                     results.append(_results(each, watch, *trees, inputs, key, hook))
@@ -97,9 +104,15 @@ class Events:
         if is_padded:
             whole = self.padding.enlarged(number, values)
             trained = {path for path, (own, _) in size.leaves.items() if own in names} | self.padding.params
-            trees = [{path: leaf for path, leaf in whole.items() if (path in trained) is kind} for kind in (True, False)]
-            numbers = dict.fromkeys(self._numbers, 0.5) | {path: numbers[own] for path, own in self._own_numbers(number)}
-        as_tensors = {path: torch.tensor(value, dtype=torch.float64, device=key.device) for path, value in numbers.items()}
+            trees = [
+                {path: leaf for path, leaf in whole.items() if (path in trained) is kind} for kind in (True, False)
+            ]
+            numbers = dict.fromkeys(self._numbers, 0.5) | {
+                path: numbers[own] for path, own in self._own_numbers(number)
+            }
+        as_tensors = {
+            path: torch.tensor(value, dtype=torch.float64, device=key.device) for path, value in numbers.items()
+        }
         return {path: leaf.detach().clone() for path, leaf in trees[0].items()}, trees[1] | as_tensors
 
     def _own_numbers(self, number: int) -> Iterator[tuple[str, str]]:
@@ -138,8 +151,8 @@ def _joined(padding: Padding, whole: list[Event], own: list[list[Event]]) -> lis
             other = next((e for e, n in zip(expected, names, strict=False) if (e.name, len(e.sizes)) != n), None)
             where = f"'{other.path}'" if other is not None and other.path else "the model"
             raise StackError(
-                f"{where} does not call the same functions in a model of every size ({_shown(padding, number)}), so they cannot "
-                f"be padded; give them one size there, or stack each size as an array of its own"
+                f"{where} does not call the same functions in a model of every size ({_shown(padding, number)}), so it "
+                f"cannot be padded; give all models one size there, or stack each size as an array of its own"
             )
         rest = iter(events)
         for column, is_there in zip(sizes, has, strict=True):
@@ -197,22 +210,29 @@ def _results(run: Run, watch: Any, params: Params, buffers: Params, *given: Any)
     return real, {**dict(zip(paths, grads, strict=False)), **buffers}
 
 
-def _compare(padding: Padding, number: int, results: Sequence[tuple[Any, Params]], seen: Sequence[dict[str, Any]]) -> None:
+def _compare(
+    padding: Padding, number: int, results: Sequence[tuple[Any, Params]], seen: Sequence[dict[str, Any]]
+) -> None:
     (own, own_trees), (padded, trees) = results
     trees = padding.true(number, {path: leaf for path, leaf in trees.items() if not path.endswith(SIZE)})
-    pairs = [*zip(own, padded, strict=True), *((leaf, trees[path]) for path, leaf in own_trees.items() if path in trees)]
+    pairs = [
+        *zip(own, padded, strict=True),
+        *((leaf, trees[path]) for path, leaf in own_trees.items() if path in trees),
+    ]
     if all(a.shape == b.shape and _close(a, b) for a, b in pairs):
         return
     back = {own: path for path, own in padding.sizes[number].modules.items()}
     where = "the model's own code, or the loss function,"
     for path, output in seen[0].items():
         if path in back and not _alike(output, seen[1].get(back[path])):
-            where = f"'{path}' ({type(padding.sizes[number].model.get_submodule(path)).__qualname__})" if path else where
+            where = (
+                f"'{path}' ({type(padding.sizes[number].model.get_submodule(path)).__qualname__})" if path else where
+            )
             break
     raise StackError(
-        f"{where} cannot be padded: its results for a model of true size ({_shown(padding, number)}) differ from those of that "
-        f"model alone, because they depend on how many units there are, or on their order; give all models one size there, or "
-        f"stack each size as an array of its own"
+        f"{where} cannot be padded: its results for a model of true size ({_shown(padding, number)}) are not those of that "
+        f"model alone, because they depend on how many units there are, or on their order; give all models one size there, "
+        f"or stack each size as an array of its own"
     )
 
 

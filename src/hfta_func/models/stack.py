@@ -13,9 +13,10 @@ from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import HyperparameterError, Params, StackError, StateError
 from hfta_func.models.copies import copied_module
-from hfta_func.models.padding import SIZE, Padding, pad_member, padded
+from hfta_func.models.padding import Padding, pad_member, padded, padding_of
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
+from hfta_func.models.sizes import SIZE
 from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
 
 
@@ -169,7 +170,7 @@ def unstack_params(
 
 def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params) -> list[nn.Module]:
     """Modules with copies of their parameters and buffers, and the tensors in ``shared``; the rest is from ``model``."""
-    if isinstance(padding := getattr(model, "padding", None), Padding):
+    if (padding := padding_of(model)) is not None:
         return _true_members(padding, params, buffers, shared)
     members = [_member(model, params, buffers, shared, index) for index in range(num_models((params, buffers)))]
     named = dict(model.named_buffers())
@@ -193,9 +194,11 @@ def _stack_padded(
     models: list[nn.Module], pad: bool | nn.Module, share_frozen: bool, shared_params: Sequence[str]
 ) -> Stacked:
     model = pad if isinstance(pad, nn.Module) else padded(models)
-    padding = getattr(model, "padding", None)
-    if not isinstance(padding, Padding):
-        raise StackError(f"pad is a {type(model).__qualname__} that padded(...) has not made; pass True, or padded(models)")
+    padding = padding_of(model)
+    if padding is None:
+        raise StackError(
+            f"pad is a {type(model).__qualname__} that padded(...) has not made; pass True, or padded(models)"
+        )
     members = (pad_member(model, each, member) for member, each in enumerate(models))
     stacked = _stack(members, len(models), share_frozen, shared_params)
     first = numbers_of(pad_member(model, models[0], 0))

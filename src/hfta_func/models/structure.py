@@ -218,6 +218,7 @@ def _setting_difference(a: Any, b: Any, path: str, compared: set[int], seen: dic
 
 
 def class_of(module: nn.Module) -> Any:
+    """The class of a module, to be compared."""
     # PyTorch derives a new class for each parametrized or traced module; its base is the class to compare.
     derived = parametrize.is_parametrized(module) or isinstance(module, torch.fx.GraphModule)
     return type(module).__bases__ if derived else type(module)
