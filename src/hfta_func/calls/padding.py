@@ -158,7 +158,7 @@ def _mean(padded: Padded, event: Sizes, call: Any, input: Tensor, dim: Any = Non
     mean = _reduction(0.0)(padded, event, call, input, dim, *args, **kwargs)
     for axis in dims:
         if axis in event.axes:
-            mean = mean * (input.shape[axis] / padded.of_member(event.axes[axis]))
+            mean = mean * input.shape[axis] / padded.of_member(event.axes[axis])
     return mean
 
 
@@ -234,7 +234,8 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 def _attention(padded: Padded, event: Sizes, call: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     if query.dim() - 1 in event.axes and kwargs.get("scale") is None:
-        query = query * (query.shape[-1] / padded.of_member(event.axes[query.dim() - 1])).sqrt().to(query.dtype)
+        own = padded.of_member(event.axes[query.dim() - 1]).double()
+        query = query * (query.shape[-1] / own).sqrt().to(query.dtype)
     return call(query, *args, **kwargs)
 
 
@@ -246,7 +247,7 @@ def _multi_head_attention(padded: Padded, event: Sizes, call: Any, *args: Any, *
     own_size, own_heads = (
         padded.of_member(event.axes[axis]) if axis in event.axes else args[3 + axis] for axis in (0, 1)
     )
-    head = torch.as_tensor(own_size / own_heads, device=padded.size.device)
+    head = torch.as_tensor(own_size // own_heads, dtype=torch.float64, device=padded.size.device)
     factor, given = (size // heads / head).sqrt(), [*args]
     # Rows of queries come first.
     for position in (5, 6):

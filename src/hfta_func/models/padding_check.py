@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import outside_transforms, pytree
-from hfta_func._types import Params, StackError
+from hfta_func._types import HFTAError, Params, StackError
 from hfta_func.calls.padding import Event, Padded, Recorder, Sizes
 from hfta_func.models.attributes import first_member
 from hfta_func.models.padding import Padding
@@ -78,7 +78,15 @@ class Events:
         for number, call in [(0, run), *enumerate(own)]:
             recorder = Recorder()
             trees = self._trees(number, _drawn(self.padding.sizes[number].model, False), call is run, key)
-            call.watched(lambda model, recorder=recorder: _tracked(model, recorder), *trees, inputs, key, recorder)
+            try:
+                call.watched(functools.partial(_tracked, recorder), *trees, inputs, key, recorder)
+            except RuntimeError as error:
+                if call is not run or isinstance(error, HFTAError):
+                    raise
+                raise StackError(
+                    f"{repr(recorder.path) if recorder.path else 'the model'} cannot be padded, because it does not run in the "
+                    f"largest sizes of all models ({error}); give all models one size there"
+                ) from error
             recorded.append(recorder.events)
         events = _joined(self.padding, recorded[0], recorded[1:])
         for number, call in enumerate(own):
@@ -170,7 +178,7 @@ def _joined(padding: Padding, whole: list[Event], own: list[list[Event]]) -> lis
     return joined
 
 
-def _tracked(model: nn.Module, recorder: Recorder) -> None:
+def _tracked(recorder: Recorder, model: nn.Module) -> None:
     """Make a recorder know the path of the module whose code runs."""
     paths: list[str] = []
 

@@ -82,7 +82,8 @@ def muon(
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["1-momentum"] = 1 - at["momentum"]
 
-    def scale_of(rows: Any, columns: Any) -> Tensor:
+    def scale_of(rows: Tensor, columns: Tensor) -> Tensor:
+        rows = rows.double()
         if adjust_lr_fn == "original":
             return (rows / columns).nan_to_num(1.0).clamp(min=1).sqrt()
         return 0.2 * torch.maximum(rows, columns).sqrt()
