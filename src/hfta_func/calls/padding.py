@@ -212,7 +212,7 @@ def _group_norm(
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     # Channels of the member's own groups: [N, C, S] x [C, G] -> [N, G] -> [N, C]
-    x, channels = input.flatten(2), input.shape[1]
+    x, channels = input.unsqueeze(-1).flatten(2), input.shape[1]
     own_channels = padded.of_member(event.axes[1]) if 1 in event.axes else channels
     groups = padded.of_member(event.axes[input.dim()]) if input.dim() in event.axes else num_groups
     index = torch.arange(channels, device=x.device)
