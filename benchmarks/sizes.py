@@ -1,14 +1,15 @@
 """Multilayer perceptrons of different width and depth: one padded array, an array for each size, and a loop.
 
-Each draws its depth, width, dropout rate, learning rate and weight decay, as configurations of a search for tables do, and trains on
-a table of scikit-learn. Seconds of an epoch of all, side by side in one run, and until the first epoch is done, compiling included.
-Before anything is shown, the losses of the first steps are compared. The loop is given PyTorch's fused AdamW.
+Each draws its depth, width, dropout rate, learning rate and weight decay, as configurations of a search for tables do, and
+trains on a table of scikit-learn. Seconds of an epoch of all, side by side in one run, and until the first epoch is done,
+compiling included. Before anything is shown, the losses of the first steps are compared. The loop has PyTorch's fused AdamW.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import random
 import statistics
 import time
@@ -62,7 +63,7 @@ def make_model(config: Config) -> nn.Module:
     widths = [64] + [config.width] * config.depth
     layers = [
         layer
-        for before, after in zip(widths, widths[1:], strict=False)
+        for before, after in itertools.pairwise(widths)
         for layer in (nn.Linear(before, after), nn.ReLU(), nn.Dropout(config.rate))
     ]
     return nn.Sequential(*layers, nn.Linear(config.width, 10))
@@ -164,8 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks sizes", description=__doc__)
     parser.add_argument("--models", type=int, default=64)
-    parser.add_argument("--widths", nargs="+", type=int, default=[16, 32, 48, 64, 96, 128])
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--widths", nargs="+", type=int, default=[8, 16, 24, 32, 48, 64])
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="threads of PyTorch")
     parser.add_argument("--no-dropout", dest="dropout", action="store_false", help="all rates are 0")

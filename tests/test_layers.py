@@ -62,7 +62,7 @@ FILES_IN = {
     ],
     "models": [
         *("scalar_attributes", "copies", "structure", "sharing", "sizes", "padding", "stack", "remat", "recomputation"),
-        *("attributes", "padding_check", "functional", "adapters"),
+        *("attributes", "padding_check", "skeleton", "functional", "adapters"),
     ],
     "step": [
         *(

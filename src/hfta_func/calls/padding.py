@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hfta_func._tree import tree_map
 from hfta_func._types import StackError
 from hfta_func.calls.draws import spellings
 
@@ -281,3 +282,35 @@ WATCHED: dict[Any, tuple[str, Callable[..., Any], Callable[..., tuple[int, ...]]
     F.multi_head_attention_forward: ("multi_head_attention", _multi_head_attention, lambda *args, **_: args[3:5]),
 }
 """By function: its name, what computes a member's results, and the sizes on which these depend."""
+
+
+def optional_block(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a block that members may lack: their result is its first argument."""
+    return _selected(module.padded_present, lambda x: type(module).forward(module, x, *args[1:], **kwargs), args[0])
+
+
+def blocks_in_chains(module: Any, given: Any) -> Any:
+    """The forward of a sequence some of whose blocks members may lack."""
+    for names in module.padded_chains:
+
+        def run(x: Any, names: list[str] = names) -> Any:
+            for name in names:
+                x = getattr(module, name)(x)
+            return x
+
+        first = getattr(module, names[0])
+        given = _selected(first.padded_present, run, given) if hasattr(first, "padded_present") else run(given)
+    return given
+
+
+def _selected(present: Tensor, run: Callable[[Any], Any], given: Any) -> Any:
+    """What ``run`` makes of a value for members that have the block, for others the value itself."""
+    # Without its input, a missing block has no part in the gradient, whatever it computes.
+    entered = tree_map(lambda x: torch.where(present, x, torch.zeros_like(x)), given)
+    return tree_map(lambda new, old: torch.where(present, new, _fitted(old, new)), run(entered), given)
+
+
+def _fitted(x: Tensor, like: Tensor) -> Tensor:
+    """A tensor in the shape of another, without its last units or with zeros behind them."""
+    lengths = [new - old for old, new in zip(x.shape, like.shape, strict=True)]
+    return F.pad(x, [part for length in reversed(lengths) for part in (0, length)]) if any(lengths) else x

@@ -11,19 +11,30 @@ import copy
 import itertools
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
-from hfta_func._tree import tree_map
 from hfta_func._types import Params, StackError
+from hfta_func.calls.padding import blocks_in_chains, optional_block
 from hfta_func.models.copies import copied_module
 from hfta_func.models.scalar_attributes import may_differ
-from hfta_func.models.sizes import PRESENT, SIZE, Parts, aligned_modules, modules_at, parts_of, signature_of, sizes_in
+from hfta_func.models.sizes import (
+    PRESENT,
+    SIZE,
+    Parts,
+    aligned_modules,
+    joined,
+    mesh,
+    modules_at,
+    parts_of,
+    signature_of,
+    sizes_in,
+    tensors_by_path,
+)
 from hfta_func.models.structure import check_materialised
 
 _SHAPELESS = {"kernel_size", "stride", "padding", "dilation", "output_padding", "num_layers"}
@@ -67,7 +78,7 @@ class Padding:
         numbers: list[str],
         template: nn.Module,
     ):
-        self.shapes = {path: (leaf.shape, leaf.dtype) for path, leaf in _tensors(template).items()}
+        self.shapes = {path: (leaf.shape, leaf.dtype) for path, leaf in tensors_by_path(template).items()}
         self.params = {path for path, _ in template.named_parameters()}
         self.sizes, self.signatures, self.masks = sizes, signatures, masks
         self.optional, self.numbers = optional, numbers
@@ -105,7 +116,7 @@ class Padding:
         leaves = {path: torch.zeros(shape, dtype=dtype, device=device) for path, (shape, dtype) in self.shapes.items()}
         for path, (own, positions) in self.sizes[number].leaves.items():
             value = tensors[own].detach()
-            leaves[path] = leaves[path].index_put(_mesh(positions), value) if positions else value.clone()
+            leaves[path] = leaves[path].index_put(mesh(positions), value) if positions else value.clone()
         present = {f"{path}.{PRESENT}": path in self.sizes[number].modules for path in self.optional}
         return leaves | {path: torch.tensor(value, device=device) for path, value in ({SIZE: number} | present).items()}
 
@@ -115,10 +126,16 @@ class Padding:
         for path, leaf in leaves.items():
             if path in size.leaves:
                 own, positions = size.leaves[path]
-                back[own] = leaf[_mesh(positions)] if positions else leaf
+                back[own] = leaf[mesh(positions)] if positions else leaf
             elif (owner := path.rpartition(".")[0]) in size.modules and path.rpartition(".")[2] not in (SIZE, PRESENT):
                 back[f"{size.modules[owner]}.{path.rpartition('.')[2]}".lstrip(".")] = leaf
         return back
+
+    def apart(self, params: Params, buffers: Params) -> Iterator[tuple[nn.Module, Params, Params]]:
+        """For each member, the model of its size, and its parameters and buffers as an array of one."""
+        for index, number in enumerate(buffers[SIZE].tolist()):
+            own = ({path: leaf[index] for path, leaf in tree.items()} for tree in (params, buffers))
+            yield self.sizes[number].model, *({k: v[None] for k, v in self.true(number, tree).items()} for tree in own)
 
 
 def padding_of(model: nn.Module) -> Padding | None:
@@ -169,7 +186,7 @@ def padded(models: Iterable[nn.Module]) -> nn.Module:
         kinds.setdefault(signature_of(model, aligned), (model, aligned))
         for path, module in modules_at(model, aligned).items():
             for name in [name for name in vars(module) if may_differ(module, name)]:
-                numbers.setdefault(f"{path}.{name}".lstrip("."), set()).add(vars(module)[name])
+                numbers.setdefault(joined(path, name), set()).add(vars(module)[name])
     varied = [path for path, values in numbers.items() if len(values) > 1 and any(isinstance(x, float) for x in values)]
     return _padded(base, [*kinds.values()], [*kinds], varied)
 
@@ -184,9 +201,9 @@ def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
             f"model {member} has a size that the padded model was not made of; pass a model of this size to padded(...), too"
         )
     number = padding.signatures.index(signature)
-    tensors, memo = _tensors(model), {}
+    tensors, memo = tensors_by_path(model), {}
     enlarged = padding.enlarged(number, tensors)
-    for path, leaf in _tensors(template).items():
+    for path, leaf in tensors_by_path(template).items():
         own = padding.sizes[number].leaves.get(path, ("",))[0]
         trained = tensors[own].requires_grad if own else leaf.requires_grad
         made = enlarged[path]
@@ -194,7 +211,7 @@ def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
     result = copied_module(template, memo)
     for path, module in modules_at(model, aligned).items():
         for name, value in vars(module).items():
-            if isinstance(value, float) or f"{path}.{name}".lstrip(".") in padding.numbers:
+            if isinstance(value, float) or joined(path, name) in padding.numbers:
                 setattr(result.get_submodule(path), name, value)
     return result
 
@@ -235,9 +252,9 @@ def _padded(
     optional = [path for path, module in template.named_modules() if hasattr(module, PRESENT)]
     sizes, masks = [], {}
     for (model, aligned), each in zip(kinds, parts, strict=True):
-        known = {id(leaf): path for path, leaf in _tensors(model).items()}
+        known = {id(leaf): path for path, leaf in tensors_by_path(model).items()}
         leaves = {}
-        for path in _tensors(base):
+        for path in tensors_by_path(base):
             owner, _, name = path.rpartition(".")
             if (owner, name) in each:
                 own = tensors_of(model.get_submodule(aligned[owner]))[name]
@@ -267,14 +284,20 @@ def _template(
                 made = leaf.detach().new_zeros(shape)
                 memo[id(leaf)] = nn.Parameter(made, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else made
     template = copied_module(base, memo)
-    device = next((leaf.device for leaf in _tensors(base).values()), None)
+    device = next((leaf.device for leaf in tensors_by_path(base).values()), None)
     template.register_buffer(SIZE, torch.zeros((), dtype=torch.int64, device=device))
     for path, module in [*template.named_modules()]:
         _grow_settings(module, path, modules, growth, numbers)
-        lacking = [each for each in modules if path not in each]
-        if any(path.rpartition(".")[0] in each for each in lacking):
+        has = {name: tuple(joined(path, name) in each for each in modules) for name, _ in module.named_children()}
+        chains = [[*names] for _, names in itertools.groupby(has, has.__getitem__)]
+        # Blocks in a row that the same members lack are passed over at once.
+        if type(module) is nn.Sequential and len({*has.values()}) > 1:
+            vars(module).update(padded_chains=chains, forward=types.MethodType(blocks_in_chains, module))
+        owner = path.rpartition(".")[0]
+        if any(owner in each and path not in each for each in modules):
             module.register_buffer(PRESENT, torch.ones((), dtype=torch.bool, device=device))
-            module.forward = types.MethodType(_optional, module)
+            if not hasattr(template.get_submodule(owner), "padded_chains"):
+                module.forward = types.MethodType(optional_block, module)
     return template
 
 
@@ -302,7 +325,7 @@ def _grow_settings(
     """Set integers of a module to the largest that models have; where some lack it, to what its lengths have become."""
     missing = any(path not in each for each in modules)
     for name in [*vars(module)]:
-        is_varied = f"{path}.{name}".lstrip(".") in numbers
+        is_varied = joined(path, name) in numbers
         if is_varied or name in MODULE_ATTRIBUTES or sizes_in(vars(module)[name]) is None:
             continue
         columns = []
@@ -323,27 +346,3 @@ def _grow_settings(
                 f"'{path}' (MultiheadAttention) cannot be padded: models differ in the number of heads and in the size of a "
                 f"head; give all models one of the two"
             )
-
-
-def _mesh(positions: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return torch.meshgrid(*positions, indexing="ij")
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _optional(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a block that members may lack: their result is its first argument."""
-    present = module.padded_present
-    given = args[0]
-    # Without its input, a missing block has no part in the gradient, whatever it computes.
-    entered = tree_map(lambda x: torch.where(present, x, torch.zeros_like(x)), given)
-    output = type(module).forward(module, entered, *args[1:], **kwargs)
-    return tree_map(lambda new, old: torch.where(present, new, _fitted(old, new)), output, given)
-
-
-def _fitted(x: Tensor, like: Tensor) -> Tensor:
-    """A tensor in the shape of another, without its last units or with zeros behind them."""
-    lengths = [new - old for old, new in zip(x.shape, like.shape, strict=True)]
-    return F.pad(x, [part for length in reversed(lengths) for part in (0, length)]) if any(lengths) else x

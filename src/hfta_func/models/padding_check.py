@@ -84,8 +84,8 @@ class Events:
                 if call is not run or isinstance(error, HFTAError):
                     raise
                 raise StackError(
-                    f"{repr(recorder.path) if recorder.path else 'the model'} cannot be padded, because it does not run in the "
-                    f"largest sizes of all models ({error}); give all models one size there"
+                    f"{repr(recorder.path) if recorder.path else 'the model'} cannot be padded, because it does not run in "
+                    f"the largest sizes of all models ({error}); give all models one size there"
                 ) from error
             recorded.append(recorder.events)
         events = _joined(self.padding, recorded[0], recorded[1:])

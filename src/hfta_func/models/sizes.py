@@ -54,8 +54,7 @@ def aligned_modules(model: nn.Module, base: nn.Module, member: int, other: str) 
                 f"may differ in the number of blocks of an nn.Sequential or nn.ModuleList, and one must have the most of each"
             )
         for name, known in zip(names, likes, strict=True):
-            inner, given = (f"{at}.{each}" if at else each for at, each in ((path, known), (own, name)))
-            align(module.get_submodule(name), like.get_submodule(known), inner, given)
+            align(module.get_submodule(name), like.get_submodule(known), joined(path, known), joined(own, name))
 
     align(model, base, "", "")
     pairs = [(model.get_submodule(own), base.get_submodule(path), path) for path, own in found.items()]
@@ -87,14 +86,14 @@ def _chosen(blocks: Sequence[nn.Module], longer: Sequence[nn.Module], names: Seq
 def _check_settings(module: nn.Module, like: nn.Module, path: str, known: Any, member: int, other: str) -> None:
     """Raise a StackError if two modules differ in more than sizes and numbers."""
     compared = {id(tensor) for each in (module, like) for tensor in (*each.parameters(), *each.buffers())}
-    skipped = MODULE_ATTRIBUTES | computed(module).keys() | computed(like).keys() | {"padding"}
+    skipped = MODULE_ATTRIBUTES | computed(module).keys() | computed(like).keys() | {"padding", "padded_chains"}
     for name in sorted({*vars(module), *vars(like)} - skipped):
         a, b = vars(module).get(name), vars(like).get(name)
         if name == "forward" and isinstance(b, types.MethodType):
             continue
         sized = sizes_in(a) is not None and len(sizes_in(a) or ()) == len(sizes_in(b) or ())
         if not (sized or (is_number(a) and is_number(b)) or equal(a, b, compared, dict(known))):
-            label = f"{path}.{name}".lstrip(".")
+            label = joined(path, name)
             raise StackError(
                 f"model {member}: '{label}' is {a!r} but in {other} it is {b!r}; models of different size may differ in "
                 f"integers, which are sizes, and floats, but share every other setting"
@@ -158,3 +157,18 @@ def parts_of(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Parts]:
                     below = "_ih_" in key[1] and "_l0" not in key[1]
                     parts[key] = (rows, inner if below else axes[1]) if len(axes) > 1 else (rows,)
     return parts
+
+
+def mesh(positions: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The indices of all entries at these positions along each axis."""
+    return torch.meshgrid(*positions, indexing="ij")
+
+
+def tensors_by_path(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a model."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def joined(path: str, name: str) -> str:
+    """The path of what a module at a path calls by a name."""
+    return f"{path}.{name}" if path else name

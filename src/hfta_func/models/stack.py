@@ -13,7 +13,7 @@ from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import HyperparameterError, Params, StackError, StateError
 from hfta_func.models.copies import copied_module
-from hfta_func.models.padding import Padding, pad_member, padded, padding_of
+from hfta_func.models.padding import pad_member, padded, padding_of
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
 from hfta_func.models.sizes import SIZE
@@ -171,22 +171,12 @@ def unstack_params(
 def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params) -> list[nn.Module]:
     """Modules with copies of their parameters and buffers, and the tensors in ``shared``; the rest is from ``model``."""
     if (padding := padding_of(model)) is not None:
-        return _true_members(padding, params, buffers, shared)
+        return [made for one in padding.apart(params, buffers) for made in members_of(*one, shared)]
     members = [_member(model, params, buffers, shared, index) for index in range(num_models((params, buffers)))]
     named = dict(model.named_buffers())
     numbers = {path: leaf for path, leaf in buffers.items() if path not in named}
     for index, member in enumerate(members if numbers else ()):
         assign(member, {path: leaf[index] for path, leaf in numbers.items()})
-    return members
-
-
-def _true_members(padding: Padding, params: Params, buffers: Params, shared: Params) -> list[nn.Module]:
-    """The members of an array of models of different size, each in its true size."""
-    members = []
-    for index, number in enumerate(buffers[SIZE].tolist()):
-        trees = [padding.true(number, {path: leaf[index] for path, leaf in tree.items()}) for tree in (params, buffers)]
-        stacked = [{path: leaf[None] for path, leaf in tree.items()} for tree in trees]
-        members += members_of(padding.sizes[number].model, *stacked, shared)
     return members
 
 
@@ -202,11 +192,8 @@ def _stack_padded(
     members = (pad_member(model, each, member) for member, each in enumerate(models))
     stacked = _stack(members, len(models), share_frozen, shared_params)
     first = numbers_of(pad_member(model, models[0], 0))
-    for path in padding.numbers:
-        if path not in stacked.buffers:
-            module, name = first[path]
-            value = torch.full((len(models),), getattr(module, name), dtype=torch.float64)
-            stacked.buffers[path] = value.to(stacked.buffers[SIZE].device)
+    for path in [path for path in padding.numbers if path not in stacked.buffers]:
+        stacked.buffers[path] = torch.full_like(stacked.buffers[SIZE], getattr(*first[path]), dtype=torch.float64)
     return stacked
 
 

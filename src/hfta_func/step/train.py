@@ -13,11 +13,11 @@ from hfta_func import random
 from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import HyperparameterError, LossError, Params, PerModel, StateError, Tree
-from hfta_func.models.functional import outline
 from hfta_func.models.padding import padding_of
 from hfta_func.models.scalar_attributes import expanded, numbers_text, placeholder_for
 from hfta_func.models.sharing import base_of
 from hfta_func.models.sizes import SIZE
+from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import check_state, shapes
 from hfta_func.optim._base import GradientTransformation, Range, check, check_transformation, per_member, true_sizes
 from hfta_func.optim._transforms import covers
