@@ -318,7 +318,7 @@ def test_evaluation_prediction_and_files(tmp_path):
     model, (batch,) = hfta.padded(models), batches(3, 1)
     expected = torch.stack([loss(each.eval(), [leaf[i] for leaf in batch]) for i, each in enumerate(found)])
     for way in (None, 1):
-        metrics = hfta.make_eval_step(model, loss, chunk_size=way)(state, batch)
+        metrics = hfta.make_eval_step(model, loss, batch_dims=0, chunk_size=way)(state, batch)
         assert_trees_close({"loss": metrics["loss"]}, {"loss": expected.detach()}, TOLERANCE)
     outputs = torch.stack([each.eval()(batch[0][0]) for each in found])
     ensemble = hfta.Ensemble(model, *hfta.stacked(state)).eval()

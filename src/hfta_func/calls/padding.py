@@ -8,12 +8,13 @@ computes every member's results from its own units.
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfta_func._tree import tree_map
 from hfta_func._types import StackError
@@ -284,12 +285,23 @@ WATCHED: dict[Any, tuple[str, Callable[..., Any], Callable[..., tuple[int, ...]]
 """By function: its name, what computes a member's results, and the sizes on which these depend."""
 
 
-def optional_block(module: Any, *args: Any, **kwargs: Any) -> Any:
+def run_present_blocks(model: nn.Module) -> None:
+    """Make a padded model pass over the blocks that members lack."""
+    for path, module in model.named_modules():
+        owner = model.get_submodule(path.rpartition(".")[0])
+        if hasattr(module, "padded_present") and not hasattr(owner, "padded_chains"):
+            module.forward = types.MethodType(_optional_block, module)
+        elif hasattr(module, "padded_chains"):
+            module.forward = types.MethodType(_blocks_in_chains, module)
+
+
+def _optional_block(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a block that members may lack: their result is its first argument."""
-    return _selected(module.padded_present, lambda x: type(module).forward(module, x, *args[1:], **kwargs), args[0])
+    forward = _blocks_in_chains if hasattr(module, "padded_chains") else type(module).forward
+    return _selected(module.padded_present, lambda x: forward(module, x, *args[1:], **kwargs), args[0])
 
 
-def blocks_in_chains(module: Any, given: Any) -> Any:
+def _blocks_in_chains(module: Any, given: Any) -> Any:
     """The forward of a sequence some of whose blocks members may lack."""
     for names in module.padded_chains:
 

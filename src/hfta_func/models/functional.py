@@ -24,7 +24,7 @@ from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
 from hfta_func.models.copies import copied_module
-from hfta_func.models.padding import padding_of
+from hfta_func.models.padding import Size, padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
@@ -160,9 +160,11 @@ class Bound:
         self._prepare(numbers)
         return self._others[numbers](params, buffers, *args, **kwargs)
 
-    def alone(self, model: nn.Module, numbers: Sequence[str]) -> Bound:
-        """The same function of another model, which takes these numbers as buffers."""
-        made = self._alone(model, share_frozen=self._base is not None)
+    def alone(self, size: Size, numbers: Sequence[str]) -> Bound:
+        """The same function of a model of a true size, in the modes of this model, which takes these numbers as buffers."""
+        made = self._alone(size.model, share_frozen=self._base is not None)
+        for path, own in size.modules.items():
+            made._inner.get_submodule(own).training = self._inner.get_submodule(path).training
         made._prepare(tuple(numbers))
         return made._others[tuple(numbers)]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
 from hfta_func._types import Params, StackError
-from hfta_func.calls.padding import blocks_in_chains, optional_block
 from hfta_func.models.copies import copied_module
 from hfta_func.models.scalar_attributes import may_differ
 from hfta_func.models.sizes import (
@@ -134,8 +132,9 @@ class Padding:
     def apart(self, params: Params, buffers: Params) -> Iterator[tuple[nn.Module, Params, Params]]:
         """For each member, the model of its size, and its parameters and buffers as an array of one."""
         for index, number in enumerate(buffers[SIZE].tolist()):
-            own = ({path: leaf[index] for path, leaf in tree.items()} for tree in (params, buffers))
-            yield self.sizes[number].model, *({k: v[None] for k, v in self.true(number, tree).items()} for tree in own)
+            own = [self.true(number, {path: leaf[index] for path, leaf in tree.items()}) for tree in (params, buffers)]
+            stacked = [{path: leaf[None] for path, leaf in tree.items()} for tree in own]
+            yield self.sizes[number].model, stacked[0], stacked[1]
 
 
 def padding_of(model: nn.Module) -> Padding | None:
@@ -292,12 +291,10 @@ def _template(
         chains = [[*names] for _, names in itertools.groupby(has, has.__getitem__)]
         # Blocks in a row that the same members lack are passed over at once.
         if type(module) is nn.Sequential and len({*has.values()}) > 1:
-            vars(module).update(padded_chains=chains, forward=types.MethodType(blocks_in_chains, module))
+            vars(module).update(padded_chains=chains)
         owner = path.rpartition(".")[0]
         if any(owner in each and path not in each for each in modules):
             module.register_buffer(PRESENT, torch.ones((), dtype=torch.bool, device=device))
-            if not hasattr(template.get_submodule(owner), "padded_chains"):
-                module.forward = types.MethodType(optional_block, module)
     return template
 
 

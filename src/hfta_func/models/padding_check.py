@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,11 @@ from hfta_func.models.scalar_attributes import numbers_of
 from hfta_func.models.sizes import SIZE
 
 
-class Run(Protocol):
-    """A function of a model, as :class:`hfta_func.models.functional.Bound` has it."""
-
-    def alone(self, model: nn.Module, numbers: Sequence[str]) -> Run:
-        """The same function of another model, which takes these numbers as buffers."""
-        ...
-
-    def watched(self, watch: Callable[[nn.Module], None], *given: Any) -> tuple[Any, Params]:
-        """Call the function after ``watch(model)``."""
-        ...
-
-
 class Events:
     """The events of a padded model's calls, by the shapes of inputs.
+
+    ``run.alone(size, numbers)`` is the same function of a model of a true size, and ``run.watched(watch, *given)`` calls
+    one after ``watch(model)``, see :class:`hfta_func.models.functional.Bound`.
 
     Args:
         padding: What the model knows of its sizes.
@@ -51,7 +42,7 @@ class Events:
             )
         return Padded(size, self._latest)
 
-    def __call__(self, run: Run, buffers: Params, args: Any, kwargs: Any, key: Tensor | None) -> Padded:
+    def __call__(self, run: Any, buffers: Params, args: Any, kwargs: Any, key: Tensor | None) -> Padded:
         """What computes the results of a member of the size that its buffers tell, for inputs of these shapes.
 
         Raises:
@@ -72,9 +63,9 @@ class Events:
         self._latest = known
         return Padded(buffers[SIZE], known)
 
-    def _learn(self, run: Run, inputs: tuple[Any, Any], key: Tensor) -> list[Sizes]:
+    def _learn(self, run: Any, inputs: tuple[Any, Any], key: Tensor) -> list[Sizes]:
         recorded: list[list[Event]] = []
-        own = [run.alone(size.model, [*self._numbers_of(number)]) for number, size in enumerate(self.padding.sizes)]
+        own = [run.alone(size, [*self._numbers_of(number)]) for number, size in enumerate(self.padding.sizes)]
         for number, call in [(0, run), *enumerate(own)]:
             recorder = Recorder()
             trees = self._trees(number, _drawn(self.padding.sizes[number].model, False), call is run, key)
@@ -205,7 +196,7 @@ def _noted(seen: dict[str, Any], model: nn.Module) -> None:
         module.register_forward_hook(note)
 
 
-def _results(run: Run, watch: Any, params: Params, buffers: Params, *given: Any) -> tuple[Any, Params]:
+def _results(run: Any, watch: Any, params: Params, buffers: Params, *given: Any) -> tuple[Any, Params]:
     """The real results, and the gradients of their sum with new buffers."""
     with torch.enable_grad():
         leaves = {path: leaf.requires_grad_(leaf.is_floating_point()) for path, leaf in params.items()}

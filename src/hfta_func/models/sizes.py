@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,8 +88,6 @@ def _check_settings(module: nn.Module, like: nn.Module, path: str, known: Any, m
     skipped = MODULE_ATTRIBUTES | computed(module).keys() | computed(like).keys() | {"padding", "padded_chains"}
     for name in sorted({*vars(module), *vars(like)} - skipped):
         a, b = vars(module).get(name), vars(like).get(name)
-        if name == "forward" and isinstance(b, types.MethodType):
-            continue
         sized = sizes_in(a) is not None and len(sizes_in(a) or ()) == len(sizes_in(b) or ())
         if not (sized or (is_number(a) and is_number(b)) or equal(a, b, compared, dict(known))):
             label = joined(path, name)
