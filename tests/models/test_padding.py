@@ -279,8 +279,7 @@ WAYS = {
 @pytest.mark.exhaustive(unless="replayed|one by one|checkpointed")
 @pytest.mark.parametrize("way", WAYS)
 def test_in_every_way(way):
-    step, *_ = assert_alone(models_of("layer norms"), steps=5 if way == "replayed" else 2, **WAYS[way])
-    assert way != "replayed" or step.status.startswith("replayed"), step.status
+    assert_alone(models_of("layer norms"), steps=5 if way == "replayed" else 2, **WAYS[way])
 
 
 @pytest.mark.exhaustive
