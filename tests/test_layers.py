@@ -39,6 +39,7 @@ FILES_IN = {
         "recompute",
         "tensor_scalars",
         "draws",
+        "padding",
         "routing",
         "scalar_args",
         "validation",
@@ -61,8 +62,8 @@ FILES_IN = {
         *("_check_cases", "_check", "_autocast", "_function_graphs", "_functions", "_install", "_extend", "vmap"),
     ],
     "models": [
-        *("scalar_attributes", "copies", "structure", "sharing", "stack", "remat", "recomputation", "attributes"),
-        *("functional", "adapters"),
+        *("scalar_attributes", "copies", "structure", "sharing", "sizes", "padding", "stack", "remat", "recomputation"),
+        *("attributes", "padding_check", "skeleton", "functional", "adapters"),
     ],
     "step": [
         *(

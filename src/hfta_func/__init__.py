@@ -47,6 +47,7 @@ from hfta_func.integrations.transformers import train_trainers as train_trainers
 from hfta_func.models.adapters import Adapters as Adapters
 from hfta_func.models.adapters import stack_adapters as stack_adapters
 from hfta_func.models.functional import functional as functional
+from hfta_func.models.padding import padded as padded
 from hfta_func.models.stack import Stacked as Stacked
 from hfta_func.models.stack import init_params as init_params
 from hfta_func.models.stack import stack_params as stack_params

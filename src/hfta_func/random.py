@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,10 +104,14 @@ def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
 
 
 class Stream(NamedTuple):
-    """Start and stride of the counters of keys ``[...]``; every draw takes it in place of keys."""
+    """Start and stride of the counters of keys ``[...]``; every draw takes it in place of keys.
+
+    ``padding`` has ``draw(name, shape)``, which returns the positions in a draw that units have, None for those in order.
+    """
 
     start: Tensor
     stride: Tensor
+    padding: Any = None
 
 
 def stream(key: Tensor) -> Stream:
@@ -123,7 +127,7 @@ def streams(key: Tensor, first: int, count: int) -> list[Stream]:
     if noise.is_fast(key):
         starts, strides = noise.streams(key, first, count)
     else:
-        starts, strides = stream(fold_in(key.unsqueeze(-1), torch.arange(first, first + count, device=key.device)))
+        starts, strides, _ = stream(fold_in(key.unsqueeze(-1), torch.arange(first, first + count, device=key.device)))
     return [*map(Stream, starts.unbind(-1), strides.unbind(-1))]
 
 
@@ -138,12 +142,20 @@ def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
         >>> bits(keys([1, 2]), (3,)).shape
         torch.Size([2, 3])
     """
-    start, stride = stream(key) if isinstance(key, Tensor) else key
+    start, stride, padding = stream(key) if isinstance(key, Tensor) else key
+    position = None if padding is None else padding.draw("draw", shape)
+    if position is not None and not noise.is_fast(start):
+        return _mix(start + stride * (position + 1))
     if noise.is_fast(start):
-        return noise.words(start, stride, shape)
+        words = noise.words(start, stride, shape)
+        return words if position is None else _at(words, position)
     expand = (*start.shape, *(1,) * len(shape))
     index = torch.arange(1, math.prod(shape) + 1, device=start.device).reshape(shape)
     return _mix(start.reshape(expand) + stride.reshape(expand) * index)
+
+
+def _at(drawn: Tensor, position: Tensor) -> Tensor:
+    return drawn.flatten().gather(0, position.flatten()).reshape(position.shape)
 
 
 def uniform(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -179,9 +191,11 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
     if isinstance(p, Tensor):
         return _signed_shift(bits(key, shape), 11) < (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52)
     limit = round(p * 2.0**53) - (1 << 52)
-    start, stride = key = stream(key) if isinstance(key, Tensor) else key
+    start, stride, padding = key = stream(key) if isinstance(key, Tensor) else key
     if noise.is_fast(start):
-        return noise.words_below(start, stride, shape, limit)
+        position = None if padding is None else padding.draw("draw", shape)
+        below = noise.words_below(start, stride, shape, limit)
+        return below if position is None else _at(below, position)
     return _signed_shift(bits(key, shape), 11) < limit
 
 

@@ -65,6 +65,8 @@ class routed(TorchFunctionMode):
         self.depth = depth()
         # Call sites before this one at which a member has drawn nothing, because the rate was 0.
         self.skipped: Tensor | None = None
+        # What computes the results of a padded model for the member's own size.
+        self.padding: Any = None
         self._blocks: dict[int, list[random.Stream]] = {}
 
     def next_key(self, rate: Any = None) -> random.Stream:
@@ -78,8 +80,13 @@ class routed(TorchFunctionMode):
             stream = self._blocks[block][index]
         else:
             stream = random.stream(random.fold_in(self.key, self.site - self.skipped))
-        if isinstance(rate, Tensor):
-            self.skipped = (rate == 0).long() + (0 if self.skipped is None else self.skipped)
+        skips = rate == 0 if isinstance(rate, Tensor) else None
+        if self.padding is not None:
+            stream = stream._replace(padding=self.padding)
+            if (absent := self.padding.draw("site", ())) is not None:
+                skips = absent if skips is None else skips | absent
+        if skips is not None:
+            self.skipped = skips.long() + (0 if self.skipped is None else self.skipped)
         if depth() > self.depth:
             for level in levels_above(self.depth):
                 stream = self._inside(stream, *level)
@@ -131,6 +138,11 @@ class routed(TorchFunctionMode):
     ) -> Any:
         """Replace one call of a torch function."""
         kwargs = kwargs or {}
+        if self.padding is not None:
+            return self.padding(func, args, kwargs, functools.partial(self._replaced, func))
+        return self._replaced(func, *args, **kwargs)
+
+    def _replaced(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and rehearsing.get():
             _check_strided(args)
         if func is torch.Tensor.unflatten:
@@ -140,9 +152,9 @@ class routed(TorchFunctionMode):
             self.site += 1
             return OPERATORS[func](functools.partial(self._call, self.site), *args, **kwargs)
         handler, func = HANDLERS.get(func), _REPLACED.get(func, func)
-        if self.key is None:
+        if self.key is None and (self.padding is None or func not in _ENTERED):
             return func(*args, **kwargs)
-        if handler is not None:
+        if self.key is not None and handler is not None:
             return handler(self, func, *args, **kwargs)
         if func in _ENTERED:
             with self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import types
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._torch import (
-    BatchNorm,
     call_with,
     constant_to_compiler,
-    forget_flat_weights,
-    is_compiled,
     outside_transforms,
     places_of,
     pytree,
-    run_uncompiled,
     tensors_of,
 )
 from hfta_func._types import Params, StateError
 from hfta_func.calls.body import Body
+from hfta_func.calls.padding import Padded
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
 from hfta_func.models.copies import copied_module
+from hfta_func.models.padding import Size, padding_of
+from hfta_func.models.padding_check import Events
 from hfta_func.models.recomputation import routing
 from hfta_func.models.remat import checkpoints_of, rematerialise, trace_through_checkpoint
 from hfta_func.models.scalar_attributes import changed, explained, hold
-from hfta_func.models.sharing import Base, base_of, check_device, shared_of
-from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
+from hfta_func.models.sharing import Base, check_device
+from hfta_func.models.sizes import SIZE
+from hfta_func.models.skeleton import skeleton
 
 
 def functional(model: nn.Module, *, share_frozen: bool = False) -> Callable[..., tuple[Any, Params]]:
@@ -98,6 +98,7 @@ class Bound:
         self._func, self._checkpoint, self._renorms = func, checkpoint, renorms
         base = {} if self._base is None else self._base.tensors
         self._count = sum(path not in base for path, _ in inner.named_buffers())
+        self._alone = functools.partial(Bound, func=func, checkpoint=False, training=training, renorms=renorms)
         self._start(inner)
 
     def _start(self, inner: nn.Module, numbers: tuple[str, ...] = ()) -> None:
@@ -112,10 +113,12 @@ class Bound:
         self._undoing: list[Undoing] = []
         # Variants in which some numbers are buffers because members differ in them, by the paths of these numbers.
         self._others: dict[tuple[str, ...], Bound] = {}
+        padding = padding_of(inner)
+        self._events = None if padding is None else Events(padding, numbers)
 
-    def _make(self) -> Body:
+    def _make(self, remat: bool = True) -> Body:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
-        rematerialise(body.model, self._checkpoint)
+        rematerialise(body.model, remat and self._checkpoint)
         body.places = places_of(body)
         body.trained = [body.places[f"model.{path}"] for path in self._trained]
         shared = set(() if self._base is None else self._base.buffers)
@@ -132,12 +135,14 @@ class Bound:
             # Exports that do not compile need no tracing of checkpoints.
             if torch.compiler.is_dynamo_compiling():
                 trace_through_checkpoint()
-            results = self._call(self._first[0], self._base_without(params), params, buffers, args, kwargs, key)
+            padded = None if self._events is None else self._events.latest(buffers[SIZE])
+            results = self._call(self._first[0], self._base_without(params), params, buffers, args, kwargs, key, padded)
             undo(self._undoing)
             return results
+        padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
         with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params, buffers) as shared:
-            results = self._call(body, shared, params, buffers, args, kwargs, key)
+            results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
         if not self._harmless.issuperset(changed):
             self._examine(params, buffers, args, kwargs, key)
@@ -154,6 +159,30 @@ class Bound:
         numbers = tuple([path for path in buffers if path not in self._holders])
         self._prepare(numbers)
         return self._others[numbers](params, buffers, *args, **kwargs)
+
+    def alone(self, size: Size, numbers: Sequence[str]) -> Bound:
+        """The same function of a model of a true size, in the modes of this model, which takes these numbers as buffers."""
+        made = self._alone(size.model, share_frozen=self._base is not None)
+        for path, own in size.modules.items():
+            made._inner.get_submodule(own).training = self._inner.get_submodule(path).training
+        made._prepare(tuple(numbers))
+        return made._others[tuple(numbers)]
+
+    def watched(
+        self,
+        watch: Callable[[nn.Module], None],
+        params: Params,
+        buffers: Params,
+        inputs: tuple[Any, Any],
+        key: Tensor,
+        padded: Any,
+    ) -> tuple[Any, Params]:
+        """Call the function with a new copy of the model after ``watch(copy)``."""
+        body = self._make(False)
+        watch(body.model)
+        args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        with checkpoints_of(body.model, body.fixed), self._reading(params, buffers) as shared:
+            return self._call(body, shared, params, buffers, args, kwargs, key, padded)
 
     # The compiler cannot trace copies of modules, so it runs this while it traces.
     @constant_to_compiler
@@ -190,7 +219,10 @@ class Bound:
         args: Any,
         kwargs: dict[str, Any],
         key: Tensor | None,
+        padded: Any = None,
     ) -> tuple[Any, Params]:
+        if isinstance(padded, Padded) and self._events is not None:
+            params = self._events.padding.masked(params, padded.size)
         # Modules update running statistics in place, so they get copies, and the call leaves the new ones in `tensors`.
         given = {**params, **shared, **{path: tensor.clone() for path, tensor in buffers.items()}}
         given |= {path: params[path].clone() for path in self._rewritten if path in params}
@@ -203,7 +235,7 @@ class Bound:
                 f"the model has no parameter or buffer '{unknown[0]}'; pass what stack_params returns for it"
             )
         numbers = {path: tensors[f"model.{path}"] for path in self._numbers}
-        mode = routing(key, _numbers_in_call(numbers, args) if numbers else ())
+        mode = routing(key, _numbers_in_call(numbers, args) if numbers else (), padded)
         with explained(mode, numbers) if numbers and not torch.compiler.is_compiling() else mode:
             if torch.compiler.is_compiling():
                 output = torch.func.functional_call(body, tensors, args, kwargs, tie_weights=False)
@@ -234,7 +266,8 @@ class Bound:
             buffers = {path: part(buffer, 1) for path, buffer in buffers.items()}
             torch.manual_seed(altered)
             key = None if key is None else part(key, 1) + altered
-            return self._call(body, self._base_without(params), params, buffers, args, kwargs, key)
+            padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
+            return self._call(body, self._base_without(params), params, buffers, args, kwargs, key, padded)
 
         device = next((leaf for leaf in given[0].values() if leaf.is_cuda), None)
         with outside_transforms(), torch.random.fork_rng([] if device is None else [device.device]):
@@ -266,80 +299,3 @@ def _holders(model: nn.Module) -> dict[str, tuple[str, ...]]:
             if tensor is not None:
                 paths.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
     return {names[0]: tuple(names) for names in paths.values()}
-
-
-def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> nn.Module:
-    """A copy of the model whose parameters and buffers have no storage, except shared ones."""
-    check_materialised(model)
-    memo: dict[int, Any] = {}
-    for leaf in model.parameters():
-        memo[id(leaf)] = nn.Parameter(_without_storage(leaf), requires_grad=leaf.requires_grad)
-    for leaf in model.buffers():
-        memo[id(leaf)] = _without_storage(leaf)
-    memo |= {id(leaf): leaf for leaf in base_of(model).values()} if share_frozen else {}
-    memo |= {id(leaf): leaf for leaf in shared_of(model, shared_params).values()}
-    made = {path: computed(module) for path, module in model.named_modules()}
-    memo |= {id(tensor): torch.empty(0) for tensors in made.values() for tensor in tensors.values()}
-    copied = copied_module(model, memo)
-    for path, names in made.items():
-        for name in names:
-            delattr(copied.get_submodule(path), name)
-    return copied
-
-
-def _without_storage(tensor: Tensor) -> Tensor:
-    # Tensors of other classes, such as quantised ones, may not support empty_like on the meta device.
-    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    return (
-        torch.empty_like(tensor, device="meta")
-        if plain
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    )
-
-
-def skeleton(model: nn.Module) -> nn.Module:
-    """An outline of the model that can be called with other tensors."""
-    copied = outline(model)
-    check_no_backward_hooks(model)
-    for module in copied.modules():
-        if isinstance(module, BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
-            if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
-                module.momentum = 1.0
-                module.forward = types.MethodType(_cumulative_average, module)
-        if is_compiled(module):
-            # An array is compiled as a whole.
-            run_uncompiled(module)
-        if isinstance(module, nn.RNNBase):
-            forget_flat_weights(module)
-        if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
-            module.forward = types.MethodType(_without_looking_at_masks, module)
-    return copied
-
-
-def _cumulative_average(module: BatchNorm, input: Tensor) -> Tensor:
-    """The forward of batch normalisation with ``momentum=None``, which averages its statistics over all batches.
-
-    PyTorch reads the number of batches as one Python number, but members may have seen different numbers. With a momentum
-    of 1 its forward leaves the batch's statistics in the buffers, and the average is computed from tensors.
-    """
-    count, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
-    if not module.training or not module.track_running_stats or count is None or mean is None or var is None:
-        return type(module).forward(module, input)
-    # The backward pass needs the forward pass's inputs unchanged.
-    module.running_mean, module.running_var = mean.clone(), var.clone()
-    output = type(module).forward(module, input)
-    mean += (module.running_mean - mean) / count
-    var += (module.running_var - var) / count
-    module.running_mean, module.running_var = mean, var
-    return output
-
-
-def _without_looking_at_masks(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a transformer stack without the hint that its mask is causal, unless the caller gives it.
-
-    PyTorch would read the mask's values for this hint, which only affects speed.
-    """
-    name, position = ("is_causal", 3) if isinstance(module, nn.TransformerEncoder) else ("tgt_is_causal", 6)
-    if len(args) <= position:
-        kwargs[name] = bool(kwargs.get(name))
-    return type(module).forward(module, *args, **kwargs)

@@ -19,12 +19,14 @@ from hfta_func.calls.routing import routed
 from hfta_func.calls.scalar_args import numbered
 
 
-def routing(key: Tensor | None, numbers: Sequence[Tensor] = ()) -> routed:
+def routing(key: Tensor | None, numbers: Sequence[Tensor] = (), padding: Any = None) -> routed:
     """``routed(key)``, or :class:`numbered`; inside a block of :class:`Recalls`, a mode that notes repeatable calls."""
-    if numbers:
-        return numbered(key, numbers=numbers)
-    running = recalls()
-    return routed(key) if running is None else _Noting(key, running)
+    running = None if numbers or padding is not None else recalls()
+    if running is not None:
+        return _Noting(key, running)
+    mode = numbered(key, numbers=numbers) if numbers else routed(key)
+    mode.padding = padding
+    return mode
 
 
 class _Noting(routed):

@@ -154,19 +154,22 @@ def _run_twice(
         return forward(*args, **kwargs)
     mode = next(mode for mode in reversed(_torch.function_modes()) if isinstance(mode, routed))
     site, out_spec, alias_facts = mode.site, None, current()
+    padding, position = mode.padding, getattr(mode.padding, "position", 0)
     running = _running.get()
     fixed: Fixed = running[2] if running is not None else frozenset()
     base, buffers = _buffers_of(part, fixed)
     params = {**dict(part.named_parameters()), **base}
     # The first run updates the buffers; later runs start from copies of their values before it.
     buffers_before = {name: buffer.clone() for name, buffer in buffers.items()}
-    leaves, spec = pytree.tree_flatten((mode.key, mode.skipped, params, buffers_before, args, kwargs))
+    leaves, spec = pytree.tree_flatten(
+        (mode.key, mode.skipped, getattr(padding, "size", None), params, buffers_before, args, kwargs)
+    )
     numbers = [position for position, leaf in enumerate(leaves) if mode.is_number(leaf)]
     buffer_numbers = [name for name, buffer in buffers.items() if mode.is_number(buffer)]
 
     def run(*leaves: Any) -> tuple[Any, ...]:
         nonlocal out_spec
-        key, skipped, params, buffers_before, args, kwargs = pytree.tree_unflatten(leaves, spec)
+        key, skipped, size, params, buffers_before, args, kwargs = pytree.tree_unflatten(leaves, spec)
         # Levels are numbered by depth, so tensors of the surrounding levels also fit those of the first run.
         run_buffers = buffers if out_spec is None else {name: buffer.clone() for name, buffer in buffers_before.items()}
         tensors = {**params, **run_buffers}
@@ -174,12 +177,13 @@ def _run_twice(
         again = contextlib.nullcontext() if alias_facts is None else watched(alias_facts.known)
         given = [*(leaves[position] for position in numbers), *(run_buffers[name] for name in buffer_numbers)]
         with again, mode.again(key, site, given) as inner, checkpoints_of(part, fixed):
-            inner.skipped = skipped
+            inner.skipped, inner.padding = skipped, None if padding is None else padding.again(size, position)
             with _torch.reparametrized(part, tensors, tie_weights=True):
                 output = forward(*args, **kwargs)
         held = {**run_buffers, **{name: params[name] for name in base}}
         replaced = {name: tensors[name] for name, buffer in held.items() if tensors[name] is not buffer}
-        outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site, inner.skipped))
+        reached = getattr(inner.padding, "position", 0)
+        outputs, out_spec = pytree.tree_flatten((output, replaced, inner.site, inner.skipped, reached))
         return tuple(outputs)
 
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -187,6 +191,8 @@ def _run_twice(
     # Noise from keys repeats by itself; PyTorch's generator must be set back.
     if mode.key is not None:
         options = {**options, "preserve_rng_state": False}
+    # Functions that the mode of a run passes on reach this mode, too.
+    mode.padding = None
     outputs = _outside_vmap(run, tuple(leaves), options)
     if versions != [_torch.writes(leaf) for leaf in inputs]:
         raise StateError(
@@ -194,7 +200,9 @@ def _run_twice(
             f"leave it out of checkpoint, or let its first operation make a new tensor, e.g. ReLU(inplace=False)"
         )
     assert out_spec is not None
-    output, replaced, mode.site, mode.skipped = pytree.tree_unflatten(outputs, out_spec)
+    output, replaced, mode.site, mode.skipped, reached = pytree.tree_unflatten(outputs, out_spec)
+    if padding is not None:
+        mode.padding, padding.position = padding, reached
     for name, buffer in replaced.items():
         owner, _, attribute = name.rpartition(".")
         setattr(part.get_submodule(owner), attribute, buffer)

@@ -13,8 +13,10 @@ from hfta_func._torch import weight_hooks
 from hfta_func._tree import num_models
 from hfta_func._types import HyperparameterError, Params, StackError, StateError
 from hfta_func.models.copies import copied_module
+from hfta_func.models.padding import pad_member, padded, padding_of
 from hfta_func.models.scalar_attributes import assign, is_placeholder, numbers_of, rates_of
 from hfta_func.models.sharing import base_of, check_same_base, shared_of
+from hfta_func.models.sizes import SIZE
 from hfta_func.models.structure import check_materialised, check_same_structure, computed, pairs, ties
 
 
@@ -34,7 +36,11 @@ class Stacked(NamedTuple):
 
 
 def stack_params(
-    models: Iterable[nn.Module], *, share_frozen: bool = False, shared_params: Sequence[str] = ()
+    models: Iterable[nn.Module],
+    *,
+    share_frozen: bool = False,
+    shared_params: Sequence[str] = (),
+    pad: bool | nn.Module = False,
 ) -> Stacked:
     """Stack the parameters and buffers of M models of one architecture.
 
@@ -48,6 +54,8 @@ def stack_params(
             ``share_frozen=True`` hold it once.
         shared_params: Also leave out these parameters, which members share and train together, see
             :func:`make_train_step`. They must be equal in all models.
+        pad: Stack models of different size as one array, see :func:`padded`: True, or the model that it has made, which may
+            have been made of more sizes than there are here.
 
     Raises:
         StackError: if there is no model, a lazy module has not been run yet, or two models differ in more than these
@@ -63,6 +71,8 @@ def stack_params(
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise StackError(f"expected a list of models but got one {type(models).__qualname__}; pass [model]")
     models = list(models)
+    if pad is not False:
+        return _stack_padded(models, pad, share_frozen, shared_params)
     return _stack(models, len(models), share_frozen, shared_params)
 
 
@@ -72,6 +82,7 @@ def init_params(
     *,
     share_frozen: bool = False,
     shared_params: Sequence[str] = (),
+    pad: bool | nn.Module = False,
     **arguments: Sequence[Any] | Tensor,
 ) -> Stacked:
     """Build one model per seed and stack them, with at most two models in memory besides the array.
@@ -85,6 +96,7 @@ def init_params(
         share_frozen: Leave out what all members share, as :func:`stack_params` does.
         shared_params: Leave out these parameters. Members start from their values in the model that is passed to
             :func:`make_train_step`, not from those that ``factory`` makes.
+        pad: Models may differ in size, as in :func:`stack_params`; all of them are in memory at once.
         arguments: Keyword arguments of ``factory``, one value per member each, such as ``p=[0.1, 0.3]``.
 
     Raises:
@@ -110,7 +122,10 @@ def init_params(
     def make(member: int) -> nn.Module:
         return build(factory, values[member], {name: column[member] for name, column in columns.items()})
 
-    return _stack(map(make, range(len(values))), len(values), share_frozen, shared_params, lambda: make(0))
+    made = map(make, range(len(values)))
+    if pad is not False:
+        return _stack_padded([*made], pad, share_frozen, shared_params)
+    return _stack(made, len(values), share_frozen, shared_params, lambda: make(0))
 
 
 def build(factory: Callable[..., nn.Module], seed: int, arguments: Mapping[str, Any]) -> nn.Module:
@@ -155,12 +170,31 @@ def unstack_params(
 
 def members_of(model: nn.Module, params: Params, buffers: Params, shared: Params) -> list[nn.Module]:
     """Modules with copies of their parameters and buffers, and the tensors in ``shared``; the rest is from ``model``."""
+    if (padding := padding_of(model)) is not None:
+        return [made for one in padding.apart(params, buffers) for made in members_of(*one, shared)]
     members = [_member(model, params, buffers, shared, index) for index in range(num_models((params, buffers)))]
     named = dict(model.named_buffers())
     numbers = {path: leaf for path, leaf in buffers.items() if path not in named}
     for index, member in enumerate(members if numbers else ()):
         assign(member, {path: leaf[index] for path, leaf in numbers.items()})
     return members
+
+
+def _stack_padded(
+    models: list[nn.Module], pad: bool | nn.Module, share_frozen: bool, shared_params: Sequence[str]
+) -> Stacked:
+    model = pad if isinstance(pad, nn.Module) else padded(models)
+    padding = padding_of(model)
+    if padding is None:
+        raise StackError(
+            f"pad is a {type(model).__qualname__} that padded(...) has not made; pass True, or padded(models)"
+        )
+    members = (pad_member(model, each, member) for member, each in enumerate(models))
+    stacked = _stack(members, len(models), share_frozen, shared_params)
+    first = numbers_of(pad_member(model, models[0], 0))
+    for path in [path for path in padding.numbers if path not in stacked.buffers]:
+        stacked.buffers[path] = torch.full_like(stacked.buffers[SIZE], getattr(*first[path]), dtype=torch.float64)
+    return stacked
 
 
 class Shapes(NamedTuple):

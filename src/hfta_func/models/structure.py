@@ -139,7 +139,7 @@ def _check_module(
     varied: Collection[str],
 ) -> dict[str, tuple[float, float]]:
     where = f"'{path}'" if path else "the model"
-    if _kind(module) != _kind(first):
+    if class_of(module) != class_of(first):
         raise StackError(
             f"model {member}: {where} is a {type(module).__qualname__} but in model 0 it is a "
             f"{type(first).__qualname__}; models in one array must be of one class"
@@ -217,7 +217,8 @@ def _setting_difference(a: Any, b: Any, path: str, compared: set[int], seen: dic
     return f"'{path}' ({shown}) differs from that of model 0; {cure}"
 
 
-def _kind(module: nn.Module) -> Any:
+def class_of(module: nn.Module) -> Any:
+    """The class of a module, to be compared."""
     # PyTorch derives a new class for each parametrized or traced module; its base is the class to compare.
     derived = parametrize.is_parametrized(module) or isinstance(module, torch.fx.GraphModule)
     return type(module).__bases__ if derived else type(module)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import optree
@@ -20,6 +21,9 @@ from torch import Tensor
 from hfta_func._torch import get_unwrapped, inside_transform, is_wrapped, outside_transforms
 from hfta_func._tree import num_models, where, write
 from hfta_func._types import HyperparameterError, Params, PerModel, Schedule, Tree, recipe
+
+true_sizes: ContextVar[Mapping[str, Sequence[Tensor]] | None] = ContextVar("true_sizes", default=None)
+"""While an optimizer's state is made for a padded model: by path, each member's own size along each axis, ``[M]``."""
 
 Update = Callable[[Params, Tree, Params], tuple[Params, Tree]]
 """``update(grads, opt_state, params) -> (updates, opt_state)``."""

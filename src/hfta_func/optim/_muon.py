@@ -8,12 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hfta_func._types import HyperparameterError, PerModel, recorded
-from hfta_func.optim._base import GradientTransformation, Hyperparams, check_choice
+from hfta_func._types import HyperparameterError, Params, PerModel, recorded
+from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, check_choice, renew, true_sizes
 from hfta_func.optim._leafwise import FIELDS, decay_mean, leafwise
 
 MuonState = namedtuple("MuonState", [*FIELDS, "momentum"])
 """Momentum buffers."""
+SizedMuonState = namedtuple("SizedMuonState", [*MuonState._fields, "scale"])
+"""The same of a padded model, and the scale of each member's own matrices, ``[M, 1, 1]``."""
 
 
 @recorded
@@ -80,17 +82,38 @@ def muon(
     def prepare(at: dict[str, Tensor], count: Tensor) -> None:
         at["1-momentum"] = 1 - at["momentum"]
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor) -> Tensor:
+    def scale_of(rows: Tensor, columns: Tensor) -> Tensor:
+        rows = rows.double()
+        if adjust_lr_fn == "original":
+            return (rows / columns).nan_to_num(1.0).clamp(min=1).sqrt()
+        return 0.2 * torch.maximum(rows, columns).sqrt()
+
+    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor, own: Tensor | None = None) -> Tensor:
         decay_mean(buffer, grad, k["1-momentum"])
         update = torch.lerp(grad, buffer, k["momentum"]) if nesterov else buffer
         rows, columns = param.shape[1:]
         scale = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
         direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps)
-        return scale * direction.to(param.dtype)
+        return (scale if own is None else own) * direction.to(param.dtype)
 
-    return leafwise(
-        MuonState, hyperparams, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False
+    plain, sized = (
+        leafwise(kind, hyperparams, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False)
+        for kind in (MuonState, SizedMuonState)
     )
+
+    def init(params: Params) -> Any:
+        state, sizes = plain.init(params), true_sizes.get()
+        if sizes is None:
+            return state
+        scales = {path: scale_of(*sizes[path]).to(param)[:, None, None] for path, param in params.items()}
+        return SizedMuonState(*state, scale=scales)
+
+    def run(grads: Params, state: Any, params: Params, *how: Any) -> Any:
+        keep, donate, apply = how
+        chosen = sized if isinstance(state, SizedMuonState) else plain
+        return renew(chosen, grads, state, params, keep, donate=donate, apply=apply)
+
+    return by_renew(init, run)
 
 
 def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

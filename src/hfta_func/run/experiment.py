@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hfta_func._tree import indices, take
 from hfta_func._types import HyperparameterError, Params, Shared
+from hfta_func.models.padding import padded
 from hfta_func.models.stack import build, init_params, stack_params, unstack_params
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import is_batch, make_evaluation
@@ -63,11 +64,12 @@ class Experiment:
         seeds: Number of members, or one integer per member.
         init_seeds: Seeds of initial parameters, by default ``seeds``: ``[0] * 8`` has eight members start alike.
         options: Further arguments of :func:`make_train_step`.
+        pad: Whether models differ in size, see :func:`padded`.
         hyperparameters: By name, a value for all members or a list of one per member, as :func:`grid` returns them. What
             neither factory nor optimizer takes is one of the ``hparams`` of :meth:`TrainStep.init`.
 
     Attributes:
-        model: The model of the first seed.
+        model: The model of the first seed, or the padded one.
         step: The :class:`TrainStep`.
         state: The :class:`TrainState`, which :meth:`fit` replaces.
         history: The :class:`History` of the last :meth:`fit`.
@@ -97,6 +99,7 @@ class Experiment:
         seeds: int | Sequence[int] | Tensor,
         init_seeds: Sequence[int] | Tensor | None = None,
         options: Mapping[str, Any] | None = None,
+        pad: bool = False,
         **hyperparameters: Any,
     ):
         numbers, columns = columns_of(seeds, hyperparameters)
@@ -106,12 +109,15 @@ class Experiment:
         of_optimizer = {name: value for name, value in hyperparameters.items() if name in optimizer_takes}
         hparams = {name: columns[name] for name in columns if name not in {*of_model, *of_optimizer}}
         factory: Any = make_model if callable(make_model) else lambda: make_model[0]
-        self.model = build(factory, numbers[0], {name: column[0] for name, column in of_model.items()})
+        sizes = [{name: column[i] for name, column in of_model.items()} for i in range(len(numbers) if pad else 1)]
+        models = [build(factory, numbers[0], size) for size in sizes]
+        self.model = padded(models) if pad else models[0]
         self.metric = metric or _validation(loss_fn)
         made: Any = optimizer(**of_optimizer) if callable(optimizer) else optimizer
         self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))
         self._base = {"share_frozen": self.step.options.share_frozen}
         made_by: Any = {**self._base, "shared_params": self.step.options.shared_params, **of_model}
+        made_by |= {"pad": self.model} if pad else {}
         if callable(make_model):
             params = init_params(make_model, numbers if init_seeds is None else init_seeds, **made_by)
         else:

@@ -13,7 +13,6 @@ from hfta_func._tree import difference
 from hfta_func._types import Params, StateError, Tree
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Shapes, check_state
-from hfta_func.optim import GradientTransformation
 from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
@@ -51,13 +50,13 @@ class Check:
         self,
         shapes: Shapes,
         trainable: frozenset[str],
-        optimizer: GradientTransformation,
+        init: Callable[[Params, Params], Tree],
         options: Options,
         check_shared: Callable[[TrainState], None],
     ):
         self._shapes = shapes
         self._trainable = trainable
-        self._optimizer = optimizer
+        self._init = init
         self._options = options
         self._check_shared = check_shared
         self._expected: Any = None
@@ -84,7 +83,7 @@ class Check:
             )
         if self._expected is None:
             trained = {path: param.to("meta") for path, param in state.params.items() if path in self._trainable}
-            self._expected = self._optimizer.init(trained)
+            self._expected = self._init(trained, state.buffers)
         mismatch = difference(state.opt_state, self._expected, "state.opt_state", "the state", "this step's optimizer")
         if mismatch is not None:
             raise StateError(f"the state belongs to another optimizer: {mismatch}; make a state with step.init(...)")

@@ -14,8 +14,9 @@ from hfta_func import random
 from hfta_func._torch import get_unwrapped, inside_transform, is_batched, is_wrapped, outside_transforms
 from hfta_func._tree import num_models, take
 from hfta_func._types import HyperparameterError, Params, StackError, StateError, Tree
-from hfta_func.models.functional import bind, outline, tables_with_max_norm
+from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.models.sharing import Base, shared_of, statistics_of
+from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.step.gradients import NOISE
 from hfta_func.step.prediction import Deployed, Prediction, call, forward, predict_with, predicting

@@ -13,9 +13,10 @@ from hfta_func import random
 from hfta_func._torch import Compiled
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, StateError, Tree
-from hfta_func.models.functional import bind, outline
+from hfta_func.models.functional import bind
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.sharing import base_of, shared_of
+from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.step.batch import check_batch, leaf_dims, plain
 from hfta_func.step.check import require

@@ -13,11 +13,13 @@ from hfta_func import random
 from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import HyperparameterError, LossError, Params, PerModel, StateError, Tree
-from hfta_func.models.functional import outline
+from hfta_func.models.padding import padding_of
 from hfta_func.models.scalar_attributes import expanded, numbers_text, placeholder_for
 from hfta_func.models.sharing import base_of
+from hfta_func.models.sizes import SIZE
+from hfta_func.models.skeleton import outline
 from hfta_func.models.stack import check_state, shapes
-from hfta_func.optim._base import GradientTransformation, Range, check, check_transformation, per_member
+from hfta_func.optim._base import GradientTransformation, Range, check, check_transformation, per_member, true_sizes
 from hfta_func.optim._transforms import covers
 from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
@@ -143,6 +145,8 @@ class TrainStep(Compiled):
         parameters = dict(model.named_parameters())
         if options.stochastic_rounding and all(param.dtype != torch.bfloat16 for param in parameters.values()):
             raise ValueError("stochastic_rounding is for bfloat16 parameters, and this model has none; leave it out")
+        if options.stochastic_rounding and padding_of(model) is not None:
+            raise ValueError("stochastic_rounding draws for the padding of a padded model, too; leave it out")
         self._sharing = Sharing(model, options.shared_params, options.shared_optimizer or optimizer)
         trained = {path for path, param in parameters.items() if param.requires_grad and covers(options.network, path)}
         self.trainable = frozenset(trained - self._sharing.paths)
@@ -151,7 +155,7 @@ class TrainStep(Compiled):
             raise LossError(f"no parameter of the model{where} requires grad, so there is nothing to train")
         self.optimizer = optimizer
         self.options = options
-        self._check = Check(self._shapes, self.trainable, optimizer, options, self._sharing.check)
+        self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)
         self._gradients = Gradients(model, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
         self._replay = Replay(self) if options.replay else None
@@ -209,6 +213,15 @@ class TrainStep(Compiled):
         # A metric may be a tensor of the state, which is overwritten.
         metrics = tree_map(torch.clone, outputs.metrics) if self.options.donate else outputs.metrics
         return commit(state, outputs, verdict, update, self._sharing, self.options), {**verdict.report, **metrics}
+
+    def _opt_state(self, trained: Params, buffers: Params) -> Tree:
+        """The optimizer's state before the first update."""
+        padding = padding_of(self.outline)
+        token = true_sizes.set(None if padding is None else padding.lengths(trained, buffers[SIZE]))
+        try:
+            return self.optimizer.init(trained)
+        finally:
+            true_sizes.reset(token)
 
     def replayed(self, steps: int | None = None) -> TrainStep:
         """The step, whose eager calls are replayed unless it was made with ``replay=False``; see :func:`make_train_step`.
@@ -324,7 +337,7 @@ class TrainStep(Compiled):
         return TrainState(
             params=params,
             buffers=buffers | {path: placeholder_for(value) for path, value in numbers.items() if path in known},
-            opt_state=self.optimizer.init(amp.widen(trained) if self.options.stochastic_rounding else trained),
+            opt_state=self._opt_state(amp.widen(trained) if self.options.stochastic_rounding else trained, buffers),
             keys=keys,
             step=torch.zeros(count, dtype=torch.int64, device=keys.device),
             hparams=numbers,

@@ -1,0 +1,328 @@
+"""Calls of a padded model's code whose results depend on how many units a member really has.
+
+What most functions make of units that a member lacks meets weights of zero later. Reductions, norms, attention and draws of
+noise are different. Each is an *event*: a :class:`Recorder` notes those of each true size, and with them :class:`Padded`
+computes every member's results from its own units.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hfta_func._tree import tree_map
+from hfta_func._types import StackError
+from hfta_func.calls.draws import spellings
+
+
+class Event(NamedTuple):
+    """A function that was called, the sizes that it depends on, and the path of the module whose code called it."""
+
+    name: str
+    sizes: tuple[int, ...]
+    path: str
+
+
+class Sizes(NamedTuple):
+    """An event of a padded model: by axis where members differ, the size ``int64[K]`` for each of K true sizes.
+
+    ``absent`` is ``bool[K]``: whether models of that size have no such call; None if all have.
+    """
+
+    name: str
+    axes: Mapping[int, Tensor]
+    absent: Tensor | None
+
+
+class Recorder:
+    """Notes the events of a call; ``path`` is that of the module whose code runs."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.path = ""
+        self.size, self.position = None, 0
+
+    def again(self, size: None, position: int) -> Recorder:
+        """What notes the events of a second run."""
+        return self
+
+    def draw(self, name: str, shape: Sequence[int]) -> None:
+        """A draw of noise, or the beginning of one."""
+        self.events.append(Event(name, tuple(shape), self.path))
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """Note a function and call it."""
+        if func in WATCHED:
+            name, _, sizes = WATCHED[func]
+            self.events.append(Event(name, sizes(*args, **kwargs), self.path))
+        return call(*args, **kwargs)
+
+
+class Padded:
+    """Computes one member's results where they depend on its size.
+
+    Args:
+        size: Which true size the member has, ``int64[]``.
+        events: Those of the padded model, in order.
+        position: How many of them have been called.
+    """
+
+    def __init__(self, size: Tensor, events: Sequence[Sizes], position: int = 0):
+        self.size, self.events, self.position = size, events, position
+
+    def again(self, size: Tensor, position: int) -> Padded:
+        """What computes the results of a second run from an event on."""
+        return Padded(size, self.events, position)
+
+    def _next(self, name: str) -> Sizes:
+        if self.position >= len(self.events) or self.events[self.position].name != name:
+            raise StackError(
+                f"the model calls {name} where models of the members' true sizes do not; members of different size must run "
+                f"the same code, so stack those that do not as arrays of their own"
+            )
+        self.position += 1
+        return self.events[self.position - 1]
+
+    def of_member(self, table: Tensor) -> Tensor:
+        """The member's own entry of a table ``[K, ...]``."""
+        return table.to(self.size.device).index_select(0, self.size.reshape(1)).squeeze(0)
+
+    def has(self, event: Sizes, axis: int, length: int) -> Tensor:
+        """Which units of an axis the member has, ``bool[length]``."""
+        return torch.arange(length, device=self.size.device) < self.of_member(event.axes[axis])
+
+    def mask(self, event: Sizes, x: Tensor, axes: Sequence[int]) -> Tensor | None:
+        """Which units the member has along some axes, broadcasting against ``x``; None if all have all."""
+        mask: Tensor | None = None
+        for axis in axes:
+            if axis in event.axes:
+                part = self.has(event, axis, x.shape[axis]).reshape([-1] + [1] * (x.dim() - axis - 1))
+                mask = part if mask is None else mask & part
+        return mask
+
+    def draw(self, name: str, shape: Sequence[int]) -> Tensor | None:
+        """For a draw, the position ``int64[*shape]`` that each unit has in the member's own; None if they are in order.
+
+        For the beginning of one, called ``"site"``, whether the member lacks it.
+        """
+        event = self._next(name)
+        if name == "site":
+            return None if event.absent is None else self.of_member(event.absent)
+        # The first axis has no influence on positions.
+        if not [axis for axis in event.axes if axis]:
+            return None
+        position: Any = 0
+        for axis, length in enumerate(shape):
+            own = self.of_member(event.axes[axis]) if axis in event.axes else length
+            index = torch.arange(length, device=self.size.device).reshape([-1] + [1] * (len(shape) - axis - 1))
+            position = position * own + index
+        return position
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """Call a function for the member."""
+        if func not in WATCHED:
+            return call(*args, **kwargs)
+        name, handler, _ = WATCHED[func]
+        event = self._next(name)
+        return handler(self, event, call, *args, **kwargs) if event.axes else call(*args, **kwargs)
+
+
+def _dims(x: Tensor, dim: Any) -> list[int]:
+    dims = range(x.dim()) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
+    return [dim % x.dim() for dim in dims]
+
+
+def _reduction(neutral: float, keeps: bool = False) -> Callable[..., Any]:
+    """A reduction along axes to which missing units bring a neutral value; ``keeps`` if it keeps the axes."""
+
+    def reduce(
+        padded: Padded, event: Sizes, call: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        given = () if dim is None else (dim, *args)
+        mask = None if isinstance(dim, Tensor) else padded.mask(event, input, _dims(input, dim))
+        if mask is None:
+            return call(input, *given, **kwargs)
+        value = neutral if input.is_floating_point() else 0
+        output = call(torch.where(mask, input, value), *given, **kwargs)
+        return torch.where(mask, output, 0.0) if keeps else output
+
+    return reduce
+
+
+def _mean(padded: Padded, event: Sizes, call: Any, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    dims = _dims(input, dim)
+    mean = _reduction(0.0)(padded, event, call, input, dim, *args, **kwargs)
+    for axis in dims:
+        if axis in event.axes:
+            mean = mean * input.shape[axis] / padded.of_member(event.axes[axis])
+    return mean
+
+
+def _variance(
+    padded: Padded, event: Sizes, call: Any, input: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False,
+    *, correction: int | None = None, root: bool = False,
+) -> Tensor:  # fmt: skip
+    dims = _dims(input, dim)
+    _, var, count = _moments(padded, event, input, dims)
+    var = var * count / (count - (int(unbiased) if correction is None else correction))
+    var = var if keepdim else var.squeeze(tuple(dims))
+    return var.sqrt() if root else var
+
+
+def _deviation(*args: Any, **kwargs: Any) -> Tensor:
+    return _variance(*args, **kwargs, root=True)
+
+
+def _moments(padded: Padded, event: Sizes, x: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, Any]:
+    """The difference from the mean along some axes, the variance, and how many units both are of."""
+    dims = [*dims]
+    mask = padded.mask(event, x, dims)
+    mask = torch.ones((), dtype=torch.bool, device=x.device) if mask is None else mask
+    count: Any = 1
+    for axis in dims:
+        count = count * (padded.of_member(event.axes[axis]) if axis in event.axes else x.shape[axis])
+    centered = torch.where(mask, x - torch.where(mask, x, 0.0).sum(dims, keepdim=True) / count, 0.0)
+    return centered, centered.square().sum(dims, keepdim=True) / count, count
+
+
+def _layer_norm(
+    padded: Padded, event: Sizes, call: Any, input: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None,
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    centered, var, _ = _moments(padded, event, input, range(input.dim() - len(shape), input.dim()))
+    return _affine(centered * (var + eps).rsqrt(), weight, bias)
+
+
+def _rms_norm(
+    padded: Padded, event: Sizes, call: Any, input: Tensor, shape: Sequence[int], weight: Any = None, eps: Any = None
+) -> Tensor:
+    dims = range(input.dim() - len(shape), input.dim())
+    mask = padded.mask(event, input, dims)
+    x = input if mask is None else torch.where(mask, input, 0.0)
+    square = _mean(padded, event, torch.mean, x.square(), [*dims], True)
+    return _affine(x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt(), weight, None)
+
+
+def _group_norm(
+    padded: Padded, event: Sizes, call: Any, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None,
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    # Channels of the member's own groups: [N, C, S] x [C, G] -> [N, G] -> [N, C]
+    x, channels = input.unsqueeze(-1).flatten(2), input.shape[1]
+    own_channels = padded.of_member(event.axes[1]) if 1 in event.axes else channels
+    groups = padded.of_member(event.axes[input.dim()]) if input.dim() in event.axes else num_groups
+    index = torch.arange(channels, device=x.device)
+    has, each = (index < own_channels)[:, None], own_channels // groups
+    belongs = ((index // each)[:, None] == torch.arange(num_groups, device=x.device)) & has
+    weights = belongs.to(x.dtype)
+    x = torch.where(has, x, 0.0)
+    centered = torch.where(has, x - ((x.mean(-1) @ weights / each) @ weights.T)[..., None], 0.0)
+    var = ((centered.square().mean(-1) @ weights / each) @ weights.T)[..., None]
+    shape = [channels] + [1] * (input.dim() - 2)
+    weight, bias = (value if value is None else value.reshape(shape) for value in (weight, bias))
+    return _affine((centered * (var + eps).rsqrt()).reshape(input.shape), weight, bias)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _attention(padded: Padded, event: Sizes, call: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if query.dim() - 1 in event.axes and kwargs.get("scale") is None:
+        own = padded.of_member(event.axes[query.dim() - 1]).double()
+        query = query * (query.shape[-1] / own).sqrt().to(query.dtype)
+    return call(query, *args, **kwargs)
+
+
+def _multi_head_attention(padded: Padded, event: Sizes, call: Any, *args: Any, **kwargs: Any) -> Any:
+    """With weights asked for, attention scales queries itself, by the padded size of a head."""
+    if not kwargs.get("need_weights", True):
+        return call(*args, **kwargs)
+    size, heads = args[3:5]
+    own_size, own_heads = (
+        padded.of_member(event.axes[axis]) if axis in event.axes else args[3 + axis] for axis in (0, 1)
+    )
+    head = torch.as_tensor(own_size // own_heads, dtype=torch.float64, device=padded.size.device)
+    factor, given = (size // heads / head).sqrt(), [*args]
+    # Rows of queries come first.
+    for position in (5, 6):
+        if isinstance(packed := given[position], Tensor):
+            given[position] = torch.cat([packed[:size] * factor.to(packed.dtype), packed[size:]])
+    if (apart := kwargs.get("q_proj_weight")) is not None:
+        kwargs["q_proj_weight"] = apart * factor.to(apart.dtype)
+    return call(*given, **kwargs)
+
+
+def _shape(input: Tensor, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    return tuple(input.shape)
+
+
+def _shape_and_groups(input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    return *input.shape, num_groups
+
+
+_KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
+    **{name: (_reduction(0.0), _shape) for name in ("sum", "count_nonzero")},
+    **{name: (_reduction(-math.inf), _shape) for name in ("amax", "max", "argmax", "logsumexp")},
+    **{name: (_reduction(math.inf), _shape) for name in ("amin", "min", "argmin")},
+    **{name: (_reduction(-math.inf, True), _shape) for name in ("softmax", "log_softmax")},
+    **{"prod": (_reduction(1.0), _shape), "softmin": (_reduction(math.inf, True), _shape), "mean": (_mean, _shape)},
+    **{"var": (_variance, _shape), "std": (_deviation, _shape)},
+    **{"layer_norm": (_layer_norm, _shape), "rms_norm": (_rms_norm, _shape)},
+    **{"group_norm": (_group_norm, _shape_and_groups), "scaled_dot_product_attention": (_attention, _shape)},
+}
+WATCHED: dict[Any, tuple[str, Callable[..., Any], Callable[..., tuple[int, ...]]]] = {
+    **{func: (name, *kind) for name, kind in _KINDS.items() for func, _ in spellings(name)},
+    F.multi_head_attention_forward: ("multi_head_attention", _multi_head_attention, lambda *args, **_: args[3:5]),
+}
+"""By function: its name, what computes a member's results, and the sizes on which these depend."""
+
+
+def run_present_blocks(model: nn.Module) -> None:
+    """Make a padded model pass over the blocks that members lack."""
+    for path, module in model.named_modules():
+        owner = model.get_submodule(path.rpartition(".")[0])
+        if hasattr(module, "padded_present") and not hasattr(owner, "padded_chains"):
+            module.forward = types.MethodType(_optional_block, module)
+        elif hasattr(module, "padded_chains"):
+            module.forward = types.MethodType(_blocks_in_chains, module)
+
+
+def _optional_block(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a block that members may lack: their result is its first argument."""
+    forward = _blocks_in_chains if hasattr(module, "padded_chains") else type(module).forward
+    return _selected(module.padded_present, lambda x: forward(module, x, *args[1:], **kwargs), args[0])
+
+
+def _blocks_in_chains(module: Any, given: Any) -> Any:
+    """The forward of a sequence some of whose blocks members may lack."""
+    for names in module.padded_chains:
+
+        def run(x: Any, names: list[str] = names) -> Any:
+            for name in names:
+                x = getattr(module, name)(x)
+            return x
+
+        first = getattr(module, names[0])
+        given = _selected(first.padded_present, run, given) if hasattr(first, "padded_present") else run(given)
+    return given
+
+
+def _selected(present: Tensor, run: Callable[[Any], Any], given: Any) -> Any:
+    """What ``run`` makes of a value for members that have the block, for others the value itself."""
+    # Without its input, a missing block has no part in the gradient, whatever it computes.
+    entered = tree_map(lambda x: torch.where(present, x, torch.zeros_like(x)), given)
+    return tree_map(lambda new, old: torch.where(present, new, _fitted(old, new)), run(entered), given)
+
+
+def _fitted(x: Tensor, like: Tensor) -> Tensor:
+    """A tensor in the shape of another, without its last units or with zeros behind them."""
+    lengths = [new - old for old, new in zip(x.shape, like.shape, strict=True)]
+    return F.pad(x, [part for length in reversed(lengths) for part in (0, length)]) if any(lengths) else x

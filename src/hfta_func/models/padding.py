@@ -1,0 +1,345 @@
+"""Models of different size as one: a padded model, of the largest size, and what it knows of the true sizes.
+
+Parameters and buffers are padded with zeros, and each member's ``padded_size`` says which of the true sizes it has. Calls use
+only the entries that a member has, so that the others neither matter nor get a gradient. Blocks that a model lacks pass on
+their input.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
+from hfta_func._types import Params, StackError
+from hfta_func.models.copies import copied_module
+from hfta_func.models.scalar_attributes import may_differ
+from hfta_func.models.sizes import (
+    PRESENT,
+    SIZE,
+    Parts,
+    aligned_modules,
+    joined,
+    mesh,
+    modules_at,
+    parts_of,
+    signature_of,
+    sizes_in,
+    tensors_by_path,
+)
+from hfta_func.models.structure import check_materialised
+
+_SHAPELESS = {"kernel_size", "stride", "padding", "dilation", "output_padding", "num_layers"}
+
+
+class Size(NamedTuple):
+    """One of the true sizes.
+
+    Args:
+        model: A model of this size.
+        modules: The paths of its modules, by their paths in the padded model.
+        leaves: By path in the padded model, the path of a tensor and the positions of its entries along each axis.
+    """
+
+    model: nn.Module
+    modules: dict[str, str]
+    leaves: dict[str, tuple[str, tuple[Tensor, ...]]]
+
+
+class Padding:
+    """What a padded model knows of its sizes.
+
+    Args:
+        sizes: The true sizes.
+        signatures: What tells them apart.
+        masks: By path of a parameter, the axes where sizes differ with ``bool[K, length]``: which entries each size has.
+        optional: The paths of blocks that some sizes lack.
+        numbers: The paths of numbers, such as dropout rates, in which models differ.
+        template: The padded model.
+    """
+
+    # Without a __dict__, calls need not look for changes in it.
+    __slots__ = ("masks", "numbers", "optional", "params", "shapes", "signatures", "sizes")
+
+    def __init__(
+        self,
+        sizes: list[Size],
+        signatures: list[Any],
+        masks: dict[str, dict[int, Tensor]],
+        optional: list[str],
+        numbers: list[str],
+        template: nn.Module,
+    ):
+        self.shapes = {path: (leaf.shape, leaf.dtype) for path, leaf in tensors_by_path(template).items()}
+        self.params = {path for path, _ in template.named_parameters()}
+        self.sizes, self.signatures, self.masks = sizes, signatures, masks
+        self.optional, self.numbers = optional, numbers
+
+    def __deepcopy__(self, memo: Any) -> Padding:
+        return self
+
+    def masked(self, params: Params, size: Tensor) -> Params:
+        """The parameters of a member, with zeros for the entries that it lacks, which get no gradient."""
+        given = dict(params)
+        for path, axes in self.masks.items():
+            if path in params:
+                mask: Tensor | None = None
+                for axis, table in axes.items():
+                    has = table.to(size.device).index_select(0, size.reshape(1)).squeeze(0)
+                    part = has.reshape([-1] + [1] * (params[path].dim() - axis - 1)) if params[path].dim() else has[0]
+                    mask = part if mask is None else mask & part
+                given[path] = params[path] if mask is None else torch.where(mask, params[path], 0.0)
+        return given
+
+    def lengths(self, params: Params, size: Tensor) -> dict[str, list[Tensor]]:
+        """Each member's own size along each axis of the parameters ``[M, ...]``."""
+        return {
+            path: [
+                masks[axis].sum(1).to(size.device)[size] if axis in masks else torch.full_like(size, length)
+                for axis, length in enumerate(leaf.shape[1:])
+            ]
+            for path, leaf in params.items()
+            for masks in [self.masks.get(path, {})]
+        }
+
+    def enlarged(self, number: int, tensors: Params) -> Params:
+        """Tensors of a true size padded with zeros, by their paths in the padded model."""
+        device = next((leaf.device for leaf in tensors.values()), None)
+        leaves = {path: torch.zeros(shape, dtype=dtype, device=device) for path, (shape, dtype) in self.shapes.items()}
+        for path, (own, positions) in self.sizes[number].leaves.items():
+            value = tensors[own].detach()
+            leaves[path] = leaves[path].index_put(mesh(positions), value) if positions else value.clone()
+        present = {f"{path}.{PRESENT}": path in self.sizes[number].modules for path in self.optional}
+        return leaves | {path: torch.tensor(value, device=device) for path, value in ({SIZE: number} | present).items()}
+
+    def true(self, number: int, leaves: Params) -> Params:
+        """A padded member's tensors in its true size, by its own paths; numbers in which members differ, too."""
+        size, back = self.sizes[number], {}
+        for path, leaf in leaves.items():
+            if path in size.leaves:
+                own, positions = size.leaves[path]
+                back[own] = leaf[mesh(positions)] if positions else leaf
+            elif (owner := path.rpartition(".")[0]) in size.modules and path.rpartition(".")[2] not in (SIZE, PRESENT):
+                back[f"{size.modules[owner]}.{path.rpartition('.')[2]}".lstrip(".")] = leaf
+        return back
+
+    def apart(self, params: Params, buffers: Params) -> Iterator[tuple[nn.Module, Params, Params]]:
+        """For each member, the model of its size, and its parameters and buffers as an array of one."""
+        for index, number in enumerate(buffers[SIZE].tolist()):
+            own = [self.true(number, {path: leaf[index] for path, leaf in tree.items()}) for tree in (params, buffers)]
+            stacked = [{path: leaf[None] for path, leaf in tree.items()} for tree in own]
+            yield self.sizes[number].model, stacked[0], stacked[1]
+
+
+def padding_of(model: nn.Module) -> Padding | None:
+    """What a padded model knows of its sizes; None for other models."""
+    padding = getattr(model, "padding", None)
+    return padding if isinstance(padding, Padding) else None
+
+
+def padded(models: Iterable[nn.Module]) -> nn.Module:
+    """The model that an array of models of different size runs: as large as the largest of each size in them.
+
+    The models may differ in widths, such as channels, hidden units and heads, and in the number of blocks of an
+    ``nn.Sequential`` or ``nn.ModuleList``. Member ``i`` of the array is still the solo run ``i``: each call uses only what a
+    member has. The first call with inputs of new shapes runs a model of every size alone, too, and raises a StackError that
+    names the module where results differ.
+
+    Args:
+        models: At least one model of every size; they are not changed.
+
+    Returns:
+        A model for :func:`make_train_step`, :func:`functional` and :func:`unstack_params`, which makes true sizes of it.
+
+    Raises:
+        StackError: if models differ in more than sizes and numbers; it names the model and the path.
+
+    Example:
+        >>> models = [torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1)) for width in (3, 8)]
+        >>> model, (params, buffers) = padded(models), stack_params(models, pad=True)
+        >>> params["0.weight"].shape
+        torch.Size([2, 8, 2])
+        >>> unstack_params(model, params, buffers)[0]
+        Sequential(
+          (0): Linear(in_features=2, out_features=3, bias=True)
+          (1): Linear(in_features=3, out_features=1, bias=True)
+        )
+    """
+    models = list(models)
+    if not models:
+        raise StackError("no models to pad; pass at least one of every size")
+    for member, model in enumerate(models):
+        check_materialised(model, f"model {member}: ")
+    base = max(models, key=lambda model: len([*model.modules()]))
+    of_base = f"model {next(member for member, model in enumerate(models) if model is base)}"
+    kinds: dict[Any, tuple[nn.Module, dict[str, str]]] = {}
+    numbers: dict[str, set[Any]] = {}
+    for member, model in enumerate(models):
+        aligned = aligned_modules(model, base, member, of_base)
+        kinds.setdefault(signature_of(model, aligned), (model, aligned))
+        for path, module in modules_at(model, aligned).items():
+            for name in [name for name in vars(module) if may_differ(module, name)]:
+                numbers.setdefault(joined(path, name), set()).add(vars(module)[name])
+    varied = [path for path, values in numbers.items() if len(values) > 1 and any(isinstance(x, float) for x in values)]
+    return _padded(base, [*kinds.values()], [*kinds], varied)
+
+
+def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
+    """A model in the size of the padded one."""
+    padding: Padding = template.padding
+    aligned = aligned_modules(model, template, member, "the padded model")
+    signature = signature_of(model, aligned)
+    if signature not in padding.signatures:
+        raise StackError(
+            f"model {member} has a size that the padded model was not made of; pass a model of this size to padded(...), too"
+        )
+    number = padding.signatures.index(signature)
+    tensors, memo = tensors_by_path(model), {}
+    enlarged = padding.enlarged(number, tensors)
+    for path, leaf in tensors_by_path(template).items():
+        own = padding.sizes[number].leaves.get(path, ("",))[0]
+        trained = tensors[own].requires_grad if own else leaf.requires_grad
+        made = enlarged[path]
+        memo[id(leaf)] = nn.Parameter(made, trained) if isinstance(leaf, nn.Parameter) else made
+    result = copied_module(template, memo)
+    for path, module in modules_at(model, aligned).items():
+        for name, value in vars(module).items():
+            if isinstance(value, float) or joined(path, name) in padding.numbers:
+                setattr(result.get_submodule(path), name, value)
+    return result
+
+
+def _largest(columns: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(max, zip(*columns, strict=True)))
+
+
+def _padded(
+    base: nn.Module, kinds: list[tuple[nn.Module, dict[str, str]]], signatures: list[Any], numbers: list[str]
+) -> nn.Module:
+    modules = [modules_at(model, aligned) for model, aligned in kinds]
+    parts = [parts_of(each) for each in modules]
+    grown: dict[tuple[str, str], Parts] = {}
+    # What a length of a size becomes, to pad blocks that others lack as those that all have.
+    growth: list[dict[int, int]] = [{} for _ in kinds]
+    everywhere = [key for key in parts[0] if all(key in each for each in parts)]
+    for key in everywhere:
+        columns = [each[key] for each in parts]
+        if len({tuple(map(len, column)) for column in columns}) > 1:
+            raise StackError(f"'{'.'.join(key).lstrip('.')}' has another number of axes in some models")
+        grown[key] = tuple(_largest(axes) for axes in zip(*columns, strict=True))
+        for column, lengths in zip(columns, growth, strict=True):
+            for own, large in zip(itertools.chain(*column[:2]), itertools.chain(*grown[key][:2]), strict=True):
+                lengths[own] = max(lengths.get(own, 0), large)
+    for key in dict.fromkeys(itertools.chain(*parts)):
+        if key not in grown:
+            columns = [
+                tuple(
+                    axis if at > 1 else (*axis[:-2], *(lengths.get(length, length) for length in axis[-2:]))
+                    for at, axis in enumerate(each[key])
+                )
+                for each, lengths in zip(parts, growth, strict=True)
+                if key in each
+            ]
+            grown[key] = tuple(_largest(axes) for axes in zip(*columns, strict=True))
+    template: Any = _template(base, modules, grown, growth, numbers)
+    optional = [path for path, module in template.named_modules() if hasattr(module, PRESENT)]
+    sizes, masks = [], {}
+    for (model, aligned), each in zip(kinds, parts, strict=True):
+        known = {id(leaf): path for path, leaf in tensors_by_path(model).items()}
+        leaves = {}
+        for path in tensors_by_path(base):
+            owner, _, name = path.rpartition(".")
+            if (owner, name) in each:
+                own = tensors_of(model.get_submodule(aligned[owner]))[name]
+                leaves[path] = known[id(own)], _positions(each[owner, name], grown[owner, name])
+        sizes.append(Size(copy.deepcopy(model), aligned, leaves))
+    for path, leaf in template.named_parameters():
+        axes = {axis: _mask(sizes, path, axis, length) for axis, length in enumerate(leaf.shape or (1,))}
+        masks[path] = {axis: mask for axis, mask in axes.items() if not bool(mask.all())}
+    masks = {path: axes for path, axes in masks.items() if axes}
+    template.padding = Padding(sizes, signatures, masks, optional, numbers, template)
+    return template
+
+
+def _template(
+    base: nn.Module,
+    modules: list[dict[str, nn.Module]],
+    grown: Mapping[tuple[str, str], Parts],
+    growth: list[dict[int, int]],
+    numbers: Sequence[str],
+) -> nn.Module:
+    """A copy of the model with the most modules, with tensors and integers of the largest sizes."""
+    memo: dict[int, Any] = {}
+    for path, module in base.named_modules():
+        for name, leaf in tensors_of(module).items():
+            shape = [math.prod(axis) for axis in grown.get((path, name), ())]
+            if leaf is not None and shape != [*leaf.shape]:
+                made = leaf.detach().new_zeros(shape)
+                memo[id(leaf)] = nn.Parameter(made, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else made
+    template = copied_module(base, memo)
+    device = next((leaf.device for leaf in tensors_by_path(base).values()), None)
+    template.register_buffer(SIZE, torch.zeros((), dtype=torch.int64, device=device))
+    for path, module in [*template.named_modules()]:
+        _grow_settings(module, path, modules, growth, numbers)
+        has = {name: tuple(joined(path, name) in each for each in modules) for name, _ in module.named_children()}
+        chains = [[*names] for _, names in itertools.groupby(has, has.__getitem__)]
+        # Blocks in a row that the same members lack are passed over at once.
+        if type(module) is nn.Sequential and len({*has.values()}) > 1:
+            vars(module).update(padded_chains=chains)
+        owner = path.rpartition(".")[0]
+        if any(owner in each and path not in each for each in modules):
+            module.register_buffer(PRESENT, torch.ones((), dtype=torch.bool, device=device))
+    return template
+
+
+def _positions(own: Parts, large: Parts) -> tuple[Tensor, ...]:
+    """Where the entries of a tensor lie along each axis of the padded one."""
+    return tuple(
+        torch.arange(math.prod(whole)).reshape(whole)[tuple(slice(length) for length in axis)].flatten()
+        for axis, whole in zip(own, large, strict=True)
+    )
+
+
+def _mask(sizes: Sequence[Size], path: str, axis: int, length: int) -> Tensor:
+    """Which entries along an axis each size has, ``bool[K, length]``; of a missing block, none."""
+    mask = torch.zeros(len(sizes), length, dtype=torch.bool)
+    for number, size in enumerate(sizes):
+        if path in size.leaves:
+            positions = size.leaves[path][1]
+            mask[number, positions[axis] if positions else slice(None)] = True
+    return mask
+
+
+def _grow_settings(
+    module: nn.Module, path: str, modules: Sequence[Mapping[str, nn.Module]], growth: Any, numbers: Sequence[str]
+) -> None:
+    """Set integers of a module to the largest that models have; where some lack it, to what its lengths have become."""
+    missing = any(path not in each for each in modules)
+    for name in [*vars(module)]:
+        is_varied = joined(path, name) in numbers
+        if is_varied or name in MODULE_ATTRIBUTES or sizes_in(vars(module)[name]) is None:
+            continue
+        columns = []
+        for each, lengths in zip(modules, growth, strict=True):
+            if path in each:
+                values = sizes_in(vars(each[path]).get(name)) or ()
+                grows = missing and name not in _SHAPELESS
+                columns.append([lengths.get(value, value) if grows and value > 1 else value for value in values])
+        old, new = vars(module)[name], _largest(columns)
+        if new != sizes_in(old):
+            setattr(module, name, new[0] if type(old) is int else type(old)(new))
+    if isinstance(module, nn.MultiheadAttention):
+        module.head_dim = module.embed_dim // module.num_heads
+        heads = [each[path] for each in modules if path in each]
+        size: Callable[[Any], int] = lambda like: like.embed_dim // like.num_heads  # noqa: E731
+        if module.num_heads * max(map(size, heads)) != module.embed_dim:
+            raise StackError(
+                f"'{path}' (MultiheadAttention) cannot be padded: models differ in the number of heads and in the size of a "
+                f"head; give all models one of the two"
+            )

@@ -1,0 +1,171 @@
+"""Compares models of different size: which modules have one place in all, and where their sizes differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func._torch import MODULE_ATTRIBUTES, tensors_of
+from hfta_func._types import StackError
+from hfta_func.models.scalar_attributes import is_number
+from hfta_func.models.structure import class_of, computed, equal
+
+SIZE, PRESENT = "padded_size", "padded_present"
+"""The buffers that tell a member's size, and whether it has a block."""
+
+Parts = tuple[tuple[int, ...], ...]
+"""A tensor's sizes by axis, each the product of parts that are padded apart, such as heads and the size of a head."""
+
+_BLOCKS = nn.Sequential, nn.ModuleList
+
+
+def modules_at(model: nn.Module, aligned: Mapping[str, str]) -> dict[str, nn.Module]:
+    """The modules of a model, by what :func:`aligned_modules` returns."""
+    return {path: model.get_submodule(own) for path, own in aligned.items()}
+
+
+def aligned_modules(model: nn.Module, base: nn.Module, member: int, other: str) -> dict[str, str]:
+    """For each module of ``model``, its path by that of the module of ``base`` that has its place."""
+    found: dict[str, str] = {}
+
+    def align(module: nn.Module, like: nn.Module, path: str, own: str) -> None:
+        found[path] = own
+        where = f"'{path}'" if path else "the model"
+        if class_of(module) != class_of(like):
+            raise StackError(
+                f"model {member}: {where} is a {type(module).__qualname__} but in {other} it is a "
+                f"{type(like).__qualname__}; models in one array must be of one class"
+            )
+        if module.training != like.training:
+            raise StackError(
+                f"model {member}: {where} is in another mode than in {other}; call .train() or .eval() on all"
+            )
+        names, likes = [name for name, _ in module.named_children()], [name for name, _ in like.named_children()]
+        if names != likes and isinstance(like, _BLOCKS) and len(names) <= len(likes):
+            likes = _chosen([*module.children()], [*like.children()], likes)
+        elif names != likes:
+            raise StackError(
+                f"model {member}: {where} has the modules {names} but in {other} it has {likes}; models of different size "
+                f"may differ in the number of blocks of an nn.Sequential or nn.ModuleList, and one must have the most of each"
+            )
+        for name, known in zip(names, likes, strict=True):
+            align(module.get_submodule(name), like.get_submodule(known), joined(path, known), joined(own, name))
+
+    align(model, base, "", "")
+    pairs = [(model.get_submodule(own), base.get_submodule(path), path) for path, own in found.items()]
+    known = {(id(module), id(like)): (module, like) for module, like, _ in pairs}
+    for module, like, path in pairs:
+        _check_settings(module, like, path, known, member, other)
+    return found
+
+
+def _chosen(blocks: Sequence[nn.Module], longer: Sequence[nn.Module], names: Sequence[str]) -> list[str]:
+    """The names of the blocks in a longer sequence that have the places of shorter one's: its first and its last ones."""
+
+    def cost(first: int) -> float:
+        kept = [*longer[:first], *longer[len(longer) - len(blocks) + first :]]
+        if [*map(type, kept)] != [*map(type, blocks)]:
+            return math.inf
+        shapes = [([p.shape for p in a.parameters()], [p.shape for p in b.parameters()]) for a, b in zip(kept, blocks)]  # noqa: B905
+        return sum(
+            x != y
+            for own, other in shapes
+            for a, b in zip(own, other, strict=False)
+            for x, y in zip(a, b, strict=False)
+        )
+
+    first = min(range(len(blocks), -1, -1), key=cost)
+    return [*names[:first], *names[len(longer) - len(blocks) + first :]]
+
+
+def _check_settings(module: nn.Module, like: nn.Module, path: str, known: Any, member: int, other: str) -> None:
+    """Raise a StackError if two modules differ in more than sizes and numbers."""
+    compared = {id(tensor) for each in (module, like) for tensor in (*each.parameters(), *each.buffers())}
+    skipped = MODULE_ATTRIBUTES | computed(module).keys() | computed(like).keys() | {"padding", "padded_chains"}
+    for name in sorted({*vars(module), *vars(like)} - skipped):
+        a, b = vars(module).get(name), vars(like).get(name)
+        sized = sizes_in(a) is not None and len(sizes_in(a) or ()) == len(sizes_in(b) or ())
+        if not (sized or (is_number(a) and is_number(b)) or equal(a, b, compared, dict(known))):
+            label = joined(path, name)
+            raise StackError(
+                f"model {member}: '{label}' is {a!r} but in {other} it is {b!r}; models of different size may differ in "
+                f"integers, which are sizes, and floats, but share every other setting"
+            )
+
+
+def sizes_in(value: Any) -> tuple[int, ...] | None:
+    """The integers of a setting that may be a size or several; None if it is none."""
+    values = (value,) if type(value) is int else value
+    is_sizes = isinstance(values, tuple | torch.Size) and all(type(each) is int for each in values)
+    return tuple(values) if is_sizes else None
+
+
+def signature_of(model: nn.Module, aligned: Mapping[str, str]) -> Any:
+    """What tells a size from others: the modules that it has, shapes and integers."""
+    modules = modules_at(model, aligned)
+    integers = {
+        (path, name): sizes_in(value)
+        for path, module in modules.items()
+        for name, value in vars(module).items()
+        if name not in MODULE_ATTRIBUTES and sizes_in(value) is not None
+    }
+    shapes = {(path, name): leaf.shape for path, leaves in _named(modules).items() for name, leaf in leaves.items()}
+    return tuple(aligned), tuple(integers.items()), tuple((key, tuple(shape)) for key, shape in shapes.items())
+
+
+def _named(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
+    return {
+        path: {
+            name: leaf for name, leaf in tensors_of(module).items() if leaf is not None and name not in (SIZE, PRESENT)
+        }
+        for path, module in modules.items()
+    }
+
+
+def parts_of(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Parts]:
+    """The parts of each tensor's axes, by module path and name."""
+    parts: dict[tuple[str, str], Parts] = {
+        (path, name): tuple((length,) for length in leaf.shape)
+        for path, leaves in _named(modules).items()
+        for name, leaf in leaves.items()
+    }
+    for path, module in modules.items():
+        if isinstance(module, nn.MultiheadAttention):
+            heads = module.num_heads, module.embed_dim // module.num_heads
+            packed = {"in_proj_weight": (3, *heads), "in_proj_bias": (3, *heads), "bias_k": heads, "bias_v": heads}
+            packed |= {f"{name}_proj_weight": heads for name in "qkv"}
+            for name, rows in packed.items():
+                if (key := (path, name)) in parts:
+                    axis = 2 if name.startswith("bias_") else 0
+                    parts[key] = (*parts[key][:axis], rows, *parts[key][axis + 1 :])
+            key = f"{path}.out_proj".lstrip("."), "weight"
+            parts[key] = (parts[key][0], heads)
+        elif isinstance(module, nn.RNNBase):
+            directions = 1 + module.bidirectional
+            for key, axes in parts.items():
+                if key[0] == path:
+                    gates = axes[0][0] // module.hidden_size
+                    rows = axes[0] if "_hr_" in key[1] else (gates, module.hidden_size)
+                    inner = (directions, axes[1][0] // directions) if len(axes) > 1 else ()
+                    below = "_ih_" in key[1] and "_l0" not in key[1]
+                    parts[key] = (rows, inner if below else axes[1]) if len(axes) > 1 else (rows,)
+    return parts
+
+
+def mesh(positions: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The indices of all entries at these positions along each axis."""
+    return torch.meshgrid(*positions, indexing="ij")
+
+
+def tensors_by_path(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a model."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def joined(path: str, name: str) -> str:
+    """The path of what a module at a path calls by a name."""
+    return f"{path}.{name}" if path else name

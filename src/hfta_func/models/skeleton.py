@@ -1,0 +1,94 @@
+"""Copies of a model without its parameters' storage, which calls fill with other tensors."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func._torch import BatchNorm, forget_flat_weights, is_compiled, run_uncompiled
+from hfta_func.calls.padding import run_present_blocks
+from hfta_func.models.copies import copied_module
+from hfta_func.models.sharing import base_of, shared_of
+from hfta_func.models.structure import check_materialised, check_no_backward_hooks, computed
+
+
+def outline(model: nn.Module, share_frozen: bool = False, shared_params: Sequence[str] = ()) -> nn.Module:
+    """A copy of the model whose parameters and buffers have no storage, except shared ones."""
+    check_materialised(model)
+    memo: dict[int, Any] = {}
+    for leaf in model.parameters():
+        memo[id(leaf)] = nn.Parameter(_without_storage(leaf), requires_grad=leaf.requires_grad)
+    for leaf in model.buffers():
+        memo[id(leaf)] = _without_storage(leaf)
+    memo |= {id(leaf): leaf for leaf in base_of(model).values()} if share_frozen else {}
+    memo |= {id(leaf): leaf for leaf in shared_of(model, shared_params).values()}
+    made = {path: computed(module) for path, module in model.named_modules()}
+    memo |= {id(tensor): torch.empty(0) for tensors in made.values() for tensor in tensors.values()}
+    copied = copied_module(model, memo)
+    for path, names in made.items():
+        for name in names:
+            delattr(copied.get_submodule(path), name)
+    return copied
+
+
+def _without_storage(tensor: Tensor) -> Tensor:
+    # Tensors of other classes, such as quantised ones, may not support empty_like on the meta device.
+    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return (
+        torch.empty_like(tensor, device="meta")
+        if plain
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    )
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """An outline of the model that can be called with other tensors."""
+    copied = outline(model)
+    check_no_backward_hooks(model)
+    run_present_blocks(copied)
+    for module in copied.modules():
+        if isinstance(module, BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
+            if type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
+                module.momentum = 1.0
+                module.forward = types.MethodType(_cumulative_average, module)
+        if is_compiled(module):
+            # An array is compiled as a whole.
+            run_uncompiled(module)
+        if isinstance(module, nn.RNNBase):
+            forget_flat_weights(module)
+        if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
+            module.forward = types.MethodType(_without_looking_at_masks, module)
+    return copied
+
+
+def _cumulative_average(module: BatchNorm, input: Tensor) -> Tensor:
+    """The forward of batch normalisation with ``momentum=None``, which averages its statistics over all batches.
+
+    PyTorch reads the number of batches as one Python number, but members may have seen different numbers. With a momentum
+    of 1 its forward leaves the batch's statistics in the buffers, and the average is computed from tensors.
+    """
+    count, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
+    if not module.training or not module.track_running_stats or count is None or mean is None or var is None:
+        return type(module).forward(module, input)
+    # The backward pass needs the forward pass's inputs unchanged.
+    module.running_mean, module.running_var = mean.clone(), var.clone()
+    output = type(module).forward(module, input)
+    mean += (module.running_mean - mean) / count
+    var += (module.running_var - var) / count
+    module.running_mean, module.running_var = mean, var
+    return output
+
+
+def _without_looking_at_masks(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a transformer stack without the hint that its mask is causal, unless the caller gives it.
+
+    PyTorch would read the mask's values for this hint, which only affects speed.
+    """
+    name, position = ("is_causal", 3) if isinstance(module, nn.TransformerEncoder) else ("tgt_is_causal", 6)
+    if len(args) <= position:
+        kwargs[name] = bool(kwargs.get(name))
+    return type(module).forward(module, *args, **kwargs)
