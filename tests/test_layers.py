@@ -39,6 +39,7 @@ FILES_IN = {
         "tensor_scalars",
         "draws",
         "routing",
+        "scan",
         "scalar_args",
         "validation",
         "captured",

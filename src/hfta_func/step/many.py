@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import Compiled
-from hfta_func._tree import leaves, tree_map
+from hfta_func._tree import leaves, tree_map, write
 from hfta_func._types import BatchError, Tree
+from hfta_func.calls.scan import scan
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
@@ -55,9 +56,19 @@ class ManySteps(Compiled):
             raise BatchError(
                 f"the batches have {sorted(counts)} as their first axes; stack as many batches in every leaf, [K, M, N, ...]"
             )
-        reports = []
-        for index in range(counts.pop()):
-            batch = restored(tree_map(lambda leaf, index=index: leaf[index], tree), batches)
-            state, metrics = self._step(state, batch)
-            reports.append(metrics)
-        return state, {name: torch.stack([metrics[name] for metrics in reports]) for name in reports[0]}
+
+        def take_step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
+            return step(state, restored(batch, batches))
+
+        step = self._step
+        if not torch.compiler.is_dynamo_compiling():
+            return scan(take_step, state, tree)
+        # In a graph, what a loop carries can neither be written nor looked at.
+        step, gradients = step.without_donating, self._step._gradients
+        first = restored(tree_map(lambda leaf: leaf[0], tree), batches)
+        gradients.members.rehearse(gradients.tensors(state), first)
+        after, metrics = scan(take_step, state, tree)
+        if not self.options.donate:
+            return after, metrics
+        write(state, after)
+        return state, metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -218,6 +219,12 @@ class TrainStep(Compiled):
     def _replay(self) -> Replay:
         model, loss_fn, _, options = self._made_from
         return Replay(self._gradients, model, loss_fn, options)
+
+    @functools.cached_property
+    def without_donating(self) -> TrainStep:
+        """The step that returns a new state."""
+        model, loss_fn, optimizer, options = self._made_from
+        return TrainStep(model, loss_fn, optimizer, replace(options, donate=False)) if options.donate else self
 
     @property
     def status(self) -> str:
