@@ -32,7 +32,8 @@ def scan(
 
     Args:
         body: ``body(carry, x) -> (carry, y)``, or ``body(carry, x, key)`` if there is a key. The new carry has the structure,
-            shapes and dtypes of the old one; ``y`` is a tree of tensors, or None. It writes none of its arguments.
+            shapes and dtypes of the old one; ``y`` is a tensor, None, or a tree in dicts, tuples and lists. It writes none of
+            its arguments.
         carry: The carry before the first iteration, a tree of tensors.
         xs: A tree of tensors ``[length, ...]``, of which every iteration is given its part.
         length: Number of iterations; needed only without ``xs``, for which ``x`` is None.
@@ -80,12 +81,14 @@ def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, c
     with routed(None):
         numbers = torch.arange(count, device=leaves(carry)[0].device)
 
-    def step(carry: Any, given: Any) -> tuple[Any, Any]:
-        carry, y = iteration(carry, given[1] if len(given) > 1 else None, given[0])
-        return _settled(carry), () if y is None else _settled(y)
+    def step(flat: Any, given: Any) -> tuple[Any, Any]:
+        carry, y = iteration(pytree.tree_unflatten(flat, spec), given[1] if len(given) > 1 else None, given[0])
+        return leaves(_settled(carry)), () if y is None else _settled(y)
 
-    carry, ys = operator_scan(step, _settled(carry), (numbers,) if xs is None else (numbers, xs))
-    return carry, ys if leaves(ys) else None
+    # PyTorch's loop takes no NamedTuples out of its body.
+    flat, spec = pytree.tree_flatten(_settled(carry))
+    flat, ys = operator_scan(step, flat, (numbers,) if xs is None else (numbers, xs))
+    return pytree.tree_unflatten(flat, spec), ys if leaves(ys) else None
 
 
 def _settled(tree: Tree) -> Any:

@@ -1,14 +1,15 @@
-"""Several steps in one call."""
+"""Several steps in one call, with batches that are given or collected."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._torch import Compiled
-from hfta_func._tree import leaves, tree_map, write
+from hfta_func._torch import Compiled, can_look, inside_transform
+from hfta_func._tree import leaves, tree_map, where, write
 from hfta_func._types import BatchError, Tree
 from hfta_func.calls.scan import scan
 from hfta_func.step.batch import plain, restored
@@ -21,9 +22,12 @@ class ManySteps(Compiled):
 
     def __init__(self, step: Any):
         self._step = step
+        # In a graph, what a loop carries can neither be written nor recorded.
+        options = replace(step.options, donate=False, replay=None)
+        self._in_graph = type(step)(*step._made_from[:3], options) if step.options.donate else step
 
     def __reduce__(self) -> Any:
-        return ManySteps, (self._step,)
+        return type(self), (self._step,)
 
     @property
     def options(self) -> Options:
@@ -61,14 +65,57 @@ class ManySteps(Compiled):
             return step(state, restored(batch, batches))
 
         step = self._step
-        if not torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_dynamo_compiling() or inside_transform():
             return scan(take_step, state, tree)
-        # In a graph, what a loop carries can neither be written nor looked at.
-        step, gradients = step.without_donating, self._step._gradients
-        first = restored(tree_map(lambda leaf: leaf[0], tree), batches)
-        gradients.members.rehearse(gradients.tensors(state), first)
+        step = self._in_graph
+        self.rehearse(state, restored(tree_map(lambda leaf: leaf[0], tree), batches))
         after, metrics = scan(take_step, state, tree)
         if not self.options.donate:
             return after, metrics
         write(state, after)
         return state, metrics
+
+    def rehearse(self, state: TrainState, batch: Tree) -> None:
+        """Let the members run eagerly before a compiler traces a loop, in which it knows no values."""
+        gradients = self._in_graph._gradients
+        gradients.members.rehearse(gradients.tensors(state), batch)
+
+
+class Loop(ManySteps):
+    """``loop(state, iterations) -> (state, metrics)``, see :attr:`TrainStep.loop`."""
+
+    def __call__(self, state: TrainState, iterations: int = 1) -> tuple[TrainState, dict[str, Tensor]]:
+        """Collect batches and take a step with each of them, again and again.
+
+        Args:
+            state: The state before the first iteration.
+            iterations: How often to collect.
+
+        Returns:
+            The state after the last iteration, and the metrics: the steps' ``[iterations, K, M, ...]``, and those that
+            ``collect`` returns, ``[iterations, M, ...]``.
+
+        Raises:
+            StateError: if ``collect`` returns a carry of another structure; it names the leaf.
+            Exception: what the steps and ``collect`` raise.
+        """
+        step, collect = self._step, self.options.collect
+        is_loop = torch.compiler.is_dynamo_compiling() and not inside_transform()
+        if is_loop:
+            step = self._in_graph
+            carry, batches, *_ = collect(state)
+            self.rehearse(state, restored(tree_map(lambda leaf: leaf[0], plain(batches)), batches))
+
+        def iterate(state: TrainState, _: None) -> tuple[TrainState, dict[str, Tensor]]:
+            with torch.set_grad_enabled(inside_transform()):
+                carry, batches, *reports = collect(state)
+                if not can_look(state.active) or not bool(state.active.all()):
+                    carry = where(state.active, carry, state.carry)
+            state, metrics = step.many(state._replace(carry=carry), batches)
+            return state, metrics | dict(*reports)
+
+        after, metrics = scan(iterate, state, length=iterations)
+        if is_loop and self.options.donate:
+            write(state, after)
+            after = state
+        return after, metrics

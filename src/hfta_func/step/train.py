@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,11 +26,11 @@ from hfta_func.step.check import Check
 from hfta_func.step.commit import commit
 from hfta_func.step.gradients import Gradients
 from hfta_func.step.judge import judge
-from hfta_func.step.many import ManySteps
+from hfta_func.step.many import Loop, ManySteps
 from hfta_func.step.options import Options
 from hfta_func.step.replay import Replay
 from hfta_func.step.shared import Sharing
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, check_carry
 from hfta_func.step.update import select_update_mode
 
 
@@ -53,6 +52,7 @@ def make_train_step(
     shared_params: Sequence[str] = (),
     shared_optimizer: GradientTransformation | None = None,
     replay: bool | None = None,
+    collect: Callable[[TrainState], Any] | None = None,
 ) -> TrainStep:
     """A training step for arrays of ``model``.
 
@@ -100,6 +100,8 @@ def make_train_step(
         replay: Whether eager calls may run the recorded operators of an earlier one instead of Python, once that pays: the
             same bits, small arrays several times faster. A record is used only while all Python values that the loss
             function and the model have read are as they were. None means in :func:`fit` and :func:`compile` only.
+        collect: ``collect(state) -> (carry, batches)`` or ``(carry, batches, metrics)`` for :attr:`TrainStep.loop`: what the
+            members take along next, K batches ``[K, M, N, ...]``, and metrics ``[M, ...]``.
 
     Returns:
         A :class:`TrainStep`; ``torch.compile(step)`` works.
@@ -127,6 +129,7 @@ def make_train_step(
         shared_params=tuple(shared_params) if not isinstance(shared_params, str) else shared_params,
         shared_optimizer=shared_optimizer,
         replay=replay,
+        collect=collect,
     )
     return TrainStep(model, loss_fn, optimizer, options)
 
@@ -220,12 +223,6 @@ class TrainStep(Compiled):
         model, loss_fn, _, options = self._made_from
         return Replay(self._gradients, model, loss_fn, options)
 
-    @functools.cached_property
-    def without_donating(self) -> TrainStep:
-        """The step that returns a new state."""
-        model, loss_fn, optimizer, options = self._made_from
-        return TrainStep(model, loss_fn, optimizer, replace(options, donate=False)) if options.donate else self
-
     @property
     def status(self) -> str:
         """How the latest call ran: ``"replayed: ..."``, or ``"eager: ..."`` and why."""
@@ -247,6 +244,31 @@ class TrainStep(Compiled):
         """
         return ManySteps(self)
 
+    @functools.cached_property
+    def loop(self) -> Loop:
+        """``step.loop(state, iterations)`` collects batches, takes a step with each of them, and does it again.
+
+        ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are.
+
+        Raises:
+            ValueError: if the step was made without ``collect``.
+
+        Example:
+            >>> def collect(state):
+            ...     seen = state.carry + 1
+            ...     return seen, torch.ones(5, 3, 8, 4) / seen.reshape(-1, 1, 1), {"seen": seen}
+            >>> model = torch.nn.Linear(4, 1)
+            >>> step = make_train_step(model, lambda model, x: model(x).square().mean(), sgd(lr=0.1), collect=collect)
+            >>> params = stack_params([torch.nn.Linear(4, 1) for _ in range(3)])
+            >>> state = step.init(*params, seeds=[0, 1, 2], carry=torch.zeros(3))
+            >>> state, metrics = step.loop(state, iterations=2)
+            >>> state.carry, metrics["loss"].shape
+            (tensor([2., 2., 2.]), torch.Size([2, 5, 3]))
+        """
+        if self.options.collect is None:
+            raise ValueError("the step has nothing to collect batches with; make it with make_train_step(..., collect=)")
+        return Loop(self)
+
     @torch.inference_mode(False)
     def init(
         self,
@@ -255,6 +277,7 @@ class TrainStep(Compiled):
         *,
         seeds: Sequence[int] | Tensor,
         hparams: Mapping[str, Any] | None = None,
+        carry: Tree = (),
     ) -> TrainState:
         """The state before the first step.
 
@@ -265,9 +288,10 @@ class TrainStep(Compiled):
             hparams: The third argument of ``loss_fn``: by name, a number or one number per member. Under the path of a number
                 in the model, such as ``"1.p"`` for the rate of a dropout layer, it is used in place of the model's; ``"*.p"``
                 is every such path. Numbers in which stacked models differ are there without being named.
+            carry: Anything else that members take along, a tree of tensors ``[M, ...]``.
 
         Raises:
-            StateError: if params or buffers do not belong to the model.
+            StateError: if params or buffers do not belong to the model, or a leaf of the carry is not ``[M, ...]``.
             HyperparameterError: if the length of seeds, ``hparams`` or an optimizer's hyperparameter is not M, or a dropout
                 rate is not between 0 and 1.
         """
@@ -327,4 +351,5 @@ class TrainStep(Compiled):
             active=torch.ones(count, dtype=torch.bool, device=keys.device),
             loss_scale=() if scaling is None else scaling.init(count, keys.device),
             shared=self._sharing.init(self.outline, keys.device),
+            carry=check_carry(carry, count),
         )
