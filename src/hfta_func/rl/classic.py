@@ -31,9 +31,13 @@ class Classic(Environment):
 
     def reset(self, key: Tensor) -> tuple[Tree, Tensor]:
         """``(state, observation)`` of new episodes, one for each key ``[...]``."""
+        return self.restart({"numbers": self.numbers(key)}, key)
+
+    def restart(self, state: Tree, key: Tensor) -> tuple[Tree, Tensor]:
+        """As :meth:`reset`, with the physics of the ``state``."""
         low, high = (torch.tensor(bound, dtype=self.dtype, device=key.device) for bound in (self.low, self.high))
         place = low + (high - low) * random.uniform(key, (len(self.low),), dtype=self.dtype)
-        return {"place": place, "numbers": self.numbers(key)}, self.observe(place)
+        return {"place": place, "numbers": state["numbers"]}, self.observe(place)
 
     def observe(self, place: Tensor) -> Tensor:
         """The observation in a place."""

@@ -43,6 +43,10 @@ class Environment:
         """``(state, observation)`` of new episodes, one for each key ``[...]``."""
         raise NotImplementedError
 
+    def restart(self, state: Tree, key: Tensor) -> tuple[Tree, Tensor]:
+        """As :meth:`reset`, for environments that have been in a ``state``, of which they may keep parts."""
+        return self.reset(key)
+
     def step(self, state: Tree, action: Tensor, key: Tensor) -> tuple[Tree, Tensor, Tensor, Tensor, Tensor]:
         """``(state, observation, reward, terminated, truncated)`` after an action."""
         raise NotImplementedError
@@ -90,11 +94,11 @@ class Running(NamedTuple):
     last_total: Tensor
 
 
-def start(environment: Any, keys: Tensor, num_envs: int) -> Running:
+def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
     """Environments at the start of their first episodes.
 
     Args:
-        environment: An :class:`Environment`, or an object with its ``reset``, ``step`` and spaces.
+        environment: The environment.
         keys: One key per member, such as ``random.keys(seeds)``.
         num_envs: Number N of environments per member.
 
@@ -122,7 +126,7 @@ def environment_keys(keys: Tensor, num_envs: int) -> Tensor:
     return random.fold_in(keys.unsqueeze(-1), torch.arange(num_envs, device=keys.device))
 
 
-def _check(environment: Any, state: Tree, keys: Tensor) -> None:
+def _check(environment: Environment, state: Tree, keys: Tensor) -> None:
     """Take a step as every single environment would; it must neither read values nor write its state."""
     name = type(environment).__qualname__
     action = sample(environment.action_space, keys)
@@ -159,7 +163,7 @@ def check_action(space: Any, action: Tensor, shape: torch.Size) -> None:
         raise StateError(f"the policy's actions are {action.min()} to {action.max()}, but {space} has {space.n} actions")
 
 
-def advance(environment: Any, running: Running, action: Tensor) -> tuple[Running, dict[str, Tensor]]:
+def advance(environment: Environment, running: Running, action: Tensor) -> tuple[Running, dict[str, Tensor]]:
     """Take a step in every environment; those whose episode ends begin another one.
 
     Args:
@@ -178,7 +182,7 @@ def advance(environment: Any, running: Running, action: Tensor) -> tuple[Running
     limit = environment.max_steps
     truncated = truncated if limit is None else truncated | ((length >= limit) & ~terminated)
     done = terminated | truncated
-    new_state, new_observation = environment.reset(random.fold_in(keys, _RESET))
+    new_state, new_observation = environment.restart(state, random.fold_in(keys, _RESET))
     state = tree_map(lambda new, old: _where(done, new, old), new_state, state)
     total = running.total + reward
     after = Running(

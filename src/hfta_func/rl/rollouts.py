@@ -13,7 +13,7 @@ from hfta_func._tree import per_model, tree_map
 from hfta_func._types import BatchError, PerModel, Tree
 from hfta_func.calls.scan import scan
 from hfta_func.models.functional import bind
-from hfta_func.rl.environment import Running, advance
+from hfta_func.rl.environment import Environment, Running, advance
 from hfta_func.rules.vmap import vmap
 from hfta_func.step.state import stacked
 
@@ -56,7 +56,7 @@ def make_policy(model: nn.Module, act: Callable[..., Any]) -> Policy:
 
 
 def rollout(
-    environment: Any, policy: Policy, state: Any, running: Running, steps: int
+    environment: Environment, policy: Policy, state: Any, running: Running, steps: int
 ) -> tuple[Running, dict[str, Tensor]]:
     """Let M agents act in N environments each.
 
@@ -64,7 +64,7 @@ def rollout(
     of steps taken.
 
     Args:
-        environment: An :class:`Environment`.
+        environment: The environment.
         policy: From :func:`make_policy`.
         state: The agents: a training state, or what :func:`stack_params` returns.
         running: From :func:`start`, or an earlier rollout.

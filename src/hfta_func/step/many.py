@@ -54,31 +54,30 @@ class ManySteps(Compiled):
             BatchError: if the leaves do not have the same number of batches.
             Exception: what the step raises.
         """
+        if not _is_loop():
+            return self._take(self._step, state, batches)
+        self._rehearse(state, batches)
+        return self._committed(state, *self._take(self._in_graph, state, batches))
+
+    def _take(self, step: Any, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         tree = plain(batches)
         counts = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves(tree)}
         if len(counts) != 1 or 0 in counts:
             raise BatchError(
                 f"the batches have {sorted(counts)} as their first axes; stack as many batches in every leaf, [K, M, N, ...]"
             )
+        return scan(lambda state, batch: step(state, restored(batch, batches)), state, tree)
 
-        def take_step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
-            return step(state, restored(batch, batches))
+    def _rehearse(self, state: TrainState, batches: Tree) -> None:
+        """Let the members run eagerly before a compiler traces a loop, in which it knows no values."""
+        gradients, first = self._in_graph._gradients, tree_map(lambda leaf: leaf[0], plain(batches))
+        gradients.members.rehearse(gradients.tensors(state), restored(first, batches))
 
-        step = self._step
-        if not torch.compiler.is_dynamo_compiling() or inside_transform():
-            return scan(take_step, state, tree)
-        step = self._in_graph
-        self.rehearse(state, restored(tree_map(lambda leaf: leaf[0], tree), batches))
-        after, metrics = scan(take_step, state, tree)
+    def _committed(self, state: TrainState, after: TrainState, metrics: Any) -> tuple[TrainState, dict[str, Tensor]]:
         if not self.options.donate:
             return after, metrics
         write(state, after)
         return state, metrics
-
-    def rehearse(self, state: TrainState, batch: Tree) -> None:
-        """Let the members run eagerly before a compiler traces a loop, in which it knows no values."""
-        gradients = self._in_graph._gradients
-        gradients.members.rehearse(gradients.tensors(state), batch)
 
 
 class Loop(ManySteps):
@@ -99,23 +98,22 @@ class Loop(ManySteps):
             StateError: if ``collect`` returns a carry of another structure; it names the leaf.
             Exception: what the steps and ``collect`` raise.
         """
-        step, collect = self._step, self.options.collect
-        is_loop = torch.compiler.is_dynamo_compiling() and not inside_transform()
-        if is_loop:
-            step = self._in_graph
-            carry, batches, *_ = collect(state)
-            self.rehearse(state, restored(tree_map(lambda leaf: leaf[0], plain(batches)), batches))
+        collect, is_loop = self.options.collect, _is_loop()
+        step = self._in_graph if is_loop else self._step
 
         def iterate(state: TrainState, _: None) -> tuple[TrainState, dict[str, Tensor]]:
             with torch.set_grad_enabled(inside_transform()):
                 carry, batches, *reports = collect(state)
                 if not can_look(state.active) or not bool(state.active.all()):
                     carry = where(state.active, carry, state.carry)
-            state, metrics = step.many(state._replace(carry=carry), batches)
+            state, metrics = self._take(step, state._replace(carry=carry), batches)
             return state, metrics | dict(*reports)
 
-        after, metrics = scan(iterate, state, length=iterations)
-        if is_loop and self.options.donate:
-            write(state, after)
-            after = state
-        return after, metrics
+        if not is_loop:
+            return scan(iterate, state, length=iterations)
+        self._rehearse(state, collect(state)[1])
+        return self._committed(state, *scan(iterate, state, length=iterations))
+
+
+def _is_loop() -> bool:
+    return torch.compiler.is_dynamo_compiling() and not inside_transform()
