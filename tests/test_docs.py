@@ -21,6 +21,7 @@ TOPICS = (
     "optim.extend",
     "plot",
     "random",
+    "rl",
     "rules",
     "schedules",
     "step.mixing",

@@ -16,7 +16,7 @@ SOURCE = pathlib.Path(hfta.__file__).parent
 # From bottom to top: a room, a file or a folder, imports only from rooms before its own.
 ROOMS = [
     *("_types", "_torch", "_kernels", "_tree", "random", "optim", "schedules", "calls", "rules", "models"),
-    *("step", "files", "workers", "run", "callbacks", "testing", "plot", "__init__", "tune", "cluster"),
+    *("step", "files", "workers", "run", "callbacks", "testing", "plot", "__init__", "tune", "cluster", "rl"),
 ]
 APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 """Rooms that never import each other, whatever their order; they are brought together in the step."""
@@ -117,6 +117,7 @@ FILES_IN = {
         "experiment",
         "plan",
     ],
+    "rl": ["environment", "classic", "grid", "rollouts", "buffers", "gymnasium_envs"],
     "workers": ["settings", "wire", "fork_server", "process", "executor", "pool", "local"],
     "cluster": ["ray_actors", "torchrun_ranks", "sites", "trainable"],
     "tune": [

@@ -115,7 +115,9 @@ def test_episodes_end_and_begin_anew():
         # The final observation is kept, the next one is that of a new episode.
         assert (running.observation[done].abs() <= 0.05).all() and not running.length[done].any()
         assert torch.equal(running.observation[~done], step["next_observation"][~done])
-        out = (step["next_observation"][..., 2].abs() > 12 * math.pi / 180) | (step["next_observation"][..., 0].abs() > 2.4)
+        out = (step["next_observation"][..., 2].abs() > 12 * math.pi / 180) | (
+            step["next_observation"][..., 0].abs() > 2.4
+        )
         assert torch.equal(step["terminated"], out)
         assert torch.equal(step["truncated"], ~out & (before.length == 11))
         lengths, total = lengths * ~done, total + done
@@ -187,12 +189,15 @@ def test_bricks_by_its_rules():
     names = "paddle", "row", "column", "down", "right"
     for turn in range(400):
         games = [
-            {name: int(state[name][i]) for name in names} | {"bricks": {tuple(c) for c in state["bricks"][i].nonzero().tolist()}}
+            {name: int(state[name][i]) for name in names}
+            | {"bricks": {tuple(c) for c in state["bricks"][i].nonzero().tolist()}}
             for i in range(2)
         ]
         # A paddle that mostly follows the ball, so that games last.
         actions = [
-            int(generator.integers(3)) if generator.random() < 0.1 else 1 + (g["column"] > g["paddle"]) - (g["column"] < g["paddle"])
+            int(generator.integers(3))
+            if generator.random() < 0.1
+            else 1 + (g["column"] > g["paddle"]) - (g["column"] < g["paddle"])
             for g in games
         ]
         state, observation, reward, terminated, _ = environment.step(state, torch.tensor(actions), key)

@@ -62,7 +62,9 @@ def test_advantages_tell_truncation_from_termination():
         for n in range(N):
             later = 0.0
             for t in reversed(range(T)):
-                reward, terminated, truncated = (steps[k][i, t, n].item() for k in ("reward", "terminated", "truncated"))
+                reward, terminated, truncated = (
+                    steps[k][i, t, n].item() for k in ("reward", "terminated", "truncated")
+                )
                 bootstrap = 0.0 if terminated else rates[i] * next_value[i, t, n].item()
                 later = 0.0 if terminated or truncated else later
                 later = reward + bootstrap - value[i, t, n].item() + rates[i] * decays[i] * later

@@ -26,9 +26,9 @@ def scan(
 ) -> tuple[Any, Any]:
     """Carry values through the iterations of a loop and stack what each of them returns.
 
-    Uncompiled it is a loop in Python. In a graph it is one loop, which takes as long to compile as one iteration, unless it is
-    called by a model or inside a transform such as ``vmap``: there it is unrolled. It can be differentiated. Random calls
-    of a model in the body draw other numbers in each iteration.
+    Uncompiled it is a loop in Python. In a graph it is one loop, which takes as long to compile as one iteration, unless a
+    model calls it or it is inside a transform such as ``vmap``: there it is unrolled. It can be differentiated. Where random
+    calls draw from a key around the loop, every iteration draws other numbers.
 
     Args:
         body: ``body(carry, x) -> (carry, y)``, or ``body(carry, x, key)`` if there is a key. The new carry has the structure,

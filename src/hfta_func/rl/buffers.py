@@ -67,7 +67,9 @@ def written(buffer: Replay, rows: Tree, *, donate: bool = False) -> Replay:
         raise BatchError(f"{n} rows do not fit into a buffer of {capacity}; write fewer at once, or make it larger")
     for old, new in zip(leaves(buffer.rows), leaves(rows), strict=True):
         if new.shape[2:] != old.shape[2:]:
-            raise BatchError(f"rows are {[*new.shape[2:]]}, but the buffer's are {[*old.shape[2:]]}; write rows of one shape")
+            raise BatchError(
+                f"rows are {[*new.shape[2:]]}, but the buffer's are {[*old.shape[2:]]}; write rows of one shape"
+            )
     place = (buffer.position.unsqueeze(-1) + torch.arange(n, device=buffer.position.device)) % capacity
     member = torch.arange(len(place), device=place.device).unsqueeze(-1)
 
@@ -151,7 +153,9 @@ def with_priority(buffer: Replay, index: Tensor, priority: Tensor) -> Replay:
 def _check_filled(buffer: Replay) -> None:
     if can_look(buffer.size) and not bool((buffer.size > 0).all()):
         member = int((buffer.size == 0).nonzero()[0])
-        raise StateError(f"model {member}: its buffer is empty; write rows before sampling, such as those of a first rollout")
+        raise StateError(
+            f"model {member}: its buffer is empty; write rows before sampling, such as those of a first rollout"
+        )
 
 
 def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> dict[str, Tensor]:

@@ -82,9 +82,7 @@ class CartPole(Classic):
 
     def step(self, state: Tree, action: Tensor, key: Tensor) -> Step:
         """``(state, observation, reward, terminated, truncated)`` after an action."""
-        gravity, cart, pole, length, push = self.number(
-            state, "gravity", "mass_cart", "mass_pole", "length", "force"
-        )
+        gravity, cart, pole, length, push = self.number(state, "gravity", "mass_cart", "mass_pole", "length", "force")
         x, speed, angle, spin = state["place"].unbind(-1)
         mass, sine, cosine = cart + pole, angle.sin(), angle.cos()
         # Equations of Florian, "Correct equations for the dynamics of the cart-pole system", without friction.

@@ -60,7 +60,9 @@ class Environment:
     def _per_environment(self, name: str, value: PerModel, key: Tensor) -> Tensor:
         vector = torch.as_tensor(value, dtype=self.dtype, device=key.device)
         if vector.shape != key.shape[:1]:
-            raise StateError(f"{name} has {vector.numel()} numbers but there are {len(key)} members; give one per member")
+            raise StateError(
+                f"{name} has {vector.numel()} numbers but there are {len(key)} members; give one per member"
+            )
         return vector.reshape(-1, *(1,) * (key.dim() - 1)).expand(key.shape)
 
     def number(self, state: Any, *names: str) -> list[Any]:
@@ -160,7 +162,9 @@ def check_action(space: Any, action: Tensor, shape: torch.Size) -> None:
             f"each environment of each member"
         )
     if discrete and can_look(action) and not bool(((action >= 0) & (action < int(space.n))).all()):
-        raise StateError(f"the policy's actions are {action.min()} to {action.max()}, but {space} has {space.n} actions")
+        raise StateError(
+            f"the policy's actions are {action.min()} to {action.max()}, but {space} has {space.n} actions"
+        )
 
 
 def advance(environment: Environment, running: Running, action: Tensor) -> tuple[Running, dict[str, Tensor]]:

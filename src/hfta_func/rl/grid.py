@@ -105,8 +105,11 @@ class Crossing(Environment):
 
     def reset(self, key: Tensor) -> tuple[Tree, Tensor]:
         """``(state, observation)`` of new episodes, one for each key ``[...]``."""
-        draws = [random.randint(random.fold_in(key, site), 0, high, (SIZE - 2,)) for site, high in ((1, 4), (2, 2), (3, SIZE))]
-        every, way, cars = draws[0] + 1, 2 * draws[1] - 1, draws[2]
+        every, way, cars = (
+            random.randint(random.fold_in(key, site), 0, high, (SIZE - 2,))
+            for site, high in ((1, 4), (2, 2), (3, SIZE))
+        )
+        every, way = every + 1, 2 * way - 1
         walker = torch.full_like(cars[..., 0], SIZE - 1)
         state = {
             **{"walker": walker, "cars": cars, "last": cars.clone()},

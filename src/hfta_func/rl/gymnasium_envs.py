@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._tree import tree_map
-from hfta_func._types import StateError, require
+from hfta_func._types import StateError
 from hfta_func.rl.environment import Running, check_action
 from hfta_func.rl.rollouts import _ACTING, Policy
 

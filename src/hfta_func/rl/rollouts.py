@@ -166,7 +166,9 @@ def minibatches(keys: Tensor, rows: Tree, count: int, *, epochs: int = 1) -> Any
     tree_map(lambda leaf: sizes.add(leaf.shape[1]), rows)
     n = max(sizes)
     if len(sizes) > 1 or n % count:
-        raise BatchError(f"{sorted(sizes)} rows cannot be split into {count} minibatches; give a number that divides them")
+        raise BatchError(
+            f"{sorted(sizes)} rows cannot be split into {count} minibatches; give a number that divides them"
+        )
     shuffles = random.fold_in(keys.unsqueeze(-1), torch.arange(epochs, device=keys.device))
     order = random.permutation(shuffles, n).reshape(len(keys), epochs * n)
     return tree_map(lambda leaf: rows_at(leaf, order).unflatten(1, (epochs * count, -1)).transpose(0, 1), rows)

@@ -13,6 +13,7 @@ from hfta_func._tree import leaves, tree_map, where, write
 from hfta_func._types import BatchError, Tree
 from hfta_func.calls.scan import scan
 from hfta_func.step.batch import plain, restored
+from hfta_func.step.members import Members
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -56,7 +57,9 @@ class ManySteps(Compiled):
         """
         if not _is_loop():
             return self._take(self._step, state, batches)
-        self._rehearse(state, batches)
+        # A compiler knows the values of a graph's inputs, but none of a loop.
+        gradients = self._in_graph._gradients
+        gradients.members.rehearse(gradients.tensors(state), _first(batches))
         return self._committed(state, *self._take(self._in_graph, state, batches))
 
     def _take(self, step: Any, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
@@ -68,11 +71,6 @@ class ManySteps(Compiled):
             )
         return scan(lambda state, batch: step(state, restored(batch, batches)), state, tree)
 
-    def _rehearse(self, state: TrainState, batches: Tree) -> None:
-        """Let the members run eagerly before a compiler traces a loop, in which it knows no values."""
-        gradients, first = self._in_graph._gradients, tree_map(lambda leaf: leaf[0], plain(batches))
-        gradients.members.rehearse(gradients.tensors(state), restored(first, batches))
-
     def _committed(self, state: TrainState, after: TrainState, metrics: Any) -> tuple[TrainState, dict[str, Tensor]]:
         if not self.options.donate:
             return after, metrics
@@ -82,6 +80,14 @@ class ManySteps(Compiled):
 
 class Loop(ManySteps):
     """``loop(state, iterations) -> (state, metrics)``, see :attr:`TrainStep.loop`."""
+
+    def __init__(self, step: Any):
+        super().__init__(step)
+        self._members = Members(self._rehearsal)
+
+    def _rehearsal(self, state: TrainState) -> None:
+        gradients, batches = self._in_graph._gradients, self.options.collect(state)[1]
+        gradients.members.rehearse_eagerly(gradients.tensors(state), _first(batches))
 
     def __call__(self, state: TrainState, iterations: int = 1) -> tuple[TrainState, dict[str, Tensor]]:
         """Collect batches and take a step with each of them, again and again.
@@ -111,8 +117,12 @@ class Loop(ManySteps):
 
         if not is_loop:
             return scan(iterate, state, length=iterations)
-        self._rehearse(state, collect(state)[1])
+        self._members.rehearse(state)
         return self._committed(state, *scan(iterate, state, length=iterations))
+
+
+def _first(batches: Tree) -> Any:
+    return restored(tree_map(lambda leaf: leaf[0], plain(batches)), batches)
 
 
 def _is_loop() -> bool:

@@ -92,5 +92,7 @@ def check_carry(carry: Tree, count: int) -> Tree:
     for path, leaf in zip(paths(carry, "carry"), leaves(carry), strict=True):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,):
             what = f"{[*leaf.shape]}" if isinstance(leaf, Tensor) else f"a {type(leaf).__qualname__}"
-            raise StateError(f"{path} is {what}, but every leaf of what {count} models carry is a tensor [{count}, ...]")
+            raise StateError(
+                f"{path} is {what}, but every leaf of what {count} models carry is a tensor [{count}, ...]"
+            )
     return carry

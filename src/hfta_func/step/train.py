@@ -232,8 +232,8 @@ class TrainStep(Compiled):
     def many(self) -> ManySteps:
         """``step.many(state, batches)`` takes one step with each of K batches ``[K, M, N, ...]``.
 
-        In a graph, calling costs as much for K steps as for one, which is half of the time of the smallest models:
-        ``torch.compile(step.many)`` or :func:`compile`. The results are those of K calls; compiling takes longer.
+        In a graph, ``torch.compile(step.many)`` or :func:`compile`, calling and compiling cost as much for K steps as for one.
+        The results are those of K calls.
 
         Example:
             >>> step = make_train_step(torch.nn.Linear(4, 1), lambda model, x: model(x).square().mean(), sgd(lr=0.1))
@@ -248,25 +248,22 @@ class TrainStep(Compiled):
     def loop(self) -> Loop:
         """``step.loop(state, iterations)`` collects batches, takes a step with each of them, and does it again.
 
-        ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are.
-
-        Raises:
-            ValueError: if the step was made without ``collect``.
+        ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are. The step needs ``collect``.
 
         Example:
             >>> def collect(state):
-            ...     seen = state.carry + 1
-            ...     return seen, torch.ones(5, 3, 8, 4) / seen.reshape(-1, 1, 1), {"seen": seen}
+            ...     return state.carry + 1, torch.ones(5, 3, 8, 4)
             >>> model = torch.nn.Linear(4, 1)
             >>> step = make_train_step(model, lambda model, x: model(x).square().mean(), sgd(lr=0.1), collect=collect)
-            >>> params = stack_params([torch.nn.Linear(4, 1) for _ in range(3)])
-            >>> state = step.init(*params, seeds=[0, 1, 2], carry=torch.zeros(3))
+            >>> state = step.init(*stack_params([model] * 3), seeds=[0, 1, 2], carry=torch.zeros(3))
             >>> state, metrics = step.loop(state, iterations=2)
             >>> state.carry, metrics["loss"].shape
             (tensor([2., 2., 2.]), torch.Size([2, 5, 3]))
         """
         if self.options.collect is None:
-            raise ValueError("the step has nothing to collect batches with; make it with make_train_step(..., collect=)")
+            raise ValueError(
+                "the step has nothing to collect batches with; make it with make_train_step(..., collect=)"
+            )
         return Loop(self)
 
     @torch.inference_mode(False)
