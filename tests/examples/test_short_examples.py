@@ -10,7 +10,7 @@ import sys
 import pytest
 
 SHORT = pathlib.Path(__file__).parents[2] / "examples" / "short"
-LINES = {"deep_ensemble": 14, "halving": 24, "federated": 20, "subjects": 20, "gan": 22}
+LINES = {"deep_ensemble": 14, "halving": 24, "federated": 20, "subjects": 20, "gan": 22, "agents": 45}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,3 +63,9 @@ def test_every_subject_is_fitted_until_its_own_best_epoch(capsys):
 def test_generators_find_the_points(capsys):
     found = numbers(run("gan", capsys))
     assert len(found) == 4 and min(found) < 0.25 and max(found) < 0.6
+
+
+@pytest.mark.soak
+def test_agents_learn_to_balance_a_pole(capsys):
+    returns = numbers(run("agents", capsys))
+    assert len(returns) == 8 and sum(returns) / 8 > 200

@@ -36,17 +36,17 @@ def start_dqn(places, environment):
 
 
 RUNS = {
-    "ppo, discrete": (start_ppo, lambda: rl.CartPole(dtype=torch.float64, max_steps=9)),
-    "ppo, continuous": (start_ppo, lambda: rl.Pendulum(dtype=torch.float64, max_steps=9)),
-    "dqn": (start_dqn, lambda: rl.CartPole(dtype=torch.float64, max_steps=9)),
+    "ppo, discrete": (start_ppo, lambda: rl.CartPole(dtype=torch.float64, max_steps=3)),
+    "ppo, continuous": (start_ppo, lambda: rl.Pendulum(dtype=torch.float64, max_steps=3)),
+    "dqn": (start_dqn, lambda: rl.CartPole(dtype=torch.float64, max_steps=3)),
 }
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(ppo, "T", 8)
+    monkeypatch.setattr(ppo, "T", 4)
     monkeypatch.setattr(ppo, "N", 2)
-    monkeypatch.setattr(dqn, "T", 6)
+    monkeypatch.setattr(dqn, "T", 4)
     monkeypatch.setattr(dqn, "N", 2)
     monkeypatch.setattr(dqn, "BATCH", 5)
 
@@ -56,7 +56,8 @@ def assert_same(found, expected, tolerance=0.0):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("iterations", [2, pytest.param(13, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive(unless="discrete-1")
+@pytest.mark.parametrize("iterations", [1, 13])
 @pytest.mark.parametrize("name", RUNS)
 def test_an_agent_of_an_array_is_the_agent_alone(name, iterations):
     start, environment = RUNS[name]
@@ -71,6 +72,7 @@ def test_an_agent_of_an_array_is_the_agent_alone(name, iterations):
     assert_same(own["return"], metrics["return"][:, [1]], 1e-10)
 
 
+@pytest.mark.exhaustive
 def test_what_agents_carry_follows_them(tmp_path):
     step, state = start_dqn([0, 1, 2], rl.CartPole(dtype=torch.float64))
     state, _ = step.loop(state, 2)
@@ -85,6 +87,7 @@ def test_what_agents_carry_follows_them(tmp_path):
     assert_same(step.loop(again, 4)[0], expected)
 
 
+@pytest.mark.exhaustive
 def test_agents_that_stopped_stay_as_they_are_with_their_environments():
     step, state = start_ppo([0, 1, 2], rl.CartPole(dtype=torch.float64))
     expected, _ = step.loop(state, 2)
@@ -98,7 +101,7 @@ def test_an_agent_that_diverges_leaves_the_others_bit_identical():
     bias = state.params["critic.4.bias"].clone()
     bias[1] = math.inf
     broken = state._replace(params={**state.params, "critic.4.bias": bias})
-    (expected, _), (found, metrics) = step.loop(state, 2), step.loop(broken, 2)
+    (expected, _), (found, metrics) = step.loop(state), step.loop(broken)
     assert metrics["finite"].all(1).all(0).tolist() == [True, False, True]
     assert_same(hfta.take(found, [0, 2]), hfta.take(expected, [0, 2]))
 

@@ -215,7 +215,9 @@ class TrainStep(Compiled):
     @functools.cached_property
     def _twin(self) -> TrainStep:
         twin = object.__new__(TrainStep)
-        vars(twin).update({name: value for name, value in vars(self).items() if name not in ("_function", "many")})
+        vars(twin).update(
+            {name: value for name, value in vars(self).items() if name not in ("_function", "many", "loop")}
+        )
         twin._gradients = self._replay()
         return twin
 
@@ -232,8 +234,7 @@ class TrainStep(Compiled):
     def many(self) -> ManySteps:
         """``step.many(state, batches)`` takes one step with each of K batches ``[K, M, N, ...]``.
 
-        In a graph, ``torch.compile(step.many)`` or :func:`compile`, calling and compiling cost as much for K steps as for one.
-        The results are those of K calls.
+        In a graph, calls and compiling cost as much for K steps as for one: ``torch.compile(step.many)`` or :func:`compile`.
 
         Example:
             >>> step = make_train_step(torch.nn.Linear(4, 1), lambda model, x: model(x).square().mean(), sgd(lr=0.1))
@@ -251,8 +252,7 @@ class TrainStep(Compiled):
         ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are. The step needs ``collect``.
 
         Example:
-            >>> def collect(state):
-            ...     return state.carry + 1, torch.ones(5, 3, 8, 4)
+            >>> collect = lambda state: (state.carry + 1, torch.ones(5, 3, 8, 4))
             >>> model = torch.nn.Linear(4, 1)
             >>> step = make_train_step(model, lambda model, x: model(x).square().mean(), sgd(lr=0.1), collect=collect)
             >>> state = step.init(*stack_params([model] * 3), seeds=[0, 1, 2], carry=torch.zeros(3))
