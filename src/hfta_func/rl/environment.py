@@ -75,7 +75,7 @@ class Running(NamedTuple):
 
     Args:
         keys: The members' keys for their environments.
-        count: Steps that have been taken in each of a member's environments.
+        taken: Steps that have been taken in each of a member's environments.
         state: The environments' own, ``[M, N, ...]``.
         observation: What the policy sees next.
         length: Steps in the running episodes.
@@ -86,7 +86,7 @@ class Running(NamedTuple):
     """
 
     keys: Tensor
-    count: Tensor
+    taken: Tensor
     state: Tree
     observation: Tensor
     length: Tensor
@@ -180,7 +180,7 @@ def advance(environment: Environment, running: Running, action: Tensor) -> tuple
         ``next_observation``, the final one where an episode ended.
     """
     check_action(environment.action_space, action, running.length.shape)
-    keys = environment_keys(random.fold_in(running.keys, running.count), running.length.shape[1])
+    keys = environment_keys(random.fold_in(running.keys, running.taken), running.length.shape[1])
     state, final, reward, terminated, truncated = environment.step(running.state, action, keys)
     length = running.length + 1
     limit = environment.max_steps
@@ -191,7 +191,7 @@ def advance(environment: Environment, running: Running, action: Tensor) -> tuple
     total = running.total + reward
     after = Running(
         keys=running.keys,
-        count=running.count + 1,
+        taken=running.taken + 1,
         state=state,
         observation=_where(done, new_observation, final),
         length=torch.where(done, 0, length),

@@ -65,7 +65,7 @@ class GymnasiumEnvs:
         happened = []
         for _ in range(steps):
             observation = running.observation
-            action, more = policy(state, observation, random.fold_in(running.keys, running.count + _ACTING))
+            action, more = policy(state, observation, random.fold_in(running.keys, running.taken + _ACTING))
             running, outcome = self._advance(running, action)
             happened.append({"observation": observation, "action": action, **outcome, **more})
         return running, tree_map(lambda *parts: torch.stack(parts, 1), *happened)
@@ -86,7 +86,7 @@ class GymnasiumEnvs:
         reward, terminated, truncated = self._apart(reward).float(), self._apart(terminated), self._apart(truncated)
         done, length, total = terminated | truncated, running.length + 1, running.total + reward
         after = running._replace(
-            count=running.count + 1,
+            taken=running.taken + 1,
             observation=self._apart(observation),
             length=torch.where(done, 0, length),
             total=torch.where(done, 0, total),

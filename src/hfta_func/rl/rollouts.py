@@ -91,7 +91,7 @@ def rollout(
 
     def step(running: Running, _: None) -> tuple[Running, dict[str, Tensor]]:
         observation = running.observation
-        action, more = policy(state, observation, random.fold_in(running.keys, running.count + _ACTING))
+        action, more = policy(state, observation, random.fold_in(running.keys, running.taken + _ACTING))
         running, outcome = advance(environment, running, action)
         return running, {"observation": observation, "action": action, **outcome, **more}
 
@@ -182,7 +182,7 @@ def rows_at(leaf: Tensor, index: Tensor) -> Tensor:
 class Moments(NamedTuple):
     """Running mean and variance of each member's own values, ``[M, ...]``."""
 
-    count: Tensor
+    size: Tensor
     mean: Tensor
     variance: Tensor
 
@@ -216,8 +216,8 @@ def observed(past: Moments, values: Tensor) -> Moments:
     """
     rows = values.reshape(values.shape[0], -1, *past.mean.shape[1:])
     n, mean, variance = rows.shape[1], rows.mean(1), rows.var(1, correction=0)
-    count = past.count + n
-    share, old = per_model(n / count, mean), per_model(past.count / count, mean)
+    count = past.size + n
+    share, old = per_model(n / count, mean), per_model(past.size / count, mean)
     offset = mean - past.mean
     spread = past.variance * old + variance * share + offset.square() * share * old
     return Moments(count, past.mean + offset * share, spread)

@@ -86,7 +86,8 @@ class Loop(ManySteps):
         self._members = Members(self._rehearsal)
 
     def _rehearsal(self, state: TrainState) -> None:
-        gradients, batches = self._in_graph._gradients, self.options.collect(state)[1]
+        collect: Any = self.options.collect
+        gradients, batches = self._in_graph._gradients, collect(state)[1]
         gradients.members.rehearse_eagerly(gradients.tensors(state), _first(batches))
 
     def __call__(self, state: TrainState, iterations: int = 1) -> tuple[TrainState, dict[str, Tensor]]:
@@ -104,7 +105,8 @@ class Loop(ManySteps):
             StateError: if ``collect`` returns a carry of another structure; it names the leaf.
             Exception: what the steps and ``collect`` raise.
         """
-        collect, is_loop = self.options.collect, _is_loop()
+        collect: Any = self.options.collect
+        is_loop = _is_loop()
         step = self._in_graph if is_loop else self._step
 
         def iterate(state: TrainState, _: None) -> tuple[TrainState, dict[str, Tensor]]:
