@@ -115,7 +115,9 @@ class BackgroundStep:
         self._calls += 1
         batch = batch if iterations is None else iterations
         given = leaves((batch, getattr(state, "step", None)))
-        key = tuple([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in given if _is_known(leaf)])
+        key = tuple(
+            [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in given if _is_known(leaf)]
+        )
         graph = self._shapes.get(key)
         if graph is None:
             graph = self._shapes[key] = _Graph(self._step, self._eager)

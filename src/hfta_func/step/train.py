@@ -261,9 +261,7 @@ class TrainStep(Compiled):
             (tensor([2., 2., 2.]), torch.Size([2, 5, 3]))
         """
         if self.options.collect is None:
-            raise ValueError(
-                "the step has nothing to collect batches with; make it with make_train_step(..., collect=)"
-            )
+            raise ValueError("the step collects nothing; make it with make_train_step(..., collect=)")
         return Loop(self)
 
     @torch.inference_mode(False)
