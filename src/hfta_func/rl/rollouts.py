@@ -219,8 +219,8 @@ def observed(past: Moments, values: Tensor) -> Moments:
     count = past.size + n
     share, old = per_model(n / count, mean), per_model(past.size / count, mean)
     offset = mean - past.mean
-    spread = past.variance * old + variance * share + offset.square() * share * old
-    return Moments(count, past.mean + offset * share, spread)
+    combined = past.variance * old + variance * share + offset.square() * share * old
+    return Moments(count, past.mean + offset * share, combined)
 
 
 def normalised(seen: Moments, values: Tensor, *, limit: float = 10.0, center: bool = True) -> Tensor:
