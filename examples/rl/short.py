@@ -1,5 +1,7 @@
 """Eight agents learn CartPole by proximal policy optimisation, each from its own seed: returns of 100 iterations."""
 
+# ruff: noqa: D103
+
 import torch
 from torch import nn
 from torch.distributions import Categorical
