@@ -22,6 +22,7 @@ TOPICS = (
     "optim.extend",
     "plot",
     "random",
+    "rl",
     "rules",
     "schedules",
     "step.mixing",

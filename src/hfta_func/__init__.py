@@ -36,6 +36,7 @@ from hfta_func.callbacks import keep_best as keep_best
 from hfta_func.callbacks import keep_checkpoints as keep_checkpoints
 from hfta_func.callbacks import tensorboard as tensorboard
 from hfta_func.calls.routing import routed as routed
+from hfta_func.calls.scan import scan as scan
 from hfta_func.files.checkpoint import export_model as export_model
 from hfta_func.files.checkpoint import import_models as import_models
 from hfta_func.files.checkpoint import load as load

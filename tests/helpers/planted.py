@@ -1074,4 +1074,24 @@ PLANTED = [
         *("step/joint.py", " and self._every[last] == self._parts", ""),
         "test_joint.py::test_a_member_fails_as_a_whole",
     ),
+    Planted(
+        "truncation is taken for termination",
+        *("rl/rollouts.py", "torch.where(terminated, 0, rate * next_value)", "torch.where(done, 0, rate * next_value)"),
+        "test_rollouts.py::test_advantages_tell_truncation_from_termination",
+    ),
+    Planted(
+        "the observation after an end is the final one",
+        *("rl/environment.py", "observation=_where(done, new_observation, final)", "observation=final"),
+        "test_environments.py::test_episodes_end_and_begin_anew",
+    ),
+    Planted(
+        "environments of members that stopped go on",
+        *("step/many.py", "carry = where(state.active, carry, state.carry)", "pass"),
+        "test_agents.py::test_agents_that_stopped_stay_as_they_are_with_their_environments",
+    ),
+    Planted(
+        "every iteration of a loop in a model draws the same numbers",
+        *("calls/scan.py", "call(index, iteration,", "call(0, iteration,"),
+        "test_scan.py::test_a_model_that_calls_it_draws_other_numbers_in_each_iteration",
+    ),
 ]

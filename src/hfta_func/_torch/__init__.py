@@ -9,8 +9,8 @@ have run on a later release, raise ``NEWEST`` in ``_release.py``.
 from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_untested, tested
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
 from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, in_graph, intercept_checkpoint
-from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, math_attention, original, run_operators_eagerly
-from hfta_func._torch.compiler import set_compiling, stand_for, stays
+from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, math_attention, operator_scan, original
+from hfta_func._torch.compiler import run_operators_eagerly, set_compiling, stand_for, stays
 from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, trace_functions, trace_history
 from hfta_func._torch.compiler import traced_lines, until_compiled, untraced
 from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, apply_at_level, apply_in_transforms

@@ -182,6 +182,9 @@ def dotted_path(expression: str) -> str:
 checkpoint = private("torch.utils.checkpoint", "checkpoint.__wrapped__")
 
 
+# A loop in a graph, whose operator is public only as ``torch.ops.higher_order.scan``, with arguments in lists.
+operator_scan = private("torch._higher_order_ops.scan", "scan")
+
 # FlexAttention as plain operators, and what makes PyTorch ready to compile the functions that operators are given.
 math_attention = private("torch._higher_order_ops.flex_attention", "math_attention")
 _compiling: Any = private("torch._higher_order_ops.utils", "_set_compilation_env.__wrapped__")

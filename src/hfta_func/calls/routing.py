@@ -133,6 +133,11 @@ class routed(TorchFunctionMode):
         self.key, self.site, self.skipped, self._blocks = before
         return result
 
+    def next_call(self) -> Callable[..., Any]:
+        """The ``Call`` of an operator of functions, which is the next call site."""
+        self.site += 1
+        return functools.partial(self._call, self.site)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -149,8 +154,7 @@ class routed(TorchFunctionMode):
             # torch.compile cannot enter its Python body while a mode is in force.
             return torch.unflatten(*args, **kwargs)
         if func in OPERATORS:
-            self.site += 1
-            return OPERATORS[func](functools.partial(self._call, self.site), *args, **kwargs)
+            return OPERATORS[func](self.next_call(), *args, **kwargs)
         handler, func = HANDLERS.get(func), _REPLACED.get(func, func)
         if self.key is None and (self.padding is None or func not in _ENTERED):
             return func(*args, **kwargs)

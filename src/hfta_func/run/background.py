@@ -111,17 +111,25 @@ class BackgroundStep:
         """Whether calls with the latest shapes run a compiled graph."""
         return self._latest is not None and self._latest.is_used
 
-    def __call__(self, state: Any, batch: Any) -> Any:
-        """Call the step, eager or compiled."""
+    def __call__(self, state: Any, batch: Any = None, *, iterations: int | None = None) -> Any:
+        """Call the step, eager or compiled; ``step.loop`` is given a number of ``iterations`` in place of a batch."""
         self._calls += 1
-        tensors = leaves((batch, getattr(state, "step", None)))
-        key = tuple([(leaf.shape, leaf.dtype) for leaf in tensors if isinstance(leaf, Tensor)])
+        batch = batch if iterations is None else iterations
+        given = leaves((batch, getattr(state, "step", None)))
+        key = tuple(
+            [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in given if _is_known(leaf)]
+        )
         graph = self._shapes.get(key)
         if graph is None:
             graph = self._shapes[key] = _Graph(self._step, self._eager)
         self._latest = graph
         left = None if self._steps is None else self._steps - self._calls + 1
         return graph(state, batch, left)
+
+
+def _is_known(leaf: Any) -> bool:
+    """Whether a graph depends on a leaf's shape, or its value."""
+    return isinstance(leaf, (Tensor, int))
 
 
 @contextlib.contextmanager

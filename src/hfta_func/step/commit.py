@@ -27,6 +27,7 @@ def commit(
         active=verdict.active,
         loss_scale=verdict.loss_scale,
         shared=sharing.update(state, outputs, keep, options.donate),
+        carry=state.carry,
     )
     if not options.donate:
         return after

@@ -1,16 +1,19 @@
-"""Several steps in one call."""
+"""Several steps in one call, with batches that are given or collected."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfta_func._torch import Compiled
-from hfta_func._tree import leaves, tree_map
+from hfta_func._torch import Compiled, can_look, inside_transform
+from hfta_func._tree import leaves, tree_map, where, write
 from hfta_func._types import BatchError, Tree
+from hfta_func.calls.scan import scan
 from hfta_func.step.batch import plain, restored
+from hfta_func.step.members import Members
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
 
@@ -20,9 +23,12 @@ class ManySteps(Compiled):
 
     def __init__(self, step: Any):
         self._step = step
+        # In a graph, what a loop carries can neither be written nor recorded.
+        options = replace(step.options, donate=False, replay=None)
+        self._in_graph = type(step)(*step._made_from[:3], options) if step.options.donate else step
 
     def __reduce__(self) -> Any:
-        return ManySteps, (self._step,)
+        return type(self), (self._step,)
 
     @property
     def options(self) -> Options:
@@ -49,15 +55,77 @@ class ManySteps(Compiled):
             BatchError: if the leaves do not have the same number of batches.
             Exception: what the step raises.
         """
+        if not _is_loop():
+            return self._take(self._step, state, batches)
+        # A compiler knows the values of a graph's inputs, but none of a loop.
+        gradients = self._in_graph._gradients
+        gradients.members.rehearse(gradients.tensors(state), _first(batches))
+        return self._committed(state, *self._take(self._in_graph, state, batches))
+
+    def _take(self, step: Any, state: TrainState, batches: Tree) -> tuple[TrainState, dict[str, Tensor]]:
         tree = plain(batches)
         counts = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves(tree)}
         if len(counts) != 1 or 0 in counts:
             raise BatchError(
                 f"the batches have {sorted(counts)} as their first axes; stack as many batches in every leaf, [K, M, N, ...]"
             )
-        reports = []
-        for index in range(counts.pop()):
-            batch = restored(tree_map(lambda leaf, index=index: leaf[index], tree), batches)
-            state, metrics = self._step(state, batch)
-            reports.append(metrics)
-        return state, {name: torch.stack([metrics[name] for metrics in reports]) for name in reports[0]}
+        return scan(lambda state, batch: step(state, restored(batch, batches)), state, tree)
+
+    def _committed(self, state: TrainState, after: TrainState, metrics: Any) -> tuple[TrainState, dict[str, Tensor]]:
+        if not self.options.donate:
+            return after, metrics
+        write(state, after)
+        return state, metrics
+
+
+class Loop(ManySteps):
+    """``loop(state, iterations) -> (state, metrics)``, see :attr:`TrainStep.loop`."""
+
+    def __init__(self, step: Any):
+        super().__init__(step)
+        self._members = Members(self._rehearsal)
+
+    def _rehearsal(self, state: TrainState) -> None:
+        collect: Any = self.options.collect
+        gradients, batches = self._in_graph._gradients, collect(state)[1]
+        gradients.members.rehearse_eagerly(gradients.tensors(state), _first(batches))
+
+    def __call__(self, state: TrainState, iterations: int = 1) -> tuple[TrainState, dict[str, Tensor]]:
+        """Collect batches and take a step with each of them, again and again.
+
+        Args:
+            state: The state before the first iteration.
+            iterations: How often to collect.
+
+        Returns:
+            The state after the last iteration, and the metrics: the steps' ``[iterations, K, M, ...]``, and those that
+            ``collect`` returns, ``[iterations, M, ...]``.
+
+        Raises:
+            StateError: if ``collect`` returns a carry of another structure; it names the leaf.
+            Exception: what the steps and ``collect`` raise.
+        """
+        collect: Any = self.options.collect
+        is_loop = _is_loop()
+        step = self._in_graph if is_loop else self._step
+
+        def iterate(state: TrainState, _: None) -> tuple[TrainState, dict[str, Tensor]]:
+            with torch.set_grad_enabled(inside_transform()):
+                carry, batches, *reports = collect(state)
+                if not can_look(state.active) or not bool(state.active.all()):
+                    carry = where(state.active, carry, state.carry)
+            state, metrics = self._take(step, state._replace(carry=carry), batches)
+            return state, metrics | dict(*reports)
+
+        if not is_loop:
+            return scan(iterate, state, length=iterations)
+        self._members.rehearse(state)
+        return self._committed(state, *scan(iterate, state, length=iterations))
+
+
+def _first(batches: Tree) -> Any:
+    return restored(tree_map(lambda leaf: leaf[0], plain(batches)), batches)
+
+
+def _is_loop() -> bool:
+    return torch.compiler.is_dynamo_compiling() and not inside_transform()

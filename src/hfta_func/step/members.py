@@ -74,11 +74,15 @@ class Members:
         compiling, context = set_compiling(False), contextvars.copy_context()
         try:
             context.run(rehearsing.set, True)
-            context.run(self._rehearsal, *tree_map(values.__getitem__, layout))
+            context.run(self.rehearse_eagerly, *tree_map(values.__getitem__, layout))
         finally:
             set_compiling(compiling)
-        self._rehearsed = True
         return True
+
+    def rehearse_eagerly(self, *given: Tree) -> None:
+        """Make the ``rehearsal`` where the values are known."""
+        self._rehearsal(*given)
+        self._rehearsed = True
 
     def has_run(self, keys: Tensor) -> None:
         """Note that all members have been called: from now on, parameters are not copied."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import optree
@@ -35,6 +35,7 @@ class Options:
     shared_params: Sequence[str] = ()
     shared_optimizer: GradientTransformation | None = None
     replay: bool | None = None
+    collect: Callable[..., Any] | None = None
     network: str = ""
     """The child of the model that is trained, in a joint step; all of it by default."""
 
@@ -53,6 +54,8 @@ class Options:
             raise ValueError(f"nonfinite is {self.nonfinite!r}; it must be 'skip', 'freeze' or 'raise'")
         if self.replay not in (None, True, False):
             raise ValueError(f"replay is {self.replay!r}; it must be True, False, or None for replays in fit only")
+        if not (self.collect is None or callable(self.collect)):
+            raise ValueError(f"collect is {self.collect!r}; it must be a function of a state")
         if self.save not in ("all", "less"):
             raise ValueError(f"save is {self.save!r}; it must be 'all' or 'less'")
         for name in ("stochastic_rounding", "donate", "share_frozen"):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hfta_func._torch import inside_transform, is_captured
+from hfta_func._tree import leaves, paths
 from hfta_func._types import Params, Shared, StateError, Tree
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Stacked
@@ -26,6 +27,7 @@ class TrainState(NamedTuple):
         active: ``bool[M]``; inactive members stay exactly as they are.
         loss_scale: The members' loss scales, or ``()`` without loss scaling.
         shared: What members share and train together, or ``()`` if the step has no ``shared_params``.
+        carry: Anything else that members take along, such as their environments; a step leaves it as it is.
     """
 
     params: Params
@@ -37,6 +39,7 @@ class TrainState(NamedTuple):
     active: Tensor
     loss_scale: Tree = ()
     shared: Shared | tuple[()] = ()
+    carry: Tree = ()
 
     def __repr__(self) -> str:
         # Trees of other leaves, such as of axes, are of this class, too.
@@ -82,3 +85,14 @@ def refuse_shared(state: Any, option: str) -> None:
             f"{option} takes members apart, but they share '{next(iter(shared.params))}', which they train together; leave "
             f"out {option}, or shared_params"
         )
+
+
+def check_carry(carry: Tree, count: int) -> Tree:
+    """Raise a StateError unless every leaf of a carry is a tensor with a part for each of ``count`` members."""
+    for path, leaf in zip(paths(carry, "carry"), leaves(carry), strict=True):
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,):
+            what = f"{[*leaf.shape]}" if isinstance(leaf, Tensor) else f"a {type(leaf).__qualname__}"
+            raise StateError(
+                f"{path} is {what}, but every leaf of what {count} models carry is a tensor [{count}, ...]"
+            )
+    return carry

@@ -28,11 +28,11 @@ from hfta_func.step.check import Check
 from hfta_func.step.commit import commit
 from hfta_func.step.gradients import Gradients, StepOutputs
 from hfta_func.step.judge import Verdict, judge, looked_at
-from hfta_func.step.many import ManySteps
+from hfta_func.step.many import Loop, ManySteps
 from hfta_func.step.options import Options
 from hfta_func.step.replay import Replay
 from hfta_func.step.shared import Sharing
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, check_carry
 from hfta_func.step.update import select_update_mode
 
 
@@ -54,6 +54,7 @@ def make_train_step(
     shared_params: Sequence[str] = (),
     shared_optimizer: GradientTransformation | None = None,
     replay: bool | None = None,
+    collect: Callable[[TrainState], Any] | None = None,
 ) -> TrainStep:
     """A training step for arrays of ``model``.
 
@@ -101,6 +102,8 @@ def make_train_step(
         replay: Whether eager calls may run the recorded operators of an earlier one instead of Python, once that pays: the
             same bits, small arrays several times faster. A record is used only while all Python values that the loss
             function and the model have read are as they were. None means in :func:`fit` and :func:`compile` only.
+        collect: ``collect(state) -> (carry, batches)`` or ``(carry, batches, metrics)`` for :attr:`TrainStep.loop`: what the
+            members take along next, K batches ``[K, M, N, ...]``, and metrics ``[M, ...]``.
 
     Returns:
         A :class:`TrainStep`; ``torch.compile(step)`` works.
@@ -128,6 +131,7 @@ def make_train_step(
         shared_params=tuple(shared_params) if not isinstance(shared_params, str) else shared_params,
         shared_optimizer=shared_optimizer,
         replay=replay,
+        collect=collect,
     )
     return TrainStep(model, loss_fn, optimizer, options)
 
@@ -239,7 +243,7 @@ class TrainStep(Compiled):
     @functools.cached_property
     def _twin(self) -> TrainStep:
         twin = object.__new__(TrainStep)
-        vars(twin).update({name: value for name, value in vars(self).items() if name not in ("_function", "many")})
+        vars(twin).update({k: value for k, value in vars(self).items() if k not in ("_function", "many", "loop")})
         twin._replay = Replay(twin)
         return twin
 
@@ -252,8 +256,7 @@ class TrainStep(Compiled):
     def many(self) -> ManySteps:
         """``step.many(state, batches)`` takes one step with each of K batches ``[K, M, N, ...]``.
 
-        In a graph, calling costs as much for K steps as for one, which is half of the time of the smallest models:
-        ``torch.compile(step.many)`` or :func:`compile`. The results are those of K calls; compiling takes longer.
+        In a graph, calls and compiling cost as much for K steps as for one: ``torch.compile(step.many)`` or :func:`compile`.
 
         Example:
             >>> step = make_train_step(torch.nn.Linear(4, 1), lambda model, x: model(x).square().mean(), sgd(lr=0.1))
@@ -264,6 +267,16 @@ class TrainStep(Compiled):
         """
         return ManySteps(self)
 
+    @functools.cached_property
+    def loop(self) -> Loop:
+        """``step.loop(state, iterations)`` collects batches, takes a step with each of them, and does it again.
+
+        ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are. The step needs ``collect``.
+        """
+        if self.options.collect is None:
+            raise ValueError("the step collects nothing; make it with make_train_step(..., collect=)")
+        return Loop(self)
+
     @torch.inference_mode(False)
     def init(
         self,
@@ -272,6 +285,7 @@ class TrainStep(Compiled):
         *,
         seeds: Sequence[int] | Tensor,
         hparams: Mapping[str, Any] | None = None,
+        carry: Tree = (),
     ) -> TrainState:
         """The state before the first step.
 
@@ -282,9 +296,10 @@ class TrainStep(Compiled):
             hparams: The third argument of ``loss_fn``: by name, a number or one number per member. Under the path of a number
                 in the model, such as ``"1.p"`` for the rate of a dropout layer, it is used in place of the model's; ``"*.p"``
                 is every such path. Numbers in which stacked models differ are there without being named.
+            carry: Anything else that members take along, a tree of tensors ``[M, ...]``.
 
         Raises:
-            StateError: if params or buffers do not belong to the model.
+            StateError: if params or buffers do not belong to the model, or a leaf of the carry is not ``[M, ...]``.
             HyperparameterError: if the length of seeds, ``hparams`` or an optimizer's hyperparameter is not M, or a dropout
                 rate is not between 0 and 1.
         """
@@ -344,4 +359,5 @@ class TrainStep(Compiled):
             active=torch.ones(count, dtype=torch.bool, device=keys.device),
             loss_scale=() if scaling is None else scaling.init(count, keys.device),
             shared=self._sharing.init(self.outline, keys.device),
+            carry=check_carry(carry, count),
         )

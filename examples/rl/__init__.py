@@ -1,0 +1,1 @@
+"""Reinforcement learning: single files on the parts of ``hfta_func.rl``."""

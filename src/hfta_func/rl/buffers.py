@@ -1,0 +1,191 @@
+"""A ring buffer of what each member has seen, as tensors of its state."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func import random
+from hfta_func._torch import can_look
+from hfta_func._tree import leaves, tree_map
+from hfta_func._types import BatchError, PerModel, StateError, Tree
+from hfta_func.rl.rollouts import rows_at
+
+
+class Replay(NamedTuple):
+    """The rows that each of M members has seen last; every leaf is ``[M, ...]``.
+
+    Args:
+        rows: A tree of tensors ``[M, capacity, ...]``.
+        position: Where each member's next row goes.
+        size: Number of rows that it has.
+        priority: ``[M, capacity]``, 0 where there is no row; ``()`` without priorities.
+    """
+
+    rows: Tree
+    position: Tensor
+    size: Tensor
+    priority: Tensor | tuple[()] = ()
+
+
+def replay(rows: Tree, capacity: int, *, prioritised: bool = False) -> Replay:
+    """An empty buffer.
+
+    Args:
+        rows: A tree of tensors ``[M, n, ...]``, as they will be written; their values do not matter.
+        capacity: Number of rows kept for each member.
+        prioritised: Whether rows have priorities.
+
+    Example:
+        >>> buffer = replay({"x": torch.zeros(2, 1, 3)}, capacity=10)
+        >>> buffer = written(buffer, {"x": torch.randn(2, 4, 3)})
+        >>> sampled, index = sample(buffer, random.keys([0, 1]), 5)
+        >>> sampled["x"].shape, buffer.size
+        (torch.Size([2, 5, 3]), tensor([4, 4]))
+    """
+    empty = tree_map(lambda leaf: leaf.new_zeros(leaf.shape[0], capacity, *leaf.shape[2:]), rows)
+    zeros = torch.zeros_like(leaves(empty)[0].reshape(len(leaves(empty)[0]), -1)[:, 0], dtype=torch.int64)
+    priority = torch.zeros(len(zeros), capacity, device=zeros.device) if prioritised else ()
+    return Replay(empty, zeros, zeros.clone(), priority)
+
+
+def written(buffer: Replay, rows: Tree, *, donate: bool = False) -> Replay:
+    """The buffer with further rows, in place of the oldest ones once it is full.
+
+    Args:
+        buffer: The buffer before.
+        rows: A tree of tensors ``[M, n, ...]``. A new row has the highest priority that there is.
+        donate: Write the buffer's own tensors, which takes as long for any capacity; the given buffer is then not to be used.
+
+    Raises:
+        BatchError: if there are more rows than the buffer holds, or they are of other shapes.
+    """
+    capacity, n = leaves(buffer.rows)[0].shape[1], leaves(rows)[0].shape[1]
+    if n > capacity:
+        raise BatchError(f"{n} rows do not fit into a buffer of {capacity}; write fewer at once, or make it larger")
+    for old, new in zip(leaves(buffer.rows), leaves(rows), strict=True):
+        if new.shape[2:] != old.shape[2:]:
+            raise BatchError(
+                f"rows are {[*new.shape[2:]]}, but the buffer's are {[*old.shape[2:]]}; write rows of one shape"
+            )
+    place = (buffer.position.unsqueeze(-1) + torch.arange(n, device=buffer.position.device)) % capacity
+    member = torch.arange(len(place), device=place.device).unsqueeze(-1)
+
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        return old.index_put_((member, place), new) if donate else old.index_put((member, place), new)
+
+    priority = buffer.priority
+    if isinstance(priority, Tensor):
+        highest = priority.amax(1, keepdim=True)
+        priority = put(priority, torch.where(highest > 0, highest, 1.0).expand(-1, n))
+    size = (buffer.size + n).clamp(max=capacity)
+    return Replay(tree_map(put, buffer.rows, rows), (buffer.position + n) % capacity, size, priority)
+
+
+def sample(buffer: Replay, keys: Tensor, n: int) -> tuple[Any, Tensor]:
+    """Rows of each member, all equally likely.
+
+    Args:
+        buffer: The buffer.
+        keys: One key per member.
+        n: How many.
+
+    Returns:
+        A tree of tensors ``[M, n, ...]`` and their places ``[M, n]``.
+
+    Raises:
+        StateError: if a member's buffer is empty; it names the member.
+    """
+    _check_filled(buffer)
+    index = (random.uniform(keys, (n,), dtype=torch.float64) * buffer.size.unsqueeze(-1)).long()
+    return tree_map(lambda leaf: rows_at(leaf, index), buffer.rows), index
+
+
+def sample_by_priority(
+    buffer: Replay, keys: Tensor, n: int, *, exponent: PerModel = 0.6, correction: PerModel = 0.4
+) -> tuple[Any, Tensor, Tensor]:
+    """Rows of each member, likely in proportion to a power of their priorities.
+
+    Args:
+        buffer: A buffer with priorities.
+        keys: One key per member.
+        n: How many.
+        exponent: The power, a number or one per member; 0 is all equally likely.
+        correction: How far weights make up for it; 1 is in full.
+
+    Returns:
+        A tree of tensors ``[M, n, ...]``, their places ``[M, n]``, and the weights of their losses, at most 1.
+
+    Raises:
+        StateError: if a member's buffer is empty, or there are no priorities.
+
+    References:
+        Schaul et al., "Prioritized experience replay", ICLR 2016.
+    """
+    _check_filled(buffer)
+    if not isinstance(buffer.priority, Tensor):
+        raise StateError("the buffer has no priorities; make it with replay(..., prioritised=True)")
+    powers = [torch.as_tensor(power, dtype=torch.float64).reshape(-1, 1) for power in (exponent, correction)]
+    chance = torch.where(buffer.priority > 0, buffer.priority.double() ** powers[0].to(buffer.priority.device), 0)
+    ends = chance.cumsum(1)
+    draws = random.uniform(keys, (n,), dtype=torch.float64) * ends[:, -1:]
+    index = torch.minimum(torch.searchsorted(ends, draws, right=True), buffer.size.unsqueeze(-1) - 1)
+    share = chance.gather(1, index) / ends[:, -1:]
+    weight = (buffer.size.unsqueeze(-1) * share) ** -powers[1].to(share.device)
+    weight = (weight / weight.amax(1, keepdim=True)).to(buffer.priority.dtype)
+    return tree_map(lambda leaf: rows_at(leaf, index), buffer.rows), index, weight
+
+
+def with_priority(buffer: Replay, index: Tensor, priority: Tensor) -> Replay:
+    """The buffer with other priorities of some rows.
+
+    Args:
+        buffer: A buffer with priorities.
+        index: Places ``[M, n]``, as sampled.
+        priority: Their positive priorities, such as the size of their errors plus a small number.
+    """
+    assert isinstance(buffer.priority, Tensor)
+    return buffer._replace(priority=buffer.priority.scatter(1, index, priority.to(buffer.priority.dtype)))
+
+
+def _check_filled(buffer: Replay) -> None:
+    if can_look(buffer.size) and not bool((buffer.size > 0).all()):
+        member = int((buffer.size == 0).nonzero()[0])
+        raise StateError(
+            f"model {member}: its buffer is empty; write rows before sampling, such as those of a first rollout"
+        )
+
+
+def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> dict[str, Tensor]:
+    """Transitions over up to n steps: ``reward`` is their discounted sum, ``next_observation`` the one after the last.
+
+    Args:
+        steps: What :func:`~hfta_func.rl.rollout` returned, ``[M, T, N, ...]``.
+        n: Number of steps; fewer where an episode ends.
+        discount: A number or one per member.
+
+    Returns:
+        The steps with ``discount``, what the value after them counts: ``[M, T - n + 1, N, ...]``.
+
+    Raises:
+        BatchError: if there are fewer than n steps.
+    """
+    length = steps["reward"].shape[1] - n + 1
+    if n < 1 or length < 1:
+        raise BatchError(f"{steps['reward'].shape[1]} steps have no {n} in a row; take more, or a smaller n")
+    rate = torch.as_tensor(discount, dtype=steps["reward"].dtype, device=steps["reward"].device).reshape(-1, 1, 1)
+    result = {name: leaf[:, :length] for name, leaf in steps.items()}
+    total, factor = torch.zeros_like(result["reward"]), torch.ones_like(result["reward"])
+    going = torch.ones_like(result["terminated"])
+    ends = ("next_observation", "terminated", "truncated")
+    for ahead in range(n):
+        part = {name: steps[name][:, ahead : ahead + length] for name in ("reward", *ends)}
+        total = total + torch.where(going, factor * part["reward"], 0)
+        factor = torch.where(going, factor * rate, factor)
+        for name in ends:
+            wide = going.reshape(*going.shape, *(1,) * (part[name].dim() - going.dim()))
+            result[name] = torch.where(wide, part[name], result[name])
+        going = going & ~(part["terminated"] | part["truncated"])
+    return result | {"reward": total, "discount": factor}

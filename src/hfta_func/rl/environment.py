@@ -1,0 +1,224 @@
+"""Environments as pure functions of tensors, many at once: the contract, and what surrounds an episode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func import random
+from hfta_func._torch import can_look, writes
+from hfta_func._tree import leaves, paths, tree_map
+from hfta_func._types import PerModel, StateError, TraceError, Tree, require
+from hfta_func.rules.vmap import vmap
+
+spaces = require("gymnasium.spaces", "rl")
+
+# Folded into the keys of members, as all numbers of this package negative.
+_START, _RESET = -(2**62) - 2**59, -(2**62) - 2**58
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What an environment is: two pure functions of tensors, for any number of environments at once.
+
+    Leaves of its state, observations, actions and keys have the environments' axes in front, ``[...]``. Fields of a subclass
+    that are numbers may be one per member, such as a list of M lengths; they are then part of the state.
+
+    Args:
+        dtype: Floating-point dtype of state, observations and rewards.
+        max_steps: Steps after which an episode is truncated; None is never.
+    """
+
+    dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
+    max_steps: int | None = dataclasses.field(default=None, kw_only=True)
+
+    observation_space: ClassVar[Any]
+    action_space: ClassVar[Any]
+
+    def reset(self, key: Tensor) -> tuple[Tree, Tensor]:
+        """``(state, observation)`` of new episodes, one for each key ``[...]``."""
+        raise NotImplementedError
+
+    def restart(self, state: Tree, key: Tensor) -> tuple[Tree, Tensor]:
+        """As :meth:`reset`, for environments that have been in a ``state``, of which they may keep parts."""
+        return self.reset(key)
+
+    def step(self, state: Tree, action: Tensor, key: Tensor) -> tuple[Tree, Tensor, Tensor, Tensor, Tensor]:
+        """``(state, observation, reward, terminated, truncated)`` after an action."""
+        raise NotImplementedError
+
+    def numbers(self, key: Tensor) -> dict[str, Tensor]:
+        """The fields that are one number per member, for environments with these keys, to be held in their state."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        listed = {name: value for name, value in given.items() if isinstance(value, (Tensor, Sequence))}
+        return {name: self._per_environment(name, value, key) for name, value in listed.items()}
+
+    def _per_environment(self, name: str, value: PerModel, key: Tensor) -> Tensor:
+        vector = torch.as_tensor(value, dtype=self.dtype, device=key.device)
+        if vector.shape != key.shape[:1]:
+            raise StateError(
+                f"{name} has {vector.numel()} numbers but there are {len(key)} members; give one per member"
+            )
+        return vector.reshape(-1, *(1,) * (key.dim() - 1)).expand(key.shape)
+
+    def number(self, state: Any, *names: str) -> list[Any]:
+        """Numbers of these names: those of the state, if they differ between members."""
+        return [state["numbers"].get(name, getattr(self, name)) for name in names]
+
+
+class Running(NamedTuple):
+    """M members' environments, N each: everything that :func:`rollout` carries. Every leaf is ``[M, ...]``.
+
+    Args:
+        keys: The members' keys for their environments.
+        taken: Steps that have been taken in each of a member's environments.
+        state: The environments' own, ``[M, N, ...]``.
+        observation: What the policy sees next.
+        length: Steps in the running episodes.
+        total: Rewards of the running episodes, added up.
+        episodes: Number of episodes that have ended.
+        last_length: Length of the episode that ended last.
+        last_total: Its return; NaN before the first end.
+    """
+
+    keys: Tensor
+    taken: Tensor
+    state: Tree
+    observation: Tensor
+    length: Tensor
+    total: Tensor
+    episodes: Tensor
+    last_length: Tensor
+    last_total: Tensor
+
+
+def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
+    """Environments at the start of their first episodes.
+
+    Args:
+        environment: The environment.
+        keys: One key per member, such as ``random.keys(seeds)``.
+        num_envs: Number N of environments per member.
+
+    Raises:
+        StateError: if an environment writes its state in place; it names the environment and the leaf.
+        TraceError: if it reads values of tensors; it names the line.
+
+    Example:
+        >>> from hfta_func import rl
+        >>> running = start(rl.CartPole(), random.keys([0, 1, 2]), num_envs=4)
+        >>> running.observation.shape
+        torch.Size([3, 4, 4])
+    """
+    keys = random.fold_in(keys, _START)
+    state, observation = environment.reset(environment_keys(keys, num_envs))
+    if can_look(keys):
+        _check(environment, state, environment_keys(keys, num_envs))
+    zeros = torch.zeros(len(keys), num_envs, dtype=torch.int64, device=keys.device)
+    total = zeros.to(observation.dtype if observation.is_floating_point() else torch.float32)
+    return Running(keys, zeros[:, 0].clone(), state, observation, zeros, total, zeros, zeros, total + torch.nan)
+
+
+def environment_keys(keys: Tensor, num_envs: int) -> Tensor:
+    """Keys ``[M, N]`` for the environments of members with keys ``[M]``."""
+    return random.fold_in(keys.unsqueeze(-1), torch.arange(num_envs, device=keys.device))
+
+
+def _check(environment: Environment, state: Tree, keys: Tensor) -> None:
+    """Take a step as every single environment would; it must neither read values nor write its state."""
+    name = type(environment).__qualname__
+    action = sample(environment.action_space, keys)
+    before = [writes(leaf) for leaf in leaves(state)]
+    environment.step(tree_map(torch.Tensor.detach, state), action, keys)
+    for path, leaf, count in zip(paths(state, "state"), leaves(state), before, strict=True):
+        if writes(leaf) != count:
+            raise StateError(f"{name}.step writes {path} in place; return a new state, such as torch.where(...)")
+    try:
+        vmap(vmap(environment.step))(state, action, keys)
+    except TraceError as error:
+        raise TraceError(f"{name}.step reads values: {error}") from error
+
+
+def sample(space: Any, keys: Tensor) -> Tensor:
+    """A random action for each key ``[...]``, of a space of gymnasium."""
+    if isinstance(space, spaces.Discrete):
+        return random.randint(keys, 0, int(space.n), ())
+    low, high = (torch.as_tensor(bound, device=keys.device).clamp(-1e3, 1e3) for bound in (space.low, space.high))
+    return low + (high - low) * random.uniform(keys, space.shape, dtype=low.dtype)
+
+
+def check_action(space: Any, action: Tensor, shape: torch.Size) -> None:
+    """Raise a StateError unless actions ``[M, N, ...]`` are of a space."""
+    discrete = isinstance(space, spaces.Discrete)
+    wanted = [*shape, *(() if discrete else space.shape)]
+    if [*action.shape] != wanted or action.is_floating_point() == discrete:
+        kind = "integers" if discrete else "floating-point numbers"
+        raise StateError(
+            f"the policy's actions are {action.dtype}{[*action.shape]}, but {space} asks for {kind} {wanted}: one action for "
+            f"each environment of each member"
+        )
+    if discrete and can_look(action) and not bool(((action >= 0) & (action < int(space.n))).all()):
+        raise StateError(
+            f"the policy's actions are {action.min()} to {action.max()}, but {space} has {space.n} actions"
+        )
+
+
+def advance(environment: Environment, running: Running, action: Tensor) -> tuple[Running, dict[str, Tensor]]:
+    """Take a step in every environment; those whose episode ends begin another one.
+
+    Args:
+        environment: The environment.
+        running: Where the environments are.
+        action: Actions ``[M, N, ...]``.
+
+    Returns:
+        Where they are next, and what the step gave, ``[M, N, ...]`` each: ``reward``, ``terminated``, ``truncated`` and
+        ``next_observation``, the final one where an episode ended.
+    """
+    check_action(environment.action_space, action, running.length.shape)
+    keys = environment_keys(random.fold_in(running.keys, running.taken), running.length.shape[1])
+    state, final, reward, terminated, truncated = environment.step(running.state, action, keys)
+    length = running.length + 1
+    limit = environment.max_steps
+    truncated = truncated if limit is None else truncated | ((length >= limit) & ~terminated)
+    done = terminated | truncated
+    new_state, new_observation = environment.restart(state, random.fold_in(keys, _RESET))
+    state = tree_map(lambda new, old: _where(done, new, old), new_state, state)
+    total = running.total + reward
+    after = Running(
+        keys=running.keys,
+        taken=running.taken + 1,
+        state=state,
+        observation=_where(done, new_observation, final),
+        length=torch.where(done, 0, length),
+        total=torch.where(done, 0, total),
+        episodes=running.episodes + done,
+        last_length=torch.where(done, length, running.last_length),
+        last_total=torch.where(done, total, running.last_total),
+    )
+    step = {"reward": reward, "terminated": terminated, "truncated": truncated, "next_observation": final}
+    return after, step
+
+
+def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(mask.reshape(*mask.shape, *(1,) * (new.dim() - mask.dim())), new, old)
+
+
+def episode_metrics(running: Running) -> dict[str, Tensor]:
+    """Metrics ``[M]`` of the episodes that ended last: their mean ``return`` and ``length``, NaN before the first, and how
+    many ``episodes`` have ended.
+
+    Args:
+        running: The members' environments.
+    """
+    ended = running.episodes > 0
+    length = torch.where(ended, running.last_length.to(running.total.dtype), torch.nan)
+    return {
+        "return": running.last_total.nanmean(1),
+        "length": length.nanmean(1),
+        "episodes": running.episodes.sum(1),
+    }

@@ -1,0 +1,98 @@
+"""Environments of gymnasium, one call for the environments of all members."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hfta_func import random
+from hfta_func._tree import tree_map
+from hfta_func._types import StateError
+from hfta_func.rl.environment import Running, check_action
+from hfta_func.rl.rollouts import _ACTING, Policy
+
+
+class GymnasiumEnvs:
+    """M agents in N environments each of a ``gymnasium.vector`` environment with M * N of them.
+
+    They are objects that change, so they are no part of a state; use :meth:`rollout` in place of
+    :func:`~hfta_func.rl.rollout`, uncompiled.
+
+    Args:
+        envs: Made with ``vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}``. Environments of member
+            i are those from ``i * N`` on.
+        num_models: Number M of members.
+
+    Raises:
+        StateError: if M does not divide the number of environments, or another autoreset mode hides final observations.
+    """
+
+    def __init__(self, envs: Any, num_models: int):
+        mode = envs.metadata.get("autoreset_mode")
+        if getattr(mode, "value", mode) != "SameStep":
+            raise StateError(
+                f"the environments' autoreset_mode is {mode}; make them with vector_kwargs={{'autoreset_mode': "
+                f"gymnasium.vector.AutoresetMode.SAME_STEP}}, so that a step returns final observations"
+            )
+        if envs.num_envs % num_models:
+            raise StateError(
+                f"{envs.num_envs} environments cannot be shared out to {num_models} members; make a multiple of {num_models}"
+            )
+        self.envs, self.num_models, self.num_envs = envs, num_models, envs.num_envs // num_models
+
+    def start(self, keys: Tensor) -> Running:
+        """All environments at the start of their first episodes, seeded by the members' ``keys``."""
+        seeds = random.randint(random.fold_in(keys.unsqueeze(-1), torch.arange(self.num_envs)), 0, 2**31, ())
+        observation, _ = self.envs.reset(seed=seeds.flatten().tolist())
+        zeros = torch.zeros(self.num_models, self.num_envs, dtype=torch.int64)
+        total = zeros.float()
+        return Running(
+            keys, zeros[:, 0].clone(), (), self._apart(observation), zeros, total, zeros, zeros, total + torch.nan
+        )
+
+    def rollout(self, policy: Policy, state: Any, running: Running, steps: int) -> tuple[Running, dict[str, Tensor]]:
+        """As :func:`~hfta_func.rl.rollout`.
+
+        Args:
+            policy: From :func:`make_policy`.
+            state: The agents.
+            running: From :meth:`start` or the latest rollout; the environments themselves go on where they are.
+            steps: Number T of steps in each environment.
+        """
+        happened = []
+        for _ in range(steps):
+            observation = running.observation
+            action, more = policy(state, observation, random.fold_in(running.keys, running.taken + _ACTING))
+            running, outcome = self._advance(running, action)
+            happened.append({"observation": observation, "action": action, **outcome, **more})
+        return running, tree_map(lambda *parts: torch.stack(parts, 1), *happened)
+
+    def _apart(self, values: Any) -> Tensor:
+        return torch.as_tensor(np.asarray(values)).unflatten(0, (self.num_models, self.num_envs)).clone()
+
+    def _advance(self, running: Running, action: Tensor) -> tuple[Running, dict[str, Tensor]]:
+        space = self.envs.single_action_space
+        check_action(space, action, running.length.shape)
+        given = action.flatten(0, 1).cpu().numpy().astype(space.dtype)
+        if action.is_floating_point():
+            given = given.clip(space.low, space.high)
+        observation, reward, terminated, truncated, infos = self.envs.step(given)
+        final = np.array(observation)
+        for place in np.flatnonzero(terminated | truncated):
+            final[place] = infos["final_obs"][place]
+        reward, terminated, truncated = self._apart(reward).float(), self._apart(terminated), self._apart(truncated)
+        done, length, total = terminated | truncated, running.length + 1, running.total + reward
+        after = running._replace(
+            taken=running.taken + 1,
+            observation=self._apart(observation),
+            length=torch.where(done, 0, length),
+            total=torch.where(done, 0, total),
+            episodes=running.episodes + done,
+            last_length=torch.where(done, length, running.last_length),
+            last_total=torch.where(done, total, running.last_total),
+        )
+        step = {"reward": reward, "terminated": terminated, "truncated": truncated}
+        return after, step | {"next_observation": self._apart(final)}

@@ -1,0 +1,260 @@
+"""What agents do in their environments, and what becomes of it: rollouts, advantages, minibatches, normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func import random
+from hfta_func._tree import per_model, tree_map
+from hfta_func._types import BatchError, PerModel, Tree
+from hfta_func.calls.scan import scan
+from hfta_func.models.functional import bind
+from hfta_func.rl.environment import Environment, Running, advance
+from hfta_func.rules.vmap import vmap
+from hfta_func.step.state import stacked
+
+Policy = Callable[[Any, Any, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""``policy(state, observation, key) -> (action, more)`` for all members, from :func:`make_policy`."""
+
+# Folded into the members' keys, as all numbers of this package negative.
+_ACTING = -(2**62) - 2**57
+
+
+def make_policy(model: nn.Module, act: Callable[..., Any]) -> Policy:
+    """A function that all agents act by.
+
+    Args:
+        model: Any module of the architecture.
+        act: ``act(model, observation) -> action`` or ``(action, more)``, with a dict of tensors to remember, of ONE agent:
+            observations are ``[N, ...]``. Its random calls draw from the member's key.
+
+    Returns:
+        ``policy(state, observation, key) -> (action, more)``: of a training state or what :func:`stack_params` returns,
+        observations ``[M, N, ...]`` and keys ``[M]``.
+
+    Example:
+        >>> def act(model, observation):
+        ...     return torch.distributions.Categorical(logits=model(observation)).sample()
+        >>> policy = make_policy(torch.nn.Linear(4, 2), act)
+        >>> agents = stack_params([torch.nn.Linear(4, 2) for _ in range(3)])
+        >>> action, _ = policy(agents, torch.ones(3, 5, 4), random.keys([0, 1, 2]))
+        >>> action.shape
+        torch.Size([3, 5])
+    """
+    call = bind(model, act)
+
+    def member(params: Any, buffers: Any, observation: Any, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        result, _ = call(params, buffers, observation, key=key)
+        return result if isinstance(result, tuple) else (result, {})
+
+    run = vmap(member)
+    return lambda state, observation, key: run(*stacked(state), observation, key)
+
+
+def rollout(
+    environment: Environment, policy: Policy, state: Any, running: Running, steps: int
+) -> tuple[Running, dict[str, Tensor]]:
+    """Let M agents act in N environments each.
+
+    An environment whose episode ends begins another one. Noise depends on the members' keys in ``running`` and the number
+    of steps taken.
+
+    Args:
+        environment: The environment.
+        policy: From :func:`make_policy`.
+        state: The agents: a training state, or what :func:`stack_params` returns.
+        running: From :func:`start`, or an earlier rollout.
+        steps: Number T of steps in each environment.
+
+    Returns:
+        Where the environments are next, and what happened, ``[M, T, N, ...]`` each: ``observation``, ``action``, ``reward``,
+        ``terminated``, ``truncated``, ``next_observation`` (the final one where an episode ended) and what the policy
+        returned to remember.
+
+    Raises:
+        StateError: if actions are not of the environment's action space.
+
+    Example:
+        >>> from hfta_func import rl
+        >>> environment, model = rl.CartPole(), torch.nn.Linear(4, 2)
+        >>> policy = make_policy(model, lambda model, observation: model(observation).argmax(-1))
+        >>> running = rl.start(environment, random.keys([0, 1, 2]), num_envs=4)
+        >>> agents = stack_params([torch.nn.Linear(4, 2) for _ in range(3)])
+        >>> running, steps = rollout(environment, policy, agents, running, steps=6)
+        >>> steps["next_observation"].shape
+        torch.Size([3, 6, 4, 4])
+    """
+
+    def step(running: Running, _: None) -> tuple[Running, dict[str, Tensor]]:
+        observation = running.observation
+        action, more = policy(state, observation, random.fold_in(running.keys, running.taken + _ACTING))
+        running, outcome = advance(environment, running, action)
+        return running, {"observation": observation, "action": action, **outcome, **more}
+
+    running, happened = scan(step, running, length=steps)
+    return running, tree_map(lambda leaf: leaf.transpose(0, 1), happened)
+
+
+def gae(
+    steps: dict[str, Tensor], value: Tensor, next_value: Tensor, *, discount: PerModel = 0.99, decay: PerModel = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantages and the returns that belong to them, each ``[M, T, N]``.
+
+    The value of what follows counts where an episode was truncated, and does not where it terminated.
+
+    Args:
+        steps: What :func:`rollout` returned.
+        value: Values of the observations, ``[M, T, N]``.
+        next_value: Values of the next observations, final ones included.
+        discount: Discount of rewards, a number or one per member.
+        decay: The lambda of the advantages; 1 is the discounted return minus the value.
+
+    References:
+        Schulman et al., "High-dimensional continuous control using generalized advantage estimation", ICLR 2016.
+
+    Example:
+        >>> no = torch.zeros(1, 2, 1, dtype=torch.bool)
+        >>> steps = {"reward": torch.ones(1, 2, 1), "terminated": no, "truncated": no}
+        >>> gae(steps, torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), discount=0.5, decay=1.0)[0].flatten()
+        tensor([1.5000, 1.0000])
+    """
+    terminated, done = steps["terminated"], steps["terminated"] | steps["truncated"]
+    rate, decay = (_per_member(number, value) for number in (discount, decay))
+    surprise = steps["reward"] + torch.where(terminated, 0, rate * next_value) - value
+    fading = torch.where(done, 0, rate * decay)
+
+    def body(after: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        advantage = given[0] + given[1] * after
+        return advantage, advantage
+
+    backwards = tuple(leaf.expand_as(value).transpose(0, 1).flip(0) for leaf in (surprise, fading))
+    _, advantages = scan(body, torch.zeros_like(value[:, 0]), backwards)
+    advantage = advantages.flip(0).transpose(0, 1)
+    return advantage, advantage + value
+
+
+def _per_member(number: PerModel, like: Tensor) -> Tensor:
+    vector = torch.as_tensor(number, dtype=like.dtype, device=like.device)
+    return per_model(vector, like) if vector.dim() else vector
+
+
+def minibatches(keys: Tensor, rows: Tree, count: int, *, epochs: int = 1) -> Any:
+    """Rows in an order of their own for every member and epoch, in minibatches.
+
+    Args:
+        keys: One key per member.
+        rows: A tree of tensors ``[M, n, ...]``.
+        count: Number of minibatches of an epoch, which divides n.
+        epochs: How often each row is used.
+
+    Returns:
+        The tree, ``[epochs * count, M, n / count, ...]``: batches for ``step.many``.
+
+    Raises:
+        BatchError: if ``count`` does not divide n.
+
+    Example:
+        >>> batches = minibatches(random.keys([0, 1]), torch.arange(6).expand(2, 6), 3, epochs=2)
+        >>> batches.shape, batches[:3, 0].flatten().sort().values
+        (torch.Size([6, 2, 2]), tensor([0, 1, 2, 3, 4, 5]))
+    """
+    sizes: set[int] = set()
+    tree_map(lambda leaf: sizes.add(leaf.shape[1]), rows)
+    n = max(sizes)
+    if len(sizes) > 1 or n % count:
+        raise BatchError(
+            f"{sorted(sizes)} rows cannot be split into {count} minibatches; give a number that divides them"
+        )
+    shuffles = random.fold_in(keys.unsqueeze(-1), torch.arange(epochs, device=keys.device))
+    order = random.permutation(shuffles, n).reshape(len(keys), epochs * n)
+    return tree_map(lambda leaf: rows_at(leaf, order).unflatten(1, (epochs * count, -1)).transpose(0, 1), rows)
+
+
+def rows_at(leaf: Tensor, index: Tensor) -> Tensor:
+    """The rows ``[M, k, ...]`` of a leaf ``[M, n, ...]`` at an index ``[M, k]``."""
+    return leaf[torch.arange(len(leaf), device=leaf.device).unsqueeze(-1), index]
+
+
+class Moments(NamedTuple):
+    """Running mean and variance of each member's own values, ``[M, ...]``."""
+
+    size: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+def moments(num_models: int, shape: tuple[int, ...] = (), *, dtype: torch.dtype = torch.float32) -> Moments:
+    """Moments of nothing yet.
+
+    Args:
+        num_models: Number of members.
+        shape: Of one value, such as an observation.
+        dtype: Floating-point dtype.
+
+    Example:
+        >>> seen = observed(moments(2, (3,)), torch.randn(2, 100, 3))
+        >>> normalised(seen, torch.randn(2, 5, 3)).shape
+        torch.Size([2, 5, 3])
+    """
+    zeros = torch.zeros(num_models, *shape, dtype=dtype)
+    return Moments(zeros.new_zeros(num_models), zeros, torch.ones_like(zeros))
+
+
+def observed(past: Moments, values: Tensor) -> Moments:
+    """The moments once more values have been seen.
+
+    Args:
+        past: The moments before.
+        values: ``[M, ..., *shape]``, with any axes in between.
+
+    References:
+        Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    rows = values.reshape(values.shape[0], -1, *past.mean.shape[1:])
+    n, mean, variance = rows.shape[1], rows.mean(1), rows.var(1, correction=0)
+    count = past.size + n
+    share, old = per_model(n / count, mean), per_model(past.size / count, mean)
+    offset = mean - past.mean
+    combined = past.variance * old + variance * share + offset.square() * share * old
+    return Moments(count, past.mean + offset * share, combined)
+
+
+def normalised(seen: Moments, values: Tensor, *, limit: float = 10.0, center: bool = True) -> Tensor:
+    """Values with a mean of 0 and a variance of 1, as seen so far.
+
+    Args:
+        seen: The moments.
+        values: ``[M, ..., *shape]``.
+        limit: Results beyond are cut off.
+        center: Subtract the mean; rewards keep theirs.
+    """
+    between = (1,) * (values.dim() - seen.mean.dim())
+    mean, variance = (leaf.reshape(leaf.shape[0], *between, *leaf.shape[1:]) for leaf in (seen.mean, seen.variance))
+    return ((values - mean if center else values) * (variance + 1e-8).rsqrt()).clamp(-limit, limit)
+
+
+def discounted(past: Tensor, steps: dict[str, Tensor], *, discount: PerModel = 0.99) -> tuple[Tensor, Tensor]:
+    """Returns so far: the rewards of an episode up to each step, of which those long ago count less.
+
+    Their variance is what rewards are normalised by: ``normalised(seen, reward, center=False)``.
+
+    Args:
+        past: The returns before the first step, ``[M, N]``.
+        steps: What :func:`rollout` returned.
+        discount: A number or one per member.
+
+    Returns:
+        Those after the last step, for the next rollout, and those at each step, ``[M, T, N]``.
+    """
+
+    def body(past: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        total = past * _per_member(discount, past) + given[0]
+        return torch.where(given[1], 0, total), total
+
+    done = steps["terminated"] | steps["truncated"]
+    last, totals = scan(body, past, (steps["reward"].transpose(0, 1), done.transpose(0, 1)))
+    return last, totals.transpose(0, 1)

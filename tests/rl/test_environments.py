@@ -1,0 +1,281 @@
+"""Environments are gymnasium's, step by step, and any number of them is one call."""
+
+from __future__ import annotations
+
+import math
+
+import gymnasium
+import numpy as np
+import optree
+import pytest
+import torch
+
+import hfta_func as hfta
+from hfta_func import rl
+
+GYMNASIUM = {
+    "CartPole": "CartPole-v1",
+    "MountainCar": "MountainCar-v0",
+    "MountainCarContinuous": "MountainCarContinuous-v0",
+    "Pendulum": "Pendulum-v1",
+    "Acrobot": "Acrobot-v1",
+}
+
+
+def actions_of(space, generator, count):
+    if hasattr(space, "n"):
+        return generator.integers(space.n, size=count)
+    return generator.uniform(-1.3, 1.3, (count, 1)) * space.high
+
+
+def follow(name, count):
+    """As many random steps of both, each from this package's state; as many environments take them here at once."""
+    environment, real = getattr(rl, name)(dtype=torch.float64), gymnasium.make(GYMNASIUM[name])
+    assert environment.observation_space == real.observation_space
+    assert environment.action_space == real.action_space
+    assert environment.max_steps == real.spec.max_episode_steps
+    real = real.unwrapped
+    real.reset(seed=0)
+    keys = hfta.random.keys(range(50))
+    state, _ = environment.reset(keys)
+    generator = np.random.default_rng(0)
+    for turn in range(count // 50):
+        before, actions = state["place"].numpy(), actions_of(real.action_space, generator, 50)
+        state, observation, reward, terminated, truncated = environment.step(state, torch.as_tensor(actions), keys)
+        assert not truncated.any()
+        for i in range(50):
+            real.state, real.steps_beyond_terminated = before[i].copy(), None
+            seen, own_reward, ended, *_ = real.step(actions[i])
+            rounds = np.float32 if name == "MountainCarContinuous" else np.float64
+            np.testing.assert_allclose(state["place"][i].numpy().astype(rounds), real.state, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(observation[i].numpy().astype(np.float32), seen, rtol=2e-7, atol=1e-7)
+            np.testing.assert_allclose(reward[i].item(), own_reward, rtol=1e-12, atol=1e-12)
+            assert terminated[i].item() == ended
+        again, _ = environment.reset(hfta.random.fold_in(keys, turn))
+        # Some begin anew, so that most places are near to where episodes are.
+        fresh = terminated | (torch.arange(50) % 10 == turn % 10)
+        state = {**state, "place": torch.where(fresh[:, None], again["place"], state["place"])}
+
+
+@pytest.mark.parametrize("name", GYMNASIUM)
+def test_the_dynamics_are_those_of_gymnasium(name):
+    follow(name, 500)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", GYMNASIUM)
+def test_the_dynamics_over_many_steps(name):
+    follow(name, 10_000)
+
+
+EVERY = [*(getattr(rl, name)() for name in GYMNASIUM), rl.Bricks(), rl.Crossing()]
+
+
+@pytest.mark.parametrize("environment", EVERY, ids=lambda environment: type(environment).__name__)
+def test_an_environment_alone_is_one_of_many(environment):
+    running = rl.start(environment, hfta.random.keys([3, 4]), 3)
+    one = rl.start(environment, hfta.random.keys([4]), 3)
+    assert environment.observation_space.contains(running.observation[0, 0].numpy())
+    generator = np.random.default_rng(1)
+    for _ in range(30):
+        action = torch.as_tensor(actions_of(environment.action_space, generator, 6)).unflatten(0, (2, 3))
+        running, step = rl.advance(environment, running, action)
+        one, _ = rl.advance(environment, one, action[1:])
+        assert environment.observation_space.contains(step["next_observation"][0, 0].numpy())
+    for a, b in zip(optree.tree_leaves(hfta.take(running, 1)), optree.tree_leaves(one), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_members_may_differ_in_physics():
+    lengths = [0.5, 0.7, 1.0]
+    running = rl.start(rl.CartPole(length=lengths), hfta.random.keys([1, 2, 3]), 2)
+    action = torch.tensor([[0, 1]] * 3)
+    for i, length in enumerate(lengths):
+        alone = rl.start(rl.CartPole(length=length), hfta.random.keys([i + 1]), 2)
+        after, _ = rl.advance(rl.CartPole(length=lengths), hfta.take(running, i), action[:1])
+        own, _ = rl.advance(rl.CartPole(length=length), alone, action[:1])
+        assert torch.equal(after.state["place"], own.state["place"])
+    with pytest.raises(hfta.StateError, match="length has 3 numbers but there are 2 members"):
+        rl.start(rl.CartPole(length=lengths), hfta.random.keys([1, 2]), 2)
+
+
+def test_episodes_end_and_begin_anew():
+    environment = rl.CartPole(max_steps=12)
+    running = rl.start(environment, hfta.random.keys([0, 1]), 40)
+    lengths, total, seen = torch.zeros(2, 40), torch.zeros(2, 40), {"terminated": 0, "truncated": 0}
+    for _ in range(40):
+        before = running
+        # One half of the environments falls, and the other does not.
+        balanced = (running.observation[..., 2] > 0) & (torch.arange(40) % 2 == 0)
+        running, step = rl.advance(environment, running, balanced.long())
+        lengths, done = lengths + 1, step["terminated"] | step["truncated"]
+        assert not (step["terminated"] & step["truncated"]).any()
+        assert torch.equal(running.last_length[done], lengths[done].long())
+        assert torch.equal(running.last_total[done], lengths[done])
+        # The final observation is kept, the next one is that of a new episode.
+        assert (running.observation[done].abs() <= 0.05).all() and not running.length[done].any()
+        assert torch.equal(running.observation[~done], step["next_observation"][~done])
+        out = (step["next_observation"][..., 2].abs() > 12 * math.pi / 180) | (
+            step["next_observation"][..., 0].abs() > 2.4
+        )
+        assert torch.equal(step["terminated"], out)
+        assert torch.equal(step["truncated"], ~out & (before.length == 11))
+        lengths, total = lengths * ~done, total + done
+        seen = {name: count + int(step[name].sum()) for name, count in seen.items()}
+    assert min(seen.values()) > 10
+    metrics = rl.episode_metrics(running)
+    assert torch.equal(metrics["episodes"], total.sum(1).long())
+    torch.testing.assert_close(metrics["return"], running.last_total.mean(1))
+    assert rl.episode_metrics(rl.start(environment, hfta.random.keys([0]), 2))["return"].isnan().all()
+
+
+class Reads(rl.CartPole):
+    def step(self, state, action, key):
+        if (action == 1).all():
+            action = action * 1
+        return super().step(state, action, key)
+
+
+class Writes(rl.CartPole):
+    def step(self, state, action, key):
+        state["place"].add_(1)
+        return super().step(state, action, key)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_environment_that_reads_or_writes_is_named(count):
+    keys = hfta.random.keys(range(count))
+    with pytest.raises(hfta.TraceError, match=r"Reads.step reads values.*test_environments.py"):
+        rl.start(Reads(), keys, 1)
+    with pytest.raises(hfta.StateError, match=r"Writes.step writes state\['place'\] in place"):
+        rl.start(Writes(), keys, 1)
+
+
+@pytest.mark.parametrize(
+    "environment, action, message",
+    [
+        (rl.CartPole(), torch.zeros(2, 3), r"torch.float32\[2, 3\], but Discrete\(2\) asks for integers \[2, 3\]"),
+        (rl.CartPole(), torch.zeros(2, 3, 1).long(), r"asks for integers \[2, 3\]"),
+        (rl.CartPole(), torch.full((2, 3), 2), "are 2 to 2, but .* has 2 actions"),
+        (rl.Pendulum(), torch.zeros(2, 3), r"asks for floating-point numbers \[2, 3, 1\]"),
+        (rl.Pendulum(), torch.zeros(2, 3, 1).long(), "asks for floating-point numbers"),
+    ],
+)
+def test_actions_of_another_space(environment, action, message):
+    running = rl.start(environment, hfta.random.keys([0, 1]), 3)
+    with pytest.raises(hfta.StateError, match=message):
+        rl.advance(environment, running, action)
+
+
+def bricks_by_hand(game, action):
+    """The rules of one game, in Python's numbers."""
+    paddle = min(max(game["paddle"] + action - 1, 0), 9)
+    right = -game["right"] if not 0 <= game["column"] + game["right"] <= 9 else game["right"]
+    down = 1 if game["row"] + game["down"] < 0 else game["down"]
+    column, row, bricks = game["column"] + right, game["row"] + down, set(game["bricks"])
+    hit, saved = (row, column) in bricks, row == 9 and paddle in (column, game["column"])
+    bricks -= {(row, column)}
+    ended = row == 9 and not saved
+    if hit or saved:
+        row, down = game["row"], -down
+    bricks = bricks or {(r, c) for r in (1, 2, 3) for c in range(10)}
+    return {"paddle": paddle, "row": row, "column": column, "down": down, "right": right, "bricks": bricks}, hit, ended
+
+
+def test_bricks_by_its_rules():
+    environment, key = rl.Bricks(), hfta.random.keys([0, 1])
+    state, _ = environment.reset(key)
+    generator, rewards, ends = np.random.default_rng(0), 0, 0
+    names = "paddle", "row", "column", "down", "right"
+    for turn in range(400):
+        games = [
+            {name: int(state[name][i]) for name in names}
+            | {"bricks": {tuple(c) for c in state["bricks"][i].nonzero().tolist()}}
+            for i in range(2)
+        ]
+        # A paddle that mostly follows the ball, so that games last.
+        actions = [
+            int(generator.integers(3))
+            if generator.random() < 0.1
+            else 1 + (g["column"] > g["paddle"]) - (g["column"] < g["paddle"])
+            for g in games
+        ]
+        state, observation, reward, terminated, _ = environment.step(state, torch.tensor(actions), key)
+        for i, game in enumerate(games):
+            after, hit, ended = bricks_by_hand(game, actions[i])
+            assert {name: int(state[name][i]) for name in names} == {name: after[name] for name in names}
+            assert {tuple(c) for c in observation[i, 3].nonzero().tolist()} == after["bricks"]
+            assert (reward[i].item(), terminated[i].item()) == (float(hit), ended)
+            assert observation[i, 0].nonzero().tolist() == [[9, after["paddle"]]]
+        rewards, ends = rewards + reward.sum(), ends + terminated.sum()
+        if terminated.any():
+            new, _ = environment.reset(hfta.random.fold_in(key, turn))
+            state = {n: torch.stack([(new if terminated[i] else state)[n][i] for i in range(2)]) for n in state}
+    assert rewards > 30 and ends > 1
+
+
+def test_crossing_by_its_rules():
+    environment, key = rl.Crossing(), hfta.random.keys([0, 1, 2])
+    state, _ = environment.reset(key)
+    assert 1 <= state["every"].min() and state["every"].max() <= 4
+    generator, rewards, hits = np.random.default_rng(0), 0, 0
+    for clock in range(1, 300):
+        actions = [int(generator.choice(3, p=[0.8, 0.1, 0.1])) for _ in range(3)]
+        before, (state, observation, reward, *_) = state, environment.step(state, torch.tensor(actions), key)
+        for i in range(3):
+            cars = [
+                (car + way) % 10 if clock % every == 0 else car
+                for car, way, every in zip(*(before[n][i].tolist() for n in ("cars", "way", "every")), strict=True)
+            ]
+            walker = min(max(int(before["walker"][i]) + actions[i] - 1, 0), 9)
+            hit, crossed = 1 <= walker <= 8 and cars[walker - 1] == 5, walker == 0
+            hits += hit
+            assert state["cars"][i].tolist() == cars and reward[i].item() == float(crossed)
+            walker = 9 if hit or crossed else walker
+            assert observation[i, 0].nonzero().tolist() == [[walker, 5]]
+            assert observation[i, 1].nonzero().tolist() == [[lane, car] for lane, car in enumerate(cars, 1)]
+        rewards += reward.sum()
+    assert rewards > 5 and hits > 5
+
+
+class Counting(gymnasium.Env):
+    """Counts steps, ends on every fifth, and says whose it is."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, place=0):
+        self.place, self.count = place, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.array([self.place, 0], np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        reward = float(action) + 10 * self.place
+        return np.array([self.place, self.count], np.float32), reward, self.count == 5, False, {}
+
+
+def counting(mode, count=6):
+    return gymnasium.vector.SyncVectorEnv([lambda i=i: Counting(i) for i in range(count)], autoreset_mode=mode)
+
+
+def test_environments_of_gymnasium_serve_all_members():
+    envs = rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), num_models=2)
+    policy = rl.make_policy(torch.nn.Linear(2, 3), lambda model, x: x[:, 1].long() % 3)
+    agents = hfta.stack_params([torch.nn.Linear(2, 3) for _ in range(2)])
+    running = envs.start(hfta.random.keys([0, 1]))
+    running, steps = envs.rollout(policy, agents, running, 7)
+    assert steps["next_observation"].shape == (2, 7, 3, 2)
+    assert torch.equal(steps["observation"][..., 0], torch.arange(6.0).reshape(2, 1, 3).expand(2, 7, 3))
+    assert steps["observation"][0, :, 0, 1].tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert steps["next_observation"][1, :, 2, 1].tolist() == [1, 2, 3, 4, 5, 1, 2]
+    assert torch.equal(steps["terminated"][0, :, 0], steps["next_observation"][0, :, 0, 1] == 5)
+    assert steps["reward"][1, :, 0].tolist() == [30, 31, 32, 30, 31, 30, 31]
+    assert running.last_total[0].tolist() == [4.0, 54.0, 104.0] and running.length.unique().tolist() == [2]
+    with pytest.raises(hfta.StateError, match=r"is AutoresetMode.NEXT_STEP; make them with .*SAME_STEP"):
+        rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.NEXT_STEP), 2)
+    with pytest.raises(hfta.StateError, match="6 environments cannot be shared out to 4 members"):
+        rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), 4)
