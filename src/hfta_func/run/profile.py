@@ -1,0 +1,296 @@
+"""Where the time of a step goes: a table of one screen, and what to do about its largest part."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._torch import original
+from hfta_func._tree import leaves, tree_map
+from hfta_func._types import BatchError, text_table
+from hfta_func.files.atomic import PathLike
+from hfta_func.rules._lowering import FAMILIES, known_lowerings
+from hfta_func.run.recording import Recording, costs, events_of, quiet, reference
+from hfta_func.run.roofline import Roofline, roofline
+from hfta_func.run.timeline import ITERATION, PHASES, Line, Timeline, of_device, of_process, spans
+from hfta_func.step.check import require
+from hfta_func.step.state import TrainState
+
+_ROWS = 24
+"""Lines of a table that are shown; the others are one."""
+
+
+class Profile(NamedTuple):
+    """Where the time of a step goes; printing it shows a table and what to do about the largest part.
+
+    Args:
+        kind: How the step ran: ``"eager"``, ``"replayed"`` or ``"compiled"``.
+        num_models: M.
+        lines: The parts of a step, in its order; their seconds add up to :attr:`seconds`.
+        unprofiled: Seconds of a step that was not profiled.
+        profiled: Seconds of a profiled step, with what profiling costs.
+        costs: For each kind of event that was recorded, how many a step has and the seconds that recording one takes.
+        roofline: The least time of the step's products and memory traffic on this machine.
+        busy: Seconds in which the device ran kernels; None on a CPU, where the lines have them.
+        advice: What to do about the largest part.
+    """
+
+    kind: str
+    num_models: int
+    lines: list[Line]
+    unprofiled: float
+    profiled: float
+    costs: dict[str, tuple[float, float]]
+    roofline: Roofline
+    busy: float | None
+    advice: str
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step: the sum of the lines."""
+        return sum(line.seconds for line in self.lines)
+
+    @property
+    def bias(self) -> float:
+        """By what share :attr:`seconds` is off from the unprofiled step: what the correction leaves."""
+        return self.seconds / self.unprofiled - 1
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, in the order of a step, for :func:`hfta_func.plot.stacked`."""
+        sums: dict[str, float] = defaultdict(float)
+        for line in self.lines:
+            sums[line.phase] += line.seconds
+        return dict(sums)
+
+    def compare(self, after: Profile) -> str:
+        """A table of two profiles, line by line: milliseconds before, after, and the difference, largest first.
+
+        Args:
+            after: The other profile.
+        """
+        sides = [_by_name(profile.lines) for profile in (self, after)]
+        names = {name: [side.get(name, 0.0) for side in sides] for name in {**sides[0], **sides[1]}}
+        ranked = sorted(names.items(), key=lambda pair: -abs(pair[1][1] - pair[1][0]))
+        rows = [("phase", "module", "operator", "before", "after", "difference")]
+        rows += [(*name, *_times(*both)) for name, both in ranked[:_ROWS]]
+        if rest := ranked[_ROWS:]:
+            both = [sum(values[side] for _, values in rest) for side in (0, 1)]
+            rows.append((f"{len(rest)} others", "", "", *_times(*both)))
+        rows.append(("sum", "", "", *_times(self.seconds, after.seconds)))
+        return text_table(rows, "<<<>>>")
+
+    def __str__(self) -> str:
+        return "\n".join([self._head(), self._table(), *self._notes(), self.advice])
+
+    def _head(self) -> str:
+        return f"{self.num_models} models, {self.kind}: {1e3 * self.seconds:.3f} ms a step"
+
+    def _table(self) -> str:
+        rows = [("phase", "module", "operator", "lowering", "ms", "%", "ms in kernels", "kernels")]
+        kept = sorted(self.lines, key=lambda line: -line.seconds)[:_ROWS]
+        rows += [self._row(line) for line in self.lines if line in kept]
+        if rest := [line for line in self.lines if line not in kept]:
+            rows.append(self._row(_total(f"{len(rest)} others", rest)))
+        rows.append(self._row(_total("sum", self.lines)))
+        return text_table(rows, "<<<<>>>>")
+
+    def _row(self, line: Line) -> tuple[str, ...]:
+        share = 100 * line.seconds / self.seconds
+        numbers = f"{1e3 * line.seconds:.3f}", f"{share:.1f}", f"{1e3 * line.in_kernels:.3f}", f"{line.kernels:.0f}"
+        return (*line[:4], *numbers)
+
+    def _notes(self) -> Iterator[str]:
+        parts = [f"{count:.0f} {kind}s x {1e6 * each:.1f} us" for kind, (count, each) in self.costs.items()]
+        yield (
+            f"profiled {1e3 * self.profiled:.3f} ms, less {', '.join(parts)}; unprofiled {1e3 * self.unprofiled:.3f} ms: "
+            f"remaining bias {self.bias:+.1%}"
+        )
+        least = self.roofline
+        if least.seconds:
+            yield (
+                f"roofline {1e3 * least.seconds:.3f} ms: {least.flops / 1e9:.3g} GFLOP in products at "
+                f"{least.flops_per_second / 1e9:.3g} GFLOP/s, {least.bytes / 2**20:.3g} MiB at "
+                f"{least.bytes_per_second / 1e9:.3g} GB/s; the step takes {self.unprofiled / least.seconds:.1f} times that"
+            )
+        if self.busy is not None:
+            gaps = max(0.0, self.unprofiled - self.busy)
+            yield f"device: {1e3 * self.busy:.3f} ms in kernels, {1e3 * gaps:.3f} ms of gaps"
+
+
+def profile(
+    step: Callable[..., Any],
+    state: TrainState,
+    batch: Any,
+    *,
+    steps: int | None = None,
+    trace: PathLike | None = None,
+) -> Profile:
+    """Find out where the time of a step goes: by phase, module, operator and lowering.
+
+    Steps are recorded by turns with steps as they are. What recording costs is measured for each kind of event and taken off;
+    the profile says what bias is left. While a step is recorded, its phases and modules are wrapped in markers; at other
+    times there is nothing in its way. Lines of a replayed step are those of the operators as they were recorded; a compiled
+    one shows the operators that its graph calls, and the rest as one line.
+
+    Args:
+        step: A training step: as :func:`make_train_step` made it, compiled, or what :func:`compile` returned. One made with
+            ``replay=True`` is called until it is replayed, at most for ten seconds.
+        state: A state, which is not written.
+        batch: A batch, or a loader, whose time is then the phase ``"data"``; it is gone through as often as needed.
+        steps: How many steps are recorded; by default as many as take about a second.
+        trace: A file ``.json`` or ``.json.gz`` for a trace of some steps, which Perfetto and Chrome show.
+
+    Returns:
+        A :class:`Profile`, which prints as a table.
+
+    Raises:
+        StateError: if ``state`` is no state of a step.
+        BatchError: if a loader has no batch.
+        ValueError: if ``steps`` is less than 1, or ``trace`` is no such file or its folder does not exist.
+
+    Example:
+        >>> factory = lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> step = make_train_step(factory(), lambda model, batch: model(batch).square().mean(), sgd(lr=0.1))
+        >>> state = step.init(*init_params(factory, seeds=[0, 1]), seeds=[0, 1])
+        >>> result = profile(step, state, torch.randn(2, 8, 4), steps=5)
+        >>> [line.lowering for line in result.lines if line.phase == "forward" and line.operator == "linear"]
+        ['folded', 'folded']
+    """
+    require(state)
+    recording = Recording(step, steps, trace)
+    run = recording.over(step)
+    if getattr(getattr(original(step), "options", None), "donate", False):
+        state = tree_map(torch.clone, state)
+    with recording:
+        for rows in _batches(batch):
+            state, _ = run(state, rows)
+            recording.turn()
+            if recording.is_done:
+                break
+    return profile_of(recording)
+
+
+def _batches(batch: Any) -> Iterator[Any]:
+    """A batch again and again, or all of a loader."""
+    parts = leaves(batch)
+    if all(isinstance(part, Tensor) for part in parts) or not isinstance(batch, Iterable):
+        yield from itertools.repeat(batch)
+    while True:
+        count = 0
+        for count, rows in enumerate(batch, start=1):
+            yield rows
+        if not count:
+            raise BatchError("the loader has no batch; pass one that has, or a batch")
+
+
+def profile_of(recording: Recording) -> Profile:
+    """The profile of steps that have been recorded."""
+    assert recording.inputs is not None
+    state, batch = recording.inputs
+    device = state.keys.device
+    example, choices = reference(original(recording.step), state, batch)
+    lowerings: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str], str] = {}
+    for choice in choices:
+        key = choice.module, choice.op.partition(".")[0]
+        known = lowerings.get(key, choice.lowering)
+        lowerings[key] = known if choice.lowering in known.split("/") else f"{known}/{choice.lowering}"
+        reasons[key] = choice.reason
+    order = None
+    if recording.kind == "replayed":
+        eager = Timeline(lowerings)
+        eager.add(example[0], {})
+        order = eager.order
+    sessions = [events_of(recorded) for recorded in recording.recorded]
+    # The first iteration of each is slow, because the profiler begins.
+    iterations = [
+        span for events in sessions for span in [s for s in spans(of_process(events)) if s.mark == ITERATION][1:]
+    ]
+    launched, busy = of_device(itertools.chain.from_iterable(sessions)) if device.type == "cuda" else (None, None)
+    timeline, each = Timeline(lowerings, order, launched), costs(device)
+    chosen = quiet(iterations, lambda span: span.end - span.start)
+    for iteration in chosen:
+        timeline.add(iteration, each)
+    count, plain = len(chosen), quiet(recording.plain, float)
+    lines = timeline.table()
+    dtype = next((leaf.dtype for leaf in leaves(state.params) if leaf.is_floating_point()), torch.float32)
+    return Profile(
+        kind=recording.kind,
+        num_models=state.keys.shape[0],
+        lines=lines,
+        unprofiled=sum(plain) / len(plain),
+        profiled=sum(span.end - span.start for span in chosen) / count / 1e9,
+        costs={kind: (timeline.counts[kind] / count, each[kind]) for kind in each},
+        roofline=roofline(example, device, dtype),
+        busy=None if busy is None else busy / (len(iterations) + len(sessions)),
+        advice=_advice(recording.kind, lines, reasons),
+    )
+
+
+def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -> str:
+    """What to do about the largest part: a phase that is no computation, Python as a whole, or the kernels of a line."""
+    whole = sum(line.seconds for line in lines)
+    python = sum(line.seconds - line.in_kernels for line in lines if line.phase not in ("data", "idle", "update"))
+    parts: dict[Any, float] = {"Python": python}
+    for line in lines:
+        alone = line.phase in ("data", "idle", "update")
+        key = line.phase if alone else line
+        parts[key] = parts.get(key, 0.0) + (line.seconds if alone else line.in_kernels)
+    largest = max(parts, key=parts.__getitem__)
+    share = f"{parts[largest] / whole:.0%}"
+    if isinstance(largest, Line):
+        return f"{_place(largest)} takes {share}: {_cure(largest, reasons)}"
+    return f"{largest} takes {share}: {_CURES.get((largest, kind)) or _CURES[largest, '']}"
+
+
+_CURES = {
+    ("Python", "eager"): "fit and make_train_step(replay=True) run recorded operators instead, hfta_func.compile a graph; "
+    "larger arrays share it among more models",
+    ("Python", "replayed"): "hfta_func.compile(step) or fit(compile=True) leaves less of it, and more models share it",
+    ("Python", ""): "step.many takes several steps in a call, and more models share it",
+    ("data", ""): "keep the data on the device in an ArrayLoader, or load it by processes, DatasetLoader(num_workers=2)",
+    ("update", ""): "make the step with donate=True, which writes in place, or compile it",
+    ("idle", ""): "the device is the limit: see the kernels in the table; autocast=torch.bfloat16 makes them shorter",
+}
+"""What to do about a part, by how the step ran."""
+
+
+def _place(line: Line) -> str:
+    module = f" of module '{line.module}'" if line.module else ""
+    return f"{line.operator or line.phase}{module} ({line.phase})"
+
+
+def _cure(line: Line, reasons: dict[tuple[str, str], str]) -> str:
+    """What to do about kernels."""
+    where = f"modules='{line.module}', " if line.module else ""
+    reason = reasons.get((line.module, line.operator), "")
+    if "loop" in line.lowering and "no batching rule" in reason:
+        return "it has no batching rule and runs one member after another; write one, hfta_func.rules.register"
+    if line.operator in FAMILIES:
+        others = sorted(known_lowerings(line.operator) - {line.lowering})
+        if reason == "overridden":
+            return f"an override forces {line.lowering}; try it without"
+        if others:
+            return f"it runs as {line.lowering} ({reason}); try rules.override({where}{line.operator}='{others[0]}')"
+    return "its kernels are the limit; autocast=torch.bfloat16, or compiling, which fuses small ones, makes them shorter"
+
+
+def _by_name(lines: list[Line]) -> dict[tuple[str, str, str], float]:
+    sums: dict[tuple[str, str, str], float] = defaultdict(float)
+    for line in lines:
+        sums[line[:3]] += line.seconds
+    return sums
+
+
+def _total(name: str, lines: list[Line]) -> Line:
+    return Line(name, "", "", "", *(sum(line[field] for line in lines) for field in (4, 5, 6)))
+
+
+def _times(before: float, after: float) -> tuple[str, str, str]:
+    return f"{1e3 * before:.3f}", f"{1e3 * after:.3f}", f"{1e3 * (after - before):+.3f}"
