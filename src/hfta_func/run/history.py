@@ -61,6 +61,7 @@ class History:
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
         self.interrupted = False
+        self.profile: Any = None
         self.columns: Mapping[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from hfta_func.files.atomic import PathLike
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
 from hfta_func.run.recording import Recording, costs, events_of, quiet, reference
 from hfta_func.run.roofline import Roofline, roofline
-from hfta_func.run.timeline import ITERATION, PHASES, Line, Timeline, of_device, of_process, spans
+from hfta_func.run.timeline import ITERATION, Line, Timeline, of_device, of_process, spans
 from hfta_func.step.check import require
 from hfta_func.step.state import TrainState
 
@@ -140,7 +140,7 @@ def profile(
 
     Args:
         step: A training step: as :func:`make_train_step` made it, compiled, or what :func:`compile` returned. One made with
-            ``replay=True`` is called until it is replayed, at most for ten seconds.
+            ``replay=True`` is called until it is replayed, at most for half a minute.
         state: A state, which is not written.
         batch: A batch, or a loader, whose time is then the phase ``"data"``; it is gone through as often as needed.
         steps: How many steps are recorded; by default as many as take about a second.
@@ -173,7 +173,9 @@ def profile(
             recording.turn()
             if recording.is_done:
                 break
-    return profile_of(recording)
+    result = profile_of(recording)
+    assert result is not None
+    return result
 
 
 def _batches(batch: Any) -> Iterator[Any]:
@@ -182,16 +184,18 @@ def _batches(batch: Any) -> Iterator[Any]:
     if all(isinstance(part, Tensor) for part in parts) or not isinstance(batch, Iterable):
         yield from itertools.repeat(batch)
     while True:
-        count = 0
-        for count, rows in enumerate(batch, start=1):
+        is_empty = True
+        for rows in batch:
+            is_empty = False
             yield rows
-        if not count:
+        if is_empty:
             raise BatchError("the loader has no batch; pass one that has, or a batch")
 
 
-def profile_of(recording: Recording) -> Profile:
-    """The profile of steps that have been recorded."""
-    assert recording.inputs is not None
+def profile_of(recording: Recording) -> Profile | None:
+    """The profile of steps that have been recorded; None if they were too few."""
+    if recording.inputs is None or not recording.recorded:
+        return None
     state, batch = recording.inputs
     device = state.keys.device
     example, choices = reference(original(recording.step), state, batch)
@@ -212,6 +216,8 @@ def profile_of(recording: Recording) -> Profile:
     iterations = [
         span for events in sessions for span in [s for s in spans(of_process(events)) if s.mark == ITERATION][1:]
     ]
+    if not iterations:
+        return None
     launched, busy = of_device(itertools.chain.from_iterable(sessions)) if device.type == "cuda" else (None, None)
     timeline, each = Timeline(lowerings, order, launched), costs(device)
     chosen = quiet(iterations, lambda span: span.end - span.start)
@@ -235,11 +241,12 @@ def profile_of(recording: Recording) -> Profile:
 
 def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -> str:
     """What to do about the largest part: a phase that is no computation, Python as a whole, or the kernels of a line."""
+    lines = [line for line in lines if line.phase != "disturbed"]
     whole = sum(line.seconds for line in lines)
-    python = sum(line.seconds - line.in_kernels for line in lines if line.phase not in ("data", "idle", "update"))
+    python = sum(line.seconds - line.in_kernels for line in lines if line.phase not in _ALONE)
     parts: dict[Any, float] = {"Python": python}
     for line in lines:
-        alone = line.phase in ("data", "idle", "update")
+        alone = line.phase in _ALONE
         key = line.phase if alone else line
         parts[key] = parts.get(key, 0.0) + (line.seconds if alone else line.in_kernels)
     largest = max(parts, key=parts.__getitem__)
@@ -249,12 +256,20 @@ def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -
     return f"{largest} takes {share}: {_CURES.get((largest, kind)) or _CURES[largest, '']}"
 
 
+_ALONE = {"data", "update", "idle"}
+"""Phases that one cure is for, whatever they consist of."""
 _CURES = {
-    ("Python", "eager"): "fit and make_train_step(replay=True) run recorded operators instead, hfta_func.compile a graph; "
+    (
+        "Python",
+        "eager",
+    ): "fit and make_train_step(replay=True) run recorded operators instead, hfta_func.compile a graph; "
     "larger arrays share it among more models",
     ("Python", "replayed"): "hfta_func.compile(step) or fit(compile=True) leaves less of it, and more models share it",
     ("Python", ""): "step.many takes several steps in a call, and more models share it",
-    ("data", ""): "keep the data on the device in an ArrayLoader, or load it by processes, DatasetLoader(num_workers=2)",
+    (
+        "data",
+        "",
+    ): "keep the data on the device in an ArrayLoader, or load it by processes, DatasetLoader(num_workers=2)",
     ("update", ""): "make the step with donate=True, which writes in place, or compile it",
     ("idle", ""): "the device is the limit: see the kernels in the table; autocast=torch.bfloat16 makes them shorter",
 }
@@ -278,7 +293,9 @@ def _cure(line: Line, reasons: dict[tuple[str, str], str]) -> str:
             return f"an override forces {line.lowering}; try it without"
         if others:
             return f"it runs as {line.lowering} ({reason}); try rules.override({where}{line.operator}='{others[0]}')"
-    return "its kernels are the limit; autocast=torch.bfloat16, or compiling, which fuses small ones, makes them shorter"
+    return (
+        "its kernels are the limit; autocast=torch.bfloat16, or compiling, which fuses small ones, makes them shorter"
+    )
 
 
 def _by_name(lines: list[Line]) -> dict[tuple[str, str, str], float]:
@@ -289,7 +306,8 @@ def _by_name(lines: list[Line]) -> dict[tuple[str, str, str], float]:
 
 
 def _total(name: str, lines: list[Line]) -> Line:
-    return Line(name, "", "", "", *(sum(line[field] for line in lines) for field in (4, 5, 6)))
+    seconds, in_kernels, kernels = map(sum, zip(*(line[4:] for line in lines), strict=True))
+    return Line(name, "", "", "", seconds, in_kernels, kernels)
 
 
 def _times(before: float, after: float) -> tuple[str, str, str]:

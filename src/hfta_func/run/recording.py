@@ -11,12 +11,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.autograd.profiler import profile as profiler
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hfta_func import random
 from hfta_func._torch import marker, original
@@ -31,10 +30,12 @@ from hfta_func.step.chunks import now
 from hfta_func.step.gradients import Gradients
 from hfta_func.step.shared import Sharing
 
-_WARM, _PATIENCE = 3, 10.0
+_WARM, _PATIENCE = 3, 30.0
 """Steps before the first recorded one, and seconds to wait for a step that may be replayed later."""
 _ROUNDS, _SECONDS, _MOST = 5, 0.2, 50
 """Rounds of steps as they are and of recorded ones, and about how long and how many steps each of both lasts."""
+_TURNS = 4
+"""How often costs are measured."""
 _QUIET = 0.3
 """The share of steps that count, the quickest ones: others were disturbed."""
 
@@ -58,6 +59,16 @@ def _commit(commit: Callable[..., Any]) -> Callable[..., Any]:
             return commit(state, outputs, verdict, _marked("update", update), *rest)
 
     return call
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -93,11 +104,15 @@ def marking(kind: str) -> Iterator[None]:
         return
     phases: list[tuple[Any, str, str]] = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits")]
     phases += [(random, "bernoulli", "noise"), (train, "judge", "judge"), (Check, "__call__", "check")]
-    phases += [(Gradients, "__call__", GRADIENTS), (replay.Replay, "__call__", GRADIENTS), (Sharing, "update", "update")]
+    phases += [
+        (Gradients, "__call__", GRADIENTS),
+        (replay.Replay, "__call__", GRADIENTS),
+        (Sharing, "update", "update"),
+    ]
     with contextlib.ExitStack() as stack:
         for owner, name, phase in phases:
-            stack.enter_context(mock.patch.object(owner, name, _marked(phase, getattr(owner, name))))
-        stack.enter_context(mock.patch.object(train, "commit", _commit(train.commit)))
+            stack.enter_context(_replaced(owner, name, _marked(phase, getattr(owner, name))))
+        stack.enter_context(_replaced(train, "commit", _commit(train.commit)))
         if kind == "eager":
             stack.enter_context(_marking_modules())
         yield
@@ -184,6 +199,7 @@ class Recording:
                 self.inputs = (tree_map(torch.clone, state) if is_donated else state), batch
             return call(state, batch)
 
+        first.__wrapped__ = original(step)  # pyright: ignore[reportFunctionMemberAccess]
         return first
 
     def turn(self) -> None:
@@ -221,7 +237,7 @@ class Recording:
         self.kind = kind_of(self.step)
         with contextlib.ExitStack() as stack:
             # A record made now would hold the markers.
-            stack.enter_context(mock.patch.object(replay, "_FIRST", math.inf))
+            stack.enter_context(_replaced(replay, "_FIRST", math.inf))
             stack.enter_context(marking(self.kind))
             self.recorded.append(stack.enter_context(profiled(device)))
             self._active = stack.pop_all()
@@ -251,8 +267,7 @@ class Recording:
 def reference(step: Any, state: Any, batch: Any) -> tuple[list[Span], list[_choice.Choice]]:
     """The events of one eager step with their shapes, and how its operators were lowered."""
     eager, device = original(step), state.keys.device
-    own = mock.patch.object(replay.Replay, "_why_not", lambda *_: "it is profiled")
-    with own:
+    with _replaced(replay.Replay, "_why_not", lambda *_: "it is profiled"):
         choices = _choice.explain(eager, tree_map(torch.clone, state), batch)
         with marking("eager"), profiled(device, shapes=True) as recorded:
             inputs = tree_map(torch.clone, state)
@@ -274,13 +289,17 @@ def costs(device: torch.device) -> dict[str, float]:
     def nothing() -> None:
         pass
 
-    works = {"operator": x.neg, "marker": _marked("cost", nothing), "module": lambda: layer(x)}
-    plain = {"operator": _least(x.neg), "marker": _least(nothing), "module": _least(works["module"])}
-    with profiled(device), _marking_modules():
-        return {kind: max(0.0, _least(work) - plain[kind]) for kind, work in works.items()}
+    works = {"operator": (x.neg, x.neg), "marker": (nothing, _marked("cost", nothing))}
+    works["module"] = (lambda: layer(x),) * 2
+    plain, recorded = dict.fromkeys(works, math.inf), dict.fromkeys(works, math.inf)
+    for _ in range(_TURNS):
+        plain = {kind: min(plain[kind], _least(work)) for kind, (work, _) in works.items()}
+        with profiled(device), _marking_modules():
+            recorded = {kind: min(recorded[kind], _least(work)) for kind, (_, work) in works.items()}
+    return {kind: max(0.0, recorded[kind] - plain[kind]) for kind in works}
 
 
-def _least(work: Callable[[], object], calls: int = 100, rounds: int = 20) -> float:
+def _least(work: Callable[[], object], calls: int = 100, rounds: int = 8) -> float:
     """Seconds of a call, the least of several rounds; of this thread, whatever else runs."""
     least = math.inf
     for _ in range(rounds):

@@ -20,7 +20,7 @@ _NAMED = {"forward", "loss", "backward", "step", "graph"}
 """Phases whose operators have lines of their own."""
 _NODE = "autograd::engine::evaluate_function: "
 _CHEAP = re.compile(
-    r"(as_strided|empty\w*|expand|resolve_\w+|detach_?|view|_?reshape\w*|_unsafe_view|t|transpose|permute|movedim|"
+    r"(as_strided_?|resize_|empty\w*|expand|resolve_\w+|detach_?|view|_?reshape\w*|_unsafe_view|t|transpose|permute|movedim|"
     r"unsqueeze|squeeze|select|slice|alias|lift_fresh|fill_|zero_|copy_|to|_to_copy|clone|contiguous|unbind|narrow)\Z"
 )
 """Operators that allocate, view or copy: a kernel may call these, and they are none themselves unless they copy."""
@@ -58,6 +58,9 @@ class Line(NamedTuple):
     kernels: float
 
 
+_ENTERING = Where("entering vmap")
+_RECORDED = {"entering vmap", "forward", "loss", "noise", "backward"}
+"""Phases of operators that may be replayed."""
 _NONE = [0.0, 0.0, 0.0]
 _AUTOGRAD = Where("backward", operator="autograd")
 """What the backward pass does besides the nodes that operators have made."""
@@ -75,7 +78,7 @@ class Span:
         self.operator = re.sub(r"(_[0-9a-f]{8})?\Z", "", self.name.rpartition("::")[2])
 
     def __iter__(self) -> Iterator[Span]:
-        """This one and all inside, in the order in which they began."""
+        """The span and all inside, in the order in which they began."""
         yield self
         for span in self.inside:
             yield from span
@@ -120,15 +123,15 @@ class Timeline:
     ):
         self._lowerings, self._like, self._device = lowerings, like, device
         self.order: list[tuple[str, Where]] = []
-        """Every operator that is not inside one of the same name, and where it belongs."""
+        """Every operator of losses and gradients that has none of its name inside, and where it belongs."""
         self._iterations: list[dict[Where, list[float]]] = []
         self.counts: dict[str, int] = {"operator": 0, "marker": 0, "module": 0}
         self._origins: dict[int, Where] = {}
-        self._next = 0
+        self._next, self._latest = 0, _ENTERING
 
     def add(self, iteration: Span, costs: Mapping[str, float]) -> None:
         """Add an iteration; ``costs`` are the seconds that recording an event of each kind takes."""
-        self._next, self._costs = 0, costs
+        self._next, self._latest, self._costs = 0, _ENTERING, costs
         self._iterations.append({})
         marks = [span for span in iteration.inside if span.mark == STEP]
         begin = marks[0].start if marks else iteration.end
@@ -138,31 +141,32 @@ class Timeline:
         """Add a span that belongs ``where``, and what comes after a moment to another line."""
         at, last, cost = span.start, None, 0.0
         for inner in (*span.inside, None):
-            here = until[1] if until is not None and at >= until[0] else where
+            current = until[1] if until is not None and at >= until[0] else where
             # The engine goes on from one node of the backward pass to the next.
             between = last is not None and inner is not None and last.is_node and inner.is_node
             end = span.end if inner is None else inner.start
-            self._put(_AUTOGRAD if between else here, (end - at) / 1e9 - cost, span)
+            self._put(_AUTOGRAD if between else current, (end - at) / 1e9 - cost, span)
             if inner is None:
                 return
             kind = "operator" if inner.mark is None else "module" if inner.mark.startswith((MODULE, BODY)) else "marker"
             self.counts[kind] += 1
             cost, at, last = self._costs.get(kind, 0.0), inner.end, inner
             if until is not None and inner.start >= until[0]:
-                here = until[1]
-            self._visit(inner, self._where(inner, here))
+                current = until[1]
+            self._visit(inner, self._where(inner, current, is_outermost=span.mark is not None))
 
     def _put(self, where: Where, seconds: float, span: Span) -> None:
         """Add self time of a span to a line."""
-        if span.mark is not None and span.mark.startswith((MODULE, BODY)) and where.phase in ("forward", "loss"):
+        is_code = span.mark is not None and span.mark.startswith((MODULE, BODY)) and where.phase in ("forward", "loss")
+        if is_code or (self._like is not None and span.mark == GRADIENTS):
             where = Where("Python")
         line = self._line(where)
         line[0] += seconds
         if self._device is None and (span.is_kernel or where.phase == "graph"):
             line[1] += seconds
 
-    def _where(self, span: Span, around: Where) -> Where:
-        """Where a span belongs, which is inside one that belongs ``around``."""
+    def _where(self, span: Span, around: Where, is_outermost: bool) -> Where:
+        """Where a span belongs, which is inside one that belongs ``around``: a marker if it is outermost."""
         if span.mark is not None:
             return self._marked(span.mark, around)
         if "Synchronize" in span.name:
@@ -174,7 +178,10 @@ class Timeline:
         if span.is_node:
             origin = self._origins.get(span.sequence, _AUTOGRAD)
             return self._chosen(origin._replace(phase="backward"))
-        where = self._operator(span, around)
+        if self._like is not None and is_outermost and around == _ENTERING:
+            where = self._recorded(span.operator)
+        else:
+            where = self._operator(span, around)
         seconds, launches = (0.0, span.is_kernel) if self._device is None else self._device.get(span.id, (0.0, 0))
         line = self._line(where)
         line[1] += seconds
@@ -182,13 +189,13 @@ class Timeline:
         if span.sequence >= 0 and where.phase in ("forward", "loss", "noise"):
             # Of events with the same number, the last one to begin makes the node of the backward pass.
             self._origins[span.sequence] = where
-        if all(inner.operator != span.operator for inner in list(span)[1:]):
+        if where.phase in _RECORDED and all(inner.operator != span.operator for inner in list(span)[1:]):
             self.order.append((span.operator, where))
         return where
 
     def _marked(self, mark: str, around: Where) -> Where:
         if mark == GRADIENTS:
-            return Where("entering vmap")
+            return _ENTERING
         if mark == STEP:
             return Where("Python")
         if around.phase == "noise":
@@ -202,8 +209,6 @@ class Timeline:
         return Where(mark)
 
     def _operator(self, span: Span, around: Where) -> Where:
-        if self._like is not None and around == Where("entering vmap"):
-            return self._recorded(span.operator)
         if around.phase == "Python":
             around = Where("step")
         if around.phase not in _NAMED or (around.operator and around.operator != "fused by the compiler"):
@@ -212,13 +217,16 @@ class Timeline:
         return self._chosen(around._replace(operator=next(known, span.operator)))
 
     def _recorded(self, name: str) -> Where:
-        """Where the next operator of a record belongs: to what called the next one of its name when it was recorded."""
+        """Where the next operator of a record belongs: to what called the next one of its name when it was recorded.
+
+        Views and copies, which PyTorch spells in several ways, belong to the operator before.
+        """
         assert self._like is not None
-        for number in range(self._next, len(self._like)):
-            if self._like[number][0] == name:
-                self._next = number + 1
-                return self._like[number][1]
-        return Where("entering vmap")
+        rest = () if _CHEAP.match(name) else range(self._next, len(self._like))
+        number = next((number for number in rest if self._like[number][0] == name), None)
+        if number is not None:
+            self._next, self._latest = number + 1, self._like[number][1]
+        return self._latest
 
     def _chosen(self, where: Where) -> Where:
         """With the lowering; the gradients of a convolution have their own."""
@@ -263,4 +271,3 @@ def of_device(events: Iterable[Any]) -> tuple[dict[int, tuple[float, int]], floa
         busy += max(0, start + event.duration_ns() - max(start, end))
         end = max(end, start + event.duration_ns())
     return launched, busy / 1e9
-
