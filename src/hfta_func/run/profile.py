@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import original
-from hfta_func._tree import leaves, tree_map
+from hfta_func._tree import leaves, num_models, tree_map
 from hfta_func._types import BatchError, text_table
 from hfta_func.files.atomic import PathLike
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
-from hfta_func.run.recording import Recording, costs, events_of, quiet, reference
+from hfta_func.run.recording import Recording, costs, events_of, reference
 from hfta_func.run.roofline import Roofline, roofline
 from hfta_func.run.timeline import ITERATION, Line, Timeline, of_device, of_process, spans
-from hfta_func.step.check import require
 from hfta_func.step.state import TrainState
 
 _ROWS = 24
 """Lines of a table that are shown; the others are one."""
+_QUIET = 0.3
+"""The share of steps that count."""
 
 
 class Profile(NamedTuple):
@@ -150,9 +151,9 @@ def profile(
         A :class:`Profile`, which prints as a table.
 
     Raises:
-        StateError: if ``state`` is no state of a step.
         BatchError: if a loader has no batch.
         ValueError: if ``steps`` is less than 1, or ``trace`` is no such file or its folder does not exist.
+        Exception: what the step raises.
 
     Example:
         >>> factory = lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -162,7 +163,6 @@ def profile(
         >>> [line.lowering for line in result.lines if line.phase == "forward" and line.operator == "linear"]
         ['folded', 'folded']
     """
-    require(state)
     recording = Recording(step, steps, trace)
     run = recording.over(step)
     if getattr(getattr(original(step), "options", None), "donate", False):
@@ -197,7 +197,7 @@ def profile_of(recording: Recording) -> Profile | None:
     if recording.inputs is None or not recording.recorded:
         return None
     state, batch = recording.inputs
-    device = state.keys.device
+    device = leaves(state)[0].device
     example, choices = reference(original(recording.step), state, batch)
     lowerings: dict[tuple[str, str], str] = {}
     reasons: dict[tuple[str, str], str] = {}
@@ -220,15 +220,15 @@ def profile_of(recording: Recording) -> Profile | None:
         return None
     launched, busy = of_device(itertools.chain.from_iterable(sessions)) if device.type == "cuda" else (None, None)
     timeline, each = Timeline(lowerings, order, launched), costs(device)
-    chosen = quiet(iterations, lambda span: span.end - span.start)
+    chosen = _quiet(iterations, lambda span: span.end - span.start)
     for iteration in chosen:
         timeline.add(iteration, each)
-    count, plain = len(chosen), quiet(recording.plain, float)
+    count, plain = len(chosen), _quiet(recording.plain, float)
     lines = timeline.table()
-    dtype = next((leaf.dtype for leaf in leaves(state.params) if leaf.is_floating_point()), torch.float32)
+    dtype = next((leaf.dtype for leaf in leaves(state) if leaf.is_floating_point()), torch.float32)
     return Profile(
         kind=recording.kind,
-        num_models=state.keys.shape[0],
+        num_models=num_models(state),
         lines=lines,
         unprofiled=sum(plain) / len(plain),
         profiled=sum(span.end - span.start for span in chosen) / count / 1e9,
@@ -237,6 +237,11 @@ def profile_of(recording: Recording) -> Profile | None:
         busy=None if busy is None else busy / (len(iterations) + len(sessions)),
         advice=_advice(recording.kind, lines, reasons),
     )
+
+
+def _quiet(values: list[Any], seconds: Callable[[Any], float]) -> list[Any]:
+    """The quickest of some values: the others were disturbed."""
+    return sorted(values, key=seconds)[: max(1, round(_QUIET * len(values)))]
 
 
 def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -> str:

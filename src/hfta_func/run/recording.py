@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import math
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +18,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from hfta_func import random
 from hfta_func._torch import marker, original
-from hfta_func._tree import tree_map
+from hfta_func._tree import leaves, tree_map
 from hfta_func.calls.body import Body, path_in
+from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
 from hfta_func.rules import _choice
 from hfta_func.run.timeline import BODY, GRADIENTS, ITERATION, MARK, MODULE, STEP, Span, spans
@@ -36,8 +36,6 @@ _ROUNDS, _SECONDS, _MOST = 5, 0.2, 50
 """Rounds of steps as they are and of recorded ones, and about how long and how many steps each of both lasts."""
 _TURNS = 4
 """How often costs are measured."""
-_QUIET = 0.3
-"""The share of steps that count, the quickest ones: others were disturbed."""
 
 
 def mark(name: str) -> Any:
@@ -102,15 +100,11 @@ def marking(kind: str) -> Iterator[None]:
     if kind == "compiled":
         yield
         return
-    phases: list[tuple[Any, str, str]] = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits")]
-    phases += [(random, "bernoulli", "noise"), (train, "judge", "judge"), (Check, "__call__", "check")]
-    phases += [
-        (Gradients, "__call__", GRADIENTS),
-        (replay.Replay, "__call__", GRADIENTS),
-        (Sharing, "update", "update"),
-    ]
+    places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli")]
+    places += [(train, "judge", "judge"), (Check, "__call__", "check"), (Sharing, "update", "update")]
+    places += [(owner, "__call__", GRADIENTS) for owner in (Gradients, replay.Replay)]
     with contextlib.ExitStack() as stack:
-        for owner, name, phase in phases:
+        for owner, name, phase in places:
             stack.enter_context(_replaced(owner, name, _marked(phase, getattr(owner, name))))
         stack.enter_context(_replaced(train, "commit", _commit(train.commit)))
         if kind == "eager":
@@ -135,19 +129,6 @@ def profiled(device: torch.device, shapes: bool = False) -> Any:
 def events_of(recorded: Any) -> list[Any]:
     """The events of a profiler that has ended."""
     return recorded.kineto_results.events()
-
-
-def write_trace(recorded: Any, path: PathLike) -> None:
-    """Write what a profiler has recorded for Perfetto and Chrome."""
-    name = os.fspath(path)
-    if not name.endswith(".gz"):
-        recorded.export_chrome_trace(name)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        plain = os.path.join(folder, "trace.json")
-        recorded.export_chrome_trace(plain)
-        with open(plain, "rb") as source, gzip.open(name, "wb") as target:
-            shutil.copyfileobj(source, target)
 
 
 class Recording:
@@ -186,27 +167,22 @@ class Recording:
 
     def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step as the loop is to call it."""
+        options = getattr(original(step), "options", None)
 
         def call(state: Any, batch: Any) -> Any:
-            if self._active is None:
-                return step(state, batch)
-            with mark(STEP):
-                return step(state, batch)
-
-        def first(state: Any, batch: Any) -> Any:
             if self.inputs is None:
-                is_donated = getattr(getattr(original(step), "options", None), "donate", False)
-                self.inputs = (tree_map(torch.clone, state) if is_donated else state), batch
-            return call(state, batch)
+                self.inputs = (tree_map(torch.clone, state) if getattr(options, "donate", False) else state), batch
+            with contextlib.nullcontext() if self._active is None else mark(STEP):
+                return step(state, batch)
 
-        first.__wrapped__ = original(step)  # pyright: ignore[reportFunctionMemberAccess]
-        return first
+        call.__wrapped__ = original(step)  # pyright: ignore[reportFunctionMemberAccess]
+        return call
 
     def turn(self) -> None:
         """Go on after a step: begin to record, or end."""
         if self.is_done or self.inputs is None:
             return
-        device = self.inputs[0].keys.device
+        device = leaves(self.inputs[0])[0].device
         self._calls += 1
         at = now(device)
         if self._per_round == 0:
@@ -245,20 +221,18 @@ class Recording:
         self._ends = self._calls + self._per_round + 1
 
     def _stop(self) -> None:
-        assert self._active is not None
-        self.close()
+        self.__exit__()
         if self.is_done and self._trace is not None:
-            write_trace(self.recorded[-1], self._trace)
+            with tempfile.NamedTemporaryFile(suffix=".json") as file:
+                self.recorded[-1].export_chrome_trace(file.name)
+                content = file.read()
+            atomic.write(self._trace, gzip.compress(content) if str(self._trace).endswith(".gz") else content)
         self._ends = self._calls + self._per_round
 
     def __enter__(self) -> Recording:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End what is recorded."""
         if self._active is not None:
             active, self._active = self._active, None
             active.close()
@@ -266,8 +240,8 @@ class Recording:
 
 def reference(step: Any, state: Any, batch: Any) -> tuple[list[Span], list[_choice.Choice]]:
     """The events of one eager step with their shapes, and how its operators were lowered."""
-    eager, device = original(step), state.keys.device
-    with _replaced(replay.Replay, "_why_not", lambda *_: "it is profiled"):
+    eager, device = original(step), leaves(state)[0].device
+    with _replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._gradients(*inputs)):
         choices = _choice.explain(eager, tree_map(torch.clone, state), batch)
         with marking("eager"), profiled(device, shapes=True) as recorded:
             inputs = tree_map(torch.clone, state)
@@ -277,11 +251,6 @@ def reference(step: Any, state: Any, batch: Any) -> tuple[list[Span], list[_choi
     return [span for span in spans(events) if span.mark == ITERATION], choices
 
 
-def quiet(values: list[Any], seconds: Callable[[Any], float]) -> list[Any]:
-    """The quickest of some values, a fixed share of them."""
-    return sorted(values, key=seconds)[: max(1, round(_QUIET * len(values)))]
-
-
 def costs(device: torch.device) -> dict[str, float]:
     """Seconds that recording an event takes: an operator, a marker, a module."""
     x, layer = torch.ones(1), nn.Identity()
@@ -289,14 +258,16 @@ def costs(device: torch.device) -> dict[str, float]:
     def nothing() -> None:
         pass
 
-    works = {"operator": (x.neg, x.neg), "marker": (nothing, _marked("cost", nothing))}
-    works["module"] = (lambda: layer(x),) * 2
-    plain, recorded = dict.fromkeys(works, math.inf), dict.fromkeys(works, math.inf)
-    for _ in range(_TURNS):
-        plain = {kind: min(plain[kind], _least(work)) for kind, (work, _) in works.items()}
-        with profiled(device), _marking_modules():
-            recorded = {kind: min(recorded[kind], _least(work)) for kind, (_, work) in works.items()}
-    return {kind: max(0.0, recorded[kind] - plain[kind]) for kind in works}
+    works = {"operator": (x.neg, x.neg), "marker": (nothing, _marked("", nothing)), "module": (lambda: layer(x),) * 2}
+    least = {kind: [math.inf, math.inf] for kind in works}
+    for is_recorded in (False, True) * _TURNS:
+        with contextlib.ExitStack() as stack:
+            if is_recorded:
+                stack.enter_context(profiled(device))
+                stack.enter_context(_marking_modules())
+            for kind, work in works.items():
+                least[kind][is_recorded] = min(least[kind][is_recorded], _least(work[is_recorded]))
+    return {kind: max(0.0, recorded - plain) for kind, (plain, recorded) in least.items()}
 
 
 def _least(work: Callable[[], object], calls: int = 100, rounds: int = 8) -> float:
