@@ -17,7 +17,7 @@ from hfta_func.files.atomic import PathLike
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
 from hfta_func.run.recording import Recording, costs, events_of, reference
 from hfta_func.run.roofline import Roofline, roofline
-from hfta_func.run.timeline import ITERATION, Line, Timeline, of_device, of_process, spans
+from hfta_func.run.timeline import Line, Timeline, iterations_of, of_device
 from hfta_func.step.state import TrainState
 
 _ROWS = 24
@@ -213,9 +213,7 @@ def profile_of(recording: Recording) -> Profile | None:
         order = eager.order
     sessions = [events_of(recorded) for recorded in recording.recorded]
     # The first iteration of each is slow, because the profiler begins.
-    iterations = [
-        span for events in sessions for span in [s for s in spans(of_process(events)) if s.mark == ITERATION][1:]
-    ]
+    iterations = [span for events in sessions for span in iterations_of(events)[1:]]
     if not iterations:
         return None
     launched, busy = of_device(itertools.chain.from_iterable(sessions)) if device.type == "cuda" else (None, None)
@@ -251,39 +249,29 @@ def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -
     python = sum(line.seconds - line.in_kernels for line in lines if line.phase not in _ALONE)
     parts: dict[Any, float] = {"Python": python}
     for line in lines:
-        alone = line.phase in _ALONE
-        key = line.phase if alone else line
-        parts[key] = parts.get(key, 0.0) + (line.seconds if alone else line.in_kernels)
+        if line.phase in _ALONE:
+            parts[line.phase] = parts.get(line.phase, 0.0) + line.seconds
+        else:
+            parts[line] = line.in_kernels
     largest = max(parts, key=parts.__getitem__)
-    share = f"{parts[largest] / whole:.0%}"
+    share = f"takes {parts[largest] / whole:.0%}"
     if isinstance(largest, Line):
-        return f"{_place(largest)} takes {share}: {_cure(largest, reasons)}"
-    return f"{largest} takes {share}: {_CURES.get((largest, kind)) or _CURES[largest, '']}"
+        module = f" of module '{largest.module}'" if largest.module else ""
+        return f"{largest.operator or largest.phase}{module} ({largest.phase}) {share}: {_cure(largest, reasons)}"
+    return f"{largest} {share}: {_CURES[kind if largest == 'Python' else largest]}"
 
 
 _ALONE = {"data", "update", "idle"}
 """Phases that one cure is for, whatever they consist of."""
 _CURES = {
-    (
-        "Python",
-        "eager",
-    ): "fit and make_train_step(replay=True) run recorded operators instead, hfta_func.compile a graph; "
-    "larger arrays share it among more models",
-    ("Python", "replayed"): "hfta_func.compile(step) or fit(compile=True) leaves less of it, and more models share it",
-    ("Python", ""): "step.many takes several steps in a call, and more models share it",
-    (
-        "data",
-        "",
-    ): "keep the data on the device in an ArrayLoader, or load it by processes, DatasetLoader(num_workers=2)",
-    ("update", ""): "make the step with donate=True, which writes in place, or compile it",
-    ("idle", ""): "the device is the limit: see the kernels in the table; autocast=torch.bfloat16 makes them shorter",
+    "eager": "make_train_step(replay=True) and fit run recorded operators instead, hfta_func.compile a graph; or more models",
+    "replayed": "hfta_func.compile(step) or fit(compile=True) leaves less of it, and more models share it",
+    "compiled": "step.many takes several steps in a call, and more models share it",
+    "data": "keep the data on the device in an ArrayLoader, or load it by processes, DatasetLoader(num_workers=2)",
+    "update": "make the step with donate=True, which writes in place, or compile it",
+    "idle": "the device is the limit: see the kernels in the table; autocast=torch.bfloat16 makes them shorter",
 }
-"""What to do about a part, by how the step ran."""
-
-
-def _place(line: Line) -> str:
-    module = f" of module '{line.module}'" if line.module else ""
-    return f"{line.operator or line.phase}{module} ({line.phase})"
+"""What to do about a phase, and about Python by how the step ran."""
 
 
 def _cure(line: Line, reasons: dict[tuple[str, str], str]) -> str:
@@ -298,9 +286,7 @@ def _cure(line: Line, reasons: dict[tuple[str, str], str]) -> str:
             return f"an override forces {line.lowering}; try it without"
         if others:
             return f"it runs as {line.lowering} ({reason}); try rules.override({where}{line.operator}='{others[0]}')"
-    return (
-        "its kernels are the limit; autocast=torch.bfloat16, or compiling, which fuses small ones, makes them shorter"
-    )
+    return "its kernels are the limit; autocast=torch.bfloat16 makes them shorter, compiling fuses small ones"
 
 
 def _by_name(lines: list[Line]) -> dict[tuple[str, str, str], float]:

@@ -23,7 +23,7 @@ from hfta_func.calls.body import Body, path_in
 from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
 from hfta_func.rules import _choice
-from hfta_func.run.timeline import BODY, GRADIENTS, ITERATION, MARK, MODULE, STEP, Span, spans
+from hfta_func.run.timeline import BODY, GRADIENTS, ITERATION, MARK, MODULE, STEP, Span, iterations_of
 from hfta_func.step import replay, train
 from hfta_func.step.check import Check
 from hfta_func.step.chunks import now
@@ -247,8 +247,7 @@ def reference(step: Any, state: Any, batch: Any) -> tuple[list[Span], list[_choi
             inputs = tree_map(torch.clone, state)
             with mark(ITERATION), mark(STEP):
                 eager(inputs, batch)
-    events = [event for event in events_of(recorded) if event.device_type().name == "CPU"]
-    return [span for span in spans(events) if span.mark == ITERATION], choices
+    return iterations_of(events_of(recorded)), choices
 
 
 def costs(device: torch.device) -> dict[str, float]:

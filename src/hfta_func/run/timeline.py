@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-MARK = "step: "
-"""Names of markers begin with it: ``step: <phase>`` and, of modules, ``step: module:<path>``."""
+MARK = "hfta_func/"
+"""Names of markers begin with it: ``hfta_func/<phase>`` and, of modules, ``hfta_func/module:<path>``."""
 ITERATION, STEP, GRADIENTS, BODY, MODULE = "iteration", "step", "gradients", "body", "module:"
 PHASES = (
     *("data", "check", "entering vmap", "forward", "loss", "noise", "backward", "judge", "update", "commit"),
@@ -86,7 +86,7 @@ class Span:
     @functools.cached_property
     def is_kernel(self) -> bool:
         """Whether it is an operator that calls none but those that allocate, view or copy."""
-        if self.mark is not None or self.is_node or self.event.scope() != 0:
+        if "::" not in self.name or self.is_node or self.event.scope() != 0:
             return False
         if self.operator in _COPIES:
             return True
@@ -244,26 +244,29 @@ class Timeline:
 
         A line is its median: what disturbs a step falls on any line. The last one is what this leaves.
         """
-        count = len(self._iterations)
         names = dict.fromkeys(where for lines in self._iterations for where in lines)
         columns = {where: zip(*(lines.get(where, _NONE) for lines in self._iterations), strict=True) for where in names}
         lines = [Line(*where, *map(statistics.median, parts)) for where, parts in columns.items()]
         lines = [line for line in lines if line.seconds or line.kernels]
-        whole = sum(part[0] for one in self._iterations for part in one.values()) / count
+        whole = sum(part[0] for one in self._iterations for part in one.values()) / len(self._iterations)
         lines.sort(key=lambda line: PHASES.index(line.phase))
         return [*lines, Line("disturbed", "", "", "", whole - sum(line.seconds for line in lines), 0.0, 0.0)]
 
 
-def of_process(events: Iterable[Any]) -> list[Any]:
-    """The events of this process, without those of a device."""
-    return [event for event in events if event.device_type().name == "CPU" and event.name() != "[memory]"]
+def iterations_of(events: Iterable[Any]) -> list[Span]:
+    """The iterations among events of this process and of a device."""
+    return [span for span in spans(event for event in events if not _is_of_device(event)) if span.mark == ITERATION]
+
+
+def _is_of_device(event: Any) -> bool:
+    return event.device_type().name != "CPU"
 
 
 def of_device(events: Iterable[Any]) -> tuple[dict[int, tuple[float, int]], float]:
     """Seconds and launches of a device by the event that launched them, and seconds in which any kernel ran."""
     launched: dict[int, tuple[float, int]] = {}
     busy, end = 0, 0
-    kernels = [event for event in events if event.device_type().name != "CPU" and not event.is_user_annotation()]
+    kernels = [event for event in events if _is_of_device(event) and not event.is_user_annotation()]
     for event in sorted(kernels, key=lambda event: event.start_ns()):
         seconds, count = launched.get(event.linked_correlation_id(), (0.0, 0))
         launched[event.linked_correlation_id()] = seconds + event.duration_ns() / 1e9, count + 1
