@@ -119,6 +119,7 @@ def test_a_loader_has_the_phase_data_and_fit_profiles_its_own_steps() -> None:
     data = torch.randn(20, 2, 8), torch.randint(0, 3, (20,))
     loader = hfta.ArrayLoader(data, 5, seeds=SEEDS)
     assert hfta.profile(step, state, loader, steps=5).phases["data"] > 0
+    assert loader.state_dict() == {"epoch": 0, "batches": 0}
     plain = hfta.fit(step, state, loader, epochs=15, progress=False)
     assert plain.history.profile is None
     result = hfta.fit(step, state, hfta.ArrayLoader(data, 5, seeds=SEEDS), epochs=15, progress=False, profile=True)
@@ -220,7 +221,7 @@ def test_bad_input(tmp_path: pathlib.Path) -> None:
     for path in (tmp_path / "trace.txt", tmp_path / "none" / "trace.json"):
         with pytest.raises(ValueError, match=r"pass a file \.json or \.json\.gz in a folder that exists"):
             hfta.profile(step, state, batch, trace=path)
-    with pytest.raises(hfta.BatchError, match="the loader has no batch"):
+    with pytest.raises(hfta.BatchError, match="the loader has no batch left"):
         hfta.profile(step, state, (rows for rows in ()))
     with pytest.raises(hfta.StateError, match="expected a TrainState"):
         hfta.profile(step, batch, batch)

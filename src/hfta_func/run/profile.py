@@ -143,7 +143,8 @@ def profile(
         step: A training step: as :func:`make_train_step` made it, compiled, or what :func:`compile` returned. One made with
             ``replay=True`` is called until it is replayed, at most for half a minute.
         state: A state, which is not written.
-        batch: A batch, or a loader, whose time is then the phase ``"data"``; it is gone through as often as needed.
+        batch: A batch, or a loader, whose time is then the phase ``"data"``. It is gone through as often as needed; an
+            :class:`ArrayLoader` is then where it was.
         steps: How many steps are recorded; by default as many as take about a second.
         trace: A file ``.json`` or ``.json.gz`` for a trace of some steps, which Perfetto and Chrome show.
 
@@ -151,7 +152,7 @@ def profile(
         A :class:`Profile`, which prints as a table.
 
     Raises:
-        BatchError: if a loader has no batch.
+        BatchError: if a loader has no batch left.
         ValueError: if ``steps`` is less than 1, or ``trace`` is no such file or its folder does not exist.
         Exception: what the step raises.
 
@@ -179,17 +180,23 @@ def profile(
 
 
 def _batches(batch: Any) -> Iterator[Any]:
-    """A batch again and again, or all of a loader."""
+    """A batch again and again, or all of a loader, which has its position back at the end."""
     parts = leaves(batch)
     if all(isinstance(part, Tensor) for part in parts) or not isinstance(batch, Iterable):
         yield from itertools.repeat(batch)
-    while True:
-        is_empty = True
-        for rows in batch:
-            is_empty = False
-            yield rows
-        if is_empty:
-            raise BatchError("the loader has no batch; pass one that has, or a batch")
+    loader: Any = batch
+    position = loader.state_dict() if hasattr(loader, "load_state_dict") else None
+    try:
+        while True:
+            is_empty = True
+            for rows in loader:
+                is_empty = False
+                yield rows
+            if is_empty:
+                raise BatchError("the loader has no batch left; pass one that can be gone through again, or a batch")
+    finally:
+        if position is not None:
+            loader.load_state_dict(position)
 
 
 def profile_of(recording: Recording) -> Profile | None:

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import math
 import os
+import pathlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -225,7 +226,8 @@ class Recording:
         if self.is_done and self._trace is not None:
             with tempfile.NamedTemporaryFile(suffix=".json") as file:
                 self.recorded[-1].export_chrome_trace(file.name)
-                content = file.read()
+                # It replaces the file.
+                content = pathlib.Path(file.name).read_bytes()
             atomic.write(self._trace, gzip.compress(content) if str(self._trace).endswith(".gz") else content)
         self._ends = self._calls + self._per_round
 
