@@ -174,8 +174,7 @@ def fit(
                         trainer.follow(run.loader)
             save()
     run.history.interrupted = pressed()
-    if recording is not None:
-        run.history.profile = profile_of(recording)
+    run.history.profile = None if recording is None else profile_of(recording)
     return Result(run.result, run.history)
 
 
