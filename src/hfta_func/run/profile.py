@@ -288,7 +288,7 @@ def _cure(line: Line, reasons: dict[tuple[str, str], str]) -> str:
     if "loop" in line.lowering and "no batching rule" in reason:
         return "it has no batching rule and runs one member after another; write one, hfta_func.rules.register"
     if line.operator in FAMILIES:
-        others = sorted(known_lowerings(line.operator) - {line.lowering})
+        others = sorted(known_lowerings(line.operator) - {line.lowering, "loop"})
         if reason == "overridden":
             return f"an override forces {line.lowering}; try it without"
         if others:
