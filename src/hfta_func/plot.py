@@ -127,7 +127,7 @@ def heatmap(frame: pandas.DataFrame, metric: str, *, x: str, y: str, ax: Axes | 
     return axes
 
 
-def stacked(parts: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) -> Axes:
+def bars(parts: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) -> Axes:
     """Draw a bar of parts for each name, such as the milliseconds of each phase of two profiles.
 
     Args:
@@ -143,8 +143,8 @@ def stacked(parts: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None)
 
     Example:
         >>> from matplotlib.figure import Figure
-        >>> bars = {"before": {"forward": 2e-3, "Python": 3e-3}, "after": {"forward": 2e-3, "Python": 1e-3}}
-        >>> ax = stacked(bars, ax=Figure().subplots())
+        >>> parts = {"before": {"forward": 2e-3, "Python": 3e-3}, "after": {"forward": 2e-3, "Python": 1e-3}}
+        >>> ax = bars(parts, ax=Figure().subplots())
         >>> [float(bar.get_width()) for bar in ax.patches]
         [2.0, 2.0, 3.0, 1.0]
     """

@@ -230,7 +230,7 @@ def test_bad_input(tmp_path: pathlib.Path) -> None:
     with pytest.raises(hfta.BatchError):
         hfta.profile(step, state, (batch[0][:2], batch[1]))
     with pytest.raises(ValueError, match="there is no bar"):
-        hfta.plot.stacked({})
+        hfta.plot.bars({})
 
     def failing(model: nn.Module, batch: Any) -> Tensor:
         failing.calls += 1

@@ -63,7 +63,7 @@ class Profile(NamedTuple):
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, in the order of a step, for :func:`hfta_func.plot.stacked`."""
+        """Seconds by phase, in the order of a step, for :func:`hfta_func.plot.bars`."""
         sums: dict[str, float] = defaultdict(float)
         for line in self.lines:
             sums[line.phase] += line.seconds
