@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._higher_order_ops as higher_order
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, while_loop
@@ -95,7 +96,16 @@ def of_associative_scan(model: Any, x: Tensor) -> Tensor:
     return model.out(associative_scan(torch.add, model.layer(x), dim=0, combine_mode="generic"))
 
 
+def of_switch(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    branches = (lambda y, z: y.sin() + z, lambda y, z: y.cos() * model.out.bias.sum(), lambda y, z: -z * y)
+    # Numbers outside of the branches are those of the first and the last one.
+    return model.out(higher_order.switch((y.sum() > 0).long() * 4 - 1, branches, (y, x)))
+
+
 FLOWS = [of_cond, of_while_loop, of_while_loop_over_zeros, of_map, of_scan, of_scan_backwards, of_associative_scan]
+# From PyTorch 2.14 on.
+FLOWS += [of_switch] * hasattr(higher_order, "switch")
 
 
 def rows() -> Tensor:
@@ -104,6 +114,7 @@ def rows() -> Tensor:
 
 
 # Alone, PyTorch compiles, which takes longer than the array.
+@pytest.mark.sampled(every=7)
 @pytest.mark.exhaustive(unless="(while_loop|map)-together-3|evaluated-3")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
@@ -216,7 +227,7 @@ ATTENTION = [("score",), ("shared mask",), ("score", "made mask"), ()]
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", ["evaluated", "ensemble", "mapped"])
 @pytest.mark.parametrize("options", ATTENTION, ids=" and ".join)
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=12)
 def test_flex_attention(options: tuple[str, ...], way: str, count: int) -> None:
     assert_as_alone(lambda: Model(attends(*options)), rows(), way, count)
 
@@ -261,6 +272,7 @@ NESTED = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_tensors_need_members_one_by_one(name: str, count: int) -> None:
@@ -372,7 +384,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_what_one_program_cannot_hold_is_refused(name: str, count: int) -> None:
     func, contained, message = REFUSED[name]
 
