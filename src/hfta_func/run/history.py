@@ -60,8 +60,7 @@ class History:
         self.since = torch.zeros_like(self.members)
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
-        self.interrupted = False
-        self.profile: Any = None
+        self.interrupted, self.profile = False, None
         self.columns: Mapping[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:
