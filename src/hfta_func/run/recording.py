@@ -243,7 +243,7 @@ class Recording:
 def reference(step: Any, state: Any, batch: Any) -> tuple[list[Span], list[_choice.Choice]]:
     """The events of one eager step with their shapes, and how its operators were lowered."""
     eager, device = original(step), leaves(state)[0].device
-    with _replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._gradients(*inputs)):
+    with _replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._step.eagerly(*inputs)):
         choices = _choice.explain(eager, tree_map(torch.clone, state), batch)
         with marking("eager"), profiled(device, shapes=True) as recorded:
             inputs = tree_map(torch.clone, state)

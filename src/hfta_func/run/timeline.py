@@ -59,7 +59,7 @@ class Line(NamedTuple):
 
 
 _ENTERING = Where("entering vmap")
-_RECORDED = {"entering vmap", "forward", "loss", "noise", "backward"}
+_RECORDED = {"entering vmap", "forward", "loss", "noise", "backward", "judge", "update", "commit"}
 """Phases of operators that may be replayed."""
 _NONE = [0.0, 0.0, 0.0]
 _AUTOGRAD = Where("backward", operator="autograd")
