@@ -112,7 +112,7 @@ FILES_IN = {
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
-        "memory",
+        *("memory", "timeline", "roofline", "recording", "profile"),
         "history",
         "compare",
         "row_sampling",

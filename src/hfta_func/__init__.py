@@ -72,6 +72,8 @@ from hfta_func.run.memory import is_out_of_memory as is_out_of_memory
 from hfta_func.run.plan import Plan as Plan
 from hfta_func.run.plan import max_models as max_models
 from hfta_func.run.plan import plan as plan
+from hfta_func.run.profile import Profile as Profile
+from hfta_func.run.profile import profile as profile
 from hfta_func.step import mixing as mixing
 from hfta_func.step.allocator import keep_memory as keep_memory
 from hfta_func.step.amp import LossScale as LossScale

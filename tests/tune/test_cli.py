@@ -158,11 +158,15 @@ def test_the_status_of_a_study(study: pathlib.Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.exhaustive
-def test_plan_explain_and_doctor(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_explain_profile_and_doctor(study: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "example_study.py", "--limit", "8", "--sizes", "1", "4"]) == 0
     assert "8 of 8 models fit" in capsys.readouterr().out
     assert cli.main(["explain", "example_study.py", "--models", "3"]) == 0
     assert "linear" in capsys.readouterr().out
+    assert cli.main(["profile", "example_study.py", "--models", "3", "--trace", "step.json"]) == 0
+    assert "3 models, eager" in capsys.readouterr().out and pathlib.Path("step.json").stat().st_size
+    assert cli.main(["profile", "example_study.py", "--trace", "step.txt"]) == 1
+    assert "pass a file .json or .json.gz" in capsys.readouterr().err
     assert cli.main(["doctor"]) == 0
     found = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert found["torch"].strip() and "runs as" in found["rules"]

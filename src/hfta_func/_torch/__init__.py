@@ -29,7 +29,7 @@ from hfta_func._torch.levels import is_wrapped, level_of, levels_above, outside_
 from hfta_func._torch.levels import remove_batch_dim, restore_vmap, traced_add_batch_dim, traced_unwrap_for_grad
 from hfta_func._torch.levels import unwrap_batched, unwrap_leaves, values_of, vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
-from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, places_of, reparametrized
+from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, marker, places_of, reparametrized
 from hfta_func._torch.modules import run_uncompiled, takes_data, tensors_of, weight_hooks
 from hfta_func._torch.reads import Reads, is_tracer_loaded
 from hfta_func._torch.tape import NotReplayableError, Recorder, Tape, num_recorders

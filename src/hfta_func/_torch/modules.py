@@ -24,6 +24,8 @@ takes_data = private("torch", "_has_compatible_shallow_copy_type")
 is_nestable = private("torch", "_nested_tensor_from_mask_left_aligned")
 # Calls a module with other parameters and buffers.
 reparametrized: Any = private("torch.nn.utils.stateless", "_reparametrize_module")
+# A context whose name a profiler records, with less time than ``torch.profiler.record_function`` takes.
+marker: Any = private("torch._C._profiler", "_RecordFunctionFast")
 # Attributes of every module, and further ones of recurrent layers.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_flat_weights", "_flat_weight_refs"}
 

@@ -111,6 +111,11 @@ class BackgroundStep:
         """Whether calls with the latest shapes run a compiled graph."""
         return self._latest is not None and self._latest.is_used
 
+    @property
+    def status(self) -> str:
+        """How the latest call ran: ``"compiled"``, or as :attr:`TrainStep.status`."""
+        return "compiled" if self.is_compiled else getattr(self._eager, "status", "eager")
+
     def __call__(self, state: Any, batch: Any = None, *, iterations: int | None = None) -> Any:
         """Call the step, eager or compiled; ``step.loop`` is given a number of ``iterations`` in place of a batch."""
         self._calls += 1

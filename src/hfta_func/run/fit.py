@@ -17,8 +17,10 @@ from hfta_func.files.atomic import PathLike
 from hfta_func.run.best_and_compact import Best, Compact
 from hfta_func.run.evaluation import Evaluate, make_evaluation
 from hfta_func.run.history import Callback, History, Metrics, Mode
+from hfta_func.run.profile import profile_of
+from hfta_func.run.recording import Recording
 from hfta_func.run.run import Run
-from hfta_func.run.trainer import SegmentHooks
+from hfta_func.run.trainer import LocalTrainer, SegmentHooks
 from hfta_func.run.trainers import make_trainer
 from hfta_func.step.state import TrainState, refuse_shared
 from hfta_func.workers.executor import Executor
@@ -47,6 +49,7 @@ def fit(
     executor: Executor | None = None,
     restore_best: str | tuple[str, Mode] | None = None,
     compact: bool = False,
+    profile: bool = False,
 ) -> Result:
     """Train an array for a number of epochs, or until no member is active.
 
@@ -86,13 +89,16 @@ def fit(
             it was lowest, or highest. Who is active stays as it is.
         compact: Train the active members only, as a smaller array, once a quarter of them or more is inactive. The step's
             metrics of the others are NaN; callbacks, ``evaluate`` and the returned state have all members.
+        profile: Record some steps of the run, data and metrics included, see :func:`hfta_func.profile`: ``history.profile``
+            is a :class:`Profile`, or None if there are too few steps. Results are the same.
 
     Returns:
         The last state, and the history: the step's metrics, averaged over each epoch, and the metrics of ``evaluate``.
 
     Raises:
         ValueError: if the loader has no batch, ``epochs`` is no number of epochs, ``evaluate`` returns no metrics or one
-            that the step reports too, or ``save_every`` is given without ``resume`` or is less than 1.
+            that the step reports too, ``save_every`` is given without ``resume`` or is less than 1, or ``profile`` is to see
+            into workers or an executor.
         CheckpointError: if ``resume`` is damaged, does not hold a run, cannot be written, or another run is using it.
         TypeError: if JSON and tensors cannot hold the loader's ``state_dict``.
         StateError: if ``resume`` holds a run of another model, optimizer or seeds, or members that share trained parameters
@@ -116,6 +122,8 @@ def fit(
         raise ValueError(f"epochs is {epochs!r}; it must be an integer, at least 0")
     if callable(callbacks):
         raise ValueError("callbacks is a single function; pass a list of them, [callback]")
+    if profile and (executor is not None or workers not in (None, 1)):
+        raise ValueError("profile is of steps in this process; leave out workers and executor")
     for option, given in {"restore_best": restore_best, "workers": workers, "executor": executor}.items():
         if given is not None:
             refuse_shared(state, option)
@@ -145,8 +153,12 @@ def fit(
         bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, epochs * length or None, executor)
         stack.callback(trainer.close)
+        recording, tick = None, bar.update
+        if profile and isinstance(trainer, LocalTrainer):
+            recording = stack.enter_context(Recording(trainer.step))
+            trainer.step, tick = recording.over(trainer.step), lambda: (bar.update(), recording.turn())
         trainer = Compact(trainer) if compact else trainer
-        hooks = SegmentHooks(_once(lambda: checkpoint.check(run.state, run.state_dict()), resume), bar.update, pressed)
+        hooks = SegmentHooks(_once(lambda: checkpoint.check(run.state, run.state_dict()), resume), tick, pressed)
         while len(run.history) < epochs and not pressed() and bool(run.state.active.any()):
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
             ended = False
@@ -162,6 +174,7 @@ def fit(
                         trainer.follow(run.loader)
             save()
     run.history.interrupted = pressed()
+    run.history.profile = None if recording is None else profile_of(recording)
     return Result(run.result, run.history)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class History:
         self.since = torch.zeros_like(self.members)
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
-        self.interrupted = False
+        self.interrupted, self.profile = False, cast(Any, None)
         self.columns: Mapping[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:

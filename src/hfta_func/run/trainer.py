@@ -72,10 +72,13 @@ class LocalTrainer:
         step: The training step.
         batches: What is left of the first epoch.
         loader: All later epochs.
+
+    Attributes:
+        step: The training step, which another may replace that calls it.
     """
 
     def __init__(self, step: Step, batches: Iterable[Any], loader: Iterable[Any]):
-        self._step, self._batches, self._loader = step, batches, loader
+        self.step, self._batches, self._loader = step, batches, loader
         self._left: Iterator[Any] | None = None
         self.kept: Tensor | None = None
 
@@ -95,7 +98,7 @@ class LocalTrainer:
             hooks.begin()
             # A copy, because a step with donate=True writes the state.
             active = state.active.clone()
-            state, metrics = self._step(state, batch)
+            state, metrics = self.step(state, batch)
             running.add(metrics, active, state.step)
             if state.keys.device.type == "xla":
                 # XLA only records operations; without this, an epoch would become one program.
@@ -107,7 +110,7 @@ class LocalTrainer:
         return state, True
 
     def _begin(self) -> Iterator[Any]:
-        batches, kept, dims = self._batches, self.kept, getattr(original(self._step), "batch_dims", 0)
+        batches, kept, dims = self._batches, self.kept, getattr(original(self.step), "batch_dims", 0)
         if kept is None:
             return iter(batches)
         if isinstance(batches, ArrayLoader) and not batches.shared and dims == 0:

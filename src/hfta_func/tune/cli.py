@@ -1,4 +1,4 @@
-"""The command line: ``hfta-func tune``, ``status``, ``plan``, ``explain`` and ``doctor``."""
+"""The command line: ``hfta-func tune``, ``status``, ``plan``, ``explain``, ``profile`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -99,7 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain = command("explain", _explain, "Show how each operator of a file's step runs, and why.")
     study(explain)
-    explain.add_argument("--models", type=int, default=4, help="number of members of the array (default: 4)")
+    profile = command("profile", _profile, "Show where the time of a file's step goes.")
+    study(profile)
+    profile.add_argument("--trace", help="also write a trace for Perfetto, a file .json or .json.gz")
+    for parser_of_array in (explain, profile):
+        text = "number of members of the array (default: 4)"
+        parser_of_array.add_argument("--models", type=int, default=4, help=text)
     command("doctor", _doctor, "Show versions, devices, compiler, rules, cache and allocator.")
     return parser
 
@@ -256,6 +261,11 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     print(hfta.rules.explain(*_array(args, args.models)))
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    print(hfta.profile(*_array(args, args.models), trace=args.trace))
     return 0
 
 

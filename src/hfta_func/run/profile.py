@@ -1,0 +1,312 @@
+"""Where the time of a step goes: a table of one screen, and what to do about its largest part."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._torch import original
+from hfta_func._tree import leaves, num_models, tree_map
+from hfta_func._types import BatchError, text_table
+from hfta_func.files.atomic import PathLike
+from hfta_func.rules._lowering import FAMILIES, known_lowerings
+from hfta_func.run.recording import Recording, costs, events_of, reference
+from hfta_func.run.roofline import Roofline, roofline
+from hfta_func.run.timeline import Line, Timeline, iterations_of, of_device
+from hfta_func.step.state import TrainState
+
+_ROWS = 24
+"""Lines of a table that are shown; the others are one."""
+_QUIET = 0.3
+"""The share of steps that count."""
+
+
+class Profile(NamedTuple):
+    """Where the time of a step goes; printing it shows a table and what to do about the largest part.
+
+    Args:
+        kind: How the step ran: ``"eager"``, ``"replayed"`` or ``"compiled"``.
+        num_models: M.
+        lines: The parts of a step, in its order; their seconds add up to :attr:`seconds`.
+        unprofiled: Seconds of a step that was not profiled.
+        profiled: Seconds of a profiled step, with what profiling costs.
+        costs: For each kind of event that was recorded, how many a step has and the seconds that recording one takes.
+        roofline: The least time of the step's products and memory traffic on this machine.
+        busy: Seconds in which the device ran kernels; None on a CPU, where the lines have them.
+        advice: What to do about the largest part.
+    """
+
+    kind: str
+    num_models: int
+    lines: list[Line]
+    unprofiled: float
+    profiled: float
+    costs: dict[str, tuple[float, float]]
+    roofline: Roofline
+    busy: float | None
+    advice: str
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step: the sum of the lines."""
+        return sum(line.seconds for line in self.lines)
+
+    @property
+    def bias(self) -> float:
+        """By what share :attr:`seconds` is off from the unprofiled step: what the correction leaves."""
+        return self.seconds / self.unprofiled - 1
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, in the order of a step, for :func:`hfta_func.plot.bars`."""
+        sums: dict[str, float] = defaultdict(float)
+        for line in self.lines:
+            sums[line.phase] += line.seconds
+        return dict(sums)
+
+    def compare(self, after: Profile) -> str:
+        """A table of two profiles, line by line: milliseconds before, after, and the difference, largest first.
+
+        Args:
+            after: The other profile.
+        """
+        sides = [_by_name(profile.lines) for profile in (self, after)]
+        names = {name: [side.get(name, 0.0) for side in sides] for name in {**sides[0], **sides[1]}}
+        ranked = sorted(names.items(), key=lambda pair: -abs(pair[1][1] - pair[1][0]))
+        rows = [("phase", "module", "operator", "before", "after", "difference")]
+        rows += [(*name, *_times(*both)) for name, both in ranked[:_ROWS]]
+        if rest := ranked[_ROWS:]:
+            both = [sum(values[side] for _, values in rest) for side in (0, 1)]
+            rows.append((f"{len(rest)} others", "", "", *_times(*both)))
+        rows.append(("sum", "", "", *_times(self.seconds, after.seconds)))
+        return text_table(rows, "<<<>>>")
+
+    def __str__(self) -> str:
+        return "\n".join([self._head(), self._table(), *self._notes(), self.advice])
+
+    def _head(self) -> str:
+        return f"{self.num_models} models, {self.kind}: {1e3 * self.seconds:.3f} ms a step"
+
+    def _table(self) -> str:
+        rows = [("phase", "module", "operator", "lowering", "ms", "%", "ms in kernels", "kernels")]
+        kept = sorted(self.lines, key=lambda line: -line.seconds)[:_ROWS]
+        rows += [self._row(line) for line in self.lines if line in kept]
+        if rest := [line for line in self.lines if line not in kept]:
+            rows.append(self._row(_total(f"{len(rest)} others", rest)))
+        rows.append(self._row(_total("sum", self.lines)))
+        return text_table(rows, "<<<<>>>>")
+
+    def _row(self, line: Line) -> tuple[str, ...]:
+        share = 100 * line.seconds / self.seconds
+        numbers = f"{1e3 * line.seconds:.3f}", f"{share:.1f}", f"{1e3 * line.in_kernels:.3f}", f"{line.kernels:.0f}"
+        return (*line[:4], *numbers)
+
+    def _notes(self) -> Iterator[str]:
+        parts = [f"{count:.0f} {kind}s x {1e6 * each:.1f} us" for kind, (count, each) in self.costs.items()]
+        yield (
+            f"profiled {1e3 * self.profiled:.3f} ms, less {', '.join(parts)}; unprofiled {1e3 * self.unprofiled:.3f} ms: "
+            f"remaining bias {self.bias:+.1%}"
+        )
+        least = self.roofline
+        if least.seconds:
+            yield (
+                f"roofline {1e3 * least.seconds:.3f} ms: {least.flops / 1e9:.3g} GFLOP in products at "
+                f"{least.flops_per_second / 1e9:.3g} GFLOP/s, {least.bytes / 2**20:.3g} MiB at "
+                f"{least.bytes_per_second / 1e9:.3g} GB/s; the step takes {self.unprofiled / least.seconds:.1f} times that"
+            )
+        if self.busy is not None:
+            gaps = max(0.0, self.unprofiled - self.busy)
+            yield f"device: {1e3 * self.busy:.3f} ms in kernels, {1e3 * gaps:.3f} ms of gaps"
+
+
+def profile(
+    step: Callable[..., Any],
+    state: TrainState,
+    batch: Any,
+    *,
+    steps: int | None = None,
+    trace: PathLike | None = None,
+) -> Profile:
+    """Find out where the time of a step goes: by phase, module, operator and lowering.
+
+    Steps are recorded by turns with steps as they are. What recording costs is measured for each kind of event and taken off;
+    the profile says what bias is left. While a step is recorded, its phases and modules are wrapped in markers; at other
+    times there is nothing in its way. Lines of a replayed step are those of the operators as they were recorded; a compiled
+    one shows the operators that its graph calls, and the rest as one line.
+
+    Args:
+        step: A training step: as :func:`make_train_step` made it, compiled, or what :func:`compile` returned. One made with
+            ``replay=True`` is called until it is replayed, at most for half a minute.
+        state: A state, which is not written.
+        batch: A batch, or a loader, whose time is then the phase ``"data"``. It is gone through as often as needed; an
+            :class:`ArrayLoader` is then where it was.
+        steps: How many steps are recorded; by default as many as take about a second.
+        trace: A file ``.json`` or ``.json.gz`` for a trace of some steps, which Perfetto and Chrome show.
+
+    Returns:
+        A :class:`Profile`, which prints as a table.
+
+    Raises:
+        BatchError: if a loader has no batch left.
+        ValueError: if ``steps`` is less than 1, or ``trace`` is no such file or its folder does not exist.
+        Exception: what the step raises.
+
+    Example:
+        >>> factory = lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> step = make_train_step(factory(), lambda model, batch: model(batch).square().mean(), sgd(lr=0.1))
+        >>> state = step.init(*init_params(factory, seeds=[0, 1]), seeds=[0, 1])
+        >>> result = profile(step, state, torch.randn(2, 8, 4), steps=5)
+        >>> [line.lowering for line in result.lines if line.phase == "forward" and line.operator == "linear"]
+        ['folded', 'folded']
+    """
+    recording = Recording(step, steps, trace)
+    run = recording.over(step)
+    if getattr(getattr(original(step), "options", None), "donate", False):
+        state = tree_map(torch.clone, state)
+    with recording:
+        for rows in _batches(batch):
+            state, _ = run(state, rows)
+            recording.turn()
+            if recording.is_done:
+                break
+    result = profile_of(recording)
+    assert result is not None
+    return result
+
+
+def _batches(batch: Any) -> Iterator[Any]:
+    """A batch again and again, or all of a loader, which has its position back at the end."""
+    parts = leaves(batch)
+    if all(isinstance(part, Tensor) for part in parts) or not isinstance(batch, Iterable):
+        yield from itertools.repeat(batch)
+    loader: Any = batch
+    position = loader.state_dict() if hasattr(loader, "load_state_dict") else None
+    try:
+        while True:
+            is_empty = True
+            for rows in loader:
+                is_empty = False
+                yield rows
+            if is_empty:
+                raise BatchError("the loader has no batch left; pass one that can be gone through again, or a batch")
+    finally:
+        if position is not None:
+            loader.load_state_dict(position)
+
+
+def profile_of(recording: Recording) -> Profile | None:
+    """The profile of steps that have been recorded; None if they were too few."""
+    if recording.inputs is None or not recording.recorded:
+        return None
+    state, batch = recording.inputs
+    device = leaves(state)[0].device
+    example, choices = reference(original(recording.step), state, batch)
+    lowerings: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str], str] = {}
+    for choice in choices:
+        key = choice.module, choice.op.partition(".")[0]
+        known = lowerings.get(key, choice.lowering)
+        lowerings[key] = known if choice.lowering in known.split("/") else f"{known}/{choice.lowering}"
+        reasons[key] = choice.reason
+    order = None
+    if recording.kind == "replayed":
+        eager = Timeline(lowerings)
+        eager.add(example[0], {})
+        order = eager.order
+    sessions = [events_of(recorded) for recorded in recording.recorded]
+    # The first iteration of each is slow, because the profiler begins.
+    iterations = [span for events in sessions for span in iterations_of(events)[1:]]
+    if not iterations:
+        return None
+    launched, busy = of_device(itertools.chain.from_iterable(sessions)) if device.type == "cuda" else (None, None)
+    timeline, each = Timeline(lowerings, order, launched), costs(device)
+    chosen = _quiet(iterations, lambda span: span.end - span.start)
+    for iteration in chosen:
+        timeline.add(iteration, each)
+    count, plain = len(chosen), _quiet(recording.plain, float)
+    lines = timeline.table()
+    dtype = next((leaf.dtype for leaf in leaves(state) if leaf.is_floating_point()), torch.float32)
+    return Profile(
+        kind=recording.kind,
+        num_models=num_models(state),
+        lines=lines,
+        unprofiled=sum(plain) / len(plain),
+        profiled=sum(span.end - span.start for span in chosen) / count / 1e9,
+        costs={kind: (timeline.counts[kind] / count, each[kind]) for kind in each},
+        roofline=roofline(example, device, dtype),
+        busy=None if busy is None else busy / (len(iterations) + len(sessions)),
+        advice=_advice(recording.kind, lines, reasons),
+    )
+
+
+def _quiet(values: list[Any], seconds: Callable[[Any], float]) -> list[Any]:
+    """The quickest of some values: the others were disturbed."""
+    return sorted(values, key=seconds)[: max(1, round(_QUIET * len(values)))]
+
+
+def _advice(kind: str, lines: list[Line], reasons: dict[tuple[str, str], str]) -> str:
+    """What to do about the largest part: a phase that is no computation, Python as a whole, or the kernels of a line."""
+    lines = [line for line in lines if line.phase != "disturbed"]
+    whole = sum(line.seconds for line in lines)
+    python = sum(line.seconds - line.in_kernels for line in lines if line.phase not in _ALONE)
+    parts: dict[Any, float] = {"Python": python}
+    for line in lines:
+        if line.phase in _ALONE:
+            parts[line.phase] = parts.get(line.phase, 0.0) + line.seconds
+        else:
+            parts[line] = line.in_kernels
+    largest = max(parts, key=parts.__getitem__)
+    share = f"takes {parts[largest] / whole:.0%}"
+    if isinstance(largest, Line):
+        module = f" of module '{largest.module}'" if largest.module else ""
+        return f"{largest.operator or largest.phase}{module} ({largest.phase}) {share}: {_cure(largest, reasons)}"
+    return f"{largest} {share}: {_CURES[kind if largest == 'Python' else largest]}"
+
+
+_ALONE = {"data", "update", "idle"}
+"""Phases that one cure is for, whatever they consist of."""
+_CURES = {
+    "eager": "make_train_step(replay=True) and fit run recorded operators instead, hfta_func.compile a graph; or more models",
+    "replayed": "hfta_func.compile(step) or fit(compile=True) leaves less of it, and more models share it",
+    "compiled": "step.many takes several steps in a call, and more models share it",
+    "data": "keep the data on the device in an ArrayLoader, or load it by processes, DatasetLoader(num_workers=2)",
+    "update": "make the step with donate=True, which writes in place, or compile it",
+    "idle": "the device is the limit: see the kernels in the table; autocast=torch.bfloat16 makes them shorter",
+}
+"""What to do about a phase, and about Python by how the step ran."""
+
+
+def _cure(line: Line, reasons: dict[tuple[str, str], str]) -> str:
+    """What to do about kernels."""
+    where = f"modules='{line.module}', " if line.module else ""
+    reason = reasons.get((line.module, line.operator), "")
+    if "loop" in line.lowering and "no batching rule" in reason:
+        return "it has no batching rule and runs one member after another; write one, hfta_func.rules.register"
+    if line.operator in FAMILIES:
+        others = sorted(known_lowerings(line.operator) - {line.lowering, "loop"})
+        if reason == "overridden":
+            return f"an override forces {line.lowering}; try it without"
+        if others:
+            return f"it runs as {line.lowering} ({reason}); try rules.override({where}{line.operator}='{others[0]}')"
+    return "its kernels are the limit; autocast=torch.bfloat16 makes them shorter, compiling fuses small ones"
+
+
+def _by_name(lines: list[Line]) -> dict[tuple[str, str, str], float]:
+    sums: dict[tuple[str, str, str], float] = defaultdict(float)
+    for line in lines:
+        sums[line[:3]] += line.seconds
+    return sums
+
+
+def _total(name: str, lines: list[Line]) -> Line:
+    seconds, in_kernels, kernels = map(sum, zip(*(line[4:] for line in lines), strict=True))
+    return Line(name, "", "", "", seconds, in_kernels, kernels)
+
+
+def _times(before: float, after: float) -> tuple[str, str, str]:
+    return f"{1e3 * before:.3f}", f"{1e3 * after:.3f}", f"{1e3 * (after - before):+.3f}"

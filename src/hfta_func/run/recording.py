@@ -1,0 +1,282 @@
+"""Records steps: markers that exist only meanwhile, in turn with steps as they are, and what recording costs."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import math
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import profile as profiler
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from hfta_func import random
+from hfta_func._torch import marker, original
+from hfta_func._tree import leaves, tree_map
+from hfta_func.calls.body import Body, path_in
+from hfta_func.files import atomic
+from hfta_func.files.atomic import PathLike
+from hfta_func.rules import _choice
+from hfta_func.run.timeline import BODY, GRADIENTS, ITERATION, MARK, MODULE, STEP, Span, iterations_of
+from hfta_func.step import replay, train
+from hfta_func.step.check import Check
+from hfta_func.step.chunks import now
+from hfta_func.step.gradients import Gradients
+from hfta_func.step.shared import Sharing
+
+_WARM, _PATIENCE = 3, 30.0
+"""Steps before the first recorded one, and seconds to wait for a step that may be replayed later."""
+_ROUNDS, _SECONDS, _MOST = 5, 0.2, 50
+"""Rounds of steps as they are and of recorded ones, and about how long and how many steps each of both lasts."""
+_TURNS = 4
+"""How often costs are measured."""
+
+
+def mark(name: str) -> Any:
+    """A block that a profiler records under a name."""
+    return marker(MARK + name)
+
+
+def _marked(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with mark(name):
+            return func(*args, **kwargs)
+
+    return call
+
+
+def _commit(commit: Callable[..., Any]) -> Callable[..., Any]:
+    def call(state: Any, outputs: Any, verdict: Any, update: Any, *rest: Any) -> Any:
+        with mark("commit"):
+            return commit(state, outputs, verdict, _marked("update", update), *rest)
+
+    return call
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _marking_modules() -> Iterator[None]:
+    paths: dict[nn.Module, str] = {}
+    open_marks: list[Any] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if isinstance(module, Body):
+            if module not in paths:
+                paths.update({child: MODULE + path_in(module, child) for child in module.modules()})
+            paths[module] = BODY
+        open_marks.append(mark(paths.get(module, f"{MODULE}{type(module).__name__}")))
+        open_marks[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        if open_marks:
+            open_marks.pop().__exit__(None, None, None)
+
+    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def marking(kind: str) -> Iterator[None]:
+    """A block in which steps mark their phases, and models their modules; compiled steps have none, replayed no modules."""
+    if kind == "compiled":
+        yield
+        return
+    places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli")]
+    places += [(train, "judge", "judge"), (Check, "__call__", "check"), (Sharing, "update", "update")]
+    places += [(owner, "__call__", GRADIENTS) for owner in (Gradients, replay.Replay)]
+    with contextlib.ExitStack() as stack:
+        for owner, name, phase in places:
+            stack.enter_context(_replaced(owner, name, _marked(phase, getattr(owner, name))))
+        stack.enter_context(_replaced(train, "commit", _commit(train.commit)))
+        if kind == "eager":
+            stack.enter_context(_marking_modules())
+        yield
+
+
+def kind_of(step: Any) -> str:
+    """How a step runs: ``"eager"``, ``"replayed"`` or ``"compiled"``."""
+    status = getattr(step, "status", None)
+    if status is not None:
+        return status.partition(":")[0]
+    return "eager" if original(step) is step else "compiled"
+
+
+def profiled(device: torch.device, shapes: bool = False) -> Any:
+    """PyTorch's profiler of this process, and of the device if it has one of its own."""
+    device_type = None if device.type == "cpu" else device.type
+    return profiler(use_device=device_type, record_shapes=shapes, use_kineto=True)
+
+
+def events_of(recorded: Any) -> list[Any]:
+    """The events of a profiler that has ended."""
+    return recorded.kineto_results.events()
+
+
+class Recording:
+    """Steps of a loop, recorded by turns.
+
+    Args:
+        step: The step, which the loop calls as :meth:`over` returns it.
+        steps: How many steps are recorded; by default as many as take about a second.
+        trace: A file for the trace of the latest recorded steps.
+    """
+
+    def __init__(self, step: Any, steps: int | None = None, trace: PathLike | None = None):
+        if steps is not None and (not isinstance(steps, int) or steps < 1):
+            raise ValueError(f"steps is {steps!r}; it must be an integer, at least 1")
+        if trace is not None:
+            folder = os.path.dirname(os.path.abspath(trace))
+            if not str(trace).endswith((".json", ".json.gz")) or not os.path.isdir(folder):
+                raise ValueError(f"trace is {str(trace)!r}; pass a file .json or .json.gz in a folder that exists")
+        self.step, self._steps, self._trace = step, steps, trace
+        self.inputs: tuple[Any, Any] | None = None
+        """State and batch of a step, which nothing writes."""
+        self.kind = ""
+        self.plain: list[float] = []
+        """Seconds of the steps that were not recorded."""
+        self.recorded: list[Any] = []
+        """The profilers of all rounds."""
+        self._begin, self._calls = time.perf_counter(), 0
+        self._last, self._ends, self._per_round = 0.0, 0, 0
+        self._active: contextlib.ExitStack | None = None
+        self._iteration: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are recorded."""
+        return len(self.recorded) == _ROUNDS and self._active is None
+
+    def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step as the loop is to call it."""
+        options = getattr(original(step), "options", None)
+
+        def call(state: Any, batch: Any) -> Any:
+            if self.inputs is None:
+                self.inputs = (tree_map(torch.clone, state) if getattr(options, "donate", False) else state), batch
+            with contextlib.nullcontext() if self._active is None else mark(STEP):
+                return step(state, batch)
+
+        call.__wrapped__ = original(step)  # pyright: ignore[reportFunctionMemberAccess]
+        return call
+
+    def turn(self) -> None:
+        """Go on after a step: begin to record, or end."""
+        if self.is_done or self.inputs is None:
+            return
+        device = leaves(self.inputs[0])[0].device
+        self._calls += 1
+        at = now(device)
+        if self._per_round == 0:
+            self._await_first(at)
+        elif self._active is not None:
+            self._iteration.__exit__(None, None, None)
+            if self._calls == self._ends:
+                self._stop()
+        else:
+            self.plain.append(at - self._last)
+            if self._calls == self._ends:
+                self._start(device)
+        if self._active is not None:
+            self._iteration = mark(ITERATION)
+            self._iteration.__enter__()
+        self._last = now(device)
+
+    def _await_first(self, at: float) -> None:
+        """Wait until the step runs as it will."""
+        waits = "has not paid" in getattr(self.step, "status", "") and at - self._begin < _PATIENCE
+        if self._calls < _WARM or waits:
+            return
+        number = max(2, min(_MOST, math.ceil(_SECONDS / max(at - self._last, 1e-6))))
+        self._per_round = number if self._steps is None else math.ceil(self._steps / _ROUNDS)
+        self._ends = self._calls + self._per_round
+
+    def _start(self, device: torch.device) -> None:
+        self.kind = kind_of(self.step)
+        with contextlib.ExitStack() as stack:
+            # A record made now would hold the markers.
+            stack.enter_context(_replaced(replay, "_FIRST", math.inf))
+            stack.enter_context(marking(self.kind))
+            self.recorded.append(stack.enter_context(profiled(device)))
+            self._active = stack.pop_all()
+        # One more, because the first one after the start is slow.
+        self._ends = self._calls + self._per_round + 1
+
+    def _stop(self) -> None:
+        self.__exit__()
+        if self.is_done and self._trace is not None:
+            with tempfile.NamedTemporaryFile(suffix=".json") as file:
+                self.recorded[-1].export_chrome_trace(file.name)
+                # It replaces the file.
+                content = pathlib.Path(file.name).read_bytes()
+            atomic.write(self._trace, gzip.compress(content) if str(self._trace).endswith(".gz") else content)
+        self._ends = self._calls + self._per_round
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._active is not None:
+            active, self._active = self._active, None
+            active.close()
+
+
+def reference(step: Any, state: Any, batch: Any) -> tuple[list[Span], list[_choice.Choice]]:
+    """The events of one eager step with their shapes, and how its operators were lowered."""
+    eager, device = original(step), leaves(state)[0].device
+    with _replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._step.eagerly(*inputs)):
+        choices = _choice.explain(eager, tree_map(torch.clone, state), batch)
+        with marking("eager"), profiled(device, shapes=True) as recorded:
+            inputs = tree_map(torch.clone, state)
+            with mark(ITERATION), mark(STEP):
+                eager(inputs, batch)
+    return iterations_of(events_of(recorded)), choices
+
+
+def costs(device: torch.device) -> dict[str, float]:
+    """Seconds that recording an event takes: an operator, a marker, a module."""
+    x, layer = torch.ones(1), nn.Identity()
+
+    def nothing() -> None:
+        pass
+
+    works = {"operator": (x.neg, x.neg), "marker": (nothing, _marked("", nothing)), "module": (lambda: layer(x),) * 2}
+    least = {kind: [math.inf, math.inf] for kind in works}
+    for is_recorded in (False, True) * _TURNS:
+        with contextlib.ExitStack() as stack:
+            if is_recorded:
+                stack.enter_context(profiled(device))
+                stack.enter_context(_marking_modules())
+            for kind, work in works.items():
+                least[kind][is_recorded] = min(least[kind][is_recorded], _least(work[is_recorded]))
+    return {kind: max(0.0, recorded - plain) for kind, (plain, recorded) in least.items()}
+
+
+def _least(work: Callable[[], object], calls: int = 100, rounds: int = 8) -> float:
+    """Seconds of a call, the least of several rounds; of this thread, whatever else runs."""
+    least = math.inf
+    for _ in range(rounds):
+        start = time.thread_time()
+        for _ in range(calls):
+            work()
+        least = min(least, (time.thread_time() - start) / calls)
+    return least

@@ -1,0 +1,246 @@
+"""Profiles: lines add up to the step, name its modules and lowerings, and leave the step as it was."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+import hfta_func as hfta
+from hfta_func.run import profile as of_run
+from hfta_func.run import recording
+from hfta_func.run.roofline import _FORMULAS
+from hfta_func.run.timeline import ITERATION, MARK, PHASES, STEP, Timeline, of_device, spans
+from hfta_func.step import replay, train
+
+SEEDS = [3, 5, 7]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are made at the fourth call, and rates and costs take no time to measure."""
+    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
+        monkeypatch.setattr(replay, name, 0)
+    monkeypatch.setattr(recording, "_TURNS", 1)
+    monkeypatch.setattr("hfta_func.run.roofline.rates", lambda device, dtype: (1e9, 1e9))
+
+
+def make_model() -> nn.Module:
+    body = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Dropout(0.2))
+    return nn.Sequential(body, nn.Flatten(), nn.Linear(24, 3))
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def array(**options: Any) -> tuple[Any, hfta.TrainState, Any]:
+    step = hfta.make_train_step(make_model(), loss_fn, hfta.adam(lr=[0.1, 0.2, 0.3]), **options)
+    state = step.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
+    return step, state, (torch.randn(3, 5, 2, 8), torch.randint(0, 3, (3, 5)))
+
+
+def by_phase(result: hfta.Profile) -> dict[str, set[tuple[str, str, str]]]:
+    return {phase: {line[1:4] for line in result.lines if line.phase == phase} for phase in result.phases}
+
+
+def check_sums(result: hfta.Profile) -> None:
+    corrected = result.profiled - sum(count * each for count, each in result.costs.values())
+    assert result.seconds == pytest.approx(corrected, rel=1e-6, abs=1e-9)
+    assert result.seconds == pytest.approx(sum(result.phases.values()))
+    assert {*result.phases} <= {*PHASES, "disturbed"}
+    assert all(line.kernels >= 0 and line.in_kernels >= 0 for line in result.lines if line.phase not in ("noise",))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_lines_of_an_eager_step(donate: bool) -> None:
+    step, state, batch = array(donate=donate)
+    before = {path: leaf.clone() for path, leaf in state.params.items()}
+    with hfta.rules.override(modules="0.0", conv="loop"):
+        result = hfta.profile(step, state, batch, steps=10)
+    check_sums(result)
+    lines = by_phase(result)
+    assert result.kind == "eager" and result.num_models == 3 and result.busy is None
+    assert {("0.0", "convolution", "loop"), ("2", "linear", "folded")} <= lines["forward"]
+    assert {("0.0", "convolution", "loop"), ("2", "linear", "folded")} <= lines["backward"]
+    assert ("", "cross_entropy_loss", "folded") in lines["loss"] and ("", "cross_entropy_loss", "folded") in lines[
+        "backward"
+    ]
+    assert {"check", "entering vmap", "noise", "judge", "update", "commit", "Python"} <= lines.keys()
+    assert all(torch.equal(state.params[path], leaf) for path, leaf in before.items())
+    # Nothing is left of the markers.
+    assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
+    assert train.judge.__module__ == "hfta_func.step.judge" and train.commit.__module__ == "hfta_func.step.commit"
+    # Of conv1d 3 filters of 2 x 4 on 6 pixels of 5 rows, of linear 24 x 3, each three times as much with its gradients.
+    assert result.roofline.flops == 3 * 5 * 2 * (3 * 8 * 6 * 2 + 3 * 72)
+    text = str(result)
+    assert "remaining bias" in text and "roofline" in text and len(text.splitlines()) < 40
+
+
+def test_lines_of_a_replayed_step_are_those_of_the_recorded_one() -> None:
+    step, state, batch = array(replay=True)
+    result = hfta.profile(step, state, batch, steps=10)
+    check_sums(result)
+    lines = by_phase(result)
+    assert result.kind == "replayed" and step.status.startswith("replayed")
+    for phase in ("forward", "backward"):
+        assert {("0.0", "convolution"), ("0.1", "relu"), ("2", "linear")} <= {line[:2] for line in lines[phase]}
+    assert "entering vmap" not in lines or result.phases["entering vmap"] < result.seconds / 2
+
+
+@pytest.mark.exhaustive
+def test_lines_of_a_compiled_step() -> None:
+    step, state, batch = array()
+    result = hfta.profile(torch.compile(step), state, batch, steps=5)
+    check_sums(result)
+    assert result.kind == "compiled" and "graph" in result.phases and "forward" not in result.phases
+
+
+def test_the_costly_module_is_the_largest() -> None:
+    def slow() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 512), nn.Linear(512, 512), nn.Linear(512, 1))
+
+    step = hfta.make_train_step(slow(), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
+    state = step.init(*hfta.init_params(slow, SEEDS), seeds=SEEDS)
+    result = hfta.profile(step, state, torch.randn(3, 256, 4), steps=10)
+    for phase in ("forward", "backward"):
+        lines = [line for line in result.lines if line.phase == phase]
+        assert max(lines, key=lambda line: line.in_kernels).module == "2"
+
+
+def test_a_loader_has_the_phase_data_and_fit_profiles_its_own_steps() -> None:
+    step, state, _ = array()
+    data = torch.randn(20, 2, 8), torch.randint(0, 3, (20,))
+    loader = hfta.ArrayLoader(data, 5, seeds=SEEDS)
+    assert hfta.profile(step, state, loader, steps=5).phases["data"] > 0
+    assert loader.state_dict() == {"epoch": 0, "batches": 0}
+    plain = hfta.fit(step, state, loader, epochs=15, progress=False)
+    assert plain.history.profile is None
+    result = hfta.fit(step, state, hfta.ArrayLoader(data, 5, seeds=SEEDS), epochs=15, progress=False, profile=True)
+    assert torch.equal(result.state.params["2.weight"], plain.state.params["2.weight"])
+    assert {"data", "forward", "loop"} <= result.history.profile.phases.keys()
+    few = hfta.fit(step, state, loader, epochs=1, progress=False, profile=True)
+    assert few.history.profile is None
+    for options in ({"workers": 2}, {"executor": object()}):
+        with pytest.raises(ValueError, match="profile is of steps in this process; leave out workers and executor"):
+            hfta.fit(step, state, loader, epochs=1, progress=False, profile=True, **options)
+
+
+def test_two_profiles_line_by_line_and_traces(tmp_path: pathlib.Path) -> None:
+    step, state, batch = array()
+    before = hfta.profile(step, state, batch, steps=5, trace=tmp_path / "trace.json.gz")
+    with gzip.open(tmp_path / "trace.json.gz") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {f"{MARK}judge", f"{MARK}module:0.0", "aten::linear"} <= names
+    after = before._replace(lines=[line._replace(seconds=2 * line.seconds) for line in before.lines])
+    rows = before.compare(after).splitlines()
+    assert rows[0].split() == ["phase", "module", "operator", "before", "after", "difference"]
+    largest = max(before.lines, key=lambda line: line.seconds)
+    assert f"{1e3 * largest.seconds:+.3f}" in rows[1] and f"{1e3 * before.seconds:+.3f}" in rows[-1]
+
+
+def test_advice_is_for_the_largest_part() -> None:
+    def advice(kind: str, reason: str, *lines: tuple[Any, ...]) -> str:
+        return of_run._advice(kind, [hfta_line(*line) for line in lines], {("a", "convolution"): reason})
+
+    def hfta_line(phase: str, module: str, operator: str, lowering: str, seconds: float, kernels: float) -> Any:
+        return of_run.Line(phase, module, operator, lowering, seconds, kernels, 1)
+
+    kernels = ("forward", "a", "convolution", "loop", 5.0, 4.0)
+    python = ("Python", "", "", "", 9.0, 0.0)
+    assert "replay=True" in advice("eager", "", python, kernels)
+    assert "hfta_func.compile" in advice("replayed", "", python, kernels)
+    assert "step.many" in advice("compiled", "", python, kernels)
+    assert advice("eager", "", ("data", "", "", "", 9.0, 1.0), kernels).startswith("data takes 64%: keep the data")
+    assert "donate=True" in advice("eager", "", ("update", "", "", "", 9.0, 1.0), kernels)
+    assert "try it without" in advice("eager", "overridden", kernels)
+    assert "hfta_func.rules.register" in advice("eager", "no batching rule: one member after another", kernels)
+    assert "rules.override(modules='a', convolution='channels_last')" in advice("eager", "large", kernels)
+    linear = ("forward", "b", "linear", "folded", 5.0, 4.0)
+    assert "kernels are the limit" in advice("eager", "", linear)
+    assert "kernels are the limit" in advice("eager", "", ("loss", "", "exp", "", 5.0, 4.0))
+
+
+class Event:
+    """An event as PyTorch's profiler has it."""
+
+    def __init__(self, name: str, start: int, length: int, launched_by: int = 0, number: int = 0, device: str = "CPU"):
+        self._values = {"name": name, "start_ns": start, "duration_ns": length, "sequence_nr": -1, "scope": 0}
+        self._values |= {"correlation_id": number, "linked_correlation_id": launched_by, "is_user_annotation": False}
+        self._device = device
+
+    def device_type(self) -> Any:
+        return type("Device", (), {"name": self._device})
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self._values[name]
+
+
+def test_kernels_of_a_device_belong_to_what_launched_them() -> None:
+    host = [
+        Event(f"{MARK}{ITERATION}", 0, 1000),
+        Event(f"{MARK}{STEP}", 100, 700),
+        Event(f"{MARK}judge", 200, 300),
+        Event("aten::add", 250, 100, number=7),
+        Event("cudaDeviceSynchronize", 850, 100),
+    ]
+    device = [Event("kernel", 300, 400, launched_by=7, device="CUDA"), Event("kernel", 600, 200, 7, device="CUDA")]
+    launched, busy = of_device([*host, *device])
+    assert launched == {7: (600e-9, 2)} and busy == pytest.approx(500e-9)
+    timeline = Timeline({}, None, launched)
+    (iteration,) = spans(host)
+    timeline.add(iteration, {"operator": 10e-9})
+    lines = {line.phase: line for line in timeline.table()}
+    assert lines["judge"].seconds == pytest.approx(290e-9) and lines["judge"][5:] == pytest.approx((600e-9, 2))
+    assert lines["idle"].seconds == pytest.approx(100e-9) and lines["data"].seconds == pytest.approx(100e-9)
+    assert lines["loop"].seconds == pytest.approx(90e-9) and lines["Python"].seconds == pytest.approx(400e-9)
+
+
+def test_floating_point_operations() -> None:
+    grouped = [[5, 6, 9], [9, 2, 3], [], [], [], [], [], [], []], [None, None, None, [2], [1], [1], False, [0], 3]
+    assert _FORMULAS["_convolution"](*grouped) == 2 * 5 * 9 * 5 * 2 * 3
+    transposed = [[5, 6, 9], [6, 4, 3], [], [], [], [], [], [], []], [None, None, None, [2], [1], [1], True, [0], 1]
+    assert _FORMULAS["_convolution"](*transposed) == 2 * 5 * 6 * 9 * 4 * 3
+    backward = [[5, 9, 5], [5, 6, 9], [9, 2, 3]], [*[None] * 7, False, [0], 3, [True, True, True]]
+    assert _FORMULAS["convolution_backward"](*backward) == 2 * 2 * 5 * 9 * 5 * 2 * 3
+    assert _FORMULAS["baddbmm"]([[2, 1, 5], [2, 3, 4], [2, 4, 5]], []) == 2 * 2 * 3 * 4 * 5
+    assert (
+        _FORMULAS["_scaled_dot_product_flash_attention"]([[2, 3, 5, 4], [2, 3, 7, 4], [2, 3, 7, 4]], [])
+        == 2 * 30 * 7 * 8
+    )
+
+
+def test_bad_input(tmp_path: pathlib.Path) -> None:
+    step, state, batch = array()
+    with pytest.raises(ValueError, match="steps is 0; it must be an integer, at least 1"):
+        hfta.profile(step, state, batch, steps=0)
+    for path in (tmp_path / "trace.txt", tmp_path / "none" / "trace.json"):
+        with pytest.raises(ValueError, match=r"pass a file \.json or \.json\.gz in a folder that exists"):
+            hfta.profile(step, state, batch, trace=path)
+    with pytest.raises(hfta.BatchError, match="the loader has no batch left"):
+        hfta.profile(step, state, (rows for rows in ()))
+    with pytest.raises(hfta.StateError, match="expected a TrainState"):
+        hfta.profile(step, batch, batch)
+    with pytest.raises(hfta.BatchError):
+        hfta.profile(step, state, (batch[0][:2], batch[1]))
+    with pytest.raises(ValueError, match="there is no bar"):
+        hfta.plot.bars({})
+
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        failing.calls += 1
+        if failing.calls > 6:
+            raise RuntimeError("it fails")
+        return loss_fn(model, batch)
+
+    failing.calls = 0
+    step = hfta.make_train_step(make_model(), failing, hfta.sgd(lr=0.1))
+    state = step.init(*hfta.init_params(make_model, SEEDS), seeds=SEEDS)
+    with pytest.raises(RuntimeError, match="it fails"):
+        hfta.profile(step, state, batch, steps=5)
+    assert not torch_module._global_forward_hooks and train.judge.__module__ == "hfta_func.step.judge"
