@@ -16,7 +16,20 @@ SOURCE = pathlib.Path(hfta.__file__).parent
 # From bottom to top: a room, a file or a folder, imports only from rooms before its own.
 ROOMS = [
     *("_types", "_torch", "_kernels", "_tree", "random", "optim", "schedules", "calls", "rules", "models"),
-    *("step", "files", "workers", "run", "callbacks", "testing", "plot", "__init__", "tune", "cluster", "signals", "sklearn"),
+    *(
+        "step",
+        "files",
+        "workers",
+        "run",
+        "callbacks",
+        "testing",
+        "plot",
+        "__init__",
+        "tune",
+        "cluster",
+        "signals",
+        "sklearn",
+    ),
 ]
 APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 """Rooms that never import each other, whatever their order; they are brought together in the step."""
@@ -118,6 +131,7 @@ FILES_IN = {
     ],
     "workers": ["settings", "wire", "fork_server", "process", "executor", "pool", "local"],
     "signals": ["signal", "processing", "cutting", "streaming"],
+    "sklearn": ["estimators", "search"],
     "cluster": ["ray_actors", "torchrun_ranks", "sites", "trainable"],
     "tune": [
         *(
@@ -138,7 +152,14 @@ FILES_IN = {
     ],
 }
 LAST = {
-    **{"_torch": ["__init__"], "testing": ["__init__"], "tune": ["__init__"], "cluster": ["__init__"], "signals": ["__init__"]},
+    **{
+        "_torch": ["__init__"],
+        "testing": ["__init__"],
+        "tune": ["__init__"],
+        "cluster": ["__init__"],
+        "signals": ["__init__"],
+        "sklearn": ["__init__"],
+    },
     **{"optim": ["_hyperparams", "__init__"], "rules": ["__init__"]},
 }
 """Files above those side by side."""
