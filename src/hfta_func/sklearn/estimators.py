@@ -236,7 +236,7 @@ class ArrayRegressor(base.RegressorMixin, ArrayEstimator):
 
     def predict(self, X: Any, groups: Any = None) -> Any:
         """The numbers ``[n]`` or ``[n, outputs]`` by the models of groups; without groups, their mean over all models."""
-        values = self._scores(X, groups, lambda outputs: outputs)
+        values = self._scores(X, groups, Tensor.double)
         return values[:, 0] if self._is_single else values
 
     def score(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> float:
