@@ -23,6 +23,8 @@ TOPICS = (
     "random",
     "rules",
     "schedules",
+    "signals",
+    "sklearn",
     "step.mixing",
     "testing",
     "tune",

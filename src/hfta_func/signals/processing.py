@@ -228,25 +228,26 @@ def bandpass(signal: Any, low: float, high: float, *, taps: int | None = None) -
     nyquist = signal.rate / 2
     if not 0 <= low < high <= nyquist:
         raise BatchError(f"low is {low} and high {high} Hz; give 0 <= low < high <= {nyquist:g}, half of the rate")
-    taps = 2 * math.ceil(1.65 * signal.rate / (low or high)) + 1 if taps is None else taps
-    if taps < 3 or taps % 2 == 0 or taps > len(signal):
+    size = 2 * math.ceil(1.65 * signal.rate / (low or high)) + 1 if taps is None else taps
+    half = size // 2
+    if size < 3 or size % 2 == 0 or size > len(signal):
         raise BatchError(
-            f"taps is {taps} for {len(signal)} samples; give an odd number, from 3 to as many as there are"
+            f"taps is {size} for {len(signal)} samples; give an odd number, from 3 to as many as there are"
         )
-    at = torch.arange(-(taps // 2), taps // 2 + 1, dtype=torch.float64)
-    hamming = torch.hamming_window(taps, periodic=False, dtype=torch.float64)
+    at = torch.arange(-(half), half + 1, dtype=torch.float64)
+    hamming = torch.hamming_window(size, periodic=False, dtype=torch.float64)
     left, right = low / nyquist, high / nyquist
     filter = (right * torch.sinc(right * at) - left * torch.sinc(left * at)) * hamming
     # Of gain 1 in the middle of the band, or at its open end.
     centre = 0.0 if left == 0 else 1.0 if right == 1 else (left + right) / 2
     filter = (filter / (filter * (math.pi * centre * at).cos()).sum()).to(signal.values.device)
-    size = len(signal) + taps - 1
-    spectrum = torch.fft.rfft(signal.values.double(), size) * torch.fft.rfft(filter, size)
-    values = torch.fft.irfft(spectrum, size)[:, taps // 2 : taps // 2 + len(signal)]
+    padded = len(signal) + size - 1
+    spectrum = torch.fft.rfft(signal.values.double(), padded) * torch.fft.rfft(filter, padded)
+    values = torch.fft.irfft(spectrum, padded)[:, half : half + len(signal)]
     known = torch.ones(len(signal), device=values.device) if signal.valid is None else signal.valid.float()
     reach = nn.functional.pad(known.double().cumsum(0), (1, 0))
     valid = torch.zeros(len(signal), dtype=torch.bool, device=values.device)
-    valid[taps // 2 : len(signal) - taps // 2] = reach[taps:] - reach[:-taps] == taps
+    valid[half : len(signal) - half] = reach[size:] - reach[:-size] == size
     return signal.made((values * valid).to(signal.values.dtype), valid)
 
 

@@ -10,16 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hfta_func import random
-from hfta_func._tree import take
+import hfta_func as hfta
 from hfta_func._types import HyperparameterError, require
-from hfta_func.callbacks import early_stopping
-from hfta_func.models.stack import Stacked, unstack_params
-from hfta_func.optim import adam
-from hfta_func.run.experiment import Experiment
-from hfta_func.run.history import History
-from hfta_func.step.prediction import predict
-from hfta_func.step.state import stacked
 
 numpy, base, multiclass, validation = (
     require(name, "sklearn")
@@ -35,8 +27,8 @@ class Fitted(NamedTuple):
     """Trained members of one array."""
 
     model: nn.Module
-    params: Stacked
-    history: History
+    params: hfta.Stacked
+    history: hfta.History
 
 
 def perceptron(shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -55,7 +47,7 @@ class ArrayEstimator(base.BaseEstimator):
         make_model: Callable[..., nn.Module] | None = None,
         *,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-        optimizer: Callable[..., Any] = adam,
+        optimizer: Callable[..., Any] = hfta.adam,
         lr: float = 1e-2,
         weight_decay: float = 0.0,
         epochs: int = 30,
@@ -112,7 +104,7 @@ class ArrayEstimator(base.BaseEstimator):
     def models(self) -> list[nn.Module]:
         """The models in the order of ``groups_``, as ordinary modules."""
         validation.check_is_fitted(self, "params_")
-        return unstack_params(self.model_, *self.params_)
+        return hfta.unstack_params(self.model_, *self.params_)
 
     def _learn_classes(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         """Checked samples and targets as tensors; sets the classes and the number of outputs."""
@@ -125,7 +117,7 @@ class ArrayEstimator(base.BaseEstimator):
         dtype = next(self.model_.parameters()).dtype
         inputs = torch.tensor(numpy.ascontiguousarray(X)).to(self.device, dtype)
         if groups is None or not self._is_grouped:
-            outputs = predict(self.model_, self.params_, inputs.split(_ROWS)).outputs
+            outputs = hfta.predict(self.model_, self.params_, inputs.split(_ROWS)).outputs
             return finish(outputs).mean(0).cpu().numpy()
         names = _column(groups, len(inputs))
         unknown = sorted({*names.tolist()} - {*self.groups_.tolist()})
@@ -139,9 +131,9 @@ class ArrayEstimator(base.BaseEstimator):
         order, counts = torch.tensor(which.argsort(kind="stable")), torch.tensor(numpy.bincount(which))
         at = torch.arange(int(counts.max())).expand(len(counts), -1)
         rows = order[torch.where(at < counts[:, None], at, 0) + (counts.cumsum(0) - counts)[:, None]].to(inputs.device)
-        members = take(self.params_, numpy.searchsorted(self.groups_, present).tolist())
+        members = hfta.take(self.params_, numpy.searchsorted(self.groups_, present).tolist())
         parts = (inputs[part] for part in rows.split(max(1, _ROWS // len(counts)), 1))
-        outputs = finish(predict(self.model_, members, parts, batch_dims=0).outputs)
+        outputs = finish(hfta.predict(self.model_, members, parts, batch_dims=0).outputs)
         known = (at < counts[:, None]).to(inputs.device)
         result = torch.empty_like(outputs[known])
         result[rows[known]] = outputs[known]
@@ -284,11 +276,13 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: S
         return loss(model(batch[0]), batch[1])
 
     seeds = [_seed(estimator.random_state) for estimator in estimators]
-    columns = {name: [estimator.model_params[name] for estimator in estimators] for name in first.model_params or {}}
+    columns: dict[str, Any] = {
+        name: [estimator.model_params[name] for estimator in estimators] for name in first.model_params or {}
+    }
     columns["lr"] = [estimator.lr for estimator in estimators]
     if any(estimator.weight_decay for estimator in estimators):
         columns["weight_decay"] = [estimator.weight_decay for estimator in estimators]
-    experiment = Experiment(make_model, loss_fn, first.optimizer, seeds=seeds, **columns)
+    experiment = hfta.Experiment(make_model, loss_fn, first.optimizer, seeds=seeds, **columns)
     dtype = next(experiment.model.parameters(), inputs).dtype
     inputs = inputs.to(first.device, dtype)
     targets = targets.to(first.device, dtype if targets.is_floating_point() else targets.dtype)
@@ -298,7 +292,7 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: S
         rows, held_out = zip(*(_held_out(*each, first.hold_out) for each in zip(rows, seeds, strict=True)), strict=True)
         options["evaluate"] = (experiment.metric, (inputs, targets), held_out)
         options |= {
-            "callbacks": [early_stopping("val_loss", first.patience)],
+            "callbacks": [hfta.early_stopping("val_loss", first.patience)],
             "restore_best": "val_loss",
             "compact": True,
         }
@@ -311,7 +305,7 @@ def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: S
         **options,
     )
     state = experiment.state
-    return Fitted(experiment.model, Stacked(state.params, stacked(state).buffers), experiment.history)
+    return Fitted(experiment.model, hfta.Stacked(state.params, hfta.stacked(state).buffers), experiment.history)
 
 
 def _seed(random_state: Any) -> int:
@@ -329,7 +323,7 @@ def _held_out(rows: Tensor, seed: int, share: float) -> tuple[Tensor, Tensor]:
             f"hold_out is {share} of {len(rows)} rows; give a share between 0 and 1 that leaves each model rows to train on, "
             f"or patience=None"
         )
-    rows = rows[random.permutation(random.fold_in(random.keys([seed]), _HOLD_OUT), len(rows))[0]]
+    rows = rows[hfta.random.permutation(hfta.random.fold_in(hfta.random.keys([seed]), _HOLD_OUT), len(rows))[0]]
     return rows[count:], rows[:count]
 
 

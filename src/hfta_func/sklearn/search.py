@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hfta_func._tree import take
+import hfta_func as hfta
 from hfta_func._types import HyperparameterError, require
 from hfta_func.sklearn.estimators import ArrayEstimator, train
 
@@ -181,7 +181,7 @@ def _scores(
     for places, fitted in train(members, data, rows):
         for index, place in enumerate(places):
             member = members[place]
-            member.model_, member.params_ = fitted.model, take(fitted.params, [index])
+            member.model_, member.params_ = fitted.model, hfta.take(fitted.params, [index])
             tested = splits[place % len(splits)][1]
             some = X.iloc[tested] if hasattr(X, "iloc") else numpy.asarray(X)[tested]
             scores[place] = scorer(member, some, numpy.asarray(y)[tested])
