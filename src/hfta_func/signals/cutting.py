@@ -76,8 +76,9 @@ def windows(
             )
     size, step = first.whole(length, "length"), first.whole(hop, "hop")
     # Every person begins on the grid of hops.
-    joined = torch.cat([nn.functional.pad(each.values, (0, -len(each) % step)) for each in persons], 1)
-    joined = nn.functional.pad(joined, (0, max(0, size - joined.shape[1])))
+    zeros = first.values.new_zeros(len(first.values), max(size, step))
+    parts = [part for each in persons for part in (each.values, zeros[:, : -len(each) % step])]
+    joined = torch.cat([*parts, zeros[:, : max(0, size - sum(part.shape[1] for part in parts))]], 1)
     values = joined.unfold(1, size, step).transpose(0, 1)
     times, rows, labels, low = values.new_zeros(len(values), dtype=torch.float64), [], [], 0
     for person, (signal, given) in enumerate(zip(persons, events, strict=True)):

@@ -10,18 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._types import BatchError
-from hfta_func.signals.signal import Signal, for_each, naming
+from hfta_func.signals.signal import Signal, for_each, naming, zeroed
 
 
 def _blocks(leaf: Tensor, size: int) -> Tensor:
     """``[..., T] -> [..., ceil(T / size), size]``, with zeros behind the last sample; a view if no zero is needed."""
-    return nn.functional.pad(leaf, (0, -leaf.shape[-1] % size)).unflatten(-1, (-1, size))
+    padding = -leaf.shape[-1] % size
+    return (nn.functional.pad(leaf, (0, padding)) if padding else leaf).unflatten(-1, (-1, size))
+
+
+def _sums(leaf: Tensor, size: int) -> Tensor:
+    """The sum of each block, ``[..., T] -> [..., ceil(T / size)]``."""
+    blocks = _blocks(leaf, size)
+    # Sums of a few numbers are slow, products are not.
+    return blocks @ blocks.new_ones(size) if size <= 64 else blocks.sum(-1)
 
 
 def _counts(signal: Signal, size: int) -> Tensor:
     """The number of samples in each block, in the signal's precision."""
     if signal.valid is not None:
-        return _blocks(signal.valid, size).sum(-1, dtype=signal.values.dtype)
+        known = signal.valid.to(signal.values.dtype) if size <= 64 else signal.valid
+        return _sums(known, size).to(signal.values.dtype)
     counts = signal.values.new_full((-(-len(signal) // size),), size)
     counts[-1] -= -len(signal) % size
     return counts
@@ -55,10 +64,10 @@ def resample(signal: Any, rate: float) -> Any:
         high = torch.where(at - low > 1e-6, low + 1, low).clamp(max=len(signal) - 1)
         values = torch.lerp(signal.values[:, low], signal.values[:, high], (at - low).to(signal.values.dtype))
         valid = None if signal.valid is None else signal.valid[low] & signal.valid[high]
-        return signal.made(values if valid is None else values * valid, valid, rate=rate)
+        return signal.made(zeroed(values, valid), valid, rate=rate)
     whole = round(ratio)
     if abs(ratio - whole) < 1e-9 * ratio:
-        sums, counts = _blocks(signal.values, whole).sum(-1), _counts(signal, whole)
+        sums, counts = _sums(signal.values, whole), _counts(signal, whole)
     else:
         # Sample i is in period floor(i / ratio).
         count = math.floor((len(signal) - 1) / ratio + 1e-6) + 1
@@ -111,7 +120,7 @@ def _joined(first: Signal, *others: Signal) -> Signal:
     masks = [valid for _, valid in parts if valid is not None]
     valid = torch.stack(masks).all(0) if masks else None
     values = torch.cat([values for values, _ in parts])
-    return first.made(values if valid is None else values * valid, valid)
+    return first.made(zeroed(values, valid), valid)
 
 
 def _held(signal: Signal, at: Signal) -> tuple[Tensor, Tensor | None]:
@@ -154,9 +163,10 @@ def fill(
         raise BatchError(f"all of {signal!r} is gaps, which have no mean; leave it out, or fill by a number")
     missing = ~signal.valid
     if within is not None:
-        # Where a gap begins and where it ends.
-        edges = nn.functional.pad(missing.to(torch.int8), (1, 1)).diff()
-        begins, ends = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
+        # Stretches of gaps and of samples by turns.
+        edges = (missing[1:] != missing[:-1]).nonzero().flatten() + 1
+        edges = nn.functional.pad(nn.functional.pad(edges, (1, 0)), (0, 1), value=len(signal))
+        begins, ends = edges[:-1], edges[1:]
         for begin, end in torch.stack([begins, ends], 1)[ends - begins > within * signal.rate + 1e-6].tolist():
             missing[begin:end] = False
     at, values = missing.nonzero().flatten(), signal.values.clone()
@@ -164,7 +174,7 @@ def fill(
         size = len(signal) if window is None else signal.whole(window, "window")
         counts = _counts(signal, size)
         at = at[counts[at // size] > 0]
-        values[:, at] = (_blocks(signal.values, size).sum(-1) / counts)[:, at // size]
+        values[:, at] = (_sums(signal.values, size) / counts)[:, at // size]
     else:
         values[:, at] = value
     return signal.made(values, signal.valid.index_fill(0, at, True))
@@ -201,7 +211,7 @@ def normalise(signal: Any, window: float | None = None) -> Any:
     flat = std <= 8 * torch.finfo(std.dtype).eps * mean.abs()
     scale = torch.where(flat, 0, 1 / std)[..., None]
     values = torch.sub(blocks, mean[..., None]).mul_(scale).flatten(1)[:, : len(signal)]
-    return signal.made(values if signal.valid is None else values.mul_(signal.valid), signal.valid)
+    return signal.made(zeroed(values, signal.valid), signal.valid)
 
 
 @for_each
@@ -248,7 +258,7 @@ def bandpass(signal: Any, low: float, high: float, *, taps: int | None = None) -
     reach = nn.functional.pad(known.double().cumsum(0), (1, 0))
     valid = torch.zeros(len(signal), dtype=torch.bool, device=values.device)
     valid[half : len(signal) - half] = reach[size:] - reach[:-size] == size
-    return signal.made((values * valid).to(signal.values.dtype), valid)
+    return signal.made(zeroed(values.to(signal.values.dtype), valid), valid)
 
 
 @for_each
