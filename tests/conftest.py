@@ -26,8 +26,8 @@ def covers(mark, item):
     return bool(re.search(ids, case)) and not (unless and re.search(unless, case))
 
 
-LONG, EVERY = 6, 8
-"""Of a table with so many exhaustive cases `make test-more` runs every eighth one; the others are soak."""
+LONG, EVERY = 6, 32
+"""Of a table with so many exhaustive cases `make test-more` runs every thirty-second one; the others are soak."""
 
 
 def pytest_collection_modifyitems(items):

@@ -70,6 +70,7 @@ def test_rules_match_the_loop_with_a_shared_first_input(case):
         check_against_loop(case, (False,) + (True,) * (count - 1), tolerance)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_autocast_is_that_of_a_member_alone(case, dtype):

@@ -324,6 +324,7 @@ def weighted(scale, key):
     return random.normal(key, (7, 3)).sum() * scale
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_normal_draws_copy_their_table_to_a_device_once(compiled, tables):
     torch._dynamo.reset()
@@ -463,6 +464,7 @@ def test_every_routed_operator_is_called_here():
 
 
 # One tensor that all members share cannot hold noise of each member's own.
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("name", "shared"),
     [

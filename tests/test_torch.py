@@ -44,6 +44,7 @@ def test_the_requirement_has_the_same_lower_bound_and_no_upper_one():
     assert set(re.findall(r'"(torch>=[^"]*)"', text)) == {f"torch>={'.'.join(map(str, _torch.OLDEST))}"}
 
 
+@pytest.mark.exhaustive
 def test_a_newer_release_is_imported_with_one_warning_and_computes(tmp_path):
     code = """
 import warnings

@@ -238,6 +238,7 @@ class Watch(TorchDispatchMode):
         return self._device != "cpu" and tensor.device.type == "cpu" and tensor.dim() == 0
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.usefixtures("meta")
 @pytest.mark.parametrize("case", UNPACKED)
 def test_rules_and_gradients_stay_on_the_device(case: RuleCase) -> None:
@@ -309,6 +310,7 @@ def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, refusing(getattr(torch, name)))
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.exhaustive(ids="^(cnn|transformer)", unless="-plain-True")
 @pytest.mark.usefixtures("meta", "no_numbers")
 @pytest.mark.parametrize(("name", "option", "donate"), CASES)

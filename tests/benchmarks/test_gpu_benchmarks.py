@@ -257,6 +257,7 @@ def measured(bench, monkeypatch, tmp_path):
     return state
 
 
+@pytest.mark.exhaustive
 def test_a_mode_that_runs_out_of_memory_beside_others_runs_alone(measured):
     measured.full = {"dense": "beside"}
     rows = measured.run()

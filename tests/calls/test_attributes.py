@@ -210,6 +210,7 @@ def made(models: list[nn.Module], chunk_size: int | None = None, compiled: bool 
     return (torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step), state
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(("count", "chunk_size"), [(1, None), (3, None), (3, 1), (3, 2)])
 @pytest.mark.parametrize("kind", CARRYING)
 def test_what_is_carried_is_refused(kind: type[Keeps], count: int, chunk_size: int | None) -> None:
@@ -223,6 +224,7 @@ def test_what_is_carried_is_refused(kind: type[Keeps], count: int, chunk_size: i
             step(state, batches(count)[0])
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("kind", [Hidden, UnusedCounter, History, WritesTensor])
 def test_compiled_it_is_refused_in_the_same_words(kind: type[Keeps]) -> None:
     step, state = made(members(kind, 3), compiled=True)
@@ -231,6 +233,7 @@ def test_compiled_it_is_refused_in_the_same_words(kind: type[Keeps]) -> None:
             step(state, batches(3)[0])
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.exhaustive(ids="True", unless="Auxiliary-3")
 @pytest.mark.parametrize(
     ("count", "chunk_size", "compiled"),

@@ -99,7 +99,7 @@ def alone(model: nn.Module, loss: Callable[..., Tensor], data: list[Batch], lr: 
     return value.detach()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(("count", "chunk_size"), [(1, None), (3, None), (3, 1), (3, 2)])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("shared", [False, True])
@@ -165,6 +165,7 @@ def test_arrays_of_arrays() -> None:
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("loss", [gradient_penalty, by_parameters])
 def test_compiled_it_is_refused_with_a_cure(loss: Any, count: int) -> None:

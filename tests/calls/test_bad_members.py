@@ -121,7 +121,7 @@ def stepping(loss: Callable[[Tensor], Tensor], place: str, **options: Any) -> Ru
 
 
 @pytest.mark.exhaustive(ids="compiled")
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:torch.cholesky is deprecated")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

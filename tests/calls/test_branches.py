@@ -82,6 +82,7 @@ def array(
     return members, step, step.init(*hfta.stack_params(members), seeds=range(M), hparams=hparams)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"checkpoint": ["inner"]}], ids=str)
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_member_i_takes_its_own_side(branch: Callable[..., Tensor], options: dict[str, Any]) -> None:

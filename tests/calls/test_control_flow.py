@@ -104,6 +104,7 @@ def rows() -> Tensor:
 
 
 # Alone, PyTorch compiles, which takes longer than the array.
+@pytest.mark.sampled(every=7)
 @pytest.mark.exhaustive(unless="(while_loop|map)-together-3|evaluated-3")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
@@ -216,7 +217,7 @@ ATTENTION = [("score",), ("shared mask",), ("score", "made mask"), ()]
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", ["evaluated", "ensemble", "mapped"])
 @pytest.mark.parametrize("options", ATTENTION, ids=" and ".join)
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=12)
 def test_flex_attention(options: tuple[str, ...], way: str, count: int) -> None:
     assert_as_alone(lambda: Model(attends(*options)), rows(), way, count)
 
@@ -261,6 +262,7 @@ NESTED = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_tensors_need_members_one_by_one(name: str, count: int) -> None:
@@ -372,7 +374,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_what_one_program_cannot_hold_is_refused(name: str, count: int) -> None:
     func, contained, message = REFUSED[name]
 

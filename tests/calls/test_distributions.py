@@ -98,7 +98,7 @@ def validating() -> Any:
 
 
 @pytest.mark.exhaustive(ids="compiled")
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_with_a_distribution(name: str, place: str) -> None:

@@ -201,7 +201,7 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:index_reduce")
 @pytest.mark.exhaustive(ids="compiled", unless="^zeros-each-3")
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
@@ -334,6 +334,7 @@ def test_what_a_function_under_vmap_has_written_is_not_written_twice():
     assert torch.equal(out, torch.ones(3, 2))
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_ensemble():
     models = [Writing(zeros) for _ in range(3)]
     x = torch.randn(5, 4)

@@ -118,6 +118,7 @@ def assert_members_are_solo_runs(func, **options):
             torch.testing.assert_close(found, leaf, rtol=1e-5, atol=1e-5, msg=lambda text, path=path: f"{path}: {text}")
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_are_those_of_python_numbers(kind):
     assert_members_are_solo_runs(KINDS[kind])

@@ -220,6 +220,7 @@ def assert_members_are_solo_runs(members, xs, **options):
 BRANCHING = {"a branch that all take", "triplets by distance"}
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", CASES)
 def test_members_are_the_runs_of_their_own_models(name):
     assert_members_are_solo_runs(models(*CASES[name]), batches())
@@ -519,6 +520,7 @@ def test_a_frozen_base_with_buffers():
         torch.testing.assert_close(metrics["loss"][i : i + 1], own["loss"], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

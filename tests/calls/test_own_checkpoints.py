@@ -141,7 +141,7 @@ def run(kind: type[Model], wrap: Wrap, count: int, compiled: bool = False, **opt
 
 
 @pytest.mark.exhaustive(ids="True-{}")
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize(
     ("count", "compiled", "options"),
     [

@@ -85,6 +85,7 @@ def run(models: list[nn.Module], chunk_size: int | None = None, compiled: bool =
     return state
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.exhaustive(ids="-True$", unless="^spectral norm-")
 @pytest.mark.parametrize(
     ("count", "chunk_size", "compiled"),

@@ -83,6 +83,7 @@ def test_actors_that_are_killed_change_nothing(crew: cluster.RayPool, trials: in
     check_kills(crew, trials, kills, kill)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp6"), reason="needs Linux's list of sockets")
 def test_nothing_listens_beyond_this_machine(crew: cluster.RayPool) -> None:
     own: dict[str, str] = {}

@@ -66,6 +66,7 @@ def test_no_comparison_overlooks_nan(place: int) -> None:
         assert not _identical(one, other)
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.exhaustive(ids="cnn|transformer", unless="^adamw-|^muon")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -86,7 +87,7 @@ def test_members_are_the_runs_of_torch(name: str, case: OptimizerCase) -> None:
 
 
 # SequentialLR itself calls scheduler.step(epoch), which torch deprecates.
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=14)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -113,6 +114,7 @@ def test_every_optimizer_follows_every_schedule(case: OptimizerCase, schedule: s
         torch.testing.assert_close(param, torch.stack([x.detach() for x in column]), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.exhaustive(unless="^(sgd|lion)-mlp|^(adamw|muon)-")
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize(
@@ -125,6 +127,7 @@ def test_members_with_dropout_are_arrays_of_one(name: str, case: OptimizerCase) 
     assert after.step.tolist() == [STEPS] * M
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_float32_members_are_arrays_of_one(name: str) -> None:
     # SGD, because Adam scales up the rounding noise of small gradients.
@@ -132,6 +135,7 @@ def test_float32_members_are_arrays_of_one(name: str) -> None:
     assert_matches_solo(step, state, batches(M, 10, dtype=torch.float32), rtol=1e-3)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("chunk_size", [1, 2])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_chunks_change_nothing(name: str, chunk_size: int) -> None:
@@ -144,6 +148,7 @@ def test_chunks_change_nothing(name: str, chunk_size: int) -> None:
     assert _largest_difference(b, a) <= 1e-10
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_one_shared_batch_equals_equal_batches(name: str) -> None:
     members, step, state = _array(name, dropout=0.3)
@@ -171,6 +176,7 @@ def test_permuting_members_permutes_results(name: str) -> None:
     assert _largest_difference(permuted, hfta.take(straight, order)) <= 1e-12
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e200])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_member_that_fails_leaves_the_others_bit_identical(name: str, poison: float) -> None:

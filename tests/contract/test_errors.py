@@ -953,6 +953,7 @@ NESTED = {
 }
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("way", ["step", "checkpointed", "one vmap inside another", "functional_call", "compiled"])
 @pytest.mark.parametrize("name", NESTED)
 def test_the_line_below_a_module_that_reads_a_value(name, way):
@@ -1248,6 +1249,7 @@ def test_option_of_another_type(option, value):
         hfta.make_train_step(Net(), _loss, hfta.sgd(lr=0.1), **{option: value})
 
 
+@pytest.mark.exhaustive
 def test_modules_are_reached_from_one_import():
     code = "import hfta_func as hfta; print(hfta.plot.bands.__name__, hfta.testing.assert_matches_solo.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

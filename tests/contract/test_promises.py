@@ -161,7 +161,7 @@ CASES = [
 
 
 @pytest.mark.exhaustive(ids="compiled")
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(("promise", "num_models", "place", "shared"), CASES)
 def test_promise(promise: Promise, num_models: int, place: str, shared: bool) -> None:
     torch.manual_seed(0)

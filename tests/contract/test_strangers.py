@@ -120,7 +120,7 @@ def test_an_optimizer_that_breaks_a_law(make: Any, reference: Any, message: str)
         assert_optimizer(make, HYPERPARAMS, reference)
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OPTIMIZERS + MATRIX_OPTIMIZERS])
 def test_optimizers_of_the_package_keep_the_laws(case: OptimizerCase) -> None:
     # It makes the first sums, and is no part of the state.
@@ -324,6 +324,7 @@ def test_a_callback_that_breaks_a_law(make: Any, message: str) -> None:
         assert_callback(make)
 
 
+@pytest.mark.exhaustive
 def test_an_executor_from_outside_keeps_the_laws() -> None:
     assert_executor(executor.LastFirst())
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = [*"--size small --limit 40 --length 16 --batch-size 10 --epochs 1 --pretrain-epochs 1".split()]
 
 
+@pytest.mark.exhaustive
 def test_every_adapter_is_the_one_trained_alone_and_the_best_one_is_written(tmp_path, capsys):
     wanted = [*"--ranks 1 3 --lr 0.003 0.1 --mixes 0 0.5".split()]
     assert main([*SMALL, *wanted, "--out", str(tmp_path / "grid")]) == 0

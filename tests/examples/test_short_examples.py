@@ -33,6 +33,7 @@ def test_lines(name):
     assert {path.stem for path in SHORT.glob("*.py")} == {"__init__", *LINES}
 
 
+@pytest.mark.exhaustive
 def test_an_ensemble_errs_less_than_its_members(capsys):
     error, alone, deviation = numbers(run("deep_ensemble", capsys))
     assert 0.3 < error < alone < 0.6 and 0.05 < deviation < 0.5

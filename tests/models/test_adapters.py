@@ -83,6 +83,7 @@ CONFIGS = {
 
 
 # peft takes biases of LoRA's own for parts of matrices when it saves them.
+@pytest.mark.sampled(every=7)
 @pytest.mark.filterwarnings("ignore:Adapter 'default'.*LoRA tensor")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_adapters_are_the_runs_of_peft_alone(name, tmp_path):
@@ -260,6 +261,7 @@ def make_llama():
 
 
 # Autograd functions without rules, and what peft and PyTorch say of such layers.
+@pytest.mark.sampled(every=2)
 @pytest.mark.filterwarnings(
     "ignore::hfta_func.LoopWarning", "ignore:Unsupported layer", "ignore:Sparse invariant", "ignore:.*no bias term"
 )

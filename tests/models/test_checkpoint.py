@@ -157,7 +157,7 @@ def _assert_same_steps(plain: Any, checkpointed: Any, state: hfta.TrainState, da
     return b
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bits_are_those_of_a_step_without(name: str, options: dict[str, Any]) -> None:
@@ -166,19 +166,21 @@ def test_the_bits_are_those_of_a_step_without(name: str, options: dict[str, Any]
     assert all(not torch.equal(after.buffers[path], old) for path, old in state.buffers.items())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_members_share_a_batch(name: str) -> None:
     plain, checkpointed, state = _pair(MODELS[name], checkpoint=[""], batch_dims=None)
     _assert_same_steps(plain, checkpointed, state, [(x[0], y[0]) for x, y in batches(1, 3)])
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", MODELS)
 def test_members_are_arrays_of_one(name: str) -> None:
     _, step, state = _pair(MODELS[name])
     assert_matches_solo(step, state, batches(M, 5), rtol=1e-10)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("checkpoint", [[""], ["layer1"], ["layer1", "layer1.1", "layer2.1.body"], "stem", []], ids=str)
 def test_any_parts_may_be_chosen(checkpoint: Any) -> None:
     plain, checkpointed, state = _pair(ResNet, checkpoint)

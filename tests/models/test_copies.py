@@ -120,7 +120,7 @@ BUILDS = [
 
 @pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:Sparse CS", "ignore:.*torch.jit.script")
 @pytest.mark.exhaustive(ids="-compiled$")
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)

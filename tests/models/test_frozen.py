@@ -104,6 +104,7 @@ def test_only_what_is_trained_is_stacked():
     assert params.keys() == OWN and buffers.keys() == {"fc.up.gain"} and len({*buffers["fc.up.gain"].tolist()}) == M
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.exhaustive(ids="auto|accumulate")
 @pytest.mark.parametrize(
     "options",

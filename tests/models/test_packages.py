@@ -113,6 +113,7 @@ def graph_batch(**more: Tensor) -> dict[str, Tensor]:
     return {"nodes": randn(M, N, 4), "weights": randn(M, 12).square(), "features": randn(M, 12, 2), **more}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.exhaustive(unless="^(convolution|transformer)-")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", GRAPHS)

@@ -52,6 +52,7 @@ def test_model_axis_anywhere(case: RuleCase) -> None:
     assert_close(as_tuple(hfta.vmap(case.func, in_dims=-1)(*last)), outputs_of_loop(case, mask, inputs))
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_gradient_inside_vmap(case: RuleCase) -> None:
     mask = (True,) * len(case.make())
@@ -66,6 +67,7 @@ def test_gradient_inside_vmap(case: RuleCase) -> None:
     assert_close(list(hfta.vmap(grad)(*inputs)), expected)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_array_of_arrays(case: RuleCase) -> None:
     mask = (True,) * len(case.make())
@@ -85,6 +87,7 @@ def test_under_compile(case: RuleCase) -> None:
     assert_close(as_tuple(compiled(*inputs)), outputs_of_loop(case, mask, inputs))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_an_array_of_one(case: RuleCase) -> None:
     inputs = [x[:1] for x in member_inputs(case, (True,) * len(case.make()))]

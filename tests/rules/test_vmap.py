@@ -172,7 +172,7 @@ def _result(call: Callable[[Any], Any], vmap: Any) -> Any:
         return error
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("row", ROWS)
 def test_as_pytorch(row: Row) -> None:
     hfta.rules.uninstall()

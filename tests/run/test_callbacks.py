@@ -59,6 +59,7 @@ CURVES = [
 ]
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("patience", [1, 2, 3, 4])
 @pytest.mark.parametrize("min_delta", [0.0, 0.25])
 @pytest.mark.parametrize("mode", ["min", "max"])

@@ -45,6 +45,7 @@ def test_few_pairs_are_permuted_in_every_way() -> None:
     assert found.permutation == np.mean([flip >= differences.sum() - 1e-12 for flip in flips])
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_breaks_no_ties(dtype: torch.dtype) -> None:
     """Accuracies are tested as the numbers of images that they stand for."""

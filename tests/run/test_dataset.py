@@ -130,6 +130,7 @@ def noisy_collate(items):
 LOADING = {"here": {}, "workers": {"num_workers": 2}, "lasting": {"num_workers": 1, "persistent_workers": True}}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", LOADING)
 def test_the_caller_s_generators_stay_whoever_loads(name):
     options = {**LOADING[name], "collate_fn": noisy_collate}
@@ -407,6 +408,7 @@ def test_training_is_that_of_a_loop():
         torch.testing.assert_close(result.state.params["weight"][member], weight, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("after", [2, 3, 7])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_run_goes_on_to_the_same_bits(after, num_workers, tmp_path):

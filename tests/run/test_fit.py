@@ -605,6 +605,7 @@ def spoil(held, *keys, value):
     held[keys[-1]] = value
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("position", [True, False])
 @pytest.mark.parametrize(
     "keys",
@@ -699,6 +700,7 @@ def test_a_metric_before_the_first_epoch():
         hfta.History(torch.tensor([1]))["loss"]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("generator", [False, True])
 @pytest.mark.parametrize("after", [3, 4, 6])
 def test_a_shuffling_loader_goes_on_to_the_same_bits(after, generator, tmp_path):

@@ -226,6 +226,7 @@ MOVES = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("move", MOVES)
 def test_members_of_equal_seeds_are_followed(move):
     moved, numbers = MOVES[move]

@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_members_are_those_alone(name, chunk_size):

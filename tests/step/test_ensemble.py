@@ -230,6 +230,7 @@ def test_compiled_it_is_one_graph_for_each_mode():
     assert_same(whole.state_dict(), twin.state_dict())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["cnn", "convolution"])
 def test_torch_exports_it(name):
     whole = ensemble(name).eval()

@@ -135,6 +135,7 @@ def test_members_get_their_own_part_of_the_batch(members: Any, state: hfta.Train
     assert torch.equal(evaluate(state, batch)["total"], batch["x"] + batch["shared"])
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("fast", [1, 2, 4, 5])
 def test_auto_keeps_the_fastest(
     members: Any, state: hfta.TrainState, inputs: Tensor, fast: int, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +247,7 @@ BATCH_DIMS: list[tuple[Any, Any, bool]] = [
 ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("size", [None, 1, 2, "auto"])
 @pytest.mark.parametrize("case", range(len(BATCH_DIMS)))
 def test_training_and_evaluation_take_the_same_batches(case: int, size: Any) -> None:

@@ -171,6 +171,7 @@ SCHEDULERS: dict[str, Callable[[Any, int], Any]] = {
 KINDS = {"sgd": (torch.optim.SGD, {"momentum": 0.9}), "adam": (torch.optim.AdamW, {"betas": (0.8, 0.99)})}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.exhaustive(unless="sgd-3-2|OneCycleLR-adam")
 @pytest.mark.parametrize(("kind", "before", "every"), [("sgd", 0, 1), ("sgd", 3, 2), ("adam", 2, 1)])
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -45,6 +45,7 @@ def _poisoned(data: list[Any], number: int, member: int, value: float) -> list[A
     return spoilt
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.exhaustive(ids="-True$")
 @pytest.mark.parametrize(
     ("name", "nonfinite", "donate", "compiled"),
@@ -114,6 +115,7 @@ def test_an_exported_check_has_no_operator_of_ours() -> None:
     assert not [node for node in program.graph.nodes if "hfta" in str(node.target)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.exhaustive(ids="inductor")
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_raising(backend: str | None) -> None:
@@ -177,6 +179,7 @@ def test_donated_chunks_and_rounding() -> None:
         _close(other, state)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from hfta_func.step import replay
 from hfta_func.testing import assert_matches_solo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,6 +81,7 @@ def run(step: Any, state: Any, batches: Any) -> tuple[Any, Any]:
     return state, reports
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("every", [{}, {"g": 2}, {"d": 3, "g": 2}])
 def test_members_are_loops_over_ordinary_modules(every, donate):
@@ -138,6 +140,7 @@ def failing(loss: Any, member: int = 1) -> Any:
     return fails
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("which", ["d", "g"])
 @pytest.mark.parametrize("every", [{}, {"d": 1, "g": 2}, {"d": 2}])
@@ -380,3 +383,18 @@ def test_states_and_batches_that_do_not_fit():
         step(start(step), make_batches()[0])
     with pytest.raises(hfta.HyperparameterError, match=r"'gamma'.* would not be used"):
         start(step, hparams={"gamma": 1.0})
+
+
+@pytest.mark.parametrize("every", [{}, {"g": 2}])
+def test_networks_are_replayed_to_the_same_bits(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
+        monkeypatch.setattr(replay, name, 0)
+    plain = make_joint((with_noise(loss_d), with_noise(loss_g)), every=every)
+    step, batches = plain.replayed(), make_batches(8)
+    # A member that fails goes back to where it was, also in a step that is replayed.
+    batches[7][0][1] = torch.nan
+    expected, after = run(plain, start(plain), batches), run(step, start(step), batches)
+    assert expected[1][7]["failure"].tolist() == [0, 1, 0]
+    assert same(*(optree.tree_map(torch.nan_to_num, results) for results in (expected, after)))
+    assert all(status.startswith("replayed") for status in step.status.values()), step.status
+    assert all(status.startswith("eager") for status in plain.status.values())

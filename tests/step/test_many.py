@@ -91,6 +91,7 @@ CONTAINERS = {
 }
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_batches_in_containers_that_a_step_takes(kind):
     make, seen = CONTAINERS[kind], set()

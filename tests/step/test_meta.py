@@ -61,6 +61,7 @@ def gradient_by_differences(run: Any, *values: Tensor, width: float = 1e-6) -> l
 VALUES = torch.tensor(LR, dtype=torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gradients_by_hyperparameters(name: str) -> None:
     run = after_three_steps(OPTIMIZERS[name])

@@ -503,7 +503,7 @@ def _seed(number: int) -> None:
     globals()["GENERATOR"] = numpy.random.default_rng(number)
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("name", WAYS)
 def test_what_functions_read_from_python(name: str, restored: None) -> None:
     # What two loss functions read in turn must be the same, so each array has a way of its own.
@@ -583,7 +583,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bits_of_the_eager_step(name: str, count: int) -> None:

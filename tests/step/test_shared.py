@@ -91,6 +91,7 @@ def check(state, loop, members=range(M)):
                 torch.testing.assert_close(tensors[path][place], tensor, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.exhaustive(ids="^True.*donate")
 @pytest.mark.parametrize(
     ("compile", "options"),

@@ -33,6 +33,7 @@ FLAT = {name: SPACE[name] for name in ("lr", "momentum")}
 SIX = STUDY | {"nonfusible": (), "trials": 6, "epochs": 1, "max_models": 8}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.exhaustive(unless="hyperband|asynchronous")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_results_are_the_same_however_trials_are_packed(scheduler: str) -> None:
@@ -553,6 +554,7 @@ def test_a_grid_is_tried_whole() -> None:
     assert all(trial.status == "complete" for trial in study.trials)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.exhaustive(ids="CmaEs|GP")
 @pytest.mark.parametrize(
     ("kind", "options", "asked"),
@@ -649,6 +651,7 @@ def test_importances_are_those_of_what_is_stored(tmp_path: pathlib.Path) -> None
         assert set(found) == set(SPACE) and found == pytest.approx(expected)
 
 
+@pytest.mark.exhaustive
 def test_a_storage_that_is_locked(tmp_path: pathlib.Path) -> None:
     """The study ends, and goes on once it is free."""
     file, options = tmp_path / "study.db", STUDY | {"max_models": 4, "scheduler": tune.halving()}

@@ -25,6 +25,7 @@ class TwoParts(Inline):
     count = 2
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", [Inline, TwoParts])
 def test_this_process_keeps_the_laws(kind: type[Inline]) -> None:
     assert_executor(kind())

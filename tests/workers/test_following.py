@@ -80,6 +80,7 @@ def test_a_run_goes_on_inside_an_epoch_with_the_members_it_had(way: str, tmp_pat
     assert_same_run(found, expected)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.exhaustive(ids="workers")
 @pytest.mark.soak(ids="workers-(shared|batches)")
 @pytest.mark.parametrize("loader", ["own", "batches", "shared"])

@@ -256,6 +256,7 @@ def test_ctrl_c_inside_a_segment_ends_it_after_a_step_or_two(crew: hfta.WorkerPo
     assert_same(again, hfta.fit(quick, state, many(), epochs=1, progress=False))
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("stops", [(4, 2), (2, 4), (None, 2), (3, None)])
 @pytest.mark.parametrize("dealt", [True, False])
 def test_parts_that_stop_after_different_steps_are_levelled(stops: tuple[int | None, int | None], dealt: bool) -> None:

@@ -68,6 +68,16 @@ def is_of_package(transformation: GradientTransformation) -> bool:
     return all(is_of_package(part) for part in inner if isinstance(part, GradientTransformation))
 
 
+def is_closed(value: GradientTransformation | Schedule) -> bool:
+    """Whether an optimizer or schedule is made by this package alone, of numbers: it reads only its state."""
+    make, parts = recipe(value)
+    if not isinstance(make, functools.partial) or not make.func.__module__.startswith("hfta_func."):
+        return False
+    kinds, arguments = (GradientTransformation, Schedule), (parts, make.keywords)
+    inner = optree.tree_leaves(arguments, is_leaf=lambda part: isinstance(part, kinds))  # pyright: ignore
+    return all(is_closed(part) if isinstance(part, kinds) else not callable(part) for part in inner)
+
+
 def check_transformation(name: str, value: Any) -> None:
     """Raise a TypeError unless ``value``, called ``name``, is an optimizer of this package or a part of one."""
     if not isinstance(value, GradientTransformation):

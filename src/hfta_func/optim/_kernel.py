@@ -20,7 +20,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from hfta_func._kernels import native, rows
 from hfta_func._kernels.operators import define_operator
-from hfta_func._torch import constant_to_compiler
+from hfta_func._torch import constant_to_compiler, num_dispatch_modes
 
 _FORMS: Mapping[Any, str] = {
     **{"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "neg": "-{0}"},
@@ -77,6 +77,8 @@ class Kernel:
         dtype, width = leaves[0].dtype, len(columns[0])
         if compiles and width <= MAX_INLINE_LEAVES:
             return None
+        # What records operators must see one.
+        compiles = compiles or num_dispatch_modes() > 0
         if not all(leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves) or dtype not in rows.TYPES:
             return None
         source = _source_of(self._number, tuple(numbers), dtype, apply)

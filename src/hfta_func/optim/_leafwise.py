@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import can_look, inside_transform, num_dispatch_modes
+from hfta_func._torch import can_look, inside_transform, num_dispatch_modes, num_recorders
 from hfta_func._tree import per_model, where, write_leaf
 from hfta_func._types import Params
 from hfta_func.optim._base import GradientTransformation, Hyperparams, by_renew, zero_count
@@ -129,7 +129,7 @@ def leafwise(
         numbers: _Numbers, grads: Params, opt_state: Any, params: Params, **how: Any
     ) -> list[tuple[list[str], Any]]:
         """For each dtype that the kernel supports, the paths of its leaves and the kernel's results."""
-        observed = inside_transform() or (not torch.compiler.is_compiling() and num_dispatch_modes())
+        observed = inside_transform() or (not torch.compiler.is_compiling() and num_dispatch_modes() > num_recorders())
         if not elementwise or observed or numbers.requires_grad:
             return []
         trees, results = (grads, params, *(getattr(opt_state, name) for name in used)), []

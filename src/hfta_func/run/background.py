@@ -17,6 +17,7 @@ from hfta_func._tree import leaves
 from hfta_func._types import CompileWarning
 from hfta_func.run.compiler import Compiler
 from hfta_func.run.graphs import graph
+from hfta_func.step.joint import JointStep
 from hfta_func.step.train import TrainStep
 from hfta_func.workers.process import cores
 from hfta_func.workers.wire import one_line_error
@@ -86,7 +87,7 @@ def compile(step: Callable[..., Any], *, steps: int | None = None) -> Background
 
 def replayed(step: Callable[..., Any], steps: int | None = None) -> Callable[..., Any]:
     """The step, replayed where it can be; see :meth:`TrainStep.replayed`."""
-    return step.replayed(steps) if isinstance(step, TrainStep) else step
+    return step.replayed(steps) if isinstance(step, (TrainStep, JointStep)) else step
 
 
 class BackgroundStep:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func._kernels import nonfinite
 from hfta_func._kernels.operators import define_operator
-from hfta_func._torch import can_look, constant_to_compiler, inside_transform
+from hfta_func._torch import can_look, constant_to_compiler, inside_transform, num_dispatch_modes, num_recorders
 from hfta_func._types import NonFiniteError
 from hfta_func.optim._kernel import MAX_INLINE_LEAVES
 
@@ -33,7 +33,8 @@ def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
     leaves = [losses, *grads]
     # Transforms have no rule for the operator, and other runtimes do not know it.
     in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not inside_transform()
-    if in_graph and len(leaves) > MAX_INLINE_LEAVES and losses.device.type == "cpu":
+    as_one = (in_graph and len(leaves) > MAX_INLINE_LEAVES) or num_dispatch_modes() == num_recorders() > 0
+    if as_one and losses.device.type == "cpu":
         _define()
         return torch.ops.hfta_func.diagnose(losses, leaves[1:])
     if can_look(losses):

@@ -157,6 +157,23 @@ class JointStep(Compiled):
             write(state, after)
             return state, metrics
 
+    def replayed(self, steps: int | None = None) -> JointStep:
+        """The step, each of whose networks is replayed; see :meth:`TrainStep.replayed`.
+
+        Args:
+            steps: How often it will be called, if that is known.
+        """
+        twin = object.__new__(JointStep)
+        vars(twin).update({name: value for name, value in vars(self).items() if name != "_function"})
+        calls = {name: steps and steps * self._parts // self._every[name] for name in self._steps}
+        twin._steps = {name: step.replayed(calls[name]) for name, step in self._steps.items()}
+        return twin
+
+    @property
+    def status(self) -> dict[str, str]:
+        """How the latest update of each network ran; see :attr:`TrainStep.status`."""
+        return {name: step.status for name, step in self._steps.items()}
+
     def _updates(self, state: TrainState, batch: Tree) -> tuple[TrainState, Tensor, dict[str, list[Tensor]]]:
         """The state after all updates, members that have failed included; why they have failed; and all reports."""
         before, failure, reports = state, torch.zeros_like(state.step), {}

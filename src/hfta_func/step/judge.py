@@ -25,20 +25,30 @@ class Verdict(NamedTuple):
 
 
 def judge(state: TrainState, outputs: StepOutputs, options: Options) -> Verdict:
-    """Decide from losses and gradients; raises a NonFiniteError with ``nonfinite="raise"`` if a member has failed."""
+    """Decide from losses and gradients."""
     # Codes are compared as plain numbers: compilers do not know an enum's members for such.
     shared = [] if outputs.summed else outputs.shared.values()
     failure = diagnose(outputs.losses, [*outputs.grads.values(), *shared])
-    report = {"loss": outputs.losses, "finite": failure == int(Failure.NONE), "failure": failure}
+    succeeded = failure == int(Failure.NONE)
+    report = {"loss": outputs.losses, "finite": succeeded, "failure": failure}
     scaling, loss_scale, active = options.scaling, state.loss_scale, state.active
+    keep = active & succeeded
     if scaling is not None:
         report["loss_scale"] = loss_scale.scale.clone()
         overflow = scaling.overflowed(loss_scale, failure == int(Failure.GRADIENT))
         report["failure"] = failure = torch.where(overflow, int(Failure.OVERFLOW), failure)
         loss_scale = scaling.update(loss_scale, overflow, active)
-    if options.nonfinite == "raise":
-        failure = refuse(torch.where(active, failure, 0), state.step, options.network)
-    keep = active & (failure == int(Failure.NONE))
     if options.nonfinite == "freeze":
         active = active & ((failure == int(Failure.NONE)) | (failure == int(Failure.OVERFLOW)))
-    return Verdict(None if can_look(keep) and bool(keep.all()) else keep, active, loss_scale, report)
+    return Verdict(keep, active, loss_scale, report)
+
+
+def looked_at(verdict: Verdict, state: TrainState, options: Options) -> Verdict:
+    """The verdict, after a look at its values; raises a NonFiniteError with ``nonfinite="raise"`` if a member has failed."""
+    keep = verdict.keep
+    assert keep is not None
+    if options.nonfinite == "raise":
+        failure = refuse(torch.where(state.active, verdict.report["failure"], 0), state.step, options.network)
+        # In a graph, what depends on no result is left out.
+        keep = keep & (failure == int(Failure.NONE))
+    return verdict._replace(keep=None if can_look(keep) and bool(keep.all()) else keep)

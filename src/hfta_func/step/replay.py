@@ -1,21 +1,24 @@
-"""Losses and gradients without the Python that computes them: the operators of one step, replayed on the next ones."""
+"""Steps without the Python that computes them: the operators of one step, replayed on the next ones."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfta_func._torch import (
     NotReplayableError,
     Reads,
     Recorder,
     Tape,
+    can_look,
     function_modes,
     inside_transform,
     is_autocasting,
@@ -25,12 +28,19 @@ from hfta_func._torch import (
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
 from hfta_func.models.stack import members_of
+from hfta_func.optim._base import is_closed
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.batch import copied, is_plain, over
-from hfta_func.step.gradients import Gradients, StepOutputs, autocasting
-from hfta_func.step.options import Options
+from hfta_func.step.gradients import StepOutputs, autocasting
 from hfta_func.step.state import TrainState, stacked
+
+Result: TypeAlias = Any
+"""The next state and the metrics."""
+
+Decision: TypeAlias = Any
+"""The tensors of :class:`StepOutputs`, and a :class:`Verdict`."""
+
 
 _FIRST = 3
 """Calls before the first capture: the model is known, and chunk sizes are chosen."""
@@ -43,64 +53,71 @@ _TAPES, _SHAPES = 3, 8
 
 
 class Replay:
-    """``replay(state, batch)``: what ``gradients`` returns, to the bit.
+    """``replay(state, batch)``: what ``step.eagerly`` returns, to the bit.
 
     Once it pays, the operators of one call are recorded, and later calls run these. A record is used only while every Python
-    value that the user's functions have read is as it was, and not before it has given the bits of ``gradients`` on another
+    value that the user's functions have read is as it was, and not before it has given the bits of the step itself on another
     batch. What cannot be replayed keeps running as it is.
 
     Args:
-        gradients: The computation.
-        model: The model, for its code and settings.
-        loss_fn: The user's loss function.
-        options: The step's options.
+        step: The training step.
 
     Attributes:
         left: How many calls are left, if that is known.
     """
 
-    def __init__(self, gradients: Gradients, model: nn.Module, loss_fn: Callable[..., Any], options: Options):
-        self._gradients, self._model, self._loss_fn, self._options = gradients, model, loss_fn, options
+    def __init__(self, step: Any):
+        self._step = step
         self.left: int | None = None
         self.status = "eager: not called yet"
         self._shapes: dict[Any, _Shape] = {}
         # One thread records at a time; others go on eagerly.
         self._recording = threading.Lock()
 
-    def __getattr__(self, name: str) -> Any:
-        # What others ask of the computation, such as whether the loss function takes numbers.
-        return getattr(object.__getattribute__(self, "_gradients"), name)
-
-    def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
-        """Losses, gradients, metrics and buffers of every member."""
+    def __call__(self, state: TrainState, batch: Tree) -> Result:
+        """The next state and the metrics."""
         why_not = self._why_not(state, batch)
         if why_not is not None:
             self.status = f"eager: {why_not}"
-            return self._gradients(state, batch)
+            return self._step.eagerly(state, batch)
         if self.left is not None:
             self.left -= 1
-        inputs, layout = optree.tree_flatten(_inputs(state, batch))
-        key = layout, _choice.state, *OUTSIDE.values(), *map(_kind, inputs)
+        inputs, layout = optree.tree_flatten((state, batch))
+        try:
+            key = layout, _choice.state, *OUTSIDE.values(), *map(_kind, inputs)
+        except AttributeError:
+            return self._step.eagerly(state, batch)  # which says what is no tensor
         shape = self._shapes.get(key)
         if shape is None:
             if len(self._shapes) == _SHAPES:
                 self.status = f"eager: the batches have more than {_SHAPES} shapes"
-                return self._gradients(state, batch)
+                return self._step.eagerly(state, batch)
             shape = self._shapes[key] = _Shape()
-        known = _in_context(state, self._options, lambda: next((one for one in shape.tapes if one.reads.hold()), None))
+        known = next((one for one in shape.tapes if self._in_context(state, one.reads.hold)), None)
         if known is not None and known.is_checked:
-            self.status = f"replayed: {len(known.tape)} operators"
-            return known(inputs)
+            self.status = f"replayed: {len(known)} operators"
+            return known(inputs, state, self._step)
         self.status = f"eager: {shape.why_not or 'a record has not paid yet'}"
         if not self._recording.acquire(blocking=False):
-            return self._gradients(state, batch)
+            return self._step.eagerly(state, batch)
         try:
-            return self._recorded(shape, state, batch) if known is None else self._checked(shape, known, state, batch)
+            if known is not None:
+                self._check(shape, known, state, batch)
+            elif shape.is_worth_it(self.left):
+                decision = self._record(shape, state, batch)
+                if decision is not None:
+                    return self._step.finish(state, *decision)
+            start = time.perf_counter()
+            result = self._step.eagerly(state, batch)
+            shape.note(time.perf_counter() - start)
+            return result
         finally:
             self._recording.release()
 
     def _why_not(self, state: TrainState, batch: Tree) -> str | None:
         """Why this call cannot be replayed, whatever the functions do."""
+        if type(state) is not TrainState or torch.is_inference_mode_enabled():
+            return "the step refuses it"
         if torch.compiler.is_compiling() or inside_transform():
             return "it is part of another computation"
         if (
@@ -113,76 +130,121 @@ class Replay:
             return "a context around the step observes or changes operators"
         if state.keys.device.type == "xla":
             return "XLA records operators itself"
-        if state.shared or self._gradients.rewrites_params:
+        if state.shared or self._step._gradients.rewrites_params:
             return "members share trained parameters, or the model writes its own"
         if not is_plain(batch):
             return "the batch is a container of its own class"
         return None
 
-    def _recorded(self, shape: _Shape, state: TrainState, batch: Tree) -> StepOutputs:
-        """The outputs of an ordinary call, which is recorded if that pays."""
-        if shape.is_worth_it(self.left):
-            try:
-                return self._record(shape, state, batch)
-            except Exception as error:
-                # Whatever keeps a call from being recorded, it runs as it is, and raises what is the user's to see.
-                why_not = str(error) if isinstance(error, NotReplayableError) else type(error).__name__
-                shape.refuse(why_not)
-        start = time.perf_counter()
-        outputs = self._gradients(state, batch)
-        shape.note(time.perf_counter() - start)
-        return outputs
+    def _in_context(self, state: TrainState, call: Callable[[], Any]) -> Any:
+        """A call in the settings under which the user's functions run."""
+        with torch.enable_grad(), autocasting(state.keys.device, self._step.options.autocast):
+            return call()
 
-    def _record(self, shape: _Shape, state: TrainState, batch: Tree) -> StepOutputs:
-        reads = _in_context(state, self._options, lambda: Reads(self._loss_fn, self._member(state, batch)))
-        # A tensor that stands in two places now may be two in the next call.
-        inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, _inputs(state, batch)))
-        names = ("params", "buffers", "keys", "step", "hparams", "loss_scale")
-        *parts, tree = optree.tree_unflatten(layout, inputs)
-        recorder = Recorder(inputs)
+    def _record(self, shape: _Shape, state: TrainState, batch: Tree) -> tuple[StepOutputs, Any] | None:
+        """What the step decides in a call that is recorded; None if that cannot be."""
+        step = self._step
         try:
-            with recorder:
-                outputs = self._gradients(state._replace(**dict(zip(names, parts, strict=True))), tree)
+            arguments = self._member(state, batch)
+            reads = self._in_context(state, lambda: Reads(step._made_from[1], arguments))
+            first, decision = _recorded(functools.partial(_decided, step), state, batch)
+            known, looks = _Known(first, reads, state, decision), can_look(state.keys)
+            if not step.options.donate and is_closed(step.optimizer) and (looks or step.options.nonfinite != "raise"):
+                with contextlib.suppress(NotReplayableError):
+                    known.finish_by(*_recorded(functools.partial(_written, step), state, decision), looks)
+            shape.add(known)
         except Exception as error:
-            raise NotReplayableError(recorder.why_not or f"recording it raises {type(error).__name__}") from error
-        shape.add(_Known(Tape(recorder, len(inputs), leaves(_tensors(outputs))), reads, _tensors(outputs)))
+            # Whatever keeps a call from being recorded, it runs as it is, and raises what is the user's to see.
+            shape.refuse(str(error) if isinstance(error, NotReplayableError) else type(error).__name__)
+            return None
+        (params, *others), verdict = decision
         # What the update starts from are the state's own tensors.
-        return outputs._replace(params={path: state.params[path] for path in outputs.params})
+        return StepOutputs({path: state.params[path] for path in params}, *others), verdict
 
     def _member(self, state: TrainState, batch: Tree) -> tuple[Any, ...]:
         """The loss function's arguments for the first member, in tensors of their own."""
         params, buffers = ({path: leaf[:1] for path, leaf in tree.items()} for tree in stacked(state))
-        model = members_of(self._model, params, buffers, {})[0]
-        part = copied(over(lambda dim, leaf: leaf if dim is None else leaf[0], self._options.batch_dims, batch))
+        model = members_of(self._step._made_from[0], params, buffers, {})[0]
+        part = copied(over(lambda dim, leaf: leaf if dim is None else leaf[0], self._step.options.batch_dims, batch))
         hparams = {name: leaf[0].clone() for name, leaf in state.hparams.items()}
-        return (model, part, hparams) if self._gradients.takes_hparams else (model, part)
+        return (model, part, hparams) if self._step._gradients.takes_hparams else (model, part)
 
-    def _checked(self, shape: _Shape, known: _Known, state: TrainState, batch: Tree) -> StepOutputs:
-        """The outputs of an ordinary call, after it is found out whether the record gives those for another batch."""
-        # The same rows in another order: valid data, and other values.
-        other = over(_turned, self._options.batch_dims, batch)
-        expected = leaves(_tensors(self._gradients(state, other)))
+    def _check(self, shape: _Shape, known: _Known, state: TrainState, batch: Tree) -> None:
+        """Find out whether the record gives what the step gives for another batch."""
         try:
-            known.is_checked = all(map(_same_bits, expected, known.tape.rehearse(leaves(_inputs(state, other)))))
+            # The same rows in another order: valid data, and other values.
+            other = over(_turned, self._step.options.batch_dims, batch)
+            known.is_checked = known.is_right(self._step, state, other)
             why_not = "gives other values than the functions, which read what cannot be seen"
         except Exception as error:
             why_not = f"cannot run: {type(error).__name__}"
         if not known.is_checked:
             shape.refuse(f"its record {why_not}")
-        return self._gradients(state, batch)
+
+
+def _decided(step: Any, state: TrainState, batch: Tree) -> Decision:
+    outputs, verdict = step.decide(state, batch)
+    return outputs[:-1], verdict
+
+
+def _written(step: Any, state: TrainState, decision: Decision) -> Result:
+    parts, verdict = decision
+    # Where values can be looked at, the record is for steps that update all members.
+    verdict = verdict._replace(keep=None) if can_look(state.keys) else verdict
+    return step.write(state, StepOutputs(*parts), verdict)
+
+
+def _recorded(call: Callable[..., Any], *arguments: Tree) -> tuple[Tape, Any]:
+    """The tape of a call, and what it returned."""
+    # A tensor that stands in two places now may be two in the next call.
+    inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, arguments))
+    recorder = Recorder(inputs)
+    try:
+        with recorder:
+            results = call(*optree.tree_unflatten(layout, inputs))
+    except Exception as error:
+        raise NotReplayableError(recorder.why_not or f"recording it raises {type(error).__name__}") from error
+    return Tape(recorder, len(inputs), leaves(results)), results
 
 
 class _Known:
-    """A tape, what it rests on, and the structure of its outputs."""
+    """Two tapes, for what a step decides and for what it writes then, and what they rest on."""
 
-    def __init__(self, tape: Tape, reads: Reads, outputs: Tree):
-        self.tape, self.reads, self._layout = tape, reads, optree.tree_structure(outputs)
-        self.is_checked, self.uses = False, 0
+    def __init__(self, first: Tape, reads: Reads, state: TrainState, decision: Decision):
+        self.reads, self.is_checked, self.uses = reads, False, 0
+        self._first = first
+        self._decision: Any = optree.tree_structure(decision)
+        self._result: Any = None
+        self._width, self._keep = len(leaves(state)), len(leaves(decision[0]))
+        self._second: Tape | None = None
 
-    def __call__(self, inputs: list[Tensor]) -> StepOutputs:
+    def __len__(self) -> int:
+        return len(self._first) + (0 if self._second is None else len(self._second))
+
+    def finish_by(self, second: Tape, result: Result, looks: bool) -> None:
+        """Use a tape for what is written, which is right only if all members are updated if the step ``looks`` at that."""
+        self._second, self._result, self._looks = second, optree.tree_structure(result), looks
+
+    def __call__(self, inputs: list[Tensor], state: TrainState, step: Any) -> Result:
         self.uses += 1
-        parts: Any = optree.tree_unflatten(self._layout, self.tape(inputs))
-        return StepOutputs(*parts)
+        decision = self._first(inputs)
+        second = self._second
+        if second is None or (self._looks and not decision[self._keep].all()):
+            parts, verdict = self._decision.unflatten(decision)
+            return step.finish(state, StepOutputs(*parts), verdict)
+        return self._result.unflatten(second([*inputs[: self._width], *decision]))
+
+    def is_right(self, step: Any, state: TrainState, batch: Tree) -> bool:
+        """Whether the tapes give what the step gives."""
+        decision = _decided(step, state, batch)
+        inputs, decided = leaves((state, batch)), leaves(decision)
+        if not all(map(_same_bits, decided, self._first.rehearse(inputs))):
+            return False
+        if self._second is not None:
+            expected = leaves(_written(step, state, decision))
+            if not all(map(_same_bits, expected, self._second.rehearse([*leaves(state), *decided]))):
+                self._second = None
+        return True
 
 
 class _Shape:
@@ -217,20 +279,6 @@ class _Shape:
     def refuse(self, why: str) -> None:
         """Record no more, and use no record."""
         self.why_not, self.tapes = why, []
-
-
-def _in_context(state: TrainState, options: Options, call: Callable[[], Any]) -> Any:
-    """A call in the settings under which the user's functions run."""
-    with torch.enable_grad(), autocasting(state.keys.device, options.autocast):
-        return call()
-
-
-def _inputs(state: TrainState, batch: Tree) -> Any:
-    return state.params, state.buffers, state.keys, state.step, state.hparams, state.loss_scale, batch
-
-
-def _tensors(outputs: StepOutputs) -> tuple[Any, ...]:
-    return outputs[:-1]
 
 
 def _kind(leaf: Tensor) -> tuple[Any, ...]:

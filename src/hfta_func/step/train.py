@@ -24,8 +24,8 @@ from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.amp import LossScale
 from hfta_func.step.check import Check
 from hfta_func.step.commit import commit
-from hfta_func.step.gradients import Gradients
-from hfta_func.step.judge import judge
+from hfta_func.step.gradients import Gradients, StepOutputs
+from hfta_func.step.judge import Verdict, judge, looked_at
 from hfta_func.step.many import ManySteps
 from hfta_func.step.options import Options
 from hfta_func.step.replay import Replay
@@ -152,10 +152,9 @@ class TrainStep(Compiled):
         self.optimizer = optimizer
         self.options = options
         self._check = Check(self._shapes, self.trainable, optimizer, options, self._sharing.check)
-        self._gradients: Any = Gradients(model, loss_fn, self.trainable, options)
+        self._gradients = Gradients(model, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
-        if options.replay:
-            self._gradients = self._replay()
+        self._replay = Replay(self) if options.replay else None
 
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
@@ -188,13 +187,28 @@ class TrainStep(Compiled):
         """
         # Only a transform around the step keeps what its gradient needs.
         with torch.set_grad_enabled(inside_transform()):
-            self._check(state, batch)
-            outputs = self._gradients(state, batch)
-            verdict = judge(state, outputs, self.options)
-            update = self._update(self.optimizer, state, outputs)
-            # A metric may be a tensor of the state, which is overwritten.
-            metrics = tree_map(torch.clone, outputs.metrics) if self.options.donate else outputs.metrics
-            return commit(state, outputs, verdict, update, self._sharing, self.options), {**verdict.report, **metrics}
+            return (self._replay or self.eagerly)(state, batch)
+
+    def eagerly(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
+        """The step itself, never replayed."""
+        self._check(state, batch)
+        return self.finish(state, *self.decide(state, batch))
+
+    def decide(self, state: TrainState, batch: Tree) -> tuple[StepOutputs, Verdict]:
+        """Losses and gradients, and what they mean for every member: the part of a step that reads no values."""
+        outputs = self._gradients(state, batch)
+        return outputs, judge(state, outputs, self.options)
+
+    def finish(self, state: TrainState, outputs: StepOutputs, verdict: Verdict) -> tuple[TrainState, dict[str, Tensor]]:
+        """The next state and the metrics."""
+        return self.write(state, outputs, looked_at(verdict, state, self.options))
+
+    def write(self, state: TrainState, outputs: StepOutputs, verdict: Verdict) -> tuple[TrainState, dict[str, Tensor]]:
+        """The same, once values have been looked at."""
+        update = self._update(self.optimizer, state, outputs)
+        # A metric may be a tensor of the state, which is overwritten.
+        metrics = tree_map(torch.clone, outputs.metrics) if self.options.donate else outputs.metrics
+        return commit(state, outputs, verdict, update, self._sharing, self.options), {**verdict.report, **metrics}
 
     def replayed(self, steps: int | None = None) -> TrainStep:
         """The step, whose eager calls are replayed unless it was made with ``replay=False``; see :func:`make_train_step`.
@@ -205,24 +219,21 @@ class TrainStep(Compiled):
         if self.options.replay is not None:
             return self
         twin = self._twin
-        twin._gradients.left = steps
+        assert twin._replay is not None
+        twin._replay.left = steps
         return twin
 
     @functools.cached_property
     def _twin(self) -> TrainStep:
         twin = object.__new__(TrainStep)
         vars(twin).update({name: value for name, value in vars(self).items() if name not in ("_function", "many")})
-        twin._gradients = self._replay()
+        twin._replay = Replay(twin)
         return twin
-
-    def _replay(self) -> Replay:
-        model, loss_fn, _, options = self._made_from
-        return Replay(self._gradients, model, loss_fn, options)
 
     @property
     def status(self) -> str:
         """How the latest call ran: ``"replayed: ..."``, or ``"eager: ..."`` and why."""
-        return getattr(self._gradients, "status", "eager: not asked to be replayed")
+        return "eager: not asked to be replayed" if self._replay is None else self._replay.status
 
     @functools.cached_property
     def many(self) -> ManySteps:
