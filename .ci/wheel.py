@@ -27,7 +27,7 @@ TESTS = [
     *(f"run/test_{name}.py" for name in ("callbacks", "data", "fit")),
 ]
 """Files of tests that reach most of the public names in a minute; doctests reach the rest."""
-EXTRAS = "adapters,plot,tensorboard,tune"
+EXTRAS = "adapters,lightning,plot,tensorboard,transformers,tune"
 HELPERS = [
     "conftest.py",
     "typed_user.py",

@@ -30,6 +30,12 @@ author = "the authors of hfta_func"
 release = version = hfta_func.__version__
 html_title = f"hfta_func {release}"
 html_theme = "furo"
+html_theme_options = {
+    "source_repository": "https://github.com/hfta-func/hfta_func",
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "top_of_page_buttons": ["view"],
+}
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_show_copyright = False

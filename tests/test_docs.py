@@ -10,6 +10,7 @@ import types
 import pytest
 
 import hfta_func as hfta
+import reference_names
 from cases import FUNCTIONS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -86,6 +87,17 @@ def test_the_reference_describes_public_names_only():
     for name in described():
         assert name.rsplit(".", 1)[0] in ("hfta_func", *(f"hfta_func.{topic}" for topic in TOPICS)), name
         assert resolve(name) is not None
+
+
+@pytest.mark.parametrize(
+    "page", sorted(path.stem for path in (DOCS / "reference").glob("*.md") if path.stem != "index")
+)
+def test_pages_of_the_reference_name_what_they_describe(page):
+    """Also where no Sphinx runs; ``python tests/helpers/reference_names.py`` writes the tables."""
+    text = (DOCS / "reference" / f"{page}.md").read_text()
+    names = list(reference_names.names_of(text))
+    assert names and reference_names.written(text) == text
+    assert all(reference_names.summary(name) for name in names)
 
 
 def test_what_is_not_described_is_found(monkeypatch):

@@ -25,6 +25,7 @@ import hfta_func as hfta
 from cases import OPTIMIZERS, WORKLOADS, batches, loss_fn, models, ours
 from hfta_func.rules import _choice, _lowering
 from hfta_func.run import trainer, trainers
+from hfta_func.run.evaluation import make_evaluation
 from rule_cases import RULE_CASES, RuleCase
 from rule_checks import check_against_loop
 
@@ -399,3 +400,14 @@ def test_auto_is_no_more_processes_than_gpus(count: int, monkeypatch: pytest.Mon
     with pytest.raises(InterruptedError) if count > 1 else contextlib.nullcontext():
         assert isinstance(trainers.make_trainer(step, run, "auto", False), trainer.LocalTrainer)
     assert crews == [count] * (count > 1)
+
+
+def test_data_of_an_evaluation_follow_the_members() -> None:
+    """One batch and batches of a loader; the members' states are elsewhere."""
+    step = hfta.make_train_step(torch.nn.Linear(4, 1), lambda model, batch: model(batch).mean(), hfta.sgd(lr=0.1))
+    state = step.init(*hfta.init_params(lambda: torch.nn.Linear(4, 1), SEEDS), seeds=SEEDS)
+    state = optree.tree_map(lambda leaf: leaf.to("meta"), state)
+    for data in (torch.randn(5, 4), torch.utils.data.DataLoader(torch.randn(5, 4), 5)):
+        evaluate = make_evaluation(step, (lambda model, batch: model(batch).mean(), data), state)
+        assert evaluate is not None
+        assert {value.device.type for value in evaluate(state).values()} == {"meta"}

@@ -41,6 +41,9 @@ from hfta_func.files.checkpoint import import_models as import_models
 from hfta_func.files.checkpoint import load as load
 from hfta_func.files.checkpoint import read_metadata as read_metadata
 from hfta_func.files.checkpoint import save as save
+from hfta_func.integrations.lightning import LightningArray as LightningArray
+from hfta_func.integrations.lightning import lightning as lightning
+from hfta_func.integrations.transformers import train_trainers as train_trainers
 from hfta_func.models.adapters import Adapters as Adapters
 from hfta_func.models.adapters import stack_adapters as stack_adapters
 from hfta_func.models.functional import functional as functional

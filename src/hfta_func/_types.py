@@ -100,6 +100,10 @@ HYPERPARAMS = ("hyperparams", HPARAMS)
 """State fields that hold hyperparameters: of an optimizer or loss scale, and of the loss function."""
 
 
+ROWS = ":rows"
+"""A metric with this after the name of another holds the rows that the other is a sum over; runs record their ratio."""
+
+
 class HFTAError(Exception):
     """Base class of this package's own errors."""
 

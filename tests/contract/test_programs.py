@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
+import optree
 import pytest
 import torch
 from hypothesis import HealthCheck, given, reject, seed, settings
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from programs import FAMILIES, NAMES, Spec, inputs, loss, models, weighed
+from hfta_func.step import replay
+from programs import FAMILIES, NAMES, Spec, in_python, inputs, loss, models, weighed
 
 # What PyTorch says about some layers, to a model alone as well.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -27,8 +29,15 @@ SHARED_MOVES = False
 REFUSED = (
     "into a tensor that all members share",
     "writes its input, and into a view that is a copy",
+    "which one compiled program cannot",
+    "branches on the value of a tensor",
+    "has no setup_context, which PyTorch needs under",
 )
-"""What an array refuses that a model alone does: a tensor that all members share has no place for a value per member."""
+"""What an array refuses that a model alone does: a tensor that all members share has no place for a value per member.
+
+One compiled program and ``hfta.vmap`` alone have no place for members that part, and an array runs both sides of
+``torch.cond``.
+"""
 
 Trace = dict[str, Tensor]
 """What is compared, by name."""
@@ -39,14 +48,17 @@ class Discarded(Exception):
 
 
 @pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Records are made at the fourth call, whatever they cost.
+    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
+        monkeypatch.setattr(replay, name, 0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
 
 
-def alone(model: nn.Module, spec: Spec, member: int, nudge: float = 0.0) -> Trace:
+def alone(model: nn.Module, spec: Spec, member: int, nudge: float = 0.0, autocast: torch.dtype | None = None) -> Trace:
     """One model trained and evaluated by PyTorch; ``nudge`` changes its inputs a little."""
     model, trace, held = copy.deepcopy(model), {}, {}
     optimizer = torch.optim.SGD(model.parameters(), lr=LRS[member])
@@ -55,7 +67,8 @@ def alone(model: nn.Module, spec: Spec, member: int, nudge: float = 0.0) -> Trac
             # Evaluation leaves an array as it is.
             held = {name: y.clone() for name, y in (*model.named_parameters(), *model.named_buffers())}
         model.train(step < STEPS)
-        with torch.set_grad_enabled(step < STEPS):
+        lower = torch.autocast("cpu", autocast, enabled=autocast is not None)
+        with torch.set_grad_enabled(step < STEPS), lower, in_python():
             value, outputs = loss(model, dict(zip(NAMES, inputs(spec, member, step, nudge), strict=True)))
         if step < STEPS:
             optimizer.zero_grad()
@@ -72,6 +85,7 @@ def array(
     chunk_size: int | None = None,
     compiled: bool = False,
     nudge: float = 0.0,
+    **options: Any,
 ) -> Trace:
     """Some members trained and evaluated as an array."""
     dims = dict(zip(NAMES, spec.dims, strict=True))
@@ -81,8 +95,9 @@ def array(
         return outputs | {"loss": value}
 
     optimizer = hfta.sgd(lr=[LRS[member] for member in members])
-    train: Any = hfta.make_train_step(made[0], loss, optimizer, batch_dims=dims, chunk_size=chunk_size)
-    evaluate: Any = hfta.make_eval_step(made[0], metrics, batch_dims=dims, chunk_size=chunk_size)
+    options |= {"batch_dims": dims, "chunk_size": chunk_size}
+    train: Any = hfta.make_train_step(made[0], loss, optimizer, **options)
+    evaluate: Any = hfta.make_eval_step(made[0], metrics, **options)
     state = train.init(*hfta.stack_params([made[member] for member in members]), seeds=list(members))
     if compiled:
         torch._dynamo.reset()
@@ -121,7 +136,8 @@ def stacked(traces: Sequence[Trace]) -> Trace:
 def oracle(run: Callable[[], Trace]) -> Trace:
     """What PyTorch makes of a program, or that it makes nothing of it."""
     try:
-        trace = run()
+        with in_python():
+            trace = run()
     except (RuntimeError, ValueError, IndexError) as error:
         raise Discarded(f"alone: {error}") from error
     if not all(y.isfinite().all() and y.abs().max() < 1e6 for y in trace.values() if y.numel()):
@@ -148,20 +164,26 @@ def compare(run: Callable[[], Trace], expected: Trace, nudged: Callable[[], Trac
     assert not found, f"{found}"
 
 
-def check(spec: Spec) -> None:
+def check(spec: Spec, autocast: torch.dtype | None = None) -> None:
     """Without noise, against PyTorch."""
     made = models(spec, M)
 
     def expected(nudge: float = 0.0) -> Trace:
-        return stacked([alone(model, spec, member, nudge) for member, model in enumerate(made)])
+        return stacked([alone(model, spec, member, nudge, autocast) for member, model in enumerate(made)])
 
-    compare(lambda: array(made, spec, range(M)), oracle(expected), lambda: expected(1e-13))
+    compare(lambda: array(made, spec, range(M), autocast=autocast), oracle(expected), lambda: expected(1e-13))
+
+
+def runs_alone(made: Sequence[nn.Module], spec: Spec) -> None:
+    """Whether PyTorch makes something of a program for every member: they may take other branches."""
+    for member, model in enumerate(made):
+        oracle(lambda: alone(model, spec, member))  # noqa: B023
 
 
 def check_noise(spec: Spec) -> None:
     """Arrays of one, groups, and all members."""
     made = models(spec, M)
-    oracle(lambda: alone(made[0], spec, 0))
+    runs_alone(made, spec)
 
     def expected(nudge: float = 0.0) -> Trace:
         alone = [array(made, spec, [member], nudge=nudge) for member in range(M)]
@@ -175,12 +197,34 @@ def check_noise(spec: Spec) -> None:
 def check_compiled(spec: Spec) -> None:
     """One graph, noise included, against the array as it is."""
     made = models(spec, M)
-    oracle(lambda: alone(made[0], spec, 0))
+    runs_alone(made, spec)
     try:
         trace = array(made, spec, range(M))
     except RuntimeError as error:
         raise Discarded(f"refused: {error}") from error
     compare(lambda: array(made, spec, range(M), compiled=True), trace, lambda: array(made, spec, range(M), nudge=1e-13))
+
+
+def check_replayed(spec: Spec) -> None:
+    """Recorded operators on other batches, to the bit; noise included."""
+    made = models(spec, M)
+    runs_alone(made, spec)
+    dims = dict(zip(NAMES, spec.dims, strict=True))
+    eager, replayed = (
+        hfta.make_train_step(made[0], loss, hfta.sgd(lr=LRS), batch_dims=dims, replay=on) for on in (False, True)
+    )
+    a = b = eager.init(*hfta.stack_params(made), seeds=range(M))
+    statuses = []
+    for step in range(9):
+        columns = zip(*(inputs(spec, member, step) for member in range(M)), strict=True)
+        parts = [own[0] if dim is None else torch.stack(own) for dim, own in zip(spec.dims, columns, strict=True)]
+        batch = dict(zip(NAMES, parts, strict=True))
+        (a, expected), (b, found) = accepted(lambda: eager(a, batch)), replayed(b, batch)  # noqa: B023
+        statuses.append(replayed.status)
+        for one, other in zip(optree.tree_leaves((a, expected)), optree.tree_leaves((b, found)), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7)), (step, statuses)
+    if not statuses[-1].startswith("replayed"):
+        raise Discarded(statuses[-1])
 
 
 class Leaf:
@@ -345,21 +389,35 @@ def run_many(judge: Callable[[Spec], None], specs: st.SearchStrategy[Spec], coun
     assert judged >= count
 
 
+NOISY = ("noise", "flows of noise", "branches of noise")
+PARTING = ("branches", "branches of noise")
 JUDGES: dict[str, tuple[Callable[[Spec], None], tuple[str, ...]]] = {
-    "alone": (check, ("noise",)),
+    "alone": (check, NOISY),
+    "autocast": (functools.partial(check, autocast=torch.bfloat16), NOISY),
     "noise": (check_noise, ()),
-    "compiled": (check_compiled, ()),
-    # PyTorch differentiates functions of old style outside of its transforms only.
-    **{how: (functools.partial(check_vmap, how=how), ("noise", "functions")) for how in HOW},
+    # Functions are applied member by member, which reads values.
+    "replayed": (check_replayed, (*PARTING, "functions")),
+    "compiled": (check_compiled, PARTING),
+    # PyTorch differentiates functions of old style outside of its transforms only, and the gradient of what members share is
+    # added up before or after it is rounded to lower precision.
+    **{how: (functools.partial(check_vmap, how=how), (*NOISY, *PARTING, "functions", "autocast")) for how in HOW},
 }
 MANY = [
-    *(("alone", 270, part) for part in range(4)),
+    *(("alone", 240, part) for part in range(4)),
+    ("autocast", 100, 0),
     *(("noise", 80, part) for part in range(3)),
+    *(("replayed", 75, part) for part in range(4)),
     ("compiled", 10, 0),
-    *((how, 180, 0) for how in HOW),
+    *((how, 120, 0) for how in HOW),
 ]
 """Which judge, how many programs, and where their generator starts."""
-SOME = [("alone", 12, 100), ("noise", 3, 100), *((how, 4, 100) for how in HOW)]
+SOME = [
+    ("alone", 12, 100),
+    ("autocast", 2, 100),
+    ("noise", 3, 100),
+    ("replayed", 4, 100),
+    *((how, 3, 100) for how in HOW),
+]
 
 
 @pytest.mark.exhaustive

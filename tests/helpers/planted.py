@@ -620,8 +620,31 @@ PLANTED = [
         "test_dataset.py::test_noise_belongs_to_member_epoch_and_item",
     ),
     Planted(
+        "what a LightningModule logs is a mean over batches, not over rows",
+        *("integrations/lightning_steps.py", "value * sums[name + ROWS]", "value * 8"),
+        "test_lightning.py::test_members_are_what_a_trainer_makes_of_each_alone[by_step]",
+    ),
+    Planted(
+        "a step reads the first member's hparams",
+        *(
+            "integrations/lightning_steps.py",
+            "_Hparams(model._hparams | numbers)",
+            "_Hparams(numbers | model._hparams)",
+        ),
+        "test_lightning.py::test_members_are_what_a_trainer_makes_of_each_alone[by_step]",
+    ),
+    Planted(
+        "Trainers see batches in the order of the first one's seed",
+        *(
+            "integrations/transformers.py",
+            "torch.manual_seed(trainer.args.seed)",
+            "torch.manual_seed(trainers[0].args.seed)",
+        ),
+        "test_train_trainers.py::test_members_are_what_a_trainer_makes_of_each_alone[padded]",
+    ),
+    Planted(
         "the noise of an item goes on from that of the one before",
-        *("run/dataset.py", "            _seed(seed)\n", ""),
+        *("run/dataset.py", "            seed_all(seed)\n", ""),
         "test_dataset.py::test_noise_belongs_to_member_epoch_and_item",
     ),
     Planted(

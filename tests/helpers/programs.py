@@ -7,13 +7,17 @@ word that does not fit is left out, so every line is a program. Each family of o
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
 
 VIEWS_ALIAS = True
 """Whether ``view``, ``flatten`` and ``reshape`` get the tensor itself, which a program may read again after it has written
@@ -70,7 +74,8 @@ class Program(nn.Module):
                 step = OPS[name](self, run, int(number))
                 if step is None:
                     continue
-                run.x = step(self, run)
+                with in_python():
+                    run.x = step(self, run)
                 if not 0 < run.x.numel() <= LARGEST or run.x.dim() > 5:
                     raise ValueError
             except (
@@ -736,7 +741,7 @@ def made(x: Tensor, n: int) -> Tensor:
         lambda: out.add_(x),
         lambda: torch.ones(x.shape).mul_(x),
         lambda: torch.empty(x.shape).copy_(x),
-        lambda: torch.full(x.shape[::-1], 0.5).permute(*range(x.dim())[::-1]).sub_(x),
+        lambda: torch.full(x.shape[::-1], 0.5).permute(tuple(reversed(range(x.dim())))).sub_(x),
         lambda: out.index_add_(d, torch.arange(x.shape[d]).flip(0), x),
         lambda: torch.arange(float(x.numel())).view(x.shape).add_(x),
         lambda: assigned(out, x, d),
@@ -799,11 +804,143 @@ def by_function(x: Tensor, n: int) -> Tensor:
     return functions[n % 3]()
 
 
+is_in_python = False
+"""Whether operators of functions, such as ``torch.cond``, are the Python that they stand for."""
+
+
+@contextlib.contextmanager
+def in_python() -> Iterator[None]:
+    """For a model alone: PyTorch would compile the operators of functions, which takes longer than all else."""
+    global is_in_python
+    before, is_in_python = is_in_python, True
+    try:
+        yield
+    finally:
+        is_in_python = before
+
+
+Body = Callable[[Tensor], Tensor]
+Flow = Callable[[Body, Tensor, int], Tensor]
+
+
+def by_cond(body: Body, x: Tensor, n: int) -> Tensor:
+    pred = x.mean() > (0.0, 0.3)[n % 2]
+    sides = (body, lambda x: x.clone().mul_(0.5)) if n // 2 % 2 else (lambda x: -x, lambda x: body(x) * 2)
+    # An array runs both sides, as a compiler does, so both must be able to run.
+    return [side(x) for side in sides][not pred] if is_in_python else torch.cond(pred, *sides, (x,))
+
+
+def by_while_loop(body: Body, x: Tensor, n: int) -> Tensor:
+    def goes_on(count: Tensor, y: Tensor) -> Tensor:
+        return (count < 1 + n % 3) & (y.square().sum() < 20 * x.numel() / (1 + n % 5))
+
+    def turn(count: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return count + 1, body(y) + x
+
+    carried = torch.zeros((), dtype=torch.long), (torch.zeros(x.shape), x.clone(), x * 2)[n // 3 % 3]
+    if not is_in_python:
+        return while_loop(goes_on, turn, carried)[1]
+    while goes_on(*carried):
+        carried = turn(*carried)
+    return carried[1]
+
+
+def by_scan(body: Body, x: Tensor, n: int) -> Tensor:
+    def combine(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        new = body(row[None])[0] + carry.tanh()
+        return new, new * row
+
+    start = torch.zeros(x.shape[1:]) if n % 2 else x[-1] * 2
+    if not is_in_python:
+        carry, rows = scan(combine, start, x, reverse=n // 2 % 2 == 1)
+        return rows + carry
+    carry, rows = start, []
+    for row in x.flip(0) if n // 2 % 2 else x:
+        carry, output = combine(carry, row)
+        rows.append(output)
+    return torch.stack(rows[::-1] if n // 2 % 2 else rows) + carry
+
+
+def by_map(body: Body, x: Tensor, n: int) -> Tensor:
+    def func(row: Tensor, scale: Tensor) -> Tensor:
+        return body(row[None])[0] * scale
+
+    scale = x.mean()
+    return torch.stack([func(row, scale) for row in x]) if is_in_python else map_rows(func, x, scale)
+
+
+def by_if(body: Body, x: Tensor, n: int) -> Tensor:
+    if (x.mean() > (0.0, 0.3)[n % 2]).item() if n // 2 % 2 else x[0].sum() > x[-1].sum():
+        return body(x)
+    return x * 0.5 if torch.allclose(x, x.mean(), atol=1.0) else -x
+
+
+def by_while(body: Body, x: Tensor, n: int) -> Tensor:
+    for _ in range(1 + n % 3):
+        if x.square().mean() > 4:
+            break
+        x = body(x) * 1.25
+    return x
+
+
+def flow(func: Flow, drawn: bool = False) -> Op:
+    """Control flow around a layer, a write into a new tensor, a function that is differentiated by hand, or noise."""
+
+    def op(m: Program, run: Run, n: int) -> Step:
+        width = run.x.shape[-1]
+        name = m.add(nn.Linear(width, width))
+        bodies: tuple[Body, ...] = (
+            lambda x: m[name](x),
+            lambda x: made(m[name](x), n // 4),
+            lambda x: by_function(x, n // 4),
+            lambda x: F.leaky_relu_(x * m[name].bias),
+        )
+        return lambda m, run: func(
+            lambda x: F.dropout(x, 0.3, m.training) if drawn else bodies[n % 4](x), run.x, n // 4
+        )
+
+    return op
+
+
+def lowered(x: Tensor, p: Tensor, n: int) -> Tensor:
+    """What autocast computes in lower precision, of numbers for which it is exact: signs, and weights of as few bits.
+
+    The gradient of a sign sums two products, which is exact in any order, and weights get none from here.
+    """
+    signs, weight = x + (x.sign() - x).detach(), p.detach().bfloat16().double()
+    # A step under autocast lowers both itself.
+    with torch.autocast("cpu", torch.bfloat16) if n // 6 % 2 else contextlib.nullcontext():
+        if torch.is_autocast_enabled("cpu"):
+            signs, weight = signs.float(), weight.float()
+        y = (
+            lambda: F.linear(signs, weight.t()),
+            lambda: signs @ weight,
+            lambda: torch.einsum("...i,io->...o", signs, weight),
+            lambda: torch.bmm(signs.reshape(1, -1, signs.shape[-1]), weight[None]),
+            lambda: F.prelu(signs, weight[0, 0]),
+            lambda: torch.mm(signs.flatten(0, -2), weight),
+        )[n % 6]()
+    # The precision is part of the result.
+    return y.to(x.dtype) * p.mean() + (y.dtype == torch.bfloat16)
+
+
 MADE: dict[str, Op] = {"made": pure(made)}
 FUNCTIONS: dict[str, Op] = {"function": pure(by_function)}
+FLOWS: dict[str, Op] = {
+    "cond": flow(by_cond),
+    "while_loop": flow(by_while_loop),
+    "scan": flow(by_scan),
+    "map": flow(by_map),
+}
+BRANCHES: dict[str, Op] = {"if": flow(by_if), "while": flow(by_while)}
+"""Python's own branches on values, for which members part."""
+FLOWS_OF_NOISE: dict[str, Op] = {"cond_drop": flow(by_cond, True), "scan_drop": flow(by_scan, True)}
+BRANCHES_OF_NOISE: dict[str, Op] = {"if_drop": flow(by_if, True), "while_drop": flow(by_while, True)}
+AUTOCAST: dict[str, Op] = {"lower": weighted(lambda x, n: torch.randn(x.shape[-1], 2), lowered)}
 FAMILIES: dict[str, dict[str, Op]] = {
     "layers": LAYERS, "math": MATH, "views": VIEWS, "writes": WRITES, "state": STATE, "inputs": INPUTS, "noise": NOISE,
-    "made": MADE, "functions": FUNCTIONS,
+    "made": MADE, "functions": FUNCTIONS, "flows": FLOWS, "branches": BRANCHES, "flows of noise": FLOWS_OF_NOISE,
+    "branches of noise": BRANCHES_OF_NOISE, "autocast": AUTOCAST,
 }  # fmt: skip
 OPS: dict[str, Op] = {name: op for family in FAMILIES.values() for name, op in family.items()}
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfta_func as hfta
+from ways import InFloat64
 
 peft = pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
 transformers = pytest.importorskip("transformers")
@@ -56,9 +57,9 @@ def solo(base, config, seed):
     return model
 
 
-def train(adapters, batches, lr=LR):
-    step = hfta.make_train_step(adapters.model, loss_fn, hfta.adamw(lr=lr), share_frozen=True)
-    seeds = range(len(adapters.configs))
+def train(adapters, batches, lr=LR, seeds=None, **options):
+    step = hfta.make_train_step(adapters.model, loss_fn, hfta.adamw(lr=lr, **options), share_frozen=True)
+    seeds = range(len(adapters.configs)) if seeds is None else seeds
     state = step.init(double(adapters.params), double(adapters.buffers), seeds=seeds)
     for batch in batches:
         state, _ = step(state, batch)
@@ -206,7 +207,9 @@ KINDS = {
     "AdaLoRA": lambda: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=20, tinit=1, tfinal=2, **_ON_ATTENTION),
     "adapted prompts": lambda: peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=1, task_type="CAUSAL_LM"),
     "BEFT": lambda: peft.BeftConfig(**_ON_ATTENTION),
+    "Cartridge": lambda: peft.CartridgeConfig(num_frozen_tokens=1, **_ON_PROMPTS),
     "C3A": lambda: peft.C3AConfig(block_size=4, **_ON_ATTENTION),
+    "DEFT": lambda: peft.DeftConfig(r=2, **_ON_ATTENTION),
     "DeLoRA": lambda: peft.DeloraConfig(r=2, **_ON_ATTENTION),
     "FourierFT": lambda: peft.FourierFTConfig(n_frequency=5, **_ON_ATTENTION),
     "GLoRA": lambda: peft.GloraConfig(r=2, **_ON_ATTENTION),
@@ -241,6 +244,7 @@ KINDS = {
     ),
     "RandLoRA": lambda: peft.RandLoraConfig(r=4, **_ON_ATTENTION),
     "RoAd": lambda: peft.RoadConfig(group_size=4, variant="road_2", **_ON_ATTENTION),
+    "Shadow": lambda: peft.ShadowConfig(shadow_dropout=0.0, task_type="CAUSAL_LM"),
     "SHiRA": lambda: peft.ShiraConfig(r=2, random_seed=0, **_ON_ATTENTION),
     "TinyLoRA": lambda: peft.TinyLoraConfig(r=2, **_ON_ATTENTION),
     "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 2, 5]),
@@ -268,14 +272,22 @@ def make_llama():
 @pytest.mark.exhaustive(unless="^(OFT|VeRA)$")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_trained_and_evaluated_as_alone(kind):
+    # Some compute in float32, whatever the type of the base.
+    with InFloat64():
+        check_kind(kind)
+
+
+def check_kind(kind):
     base, config = make_llama(), KINDS[kind]()
     adapters = hfta.stack_adapters(base, [config] * 3, seeds=range(3))
     batches = make_batches(3)
-    _, state = train(adapters, batches)
+    # Shadow does not use the parameters of its last update, which alone have no gradient and so no weight decay.
+    decay = {"weight_decay": 0.0} if kind == "Shadow" else {}
+    _, state = train(adapters, batches, **decay)
     losses = hfta.make_eval_step(adapters.model, loss_fn, batch_dims=0, share_frozen=True)(state, batches[0])["loss_fn"]
     for member in range(3):
         model = solo(base, config, member)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LR[member])
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LR[member], **decay)
         for batch in batches[:, member]:
             loss_fn(model, batch).backward()
             optimizer.step()
@@ -288,9 +300,49 @@ def test_every_kind_is_trained_and_evaluated_as_alone(kind):
         torch.testing.assert_close(losses[member], expected, rtol=1e-10, atol=0)
 
 
+def test_a_kind_that_draws_in_training_is_that_of_arrays_of_one():
+    base, config = make_llama(), peft.PveraConfig(r=4, **_ON_ATTENTION)
+    batches = make_batches(3)
+    _, state = train(hfta.stack_adapters(base, [config] * 3, seeds=range(3)), batches, seeds=[5, 6, 7])
+    for member in range(3):
+        own = hfta.stack_adapters(base, [config], seeds=[member])
+        _, alone = train(own, batches[:, [member]], [LR[member]], seeds=[5 + member])
+        for path, leaf in alone.params.items():
+            torch.testing.assert_close(state.params[path][member], leaf[0], rtol=1e-10, atol=1e-12)
+
+
+def test_a_kind_whose_gradient_alone_is_not_a_number():
+    # At its start, the vectors that HRA makes orthogonal come in equal pairs.
+    base, config = make_llama(), peft.HRAConfig(r=2, apply_GS=True, **_ON_ATTENTION)
+    adapters, batches = hfta.stack_adapters(base, [config] * 3, seeds=range(3)), make_batches(1)
+    step = hfta.make_train_step(adapters.model, loss_fn, hfta.adamw(lr=LR), share_frozen=True)
+    state = step.init(double(adapters.params), double(adapters.buffers), seeds=range(3))
+    _, metrics = step(state, batches[0])
+    for member in range(3):
+        model = solo(base, config, member)
+        loss_fn(model, batches[0, member]).backward()
+        finite = all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        assert (metrics["failure"][member] == 0) == finite, metrics["failure"]
+
+
+@pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:Sparse invariant")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        # A prompt whose gradient a hook scales.
+        (
+            lambda: peft.CPTConfig(
+                cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], task_type="CAUSAL_LM"
+            ),
+            "has a hook for the backward pass.* remove it",
+        ),
+        # Every call replaces a parameter of the base by a computed one, and puts it back.
+        (
+            lambda: LoraConfig(r=2, target_modules=[], target_parameters=["q_proj.weight"]),
+            r"writes '.*q_proj.base_layer.weight', which all members share",
+        ),
+        # Sparse matrices of members' own values.
+        (lambda: peft.FrodConfig(**_ON_ATTENTION), "calls aten::coalesce, for which there is no batching rule"),
         (lambda: peft.OSFConfig(effective_rank=4, **_ON_ATTENTION), "has a hook for the backward pass.* remove it"),
         (
             lambda: peft.OFTConfig(oft_block_size=4, coft=True, **_ON_ATTENTION),

@@ -106,6 +106,15 @@ def _check(info: ModuleInfo, training: bool, dtype: torch.dtype, device: str, ma
     assert_array_is_loop(array, alone, inputs, TOLERANCES[dtype])
 
 
+def test_every_module_is_there() -> None:
+    assert len(module_db) == 114
+    modes = {
+        (info.name, training) for info in module_db for training in (True, False)[: 1 + info.train_and_eval_differ]
+    }
+    rows = [row.values for row in ROWS]
+    assert {(info.name, training) for info, training, _ in rows} == modes and len(modes) == 126
+
+
 def check_every_sample(info: ModuleInfo, training: bool, dtype: torch.dtype, device: str) -> None:
     """Arrays of a module against its members alone, on a device."""
     samples = _samples(info, training, dtype, device)

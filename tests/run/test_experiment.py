@@ -90,6 +90,8 @@ def test_other_ways_to_make_one():
     trunk.fit(DATA, 8, epochs=1, progress=False)
     first, second = trunk.models()
     assert first[0].weight is second[0].weight and torch.equal(first[0].weight, trunk.state.shared.params["0.weight"])
+    outputs = torch.stack([model.eval()(DATA[0]) for model in (first, second)])
+    torch.testing.assert_close(trunk.ensemble().eval()(DATA[0]), outputs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_grid_is_the_product():

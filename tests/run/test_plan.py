@@ -89,6 +89,21 @@ def test_sizes_take_turns_and_fewer_of_them_where_steps_are_long(
     assert order == [1, 3] * turns
 
 
+@pytest.mark.parametrize(("steps", "turns"), [(1, [1]), (150, [1, 3]), (1000, [1, 3] * 5 + [1]), (10**6, [1, 3] * 8)])
+def test_measuring_takes_a_share_of_the_steps_to_come(
+    steps: int, turns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[int] = []
+
+    def measured(work: Any, device: torch.device, _: float) -> list[float]:
+        order.append(hfta.num_models(work.__self__._state))
+        return [0.01]
+
+    monkeypatch.setattr(plan, "_times", measured)
+    found = hfta.plan(*_array(), sizes=[1, 3], limit=3, steps=steps)
+    assert order == turns and found.num_models == 3 and found.chunk_size is None
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("power", "chunk_size"), [(2, 1), (0, None)])
 def test_chunks_where_more_members_cost_more(power: int, chunk_size: int | None) -> None:

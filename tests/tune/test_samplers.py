@@ -15,7 +15,7 @@ optuna = pytest.importorskip("optuna", reason="needs optuna; pip install 'hfta_f
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
 
 from hfta_func import tune  # noqa: E402
-from studies import X, Y, build  # noqa: E402
+from studies import X, Y, build, loss_fn  # noqa: E402
 
 FLAT = {"lr": FloatDistribution(1e-3, 0.2), "momentum": FloatDistribution(0.0, 0.9)}
 OPTIONS: dict[str, Any] = dict(metric="error", direction="minimize", epochs=1, progress=False, max_models=8)
@@ -134,3 +134,106 @@ def test_counts_are_metrics() -> None:
     space = {"lr": FloatDistribution(0.1, 0.2), "shift": FloatDistribution(1.0, 2.0)}
     study = tune.run(counting, space, trials=3, **OPTIONS | {"metric": "right"})
     assert float(study.best.values[-1][0]).is_integer()
+
+
+def kinds(trial: Any) -> None:
+    """A space whose trials of one kind have a parameter that those of the other lack."""
+    trial.suggest_categorical("lr", [0.01, 0.1])
+    if trial.suggest_categorical("kind", ["sgd", "adam"]) == "sgd":
+        trial.suggest_float("momentum", 0.0, 0.6, step=0.3)
+
+
+def build_kinds(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
+    assert ("momentum" in members) == (fixed["kind"] == "sgd")
+    array = build(fixed, {"momentum": [0.0] * len(members["seed"]), **members})
+    if fixed["kind"] == "sgd":
+        return array
+    step = hfta.make_train_step(array.model, loss_fn, hfta.adam(lr=members["lr"]))
+    state = step.init(array.state.params, seeds=members["seed"])
+    return array._replace(step=step, state=state)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:BruteForceSampler is experimental")
+def test_trials_have_the_names_of_their_kind(tmp_path: pathlib.Path) -> None:
+    """A space of eight configurations ends; each trial is as alone; what it lacks is stored nowhere."""
+    url, options = f"sqlite:///{tmp_path}/study.db", OPTIONS | {"nonfusible": ["kind"], "epochs": 2}
+    first = {"kind": "sgd", "momentum": 0.6, "lr": 0.1}
+
+    def search(**more: Any) -> tune.Study:
+        sampler = optuna.samplers.BruteForceSampler(seed=0)
+        more = {"enqueue": [first, {"kind": "adam"}], "sampler": sampler, "trials": 20, **more}
+        return tune.run(build_kinds, kinds, **options | more)
+
+    study = search(storage=url, name="kinds", resume=tmp_path / "study")
+    assert study.trials[0].params == first and study.trials[1].params["kind"] == "adam"
+    assert len({tuple(sorted(trial.params.items())) for trial in study.trials}) == len(study.trials) == 8
+    stored = optuna.load_study(storage=url, study_name="kinds").trials
+    for trial, shown in zip(study.trials, stored, strict=True):
+        assert ("momentum" in trial.params) == (trial.params["kind"] == "sgd") and trial.params == shown.params
+        assert study.population.members[trial.members[0]].config == {**trial.params, "seed": 0}
+        alone = tune.population(build_kinds, [trial.params], nonfusible=["kind"], max_models=1)
+        alone.fit(2)
+        assert trial.values[-1][0] == pytest.approx(alone.members[0].value("error"), rel=1e-12)
+    importances = optuna.importance.get_param_importances(study.optuna, params=["lr", "kind"])
+    assert set(importances) == {"lr", "kind"}
+    frame = study.frame()
+    assert list(frame["momentum"].isna()) == list(frame["kind"] == "adam") and list(frame)[:4] == [
+        "trial",
+        "lr",
+        "kind",
+        "momentum",
+    ]
+    study.write(tmp_path)
+    assert len({line.count(",") for line in (tmp_path / "history.csv").read_text().splitlines()}) == 1
+    assert search(resume=tmp_path / "study", storage=url, name="kinds").trials == study.trials
+    with pytest.raises(ValueError, match=r"whose enqueue is .*; pass another folder"):
+        search(resume=tmp_path / "study", enqueue=[{"kind": "adam"}])
+
+
+@pytest.mark.parametrize("scheduler", [tune.halving(), tune.population_based(every=1)])
+def test_schedulers_of_a_space_with_kinds(scheduler: Any) -> None:
+    study = tune.run(build_kinds, kinds, trials=9, nonfusible=["kind"], scheduler=scheduler, **OPTIONS | {"epochs": 3})
+    again = tune.run(
+        build_kinds,
+        kinds,
+        trials=9,
+        nonfusible=["kind"],
+        scheduler=scheduler,
+        **OPTIONS | {"epochs": 3, "max_models": 1},
+    )
+    assert [trial.params for trial in study.trials] == [trial.params for trial in again.trials]
+    assert [trial.status for trial in study.trials] == [trial.status for trial in again.trials]
+    members = study.population.members
+    assert all(
+        members[source].config["kind"] == member.config["kind"] for member in members for _, source in member.parents
+    )
+    if scheduler.copies:
+        assert any(member.parents for member in members)
+
+
+def test_trials_that_a_callback_enqueues_are_next(tmp_path: pathlib.Path) -> None:
+    def enqueue(study: tune.Study) -> None:
+        if len(study.trials) == 2:
+            study.optuna.enqueue_trial({"lr": 0.125})
+
+    def search(trials: int) -> tune.Study:
+        sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=1)
+        return tune.run(
+            build, FLAT, trials=trials, batch=2, sampler=sampler, callbacks=[enqueue], resume=tmp_path, **OPTIONS
+        )
+
+    study = search(6)
+    assert [trial.params["lr"] == 0.125 for trial in study.trials] == [False, False, True, False, False, False]
+    assert search(6).trials == study.trials
+
+
+def test_names_that_a_space_cannot_have() -> None:
+    with pytest.raises(ValueError, match=r"the space has 'error', which is a column of study.frame\(\)"):
+        tune.run(build, lambda trial: trial.suggest_float("error", 0, 1), trials=2, **OPTIONS)
+    with pytest.raises(ValueError, match="enqueue names 'rate', but the space has lr, momentum"):
+        tune.run(build, FLAT, trials=2, enqueue=[{"rate": 0.1}], **OPTIONS)
+    with pytest.raises(
+        RuntimeError, match=r"build reads fixed\['kind'\], which members differ in; pass nonfusible=\['kind'\]"
+    ):
+        tune.run(build_kinds, kinds, trials=2, **OPTIONS)

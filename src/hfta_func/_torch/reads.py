@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import importlib
+import logging
 import os
 import random
 import sys
@@ -151,6 +152,10 @@ def _traced(given: dict[str, Any]) -> tuple[Any, Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        # What the tracer cannot trace it also logs, as an error of a program that has none.
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
         stack.enter_context(utils.get_metrics_context())
         stack.enter_context(utils.dynamo_timed("replay"))
         stack.enter_context(guards.compile_context(guards.CompileContext(frames.get_compile_id({}))))

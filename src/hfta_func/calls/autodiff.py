@@ -185,10 +185,11 @@ CALLS_BACKWARD = (
 )
 _AS_VALUE = "take the gradient of an activation by torch.autograd.grad(loss, activation, create_graph=True) in the loss"
 
+_HOOK = f"or a tool around the step registers a hook on a tensor, {_ONE_PASS}; {_AS_VALUE}"
 AUTODIFF: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
     Tensor.backward: _refused(CALLS_BACKWARD),
-    Tensor.register_hook: _refused(f"or a tool around the step registers a hook on a tensor, {_ONE_PASS}; {_AS_VALUE}"),
+    **dict.fromkeys((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook), _refused(_HOOK)),
     Tensor.retain_grad: _refused(f"calls retain_grad(), {_ONE_PASS}; {_AS_VALUE}"),
     Tensor.grad.__get__: _grad_of_step,  # pyright: ignore
     Tensor.requires_grad_: requires_grad_,

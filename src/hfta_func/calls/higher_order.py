@@ -23,8 +23,31 @@ Call = Callable[..., Any]
 def _cond(call: Call, pred: Any, true_func: Any, false_func: Any, operands: Any = (), **options: Any) -> Any:
     if not isinstance(pred, Tensor) or not (torch.compiler.is_compiling() or _torch.is_wrapped(pred)):
         return call(0, true_func if pred else false_func, *operands)
-    sides = [call(0, func, *operands) for func in (true_func, false_func)]
+    sides = _sides(call, (true_func, false_func), operands)
     return pytree.tree_map(lambda a, b: torch.where(pred, a, b), *sides)
+
+
+def _switch(call: Call, index: Any, branches: Any, operands: Any = (), **options: Any) -> Any:
+    last = len(branches) - 1
+    if not isinstance(index, Tensor) or not (torch.compiler.is_compiling() or _torch.is_wrapped(index)):
+        return call(0, branches[max(0, min(int(index), last))], *operands)
+    chosen, *sides = _sides(call, branches, operands)
+    for i, side in enumerate(sides):
+        chosen = pytree.tree_map(lambda a, b, i=i: torch.where(index > i, b, a), chosen, side)
+    return chosen
+
+
+def _sides(call: Call, branches: Any, operands: Any) -> list[Any]:
+    """What each branch returns, which must be alike."""
+    sides = [call(0, func, *operands) for func in branches]
+    kinds = [pytree.tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, side) for side in sides]
+    for kind in kinds[1:]:
+        if kind != kinds[0]:
+            raise TraceError(
+                f"the branches of torch.cond or torch.switch return {kinds[0]} and {kind}; return tensors of one structure, "
+                f"with one shape and dtype".replace("torch.Size", "")
+            )
+    return sides
 
 
 def _while_loop(call: Call, going_on: Any, body: Any, carried: Any, additional: Any = (), **options: Any) -> Any:
@@ -86,3 +109,5 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.ops.higher_order.flex_attention: _flex_attention,
 }
 """For each operator, a function that is given a :data:`Call` and the arguments; PyTorch 2.14 adds options for compilers."""
+if (_switch_operator := getattr(torch.ops.higher_order, "switch", None)) is not None:
+    OPERATORS[_switch_operator] = _switch

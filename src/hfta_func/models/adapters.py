@@ -193,6 +193,10 @@ def _made(base: nn.Module, config: Any, title: str, seed: int | None = None, dra
                 # A bias of the base that the adapter trains must not be shared.
                 setattr(module, name, nn.Parameter(param.detach().clone()))
                 param.requires_grad_(False)
+            elif not param.requires_grad and id(param) not in shared:
+                # What an adapter draws and does not train is its own.
+                delattr(module, name)
+                module.register_buffer(name, param.detach())
     return made.train(base.training)
 
 

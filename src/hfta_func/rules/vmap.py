@@ -129,9 +129,23 @@ def _vmap(
         except RuntimeError as error:
             if routed and isinstance(error, Diverged):
                 raise
-            raise advice(error) or error from error.__cause__
+            raise advice(error) or _of_first(member, args, in_dims, routed) or error from error.__cause__
 
     return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func)
+
+
+def _of_first(func: Callable[..., Any], args: Any, in_dims: Any, routed: bool) -> Exception | None:
+    """The error of the first member alone, which tells the shapes of one model; None if it has none."""
+    if not routed:
+        return None
+    dims = optree.tree_leaves(optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True), none_is_leaf=True)
+    leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
+    first = [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]
+    try:
+        func(*optree.tree_unflatten(spec, first))
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def _traced(mapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -250,17 +264,26 @@ _UNROUTED = (
 )
 
 
-_OF_FUNCTIONS = {
-    "vmap staticmethod|marked as dirty": "applies an autograd function whose batching rule does not work: write either a "
-    "vmap staticmethod that returns (outputs, out_dims), or generate_vmap_rule = True and no argument in place; without "
-    "either, it runs one member after another",
+_CURES = {
+    "vmap staticmethod|marked as dirty|bdim < tensor.dim": "applies an autograd function whose batching rule does not work: "
+    "write either a vmap staticmethod that returns (outputs, out_dims), or generate_vmap_rule = True and no argument in "
+    "place; without either, it runs one member after another",
     "must override the setup_context": "applies an autograd function by a method that was kept, f = Function.apply, before "
     "the rules were installed; call Function.apply where it is used, or hfta_func.rules.install() before its import",
     "may have escaped": "uses a tensor of a member below vmap, where an autograd function without a batching rule runs; pass "
     "it to apply as an argument",
     "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",
+    "access storage of": "needs the memory of a tensor (copy.deepcopy, pickle, torch.save, storage()), but those of all "
+    "members lie in one; copy a tensor by x.clone() and a module in __init__, save the state outside, or make the step with "
+    "chunk_size=1",
+    "Sparse [CB]S[CR] tensors do not|incompatible with mkldnn": "makes a tensor of a layout that members which run as one "
+    "cannot have; use a dense tensor or x.to_sparse(), or make the step with chunk_size=1",
+    "explicit positive num_classes": "makes a tensor whose shape depends on values (torch.nn.functional.one_hot); pass "
+    "num_classes",
+    "Expected pred to be": "calls torch.cond with more than one value as its condition; reduce it (.any(), .all()), or "
+    "choose for every value (torch.where)",
 }
-"""Advice by what PyTorch says of autograd functions."""
+"""Advice by what PyTorch says of autograd functions and some others."""
 
 
 _SHARED = "; of a buffer that is equal in all models they are known if it is one for all: share_frozen=True"
@@ -275,7 +298,7 @@ def advice(error: RuntimeError) -> Exception | None:
         return None if named else type(error)(f"in {where.rstrip(',')}: {text}")
     if "called random operation while in randomness error mode" in text:
         return RandomnessError(f"{where} {_UNROUTED}")
-    for pattern, cure in _OF_FUNCTIONS.items():
+    for pattern, cure in _CURES.items():
         if re.search(pattern, text):
             return TraceError(f"{where} {cure}")
     unsupported = re.search(

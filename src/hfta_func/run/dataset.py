@@ -174,16 +174,16 @@ class _MemberBatches(Dataset[Any]):
         if get_worker_info() is not None:
             # Ctrl-C is for the process that trains, which ends this one.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with _generators_restored():
+        with generators_restored():
             batches = [self._member_batch(member, *each) for member, each in enumerate(zip(*draw, strict=True))]
         return batches[0] if self._shared else self._stacked(batches)
 
     def _member_batch(self, member: int, rows: list[int], seeds: list[int], collate_seed: int) -> Any:
         items = []
         for row, seed in zip(rows, seeds, strict=True):
-            _seed(seed)
+            seed_all(seed)
             items.append(self._dataset[row])
-        _seed(collate_seed)
+        seed_all(collate_seed)
         try:
             return self._collate_fn(items)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -215,7 +215,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _generators_restored() -> contextlib.ExitStack:
+def generators_restored() -> contextlib.ExitStack:
     """Gives the generators of PyTorch, Python and NumPy, which PyTorch imports if it is installed, their states back."""
     stack = contextlib.ExitStack()
     stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
@@ -225,7 +225,8 @@ def _generators_restored() -> contextlib.ExitStack:
     return stack
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Seed the generators that :func:`generators_restored` gives back."""
     torch.default_generator.manual_seed(seed)
     python_random.seed(seed)
     if "numpy" in sys.modules:

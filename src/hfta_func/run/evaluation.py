@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import original
-from hfta_func._tree import leaves, per_model, take
+from hfta_func._tree import leaves, per_model, take, tree_map
 from hfta_func._types import BatchError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Metrics
-from hfta_func.step.batch import plain
+from hfta_func.step.batch import plain, restored
 from hfta_func.step.evaluate import EvalStep
 from hfta_func.step.gradients import num_positional
 from hfta_func.step.joint import JointStep
@@ -68,13 +68,18 @@ class Evaluation:
     def __call__(self, state: TrainState) -> Metrics:
         """The metrics of every member; raises a BatchError if one has no rows."""
         state, parts = state._replace(opt_state=()), []
+        device = state.keys.device
+        if is_batch(self._data):
+            # Moved once, not in every epoch.
+            self._data = _moved(self._data, device)
         for members, batch in self._batches():
+            batch = _moved(batch, device)
             metrics = self._step(state if members is None else take(state, members), batch)
             tensors = [leaf for leaf in leaves(plain(batch)) if isinstance(leaf, Tensor) and leaf.dim() > self._axis]
             parts.append((members, tensors[0].shape[self._axis] if tensors else 1, metrics))
         if len(parts) == 1 and parts[0][0] is None and parts[0][1]:
             return parts[0][2]
-        rows, totals = torch.zeros(len(state.keys), dtype=torch.float64, device=state.keys.device), {}
+        rows, totals = torch.zeros(len(state.keys), dtype=torch.float64, device=device), {}
         for members, size, metrics in parts:
             chosen = slice(None) if members is None else members
             rows[chosen] += size
@@ -93,6 +98,11 @@ class Evaluation:
         if isinstance(self._data, ArrayLoader):
             return self._data.once()
         return ((None, batch) for batch in ([self._data] if is_batch(self._data) else self._data))
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """A batch on a device."""
+    return restored(tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, plain(batch)), batch)
 
 
 def is_batch(data: Any) -> bool:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hfta_func._tree import indices, take
-from hfta_func._types import HyperparameterError, Shared
-from hfta_func.models.stack import build, init_params, unstack_params
+from hfta_func._types import HyperparameterError, Params, Shared
+from hfta_func.models.stack import build, init_params, stack_params, unstack_params
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import is_batch, make_evaluation
 from hfta_func.run.fit import fit
 from hfta_func.run.history import History, Metrics
+from hfta_func.step.ensemble import Ensemble
 from hfta_func.step.prediction import Prediction, predict
 from hfta_func.step.state import TrainState, stacked
 from hfta_func.step.train import TrainStep, make_train_step
@@ -55,7 +56,7 @@ class Experiment:
     """An array with all that made it, which hands out the functional parts: ``step``, ``state``, ``history``.
 
     Args:
-        make_model: Makes one model; hyperparameters with the names of its arguments are passed to it.
+        make_model: Makes one model; hyperparameters with the names of its arguments are passed to it. Or M models that exist.
         loss_fn: The loss of ONE model, as of :func:`make_train_step`.
         optimizer: A function such as ``adam`` that takes hyperparameters by name, or what it returns.
         metric: A metric of ONE model, as of :func:`make_eval_step`; by default the loss, reported as ``val_loss``.
@@ -88,7 +89,7 @@ class Experiment:
 
     def __init__(
         self,
-        make_model: Callable[..., nn.Module],
+        make_model: Callable[..., nn.Module] | Sequence[nn.Module],
         loss_fn: Callable[..., Any],
         optimizer: Any,
         metric: Callable[..., Any] | None = None,
@@ -98,23 +99,23 @@ class Experiment:
         options: Mapping[str, Any] | None = None,
         **hyperparameters: Any,
     ):
-        numbers = _column(range(seeds) if isinstance(seeds, int) else seeds)
-        columns = {name: _column(value) or [value] * len(numbers) for name, value in hyperparameters.items()}
-        for name, column in columns.items():
-            if len(column) != len(numbers):
-                raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
+        numbers, columns = columns_of(seeds, hyperparameters)
         factory_takes, optimizer_takes = _arguments(make_model), _arguments(optimizer)
         of_model: Any = {name: columns[name] for name in columns if name in factory_takes}
         # The plain number 0 leaves momentum out; a list of zeros does not.
         of_optimizer = {name: value for name, value in hyperparameters.items() if name in optimizer_takes}
         hparams = {name: columns[name] for name in columns if name not in {*of_model, *of_optimizer}}
-        self.model = build(make_model, numbers[0], {name: column[0] for name, column in of_model.items()})
+        factory: Any = make_model if callable(make_model) else lambda: make_model[0]
+        self.model = build(factory, numbers[0], {name: column[0] for name, column in of_model.items()})
         self.metric = metric or _validation(loss_fn)
         made: Any = optimizer(**of_optimizer) if callable(optimizer) else optimizer
         self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))
         self._base = {"share_frozen": self.step.options.share_frozen}
         made_by: Any = {**self._base, "shared_params": self.step.options.shared_params, **of_model}
-        params = init_params(make_model, numbers if init_seeds is None else init_seeds, **made_by)
+        if callable(make_model):
+            params = init_params(make_model, numbers if init_seeds is None else init_seeds, **made_by)
+        else:
+            params = stack_params(make_model, **made_by)
         try:
             self.state: TrainState = self.step.init(*params, seeds=numbers, hparams=hparams)
         except HyperparameterError as error:
@@ -138,6 +139,19 @@ class Experiment:
         Returns:
             The history of this call, whose frames have the hyperparameters.
         """
+        given = self.arguments(data, batch_size, evaluate=evaluate, **options)
+        self.state, self.history = fit(self.step, self.state, epochs=epochs, **given)
+        self._epochs += len(self.history)
+        # A member that a callback has added has none of its own.
+        added = [None] * (len(self.history.seeds) - max(map(len, self.hyperparameters.values()), default=0))
+        self.history.columns = {name: [*column, *added] for name, column in self.hyperparameters.items()}
+        self.hyperparameters = self._columns_of(self.history.members, self.history.columns)
+        return self.history
+
+    def arguments(
+        self, data: Any, batch_size: int | None = None, *, evaluate: Any = None, **options: Any
+    ) -> dict[str, Any]:
+        """The arguments of :func:`hfta_func.fit` for those of :meth:`fit`: its loader, ``evaluate`` and further options."""
         loader, names = data, options.keys() & inspect.signature(ArrayLoader).parameters
         if batch_size is not None:
             seeds: Any = {"shared": True} if self.step.batch_dims is None else {"seeds": self.state.keys}
@@ -149,14 +163,7 @@ class Experiment:
                 f"{', '.join(sorted(names)) or 'data'} needs a batch_size; or pass a loader as data"
             )
         is_known = evaluate is None or callable(evaluate) or (isinstance(evaluate, tuple) and callable(evaluate[0]))
-        options["evaluate"] = evaluate if is_known else (self.metric, evaluate)
-        self.state, self.history = fit(self.step, self.state, loader, epochs=epochs, **options)
-        self._epochs += len(self.history)
-        # A member that a callback has added has none of its own.
-        added = [None] * (len(self.history.seeds) - max(map(len, self.hyperparameters.values()), default=0))
-        self.history.columns = {name: [*column, *added] for name, column in self.hyperparameters.items()}
-        self.hyperparameters = self._columns_of(self.history.members, self.history.columns)
-        return self.history
+        return {**options, "loader": loader, "evaluate": evaluate if is_known else (self.metric, evaluate)}
 
     def evaluate(self, data: Any, *rows: Sequence[Sequence[int] | Tensor]) -> Metrics:
         """The metrics of all members now, over ``data`` as in :func:`hfta_func.fit`, and rows of each member's own."""
@@ -173,8 +180,13 @@ class Experiment:
 
     def models(self) -> list[nn.Module]:
         """Every member as an ordinary module, see :func:`unstack_params`."""
-        shared = self.state.shared.params if isinstance(self.state.shared, Shared) else {}
-        return unstack_params(self.model, self.state.params, stacked(self.state).buffers, shared=shared, **self._base)
+        made: Any = {"shared": self._shared(), **self._base}
+        return unstack_params(self.model, self.state.params, stacked(self.state).buffers, **made)
+
+    def ensemble(self) -> Ensemble:
+        """The members as one module, to call, deploy or export."""
+        made: Any = {"shared": self._shared(), "seeds": self.state.keys, **self._base}
+        return Ensemble(self.model, self.state.params, stacked(self.state).buffers, **made)
 
     def predict(self, batches: Any, *, batch_dims: Any = None) -> Prediction:
         """What all members predict, see :func:`hfta_func.predict`."""
@@ -190,8 +202,23 @@ class Experiment:
     def _repr_html_(self) -> str:
         return f"{self!r}<br>{self.history._repr_html_()}"
 
+    def _shared(self) -> Params:
+        return self.state.shared.params if isinstance(self.state.shared, Shared) else {}
+
     def _columns_of(self, members: Tensor, columns: Mapping[str, Any]) -> dict[str, list[Any]]:
         return {name: [column[member] for member in members.tolist()] for name, column in columns.items()}
+
+
+def columns_of(
+    seeds: int | Sequence[int] | Tensor, values: Mapping[str, Any]
+) -> tuple[list[int], dict[str, list[Any]]]:
+    """One seed per member, and one of each value; raises a HyperparameterError if a list has another length."""
+    numbers = _column(range(seeds) if isinstance(seeds, int) else seeds)
+    columns = {name: _column(value) or [value] * len(numbers) for name, value in values.items()}
+    for name, column in columns.items():
+        if len(column) != len(numbers):
+            raise HyperparameterError(f"{name} has {len(column)} values for {len(numbers)} models; give one each")
+    return numbers, columns
 
 
 def _column(values: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._types import SIGNS, StateError, direction_of, html_table, require, sparkline
+from hfta_func._types import ROWS, SIGNS, StateError, direction_of, html_table, require, sparkline
 from hfta_func.step.failures import Failure
 from hfta_func.step.state import TrainState
 
@@ -319,6 +319,8 @@ class Running:
         if hidden:
             raise ValueError(f"evaluate returned '{min(hidden)}', which the step reports too; give it another name")
         metrics = {name: value.detach().cpu() for name, value in (means | further).items()}
+        rows = {name: metrics.pop(name + ROWS) for name in [*metrics] if name + ROWS in metrics}
+        metrics |= {name: metrics[name] / rows[name] for name in rows}
         members, width = history.members, len(history.seeds)
         history.epochs.append({name: _widened(value, members, len(members), width) for name, value in metrics.items()})
         if self.failed:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from hfta_func._types import StateError
 
@@ -89,12 +89,13 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        # Unlike torch.profiler.profile, it does not import the compiler, which takes seconds.
+        with profile(profile_memory=True) as recorded:
             work()
     finally:
         if collecting:
             gc.enable()
-    kineto: Any = recorded.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
+    kineto: Any = recorded.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
     events = [event for event in kineto.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events), default=0)

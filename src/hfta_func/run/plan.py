@@ -24,6 +24,8 @@ _WARMUP, _STEPS = 2, 3
 # All sizes are measured in every round, so that a disturbance does not hit only one of them. The most and fewest rounds, and
 # the seconds that all rounds together should take.
 _MOST, _LEAST, _SECONDS = 8, 2, 2.0
+# Where the number of steps to come is known, measuring takes about this share of their time.
+_SHARE = 0.01
 # A larger chunk, which needs more memory, must be faster by this fraction.
 _WORTH = 0.02
 
@@ -80,6 +82,7 @@ def plan(
     limit: int = 64,
     sizes: Sequence[int] = (1, 2, 4, 8),
     free: int | None = None,
+    steps: int | None = None,
 ) -> Plan:
     """Measure a step at a few M, predict its time and memory at others, and recommend M and a chunk size.
 
@@ -91,6 +94,8 @@ def plan(
         sizes: At least two numbers of models to measure, ascending. Those that run out of memory are left out; on a CPU,
             where the system would kill the process, those predicted to run out are not tried.
         free: Bytes available; by default those free on the device now.
+        steps: Number of steps of ``limit`` models to come, of whose time measuring takes about 1 %: where they are few, not
+            all sizes are measured. By default it takes about two seconds.
 
     Returns:
         The measurements and the recommendation; if only one size fits, predictions are proportional to it.
@@ -122,15 +127,20 @@ def plan(
     failed = max(limit, *sizes) + 1
 
     def measure(array: _Array) -> tuple[list[float], int]:
-        taken = _times(array.step, device, _SECONDS / (_MOST * len(sizes)))
+        taken = _times(array.step, device, _SECONDS / (_MOST * len(sizes)) if steps is None else 0)
         return taken, peaks[size] if size in peaks else peak_bytes(array.step, device)
 
+    def is_enough(turn: int) -> bool:
+        spent = sum(map(sum, times.values()))
+        if steps is None or not times:
+            return turn >= _LEAST and spent > _SECONDS
+        medians = [statistics.median(times[size]) for size in sorted(times)]
+        return spent > min(_SECONDS, _SHARE * steps * _line(sorted(times), medians, limit))
+
     for turn in range(_MOST):
-        if turn >= _LEAST and sum(map(sum, times.values())) > _SECONDS:
-            break
         # Each array is freed before the next one is made.
         for size in sizes:
-            if size >= failed:
+            if size >= failed or ((steps is not None or size == sizes[0]) and is_enough(turn)):
                 break
             risky = device.type == "cpu" and peaks and size not in peaks
             if risky and shared + size * held + _expected(state, peaks, size) > free:

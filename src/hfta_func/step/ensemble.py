@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from hfta_func.models.functional import bind, outline, tables_with_max_norm
 from hfta_func.models.sharing import Base, shared_of, statistics_of
 from hfta_func.models.stack import Stacked, check_stacked, members_of, shapes, stack_params
 from hfta_func.step.gradients import NOISE
-from hfta_func.step.prediction import Prediction, call, forward, predict_with, predicting
+from hfta_func.step.prediction import Deployed, Prediction, call, forward, predict_with, predicting
 
 _MADE = ("_run", "_runs", "_members", "_owners")
 """Attributes of an ensemble that are made anew in a copy."""
@@ -194,6 +195,30 @@ class Ensemble(nn.Module):
         key = random.fold_in(self.keys, ~self.calls)
         run = bind(self._model[0], forward, training=False, share_frozen=bool(self._base))
         return predict_with(run, self.stacked(), (self._tensors(2), self._tensors(3)), key, batches, batch_dims)
+
+    def deploy(self, outputs: Literal["values", "logits", "probabilities"] = "values") -> Deployed:
+        """A module whose ``forward`` gives mean and standard deviation over members; its ``export(x)`` needs no package.
+
+        Args:
+            outputs: What they are taken of: what the members return, ``"values"`` or ``"logits"``, or the softmax of it over
+                the last axis, ``"probabilities"``.
+
+        Returns:
+            A copy in eval mode, without gradients. Its ``export(x)`` is a program for ``torch.export.save`` and
+            ``torch.onnx.export`` that takes any number of rows.
+
+        Raises:
+            ValueError: if ``outputs`` is something else.
+
+        Example:
+            >>> deployed = Ensemble.from_modules([torch.nn.Linear(4, 3) for _ in range(3)]).deploy("probabilities")
+            >>> mean, std = deployed.export(torch.randn(8, 4)).module()(torch.randn(5, 4))
+            >>> mean.shape, std.shape
+            (torch.Size([5, 3]), torch.Size([5, 3]))
+        """
+        if outputs not in ("values", "logits", "probabilities"):
+            raise ValueError(f"outputs is {outputs!r}; pass 'values', 'logits' or 'probabilities'")
+        return Deployed(copy.deepcopy(self), outputs)
 
     def stacked(self) -> Stacked:
         """The parameters and buffers ``[M, ...]`` by path, the ensemble's own and not copies."""

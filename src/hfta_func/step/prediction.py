@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from hfta_func._types import BatchError, Params, Shared, StateError, Tree
 from hfta_func.models.functional import bind
 from hfta_func.models.stack import Stacked, check_state, shapes
 from hfta_func.step.batch import check_batch, copied, leaf_dims, plain, restored
+from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import Members
 from hfta_func.step.state import TrainState, stacked
 
@@ -67,23 +69,76 @@ class Prediction:
     @property
     def probabilities(self) -> Tensor:
         """Class probabilities ``[N, C]``: the mean over members of the softmax over the last axis."""
-        return self._scores().softmax(-1).mean(0)
+        return self.scores.softmax(-1).mean(0)
+
+    @property
+    def entropy(self) -> Tensor:
+        """The entropy of :attr:`probabilities` in nats, ``[N]``: all that the members do not know together."""
+        return torch.special.entr(self.probabilities).sum(-1)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """The part of :attr:`entropy` in nats that comes from differences between members, ``[N]``."""
+        return self.entropy - torch.special.entr(self.scores.softmax(-1)).sum(-1).mean(0)
 
     @property
     def disagreement(self) -> Tensor:
         """The share of pairs of different members that put a sample into different classes, ``[N]``; 0 for one member."""
-        scores = self._scores()
+        scores = self.scores
         count = len(scores)
         votes = torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).sum(0)
         same = (votes * (votes - 1)).sum(-1).to(scores.dtype)
         return 1 - same / (count * (count - 1)) if count > 1 else torch.zeros_like(same)
 
-    def _scores(self) -> Tensor:
+    @property
+    def scores(self) -> Tensor:
+        """The outputs of classifiers, ``[M, N, C]``."""
         if self.outputs.dim() < 3 or self.outputs.shape[-1] < 2:
             raise ValueError(
                 f"the members' outputs are {list(self.outputs.shape)}; classes need scores [M, N, C], and two or more of them"
             )
         return self.outputs
+
+
+class Deployed(nn.Module):
+    """The mean and the deviation over members as one module, made by :meth:`Ensemble.deploy`."""
+
+    def __init__(self, ensemble: nn.Module, outputs: str):
+        super().__init__()
+        self.ensemble, self.outputs = ensemble.eval().requires_grad_(False), outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation over members, ``[N, ...]``."""
+        prediction = Prediction(self.ensemble(*args, **kwargs))
+        if self.outputs == "probabilities":
+            prediction = Prediction(prediction.scores.softmax(-1))
+        return prediction.mean, prediction.std
+
+    def export(self, *args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
+        """A program for batches of any number of rows, which runs without this package.
+
+        Args:
+            args: An example of the arguments; the first axis of every tensor is the rows.
+            kwargs: Further arguments by name.
+
+        Returns:
+            The program, for ``torch.export.save`` or ``torch.onnx.export``.
+        """
+
+        def rows(leaf: Any) -> Any:
+            # PyTorch makes programs of an example of one row for one row only.
+            return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == 1 else leaf
+
+        def dynamic(leaf: Any) -> Any:
+            return {0: torch.export.Dim.DYNAMIC} if isinstance(leaf, Tensor) and leaf.dim() else None
+
+        args, kwargs = tree_map(rows, (args, kwargs))
+        shapes = tree_map(dynamic, {"args": args, **({"kwargs": kwargs} if kwargs else {})})
+        with warnings.catch_warnings():
+            # PyTorch warns of what it calls itself.
+            warnings.simplefilter("ignore", FutureWarning)
+            # Batching rules become operators of PyTorch, which need no package.
+            return torch.export.export(self, args, kwargs, dynamic_shapes=shapes).run_decompositions({})
 
 
 def gather(run: Callable[..., Any], batches: Any) -> Prediction:
@@ -202,9 +257,17 @@ def call(
 
     axes = dict.fromkeys(params, 0) | dict.fromkeys((*shared, *base), None)
     mapped = members.vmap(member, (0, axes, 0, leaf_dims(dims, tree)))
-    outputs = members.guard(
-        keys, lambda params, shared: mapped(keys, params | shared | base, stacked.buffers, tree), params, shared
-    )
+
+    def together(params: Params, shared: Params) -> Any:
+        # Members that branch differently run in groups.
+        run = Chunks(None, dims)
+        return run(
+            lambda some, tree: mapped(some[0], some[1] | shared | base, some[2], tree),
+            (keys, params, stacked.buffers),
+            tree,
+        )
+
+    outputs = members.guard(keys, together, params, shared)
     members.has_run(keys)
     return outputs
 

@@ -37,6 +37,28 @@ class Array(NamedTuple):
     evaluate: Evaluate | None = None
     model: nn.Module | None = None
 
+    @classmethod
+    def of(
+        cls,
+        experiment: hfta.Experiment,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        evaluate: Any = None,
+        **options: Any,
+    ) -> Array:
+        """The array of an :class:`~hfta_func.Experiment`, with the arguments of its ``fit`` that say what it trains on.
+
+        Args:
+            experiment: It trains what it was made from; its own state stays as it is.
+            data: A tree of tensors with one row per sample, or an iterable over batches.
+            batch_size: Rows per member and batch.
+            evaluate: Data for the experiment's metric, or what :func:`hfta_func.fit` takes.
+            options: Further arguments of :class:`~hfta_func.ArrayLoader`.
+        """
+        given = experiment.arguments(data, batch_size, evaluate=evaluate, **options)
+        return cls(experiment.step, experiment.state, given["loader"], given["evaluate"], experiment.model)
+
 
 class Segment(NamedTuple):
     """The result of a :class:`Trainer`: the state, metrics of every epoch with one value per member, and seconds."""

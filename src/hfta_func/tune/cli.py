@@ -241,7 +241,9 @@ def _array(args: argparse.Namespace, count: int) -> tuple[Any, Any, Any]:
     nonfusible = tuple(module.get("nonfusible", ()))
     session = SamplerSession(module["space"], ["maximize"], None, module.get("seed", 0))
     rows = [session.ask() for _ in range(count)]
-    rows = [row | {name: rows[0][name] for name in nonfusible} for row in rows]
+    like_first = [row for row in rows if row.keys() == rows[0].keys()]
+    fixed = {name: rows[0][name] for name in nonfusible if name in rows[0]}
+    rows = [like_first[index % len(like_first)] | fixed for index in range(count)]
     population = Population(module["build"], nonfusible, count, module.get("seed", 0), rows)
     (group,) = population.groups
     return group.array.step, group.array.state, next(iter(group.array.loader))

@@ -68,10 +68,10 @@ class Cohort(NamedTuple):
         return 0 if len(self.values) < self.trials or rung == len(self.rungs) else rung
 
     def groups(self, trials: Iterable[int]) -> list[list[int]]:
-        """Groups of trials that can copy each other, because their non-fusible values are equal."""
+        """Groups of trials that can copy each other: of equal names and equal non-fusible values."""
         groups: dict[Any, list[int]] = {}
         for trial in trials:
-            groups.setdefault(group_key(self.params[trial][name] for name in self.nonfusible), []).append(trial)
+            groups.setdefault(group_key(self.params[trial], self.nonfusible), []).append(trial)
         return list(groups.values())
 
     def check(self, verdicts: Any, copies: bool) -> None:
@@ -96,7 +96,7 @@ class Cohort(NamedTuple):
             if isinstance(verdicts.get(verdict.source), Copy):
                 raise ValueError(f"{what}, which copies another one itself; choose one that goes on")
             if len(self.groups((trial, verdict.source))) > 1:
-                raise ValueError(f"{what}, whose non-fusible values are others; choose one of its group")
+                raise ValueError(f"{what}, whose names or non-fusible values are others; choose one of its group")
             unknown = [name for name in verdict.changes if name not in self.space or name in self.nonfusible]
             if unknown:
                 raise ValueError(f"{what} and change '{unknown[0]}', which is no fusible name of the space")

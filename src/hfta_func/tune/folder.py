@@ -12,7 +12,7 @@ from typing import Any
 
 import hfta_func as hfta
 from hfta_func.files import atomic
-from hfta_func.tune.groups import Block, group_key
+from hfta_func.tune.groups import Block
 
 _INDEX = "members.json"
 _STATE = re.compile("members-[0-9a-f]{32}[.]safetensors")
@@ -55,7 +55,7 @@ class StudyFolder:
                     hfta.save(block.state, self._path(name))
                 self._files[id(block)] = block, name
                 blocks.append({"file": name, "members": block.numbers})
-            groups.append({"fixed": list(group.fixed.values()), "limit": group.limit, "blocks": blocks})
+            groups.append({"limit": group.limit, "blocks": blocks})
         members = [dataclasses.asdict(member) for member in population.members]
         index = {"about": self._about, "members": members, "last": population.last, "groups": groups, **more}
         atomic.write(self._path(_INDEX), json.dumps(index).encode())
@@ -79,13 +79,13 @@ class StudyFolder:
                 )
         population.restore(index["members"], index["last"])
         for saved in index["groups"]:
-            group = population.group(group_key(saved["fixed"]))
             for block in saved["blocks"]:
                 path = self._path(block["file"])
                 configs = {number: population.members[number].config for number in block["members"]}
+                group = population.group_of(population.members[block["members"][0]])
                 group.make_like(configs, lambda like, path=path: hfta.load(path, like))
                 self._files[id(group.blocks[-1])] = group.blocks[-1], block["file"]
-            group.limit = saved["limit"]
+                group.limit = saved["limit"]
         self._remove_old_states()
         return index
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -179,8 +179,8 @@ class Group:
         most = [*([limit] if limit else []), *([self.limit] if isinstance(self.limit, int) else [])]
         return min([size, *most])
 
-    def capacity(self, wanted: int, limit: int) -> int:
-        """The largest number of members that train together, of ``wanted`` members, on a worker with a limit.
+    def capacity(self, wanted: int, limit: int, epochs: int) -> int:
+        """The largest number of members that train together for some epochs, of ``wanted``, on a worker with a limit.
 
         With limit 0, there is no such limit, and ``max_models="auto"`` is measured once.
         """
@@ -196,7 +196,8 @@ class Group:
             loader = self.array.loader
             if isinstance(loader, hfta.ArrayLoader) and not loader.shared:
                 loader = loader.of_members(torch.stack([self._keys[number] for number in numbers]))
-            plan = hfta.plan(self.array.step, state, next(iter(loader)), limit=wanted, sizes=sizes)
+            steps = epochs * len(loader) if isinstance(loader, Sized) else None
+            plan = hfta.plan(self.array.step, state, next(iter(loader)), limit=wanted, sizes=sizes, steps=steps)
             self.limit = max(1, plan.chunk_size or plan.num_models)
         if isinstance(self.limit, str) or wanted <= self.limit:
             return wanted
@@ -225,9 +226,10 @@ def _selected(block: Block, indices: Sequence[int]) -> Block:
     return Block(tuple(block.numbers[index] for index in indices), hfta.take(block.state, indices))
 
 
-def group_key(values: Iterable[Any]) -> tuple[Any, ...]:
-    """A key that is equal for equal values; unlike in Python, 1 and True differ."""
-    return tuple((type(value), value) for value in values)
+def group_key(config: Mapping[str, Any], nonfusible: Iterable[str]) -> tuple[Any, ...]:
+    """A key that is equal for equal names and equal non-fusible values; unlike in Python, 1 and True differ."""
+    fixed = {name: (type(config[name]), config[name]) for name in nonfusible if name in config}
+    return frozenset(config), *fixed.items()
 
 
 def _shapes(state: Any) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from hfta_func._types import Direction
 from hfta_func.tune.cohorts import Cohort, Scheduler
+from hfta_func.tune.sampling import Space
 
 Rank = Literal["mean", "lower", "paired"]
 """How trials of several seeds are compared, see :func:`~hfta_func.tune.run`."""
@@ -23,7 +24,7 @@ class StudyOptions:
         ValueError: if one has an invalid value, or two contradict each other.
     """
 
-    space: Mapping[str, Any]
+    space: Space
     metric: str | Sequence[str]
     direction: Direction | Sequence[Direction]
     nonfusible: Sequence[str]
@@ -35,6 +36,7 @@ class StudyOptions:
     seeds: int
     rank: Rank
     seed: int
+    enqueue: Sequence[Mapping[str, Any]] = ()
     most: int | None = None
     """Number of configurations that the sampler has; None for any number."""
 
@@ -64,17 +66,23 @@ class StudyOptions:
         space, nonfusible = self.space, self.nonfusible
         if isinstance(nonfusible, str):
             raise ValueError(f"nonfusible is '{nonfusible}'; pass a list of names, ['{nonfusible}']")
-        unknown = [name for name in nonfusible if name not in space]
-        if unknown:
-            raise ValueError(f"nonfusible names '{unknown[0]}', but the space has {', '.join(space) or 'no names'}")
+        if callable(space):
+            return
+        for label, names in (("nonfusible", nonfusible), *(("enqueue", params) for params in self.enqueue)):
+            if unknown := [name for name in names if name not in space]:
+                raise ValueError(f"{label} names '{unknown[0]}', but the space has {', '.join(space) or 'no names'}")
         if not set(space) - set(nonfusible):
             raise ValueError("the space has no fusible name, so no two trials could share an array; use Optuna itself")
-        taken = [name for name in space if name in ("trial", "status", "epochs", "seconds", *self.metrics)]
+        self.check_names(space)
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise a ValueError if a parameter has a name that the study needs itself."""
+        taken = [name for name in names if name in ("trial", "status", "epochs", "seconds", *self.metrics)]
         if taken:
             raise ValueError(
                 f"the space has '{taken[0]}', which is a column of study.frame() besides; give it another name"
             )
-        if "seed" in space:
+        if "seed" in names:
             raise ValueError(
                 "the space has 'seed', which members have besides; pass seeds= for several seeds per trial"
             )
@@ -117,8 +125,14 @@ class StudyOptions:
 
     def about(self, json_of: Callable[[str], str]) -> dict[str, Any]:
         """What identifies a study in a folder or storage; ``json_of(name)`` is a name's distribution as JSON."""
-        return {
-            **{"space": {name: json_of(name) for name in self.space}, "metric": self.metrics},
+        space = self.space
+        if callable(space):
+            described: Any = f"the function {getattr(space, '__qualname__', type(space).__qualname__)}"
+        else:
+            described = {name: json_of(name) for name in space}
+        enqueued = {"enqueue": [dict(params) for params in self.enqueue]} if self.enqueue else {}
+        return enqueued | {
+            **{"space": described, "metric": self.metrics},
             **{"direction": self.directions, "nonfusible": list(self.nonfusible)},
             **{"trials": self.trials, "epochs": self.epochs, "scheduler": repr(self.scheduler or Scheduler())},
             **{"seeds": self.seeds, "seed": self.seed, "rank": self.rank},

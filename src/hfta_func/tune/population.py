@@ -87,12 +87,12 @@ class Population:
         """Add members with the names of all others; those that cannot be made fail, even if that is all of them."""
         first = len(self.members)
         self.members += [Member(number, {"seed": self._seed, **row}) for number, row in enumerate(rows, start=first)]
-        groups: dict[tuple[Any, ...], list[Member]] = {}
-        for member in self.members[first:]:
-            groups.setdefault(self._group_of(member), []).append(member)
+        groups: dict[Group, list[Member]] = {}
         try:
-            for key, added in groups.items():
-                self._fail(self.group(key).add({member.number: member.config for member in added}))
+            for member in self.members[first:]:
+                groups.setdefault(self.group_of(member), []).append(member)
+            for group, added in groups.items():
+                self._fail(group.add({member.number: member.config for member in added}))
         except BaseException:
             for group in self._groups.values():
                 group.drop(range(first, len(self.members)))
@@ -103,19 +103,17 @@ class Population:
     def __repr__(self) -> str:
         return f"<Population of {counted('members', [member.status for member in self.members])}>"
 
-    def _group_of(self, member: Member) -> tuple[Any, ...]:
-        return group_key(member.config[name] for name in self.nonfusible)
-
     @property
     def groups(self) -> list[Group]:
         """The groups of members that can share arrays."""
         return list(self._groups.values())
 
-    def group(self, key: tuple[Any, ...]) -> Group:
-        """The group with a :func:`group_key` of values of the non-fusible names."""
+    def group_of(self, member: Member) -> Group:
+        """The group of members that have the names and the non-fusible values of this one."""
+        key = group_key(member.config, self.nonfusible)
         if key not in self._groups:
-            values = [value for _, value in key]
-            self._groups[key] = Group(self._build, dict(zip(self.nonfusible, values, strict=True)), self._limit)
+            fixed = {name: member.config[name] for name in self.nonfusible if name in member.config}
+            self._groups[key] = Group(self._build, fixed, self._limit)
         return self._groups[key]
 
     def _fail(self, errors: Mapping[int, Exception]) -> None:
@@ -123,7 +121,7 @@ class Population:
             member = self.members[number]
             member.status, member.error = "failed", f"{type(error).__name__}: {error}"
             self._errors[number] = error.with_traceback(None)
-            self.group(self._group_of(member)).drop([number])
+            self.group_of(member).drop([number])
 
     @property
     def alive(self) -> list[int]:
@@ -183,18 +181,17 @@ class Population:
             return False
         # Members that trained last first, because their states are one block on the device.
         waiting.sort(key=lambda number: (number not in self.last, number))
-        key = self._group_of(self.members[waiting[0]])
-        group = self.group(key)
+        group = self.group_of(self.members[waiting[0]])
         first = self.members[waiting[0]].epoch
         together = [
             number
             for number in waiting
-            if self._group_of(self.members[number]) == key
+            if self.group_of(self.members[number]) is group
             and (not group.is_shared or self.members[number].epoch == first)
         ]
         # Workers of unequal limits share the waiting members in proportion; the largest is served first.
         limit, *others = self.jobs.free
-        most = group.capacity(len(together), limit)
+        most = group.capacity(len(together), limit, targets[waiting[0]] - first)
         if others:
             weights = [other or 1 for other in (limit, *others)]
             most = min(most, -(-len(waiting) * weights[0] // sum(weights)))
@@ -267,14 +264,15 @@ class Population:
             changes: New values of hyperparameters by name, as for :func:`hfta_func.with_hyperparams`, one per pair.
         """
         check_copies(self.members, pairs, changes, self.nonfusible)
-        by_group: dict[tuple[Any, ...], list[int]] = {}
+        by_group: dict[Group, list[int]] = {}
         for index, (member, source) in enumerate(pairs):
-            key = self._group_of(self.members[member])
-            if key != self._group_of(self.members[source]):
-                raise ValueError(f"member {member} cannot copy member {source}, whose non-fusible values are others")
-            by_group.setdefault(key, []).append(index)
-        for key, indices in by_group.items():
-            group = self.group(key)
+            group = self.group_of(self.members[member])
+            if group is not self.group_of(self.members[source]):
+                raise ValueError(
+                    f"member {member} cannot copy member {source}, whose names or non-fusible values are others"
+                )
+            by_group.setdefault(group, []).append(index)
+        for group, indices in by_group.items():
             copies, sources = ([pairs[index][side] for index in indices] for side in (0, 1))
             state = group.gather(sources)._replace(keys=group.gather(copies).keys)
             values = {name: [column[index] for index in indices] for name, column in changes.items()}
@@ -316,12 +314,12 @@ class Population:
     def state(self, member: int) -> Any:
         """The state of a member that is alive, as an array of one."""
         check_alive(self.members, [member])
-        return self.group(self._group_of(self.members[member])).gather([member])
+        return self.group_of(self.members[member]).gather([member])
 
     def export(self, member: int) -> nn.Module:
         """A member as an ordinary module; its array must have been built with ``model``."""
         check_alive(self.members, [member])
-        group = self.group(self._group_of(self.members[member]))
+        group = self.group_of(self.members[member])
         if group.array.model is None:
             raise ValueError("build returned an Array without a model, which exported models are made of; give it one")
         return hfta.export_model(group.array.model, self.state(member), 0)

@@ -17,7 +17,7 @@ from hfta_func.tune.cohorts import Scheduler
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.options import Rank, StudyOptions
 from hfta_func.tune.population import Population
-from hfta_func.tune.sampling import Mirror, SamplerSession, configurations
+from hfta_func.tune.sampling import Mirror, SamplerSession, Space, configurations
 from hfta_func.tune.search import Search
 from hfta_func.tune.status import Status
 from hfta_func.tune.study import Study, notify
@@ -79,7 +79,7 @@ def population(
 
 def run(
     build: Build,
-    space: Mapping[str, optuna.distributions.BaseDistribution],
+    space: Space,
     *,
     metric: str | Sequence[str],
     direction: Direction | Sequence[Direction] = "maximize",
@@ -88,6 +88,7 @@ def run(
     epochs: int,
     scheduler: Scheduler | None = None,
     sampler: optuna.samplers.BaseSampler | None = None,
+    enqueue: Sequence[Mapping[str, Any]] = (),
     batch: int | None = None,
     max_models: int | Literal["auto"] = "auto",
     seeds: int = 1,
@@ -105,7 +106,8 @@ def run(
 
     Args:
         build: ``build(fixed, members) -> Array``, as for :func:`~hfta_func.tune.population`.
-        space: Optuna's distributions by name.
+        space: Optuna's distributions by name; or a function of a trial of Optuna's that suggests values, of which trials may
+            have different ones. Members of an array have the same names.
         metric: The metric of the step or of ``evaluate`` that is compared; or several metrics, without a scheduler.
         direction: Whether large or small values are better, for each metric.
         nonfusible: Names whose values decide shapes or code, so that trials of one array must have equal ones.
@@ -114,6 +116,7 @@ def run(
         epochs: Epochs of a trial that is not stopped.
         scheduler: Decides which trials go on; by default all.
         sampler: Optuna's sampler, by default random search. One that learns from results gets each as soon as it is known.
+        enqueue: Configurations to try first; the sampler chooses the values that they lack.
         batch: Number of trials that the sampler is asked for at a time. By default all of a cohort, or, of a sampler that
             learns from results, as many as an array holds.
         max_models: The largest array; ``"auto"`` is the number that :func:`hfta_func.plan` recommends.
@@ -172,8 +175,10 @@ def run(
     options = StudyOptions(
         **{"space": space, "metric": metric, "direction": direction, "nonfusible": nonfusible, "trials": trials},
         **{"epochs": epochs, "scheduler": scheduler, "batch": batch, "max_models": max_models, "seeds": seeds},
-        **{"rank": rank, "seed": seed, "most": configurations(sampler, space)},
+        **{"rank": rank, "seed": seed, "enqueue": enqueue},
     )
+    limit = sum(cohort.trials for cohort in options.cohorts)
+    options = dataclasses.replace(options, most=configurations(sampler, space, enqueue, limit))
     if workers is not None and executor is not None:
         raise ValueError(f"workers is {workers!r} and there is an executor, which has its own; pass one of both")
     with contextlib.ExitStack() as stack:
@@ -193,6 +198,8 @@ def run(
             folder = stack.enter_context(StudyFolder(resume, about))
             _restore(folder, search)
             stack.enter_context(Status(resume, search))
+        for params in () if study.trials else enqueue:
+            session.study.enqueue_trial(dict(params))
         mirror = Mirror(session, storage, name, options.metrics, about) if storage is not None else None
         total = sum(cohort.trials for cohort in search.cohorts)
         bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="trial", dynamic_ncols=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,10 @@ from hfta_func._types import require
 if TYPE_CHECKING:
     import optuna
 
+Space = Mapping[str, Any] | Callable[["optuna.Trial"], Any]
+"""Optuna's distributions by name, or a function that suggests the values of a trial."""
 Event = list[Any]
-"""``["ask", params]``, ``["report", trial, epoch, values]``, ``["change", trial, params]`` or
+"""``["enqueue", params]``, ``["ask", params]``, ``["report", trial, epoch, values]``, ``["change", trial, params]`` or
 ``["tell", trial, status, values]``."""
 
 
@@ -29,29 +30,31 @@ class SamplerSession:
 
     def __init__(
         self,
-        space: Mapping[str, Any],
+        space: Space,
         directions: Sequence[str],
         sampler: optuna.samplers.BaseSampler | None,
         seed: int,
     ):
         module = require("optuna", "tune")
-        for name, distribution in space.items():
+        self._suggest = space if callable(space) else None
+        # Those of a function are known once a trial has them.
+        self.space: dict[str, Any] = {} if callable(space) else dict(space)
+        for name, distribution in self.space.items():
             if not isinstance(distribution, module.distributions.BaseDistribution):
                 raise ValueError(
                     f"space['{name}'] is a {type(distribution).__qualname__}; pass one of optuna.distributions, such as "
                     f"FloatDistribution(1e-4, 1.0, log=True)"
                 )
         samplers = module.samplers
-        self.space = dict(space)
         # NumPy's seeds are not negative and have 32 bits.
         sampler = sampler or samplers.RandomSampler(seed=seed % 2**32)
         self.learns = not isinstance(
             sampler, (samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler)
         )
-        if isinstance(sampler, samplers.QMCSampler):
+        if isinstance(sampler, samplers.QMCSampler) and self.space:
             # Otherwise it draws at random until the first trial completes, whose space it takes.
             categorical = module.distributions.CategoricalDistribution
-            numerical = {name: kind for name, kind in space.items() if not isinstance(kind, categorical)}
+            numerical = {name: kind for name, kind in self.space.items() if not isinstance(kind, categorical)}
             restricted: Any = copy.copy(sampler)
             restricted.infer_relative_search_space = lambda study, trial: numerical
             sampler = restricted
@@ -59,6 +62,9 @@ class SamplerSession:
             self.study: optuna.Study = module.create_study(sampler=sampler, directions=list(directions))
         self.events: list[Event] = []
         self._trials: list[Any] = []
+        self._enqueued = 0
+        self.is_exhausted = False
+        """Whether the sampler has gone through all of its configurations."""
 
     def json(self, name: str) -> str:
         """A distribution as JSON."""
@@ -66,9 +72,16 @@ class SamplerSession:
 
     def ask(self) -> dict[str, Any]:
         """The parameters of the next trial."""
-        trial = self.study.ask(self.space)
+        for waiting in self.study.get_trials(deepcopy=False, states=(_state("waiting"),)):
+            if waiting.number >= self._enqueued:
+                self.events.append(["enqueue", waiting.system_attrs["fixed_params"]])
+                self._enqueued = waiting.number + 1
+        trial = self.study.ask(None if self._suggest else self.space)
+        if self._suggest:
+            self._suggest(trial)
+            self.space |= trial.distributions
         self._trials.append(trial)
-        params = {name: trial.params[name] for name in self.space}
+        params = {name: trial.params[name] for name in self.space if name in trial.params}
         self.events.append(["ask", params])
         return params
 
@@ -87,8 +100,11 @@ class SamplerSession:
         """A trial has ended."""
         final = list(values) if status == "complete" and values is not None else None
         # A sampler that has run through its grid stops the loop of Study.optimize, which raises where there is none.
-        with _quiet(), contextlib.suppress(RuntimeError):
-            self.study.tell(trial, final, _state(status))
+        try:
+            with _quiet():
+                self.study.tell(trial, final, _state(status))
+        except RuntimeError:
+            self.is_exhausted = True
         self.events.append(["tell", trial, status, None if values is None else list(values)])
 
     def is_feasible(self, trial: int) -> bool:
@@ -107,7 +123,9 @@ class SamplerSession:
         Raises:
             ValueError: if the sampler now gives other parameters.
         """
-        replays: dict[str, Callable[..., None]] = {"report": self.report, "change": self.change, "tell": self.tell}
+        replays: dict[str, Callable[..., None]] = {
+            **{"report": self.report, "change": self.change, "tell": self.tell, "enqueue": self.study.enqueue_trial}
+        }
         for kind, *arguments in events:
             if kind == "ask":
                 params = self.ask()
@@ -120,23 +138,26 @@ class SamplerSession:
                 replays[kind](*arguments)
 
 
-def configurations(sampler: optuna.samplers.BaseSampler | None, space: Mapping[str, Any]) -> int | None:
-    """The number of configurations that a sampler goes through, after which it would repeat itself; None for any number."""
+def configurations(
+    sampler: optuna.samplers.BaseSampler | None, space: Space, enqueue: Sequence[Mapping[str, Any]], most: int
+) -> int | None:
+    """The number of trials after which a sampler would repeat itself; None for any number, or more than ``most``."""
     samplers = require("optuna", "tune").samplers
     if isinstance(sampler, samplers.GridSampler):
-        return sampler._n_min_trials  # pyright: ignore
+        return sampler._n_min_trials + len(enqueue)  # pyright: ignore
     if not isinstance(sampler, samplers.BruteForceSampler):
         return None
-    counts = []
-    for distribution in space.values():
-        if hasattr(distribution, "choices"):
-            counts.append(len(distribution.choices))
-        elif getattr(distribution, "step", None) is None:
-            # The sampler refuses it by name.
-            return None
-        else:
-            counts.append(round((distribution.high - distribution.low) // distribution.step) + 1)
-    return math.prod(counts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        session = SamplerSession(space, ["minimize"], samplers.BruteForceSampler(seed=0), 0)
+        for params in enqueue:
+            session.study.enqueue_trial(dict(params))
+        for count in range(most):
+            if session.is_exhausted:
+                return count
+            session.ask()
+            session.tell(count, "complete", [0.0])
+    return None
 
 
 def named(study: optuna.Study, metrics: Sequence[str]) -> None:
@@ -187,9 +208,8 @@ class Mirror:
         self._ended = {number for number, trial in self._shown.items() if trial.state.is_finished()}
         self._reported = {number: set(trial.intermediate_values) for number, trial in self._shown.items()}
 
-    def _check_same(self, trials: Sequence[Any]) -> None:
+    def _check_same(self, trials: Sequence[Any], asked: Sequence[Any]) -> None:
         """Refuse to go on if the storage has trials of another sampler."""
-        asked = self._session.study.get_trials(deepcopy=False)
         for trial in trials:
             shown = self._shown.get(trial.number)
             if shown is not None and shown.params != asked[trial.number].params:
@@ -203,7 +223,8 @@ class Mirror:
         with _storing(self._storage), _quiet():
             if not self._is_known:
                 self._read()
-            self._check_same(trials)
+            asked = self._session.study.get_trials(deepcopy=False)
+            self._check_same(trials, asked)
             # Until the end, because Ctrl-C may break off what follows.
             self._is_known = False
             new = [trial for trial in trials if trial.number not in self._shown]
@@ -212,7 +233,7 @@ class Mirror:
                 created = self._module.trial.create_trial(
                     state=_state("running"),
                     params=trial.params,
-                    distributions=self._session.space,
+                    distributions=asked[trial.number].distributions,
                     user_attrs={"trial": trial.number},
                 )
                 self.study.add_trial(created)
@@ -247,7 +268,7 @@ class Mirror:
 
 def _state(status: str) -> Any:
     """Optuna's name of the status of a trial."""
-    names = {"running": "RUNNING", "complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL"}
+    names = {"waiting": "WAITING", "running": "RUNNING", "complete": "COMPLETE", "stopped": "PRUNED", "failed": "FAIL"}
     return require("optuna", "tune").trial.TrialState[names[status]]
 
 

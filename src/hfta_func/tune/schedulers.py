@@ -137,7 +137,6 @@ class PopulationBased(Scheduler):
             return {}
         at_rung = [trial for trial, values in alive.items() if len(values) == rung]
         copies: dict[int, Verdict] = {}
-        names = [name for name in cohort.space if name not in cohort.nonfusible]
         for group in cohort.groups(alive):
             for copy, source in self.pairs({trial: alive[trial][rung - 1] for trial in group}):
                 if copy not in at_rung:
@@ -145,7 +144,8 @@ class PopulationBased(Scheduler):
                 # From seed, rung and trial alone, so that a resumed study draws the same again.
                 draws = random.Random(f"{cohort.seed} {rung} {copy}")
                 params = cohort.params[source]
-                changes = {name: self.explored(cohort.space[name], params[name], draws) for name in names}
+                fusible = {name: value for name, value in params.items() if name not in cohort.nonfusible}
+                changes = {name: self.explored(cohort.space[name], value, draws) for name, value in fusible.items()}
                 copies[copy] = Copy(source, changes)
         others: dict[int, Verdict] = {trial: "go" for trial in at_rung if trial not in copies}
         return copies | others

@@ -24,6 +24,7 @@ class Search:
 
     def __init__(self, study: Study, options: StudyOptions):
         self.study, self.scheduler, self.cohorts = study, options.scheduler or Scheduler(), options.cohorts
+        self._options = options
         self.seeds = range(options.seed, options.seed + options.seeds)
         """Those of every trial's members."""
         self.learns = study.session.learns
@@ -100,7 +101,9 @@ class Search:
                     break
             elif len(going) >= self.batch:
                 break
-            new.append(Trial(len(study.trials), study.session.ask(), cohort, []))
+            params = study.session.ask()
+            self._options.check_names(params)
+            new.append(Trial(len(study.trials), params, cohort, []))
             study.trials.append(new[-1])
         self._make(new)
         return bool(new)
@@ -124,7 +127,8 @@ class Search:
     def _check_names(self) -> None:
         """Refuse names that :meth:`_copy` could not change, before training begins."""
         population = self.study.population
-        for number in population.alive[:1]:
+        firsts = {population.group_of(population.members[number]): number for number in reversed(population.alive)}
+        for number in firsts.values():
             config = population.members[number].config
             for name in sorted(set(config) - {"seed", *population.nonfusible}):
                 try:

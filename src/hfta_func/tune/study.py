@@ -177,11 +177,12 @@ class Study:
 
     def _rows(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
+        names = dict.fromkeys(name for trial in self.trials for name in trial.params)
         for trial in self.trials:
             members = [self.population.members[member] for member in trial.members]
             values = trial.values[-1] if trial.values else (math.nan,) * len(self.metrics)
             rows.append(
-                {"trial": trial.number, **{name: members[0].config[name] for name in trial.params}}
+                {"trial": trial.number, **{name: members[0].config.get(name) for name in names}}
                 | {"status": trial.status, "epochs": max(member.epoch for member in members)}
                 | {"seconds": sum(member.seconds for member in members)}
                 | dict(zip(self.metrics, values, strict=True))

@@ -1,4 +1,6 @@
-"""A deep ensemble on a table: 20 bootstrapped members, each stopped early; mean and deviation on a test set."""
+"""A deep ensemble on a table: 20 bootstrapped members, each stopped early; mean and deviation as a program without Python."""
+
+import sys
 
 import torch
 from sklearn.datasets import load_diabetes
@@ -20,5 +22,7 @@ def mse(model, batch):
 ensemble = hfta.Experiment(make_model, mse, hfta.adam(lr=3e-3), mse, seeds=20)
 options = {"callbacks": [hfta.early_stopping("mse", 5)], "restore_best": "mse", "compact": True, "progress": False}
 ensemble.fit(train, 32, bootstrap=True, epochs=60, evaluate=val, **options)
-found, alone = ensemble.predict(test[0]), ensemble.evaluate(test)["mse"].mean()
-print(f"error {(found.mean - test[1]).square().mean():.3f}, of a member {alone:.3f}, deviation {found.std.mean():.3f}")
+deployed, alone = ensemble.ensemble().deploy(), ensemble.evaluate(test)["mse"].mean()
+torch.export.save(deployed.export(test[0]), sys.argv[1])
+mean, std = deployed(test[0])
+print(f"error {(mean - test[1]).square().mean():.3f}, of a member {alone:.3f}, deviation {std.mean():.3f}")

@@ -1,0 +1,1 @@
+"""Training scripts of usual kinds, before and after a move to arrays."""

@@ -1,1 +1,0 @@
-"""Uses of arrays that take few lines."""

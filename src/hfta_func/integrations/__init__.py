@@ -1,0 +1,1 @@
+"""Training code of other packages, run as an array."""

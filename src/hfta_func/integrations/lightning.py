@@ -1,0 +1,346 @@
+"""M LightningModules as an array, by their own steps, optimizers, schedulers, hooks and logged values."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfta_func import optim, schedules
+from hfta_func._types import StackError
+from hfta_func.callbacks import early_stopping
+from hfta_func.integrations.lightning_steps import TrainerFacts, loss_of, metrics_of, record_into, share_hparams
+from hfta_func.models.stack import build, stack_params, unstack_params
+from hfta_func.optim._base import check_choice
+from hfta_func.run.data import ArrayLoader
+from hfta_func.run.dataset import generators_restored
+from hfta_func.run.experiment import columns_of
+from hfta_func.run.fit import fit
+from hfta_func.run.history import Callback, History
+from hfta_func.step.exchange import from_torch
+from hfta_func.step.state import TrainState, stacked
+from hfta_func.step.train import TrainStep, make_train_step
+
+_AFTER_EPOCHS = "on_validation_epoch_end", "on_train_epoch_end"
+_GRADIENTS = "pass gradient_clip_val, or write what changes gradients as an optimizer, see docs/howto/extend.md"
+_BATCHES = "compute this in training_step, or in on_train_epoch_end"
+_REFUSED = {
+    **dict.fromkeys(("backward", "on_before_backward", "on_after_backward", "configure_gradient_clipping"), _GRADIENTS),
+    **dict.fromkeys(("on_before_zero_grad", "on_before_optimizer_step", "optimizer_zero_grad"), _GRADIENTS),
+    "optimizer_step": "return optimizers and schedulers from configure_optimizers alone",
+    "lr_scheduler_step": "return an LRScheduler of torch.optim from configure_optimizers",
+    "configure_callbacks": "pass callbacks to fit",
+    **dict.fromkeys(
+        (f"on_{kind}_batch_{end}" for kind in ("train", "validation") for end in ("start", "end")), _BATCHES
+    ),
+    **dict.fromkeys(("on_train_epoch_start", "on_validation_epoch_start"), "use on_train_epoch_end"),
+    **dict.fromkeys(("on_validation_start", "on_validation_end"), "use on_validation_epoch_end"),
+}
+"""Hooks that members cannot have, and what to do instead."""
+_PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_CLIPS = {"norm": optim.clip_grad_norm, "value": optim.clip_grad_value}
+
+
+def lightning(
+    module: Callable[..., nn.Module],
+    *,
+    seeds: int | Sequence[int] | Tensor,
+    options: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> LightningArray:
+    """M LightningModules of one class, trained together as M ``Trainer``s would train them one after the other.
+
+    Args:
+        module: The class, or a function that makes one module.
+        seeds: Number of members, or one integer per member: member ``i`` is ``seed_everything(seeds[i]); module(...)``.
+        options: Further arguments of :func:`make_train_step`.
+        arguments: Arguments of ``module``, each a value for all members or a list of one per member.
+
+    Raises:
+        HyperparameterError: if a list has another length than there are members.
+        StackError: if ``module`` makes no LightningModule, or one with a hook that an array cannot call; it is named.
+
+    Example:
+        >>> import lightning as L
+        >>> class Regression(L.LightningModule):
+        ...     def __init__(self, lr):
+        ...         super().__init__()
+        ...         self.save_hyperparameters()
+        ...         self.layer = torch.nn.Linear(4, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         loss = torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+        ...         self.log("train_loss", loss)
+        ...         return loss
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+        >>> array = lightning(Regression, seeds=3, lr=[0.01, 0.02, 0.03])
+        >>> array.fit(torch.utils.data.DataLoader(data, 8), max_epochs=2, progress=False)
+        History(3 members, 2 epochs: loss, finite, train_loss)
+        >>> [model.hparams.lr for model in array.models()]
+        [0.01, 0.02, 0.03]
+    """
+    return LightningArray(module, seeds, options or {}, arguments)
+
+
+class LightningArray:
+    """M LightningModules that train together; made by :func:`lightning`.
+
+    Attributes:
+        step: The :class:`TrainStep` of the last :meth:`fit`.
+        state: Its last :class:`TrainState`.
+        history: Its :class:`History`, whose frames have the arguments of the modules.
+    """
+
+    step: TrainStep
+    state: TrainState
+
+    def __init__(self, module: Any, seeds: Any, options: Mapping[str, Any], arguments: Mapping[str, Any]):
+        self.seeds, columns = columns_of(seeds, arguments)
+        rows = ({name: column[member] for name, column in columns.items()} for member in range(len(self.seeds)))
+        if isinstance(module, nn.Module):
+            raise StackError(
+                f"got a {type(module).__qualname__}; pass its class, so that every seed gets weights of its own"
+            )
+
+        def factory(**row: Any) -> Any:
+            # What setup and configure_model draw follows what the module has drawn.
+            return module(**row), torch.get_rng_state()
+
+        made: Any = [build(factory, seed, row) for seed, row in zip(self.seeds, rows, strict=True)]
+        self._members: list[Any] = [member for member, _ in made]
+        self._drawn: list[Tensor] = [drawn for _, drawn in made]
+        self._options, self._columns = options, columns
+        bases = [kind for kind in type(self._members[0]).__mro__ if kind.__name__ == "LightningModule"]
+        if not bases:
+            raise StackError(f"{type(self._members[0]).__qualname__} is no LightningModule; use Experiment for others")
+        self._base = bases[0]
+        for name, cure in _REFUSED.items():
+            if self._has(name):
+                raise StackError(f"{self._name} overrides {name}, which no member has for itself; {cure}")
+        if not self._members[0].automatic_optimization:
+            cure = "return the loss from training_step; several networks train by hfta.joint"
+            raise StackError(f"{self._name} has automatic_optimization=False, manual optimization; {cure}")
+        for path, child in self._members[0].named_modules():
+            if any(kind.__module__.startswith("torchmetrics.") for kind in type(child).__mro__):
+                cure = (
+                    f"self.log the value of a function such as those of torchmetrics.functional.{type(child).__name__}"
+                )
+                raise StackError(f"'{path}' is a metric of torchmetrics, which belongs to no member; {cure}")
+        self.history = History(torch.tensor(self.seeds))
+
+    def fit(
+        self,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        *,
+        max_epochs: int,
+        datamodule: Any = None,
+        gradient_clip_val: float | Sequence[float] | None = None,
+        gradient_clip_algorithm: str = "norm",
+        accumulate_grad_batches: int = 1,
+        precision: str = "32-true",
+        callbacks: Sequence[Any] = (),
+        **options: Any,
+    ) -> History:
+        """Train all members from where they are, with new optimizers, as ``Trainer(...).fit(...)`` does.
+
+        Every value that a module logs is in the history under its name: its mean over the rows of the epoch.
+
+        Args:
+            train_dataloaders: Batches that all members share, such as a ``DataLoader``; or an :class:`ArrayLoader` or
+                :class:`DatasetLoader`, which has each member's own. By default the module's or ``datamodule``'s.
+            val_dataloaders: Those of ``validation_step``.
+            max_epochs: Number of epochs.
+            datamodule: A ``LightningDataModule``.
+            gradient_clip_val: Largest norm or value of a gradient, one for all members or one each.
+            gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+            accumulate_grad_batches: Number of batches for each update, of which an epoch must be a multiple.
+            precision: ``"bf16-mixed"``, ``"16-mixed"``, or that of the modules by default.
+            callbacks: Those of Lightning's class ``EarlyStopping``, and callbacks of :func:`hfta_func.fit`.
+            options: Further arguments of :func:`hfta_func.fit`, such as ``resume`` and ``restore_best``.
+
+        Raises:
+            StackError: if optimizers, schedulers or callbacks cannot be those of an array.
+            TraceError: if a step reads ``self.trainer``, ``batch_idx`` or the value of a tensor.
+        """
+        check_choice("gradient_clip_algorithm", gradient_clip_algorithm, (*_CLIPS,))
+        check_choice("precision", precision, (*_PRECISIONS,))
+        members, package = self._members, self._base.__module__.removesuffix(".core.module")
+        facts = TrainerFacts(max_epochs=max_epochs, current_epoch=0, accumulate_grad_batches=accumulate_grad_batches)
+        for member in members:
+            member.trainer = facts
+        train, validation = self._set_up(members, datamodule, train_dataloaders, val_dataloaders)
+        batches = operator.length_hint(train)
+        updates, rest = divmod(batches, accumulate_grad_batches)
+        if rest:
+            counts = f"accumulate_grad_batches is {accumulate_grad_batches} but an epoch has {batches} batches"
+            raise StackError(f"{counts}; leave out the last ones, as drop_last=True does")
+        if batches:
+            vars(facts).update(num_training_batches=batches, estimated_stepping_batches=updates * max_epochs)
+        core = importlib.import_module(f"{package}.core.optimizer")
+        optimizer, followers = _optimizer_of(members, core, updates, max_epochs)
+        if gradient_clip_val is not None:
+            optimizer = optim.chain(_CLIPS[gradient_clip_algorithm](gradient_clip_val), optimizer)
+        if accumulate_grad_batches > 1:
+            optimizer = optim.accumulate(optimizer, accumulate_grad_batches)
+        for member in members:
+            member.on_fit_start()
+            member.on_train_start()
+        models = self.models()
+        hparams = share_hparams(models)
+        step_options: dict[str, Any] = {"autocast": _PRECISIONS[precision], **self._options}
+        step_options.setdefault("batch_dims", 0 if isinstance(train, ArrayLoader) and not train.shared else None)
+        rows_of = importlib.import_module(f"{package}.utilities.data").extract_batch_size
+        self.step = make_train_step(models[0], functools.partial(loss_of, rows_of), optimizer, **step_options)
+        params = stack_params(models, share_frozen=self.step.options.share_frozen)
+        state = self.step.init(*params, seeds=self.seeds, hparams=hparams)
+        if validation is not None and self._has("validation_step"):
+            options["evaluate"] = functools.partial(metrics_of, rows_of), validation
+        hooks = [functools.partial(self._after_epoch, facts)] if any(map(self._has, _AFTER_EPOCHS)) else []
+        options["callbacks"] = [*hooks, *map(_callback_of, callbacks), *followers]
+        self.state, self.history = fit(self.step, state, train, epochs=max_epochs, **options)
+        self.history.columns = self._columns
+        self._members = self._with(self.state, range(len(self._members)))
+        for member in self._members:
+            member.trainer = facts
+            member.on_train_end()
+            member.on_fit_end()
+        return self.history
+
+    def models(self) -> list[Any]:
+        """Every member as a LightningModule of its own, with its ``hparams``."""
+        return [copy.deepcopy(member) for member in self._members]
+
+    def __repr__(self) -> str:
+        return f"LightningArray({len(self.seeds)} members of {self._name}, {len(self.history)} epochs)"
+
+    @property
+    def _name(self) -> str:
+        return type(self._members[0]).__qualname__
+
+    def _has(self, name: str) -> bool:
+        """Whether the module overrides a method of LightningModule."""
+        return getattr(type(self._members[0]), name, None) is not getattr(self._base, name, None)
+
+    def _with(self, state: TrainState, numbers: Sequence[int]) -> list[Any]:
+        """Modules with the parameters and buffers that a state has of them."""
+        models = [copy.deepcopy(self._members[number]) for number in numbers]
+        trained = unstack_params(models[0], *stacked(state), share_frozen=self.step.options.share_frozen)
+        for model, module in zip(models, trained, strict=True):
+            tensors = (itertools.chain(each.parameters(), each.buffers()) for each in (model, module))
+            for old, new in zip(*tensors, strict=True):
+                old.data = new.data
+        return models
+
+    def _set_up(self, members: list[Any], datamodule: Any, train: Any, validation: Any) -> tuple[Any, Any]:
+        """The batches for training and for validation, None for none, once modules and data are set up."""
+        if datamodule is not None:
+            datamodule.prepare_data()
+            datamodule.setup("fit")
+        for member, drawn in zip(members, self._drawn, strict=True):
+            with generators_restored():
+                torch.set_rng_state(drawn)
+                member.prepare_data()
+                member.setup("fit")
+                member.configure_model()
+        source = members[0] if datamodule is None else datamodule
+        train = source.train_dataloader() if train is None else train
+        if validation is None and (datamodule is not None or self._has("val_dataloader")):
+            validation = source.val_dataloader()
+        for loaders in (train, validation):
+            if isinstance(loaders, Mapping) or (isinstance(loaders, list | tuple) and hasattr(loaders[0], "dataset")):
+                raise StackError("got several dataloaders; pass one for training and one for validation")
+        return train, validation
+
+    def _after_epoch(self, facts: TrainerFacts, state: TrainState, history: History) -> None:
+        """Call the hooks of every active member, on a module as it is now, and record what they log."""
+        facts.current_epoch = len(history) - 1
+        numbers, logged = history.members.tolist(), {}
+        for index, model in enumerate(self._with(state, numbers)):
+            if not state.active[index]:
+                continue
+            metrics = {name: values[numbers[index]] for name, values in history.epochs[-1].items()}
+            before = copy.deepcopy(model.state_dict())
+            values: Any = {}
+            model.trainer = TrainerFacts(**vars(facts), callback_metrics=metrics)
+            record_into(model, values)
+            for hook in _AFTER_EPOCHS:
+                getattr(model, hook)()
+            for path, leaf in model.state_dict().items():
+                if not torch.equal(leaf, before[path]):
+                    raise StackError(
+                        f"a hook of {self._name} after an epoch writes '{path}'; give fit a callback for it"
+                    )
+            for name, (value, _) in values.items():
+                column = logged.setdefault(name, torch.full((len(history.seeds),), torch.nan, dtype=torch.float64))
+                column[numbers[index]] = value
+        history.epochs[-1].update(logged)
+
+
+def _optimizer_of(members: list[Any], core: Any, updates: int, epochs: int) -> tuple[Any, list[Callback]]:
+    """One optimizer of those that the members configure, and callbacks for schedulers that follow a metric."""
+    optimizers, configs = [], []
+    for number, member in enumerate(members):
+        configured = member.configure_optimizers()
+        if configured is None:
+            raise StackError(f"model {number}: configure_optimizers returns None, so there is nothing to train")
+        several, schedulers, monitor = core._configure_optimizers(configured)
+        if len(several) != 1 or len(schedulers) > 1:
+            cure = "several networks train by hfta.joint, and several schedulers as one ChainedScheduler"
+            raise StackError(f"model {number}: {len(several)} optimizers and {len(schedulers)} schedulers; {cure}")
+        optimizers += several
+        configs.append(core._configure_schedulers_automatic_opt(schedulers, monitor))
+    if not configs[0]:
+        return from_torch(optimizers, models=members), []
+    configs = [config for each in configs for config in each]
+    kinds = [(each.interval, each.frequency, each.reduce_on_plateau, each.monitor) for each in configs]
+    if len(configs) < len(members) or len({*kinds}) > 1:
+        raise StackError("members differ in the interval, frequency or monitor of their schedulers; give all the same")
+    (interval, frequency, on_plateau, monitor), followed = kinds[0], [config.scheduler for config in configs]
+    if on_plateau:
+        if (interval, frequency) != ("epoch", 1):
+            raise StackError(
+                f"ReduceLROnPlateau steps with interval={interval!r}, frequency={frequency}; use 'epoch', 1"
+            )
+        return from_torch(optimizers, models=members), [_plateau(monitor, followed)]
+    if interval == "step" and updates % frequency:
+        raise StackError(f"a scheduler steps every {frequency} of {updates} updates; use a divisor of these")
+    stages = math.ceil((epochs if interval == "epoch" else epochs * updates) / frequency)
+    every = frequency * (updates if interval == "epoch" else 1)
+    return from_torch(optimizers, followed, models=members, steps=stages, every=every), []
+
+
+def _plateau(monitor: str, followed: Sequence[Any]) -> Callback:
+    """The callback that reduces learning rates as schedulers of class ReduceLROnPlateau do."""
+    numbers = {
+        name: [getattr(each, name) for each in followed] for name in ("factor", "patience", "threshold", "cooldown")
+    }
+    lowest = [{*each.min_lrs} for each in followed]
+    modes = {(each.mode, each.threshold_mode) for each in followed}
+    if len(modes) > 1 or any(len(values) > 1 for values in lowest):
+        raise StackError("members or groups differ in the mode or min_lr of ReduceLROnPlateau; give all the same")
+    ((mode, threshold_mode),) = modes
+    numbers |= {"min_lr": [values.pop() for values in lowest], "eps": [each.eps for each in followed]}
+    return schedules.plateau(monitor, "lr", mode, threshold_mode=threshold_mode, **numbers)
+
+
+def _callback_of(callback: Any) -> Callback:
+    """A callback of :func:`hfta_func.fit` for one of Lightning, or of the user."""
+    kinds = [kind for kind in type(callback).__mro__ if "lightning" in kind.__module__]
+    if not kinds:
+        return callback
+    if kinds[0].__name__ != "EarlyStopping":
+        cure = "restore_best keeps best epochs, resume writes files, and callback(state, history) is called each epoch"
+        raise StackError(f"{kinds[0].__name__} is a callback for one Trainer; pass fit none: {cure}")
+    if callback.stopping_threshold is not None or callback.divergence_threshold is not None:
+        raise StackError("EarlyStopping has a threshold, which early_stopping has not; leave it out")
+    return early_stopping(callback.monitor, callback.patience, abs(callback.min_delta), callback.mode)

@@ -1,0 +1,123 @@
+"""How a step of a LightningModule is called for one member, with its ``self.log``, ``self.hparams`` and ``self.trainer``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_func._types import ROWS, StackError, TraceError
+from hfta_func.models.scalar_attributes import is_number
+
+Logged = dict[str, tuple[Tensor, "int | Tensor | None"]]
+"""By name, a value and the ``batch_size`` that it was logged with."""
+
+
+class TrainerFacts:
+    """What a module finds as ``self.trainer``: what is known before training, and nothing in a step."""
+
+    current_epoch: int
+
+    def __init__(self, **facts: Any):
+        vars(self).update(facts)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = f"; it has {', '.join(vars(self))}" if vars(self) else " in a step; use hparams, or a schedule"
+        raise TraceError(f"the module reads self.trainer.{name}, which an array does not have{known}")
+
+
+class _NoBatchIndex:
+    """Stands for ``batch_idx`` in a step, which is one program for all batches."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TraceError("the step computes with batch_idx, but it is one program for all batches; leave that out")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __mul__ = __sub__ = __truediv__ = _refuse
+    __mod__ = __floordiv__ = __radd__ = __rmul__ = __rsub__ = __rmod__ = __bool__ = __index__ = __int__ = _refuse
+    __float__ = __format__ = _refuse
+    __hash__ = None  # pyright: ignore
+
+
+_DIFFERENT = "different in each member"
+
+
+class _Hparams(dict[str, Any]):
+    """``self.hparams`` in a step: common values, and numbers in which members differ."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if value is _DIFFERENT:
+            raise StackError(f"'{name}' is no number, and members differ in it, so no step can read it")
+        return value
+
+
+def share_hparams(members: list[Any]) -> dict[str, list[float]]:
+    """Give all members one ``hparams`` with their common values; returns the numbers in which they differ."""
+    columns = {name: [member.hparams.get(name) for member in members] for name in members[0].hparams}
+    differing = {name: values for name, values in columns.items() if any(value != values[0] for value in values)}
+    common = _Hparams({name: _DIFFERENT if name in differing else values[0] for name, values in columns.items()})
+    for member in members:
+        vars(member).update(_hparams=common, _hparams_initial=common)
+    return {name: values for name, values in differing.items() if all(map(is_number, values))}
+
+
+def record_into(model: Any, logged: Logged) -> None:
+    """Let ``self.log`` and ``self.log_dict`` of a module fill a dict."""
+
+    def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: Any = None, **__: Any) -> None:
+        if reduce_fx not in ("mean", torch.mean):
+            raise StackError(f"'{name}' is logged with reduce_fx={reduce_fx!r}; an epoch's value is a mean over rows")
+        logged[name] = torch.as_tensor(value).detach().squeeze().double(), batch_size
+
+    def log_dict(dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        for name, value in dictionary.items():
+            log(name, value, *args, **options)
+
+    model.log, model.log_dict = log, log_dict
+
+
+def _call(name: str, model: Any, batch: Any, hparams: Mapping[str, Any]) -> tuple[Any, Logged]:
+    """What a step returns, and what it logs."""
+    before, logged = (model._trainer, model._hparams), {}
+    batch = model.transfer_batch_to_device(model.on_before_batch_transfer(batch, 0), model.device, 0)
+    given = model.on_after_batch_transfer(batch, 0), _NoBatchIndex()
+    step = getattr(model, name)
+    numbers = {path: value for path, value in hparams.items() if "." not in path}
+    model._trainer, model._hparams = TrainerFacts(), _Hparams(model._hparams | numbers)
+    record_into(model, logged)
+    try:
+        return step(*given[: len(inspect.signature(step).parameters)]), logged
+    finally:
+        model._trainer, model._hparams = before
+        del model.log, model.log_dict
+
+
+def loss_of(rows_of: Callable[[Any], int], model: Any, batch: Any, hparams: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The loss of ``training_step``, and the sums over rows of what it logs."""
+    loss, logged = _call("training_step", model, batch, hparams)
+    sums: dict[str, Tensor] = {}
+    for name, (value, size) in logged.items():
+        sums[name + ROWS] = torch.as_tensor(rows_of(batch) if size is None else size, device=value.device).double()
+        sums[name] = value * sums[name + ROWS]
+    return loss["loss"] if isinstance(loss, Mapping) else loss, sums
+
+
+def metrics_of(rows_of: Callable[[Any], int], model: Any, batch: Any, hparams: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What ``validation_step`` logs, to be weighted by the rows of batches."""
+    _, logged = _call("validation_step", model, batch, hparams)
+    metrics = {name: value for name, (value, _) in logged.items()}
+    for name, (value, size) in logged.items():
+        if size is not None:
+            metrics[name + ROWS] = torch.as_tensor(size / rows_of(batch), device=value.device).double()
+            metrics[name] = value * metrics[name + ROWS]
+    return metrics

@@ -1,0 +1,317 @@
+"""What PyTorch says to a model under ``vmap``, and what reaches the user instead: the same words for any M."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import hfta_func as hfta
+from hfta_func.step import replay
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+RAW = re.compile(
+    r"functorch|[Dd]ynamo|BatchedTensor|vmap: It|vmap-ing|support vmap|rule not implemented|lvl=|bdim|file a bug|"
+    r"report a bug|INTERNAL ASSERT|torch\._C|fake tensor"
+)
+"""What only those understand who know how PyTorch runs members as one."""
+HELD = torch.zeros(4)
+
+
+class Scaled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class WithTwoRules(Scaled):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return x * 2, in_dims[0]
+
+
+class WithoutDims(WithTwoRules):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return x * 2
+
+
+class Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, 2.0)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class Short(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def dual(m: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(torch.sin(forward_ad.make_dual(x, x.detach()))).tangent
+
+
+def saved(m: Any, x: Tensor) -> Tensor:
+    torch.save(x.detach(), io.BytesIO())
+    return x
+
+
+def hooked(m: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: grad * 2)
+    return x
+
+
+def hooked_behind(m: Any, x: Tensor) -> Tensor:
+    m.weight.register_post_accumulate_grad_hook(lambda param: None)
+    return x
+
+
+def backwards(m: Any, x: Tensor) -> Tensor:
+    x.sum().backward(retain_graph=True)
+    return x
+
+
+def cached(m: Any, x: Tensor) -> Tensor:
+    m.cache = x if not hasattr(m, "cache") else m.cache
+    return x + m.cache
+
+
+ITEM, VALUES = "asks for the value of a tensor (.item()", "needs the values of a tensor (.tolist(), .numpy()"
+SHAPE, MEMORY, SHARED = (
+    "makes a tensor whose shape depends on values",
+    "needs the memory of a tensor",
+    "all members share",
+)
+DRAWS, ONE_PASS, LAYOUT = (
+    "draws from PyTorch's global generator",
+    "but the members have one backward pass",
+    "of a layout",
+)
+Call = Callable[[Any, Tensor], Any]
+REFUSED: dict[str, tuple[str, Call]] = {
+    "item": (ITEM, lambda m, x: x * x.sum().item()),
+    "float": (ITEM, lambda m, x: x * float(x.sum())),
+    "complex": (ITEM, lambda m, x: x * complex(x.sum()).real),
+    "format": (ITEM, lambda m, x: x * len(f"{x.sum():.3f}")),
+    "range": (ITEM, lambda m, x: sum((x for _ in range((x.sum() > 0).long())), x)),
+    "slice": (ITEM, lambda m, x: x[: (x.sum() > 0).long() + 1]),
+    "size": (ITEM, lambda m, x: x + torch.zeros((x.sum() > 0).long() + 3)),
+    "tensor_split": (ITEM, lambda m, x: x.tensor_split((x[0, :1] > 0).long())[0]),
+    "checkpoint": (
+        ITEM,
+        lambda m, x: torch.utils.checkpoint.checkpoint(lambda x: x * x.sum().item(), x, use_reentrant=False),
+    ),
+    "inner vmap": (ITEM, lambda m, x: torch.vmap(lambda row: row * row.sum().item())(x)),
+    "autograd function": (ITEM, lambda m, x: Scaled.apply(x)),
+    "tolist": (VALUES, lambda m, x: x * x.tolist()[0][0]),
+    "numpy": (VALUES, lambda m, x: x * float(x.detach().numpy().sum())),
+    "asarray": (VALUES, lambda m, x: x * float(numpy.asarray(x.detach()).sum())),
+    "data_ptr": (VALUES, lambda m, x: x * x.data_ptr()),
+    "is_nonzero": ("branches on the value", lambda m, x: x * torch.is_nonzero(x.sum())),
+    "nonzero": (SHAPE, lambda m, x: x[0] * x.nonzero().sum()),
+    "where": (SHAPE, lambda m, x: x[0] * torch.where(x > 0)[0].sum()),
+    "unique": (SHAPE, lambda m, x: x[0] * x.unique().sum()),
+    "unique_consecutive": (SHAPE, lambda m, x: x[0] * x.unique_consecutive().sum()),
+    "masked_select": (SHAPE, lambda m, x: x.masked_select(x > 0)),
+    "boolean index": (SHAPE, lambda m, x: x[x > 0]),
+    "one_hot": (SHAPE, lambda m, x: x[0] * F.one_hot((x[:, 0] > 0).long()).sum()),
+    "write": (SHARED, lambda m, x: HELD.copy_(x[0]) * x),
+    "write of an entry": (SHARED, lambda m, x: HELD.__setitem__(0, x.sum()) or x),
+    "write by index": (SHARED, lambda m, x: HELD.index_put_((torch.tensor([0]),), x.sum()) * x),
+    "statistics": (SHARED, lambda m, x: F.batch_norm(x, HELD, HELD, training=True)),
+    "generator": ("all members would share", lambda m, x: x + torch.rand(4, generator=torch.Generator())),
+    "poisson": (DRAWS, lambda m, x: x + torch.poisson(x.detach().abs())),
+    "random_": (DRAWS, lambda m, x: x + torch.empty(4).random_(3)),
+    "operator of noise": (DRAWS, lambda m, x: x + torch.ops.aten.rand([4])),
+    "noise in an inner vmap": ("inner vmap", lambda m, x: torch.vmap(lambda row: row + torch.rand(4))(x)),
+    "deepcopy": (MEMORY, lambda m, x: copy.deepcopy(x.detach()) + x),
+    "deepcopy of a module": (MEMORY, lambda m, x: copy.deepcopy(m.inner)(x)),
+    "pickle": (MEMORY, lambda m, x: x * len(pickle.dumps(x.detach()))),
+    "save": (MEMORY, saved),
+    "storage": (MEMORY, lambda m, x: x * x.untyped_storage().size()),
+    "share_memory_": (MEMORY, lambda m, x: x.detach().share_memory_() + x),
+    "csr": (LAYOUT, lambda m, x: x.to_sparse_csr().to_dense()),
+    "mkldnn": (LAYOUT, lambda m, x: x.detach().to_mkldnn().to_dense() + x),
+    "nested": (
+        "a nested tensor",
+        lambda m, x: torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([x[:2], x[1:]]), 0.0),
+    ),
+    "sparse gradient": ("sparse=False", lambda m, x: F.embedding(torch.tensor([0, 1]), x, sparse=True)),
+    "as_strided_": ("as_strided_ reads memory outside", lambda m, x: x.clone().as_strided_((2, 2), (1, 2))),
+    "pinned": ("no batching rule; write it with operators", lambda m, x: x.is_pinned() + x),
+    "forward mode": ("no batching rule; write it with operators", dual),
+    "backward": (ONE_PASS, backwards),
+    "autograd.backward": (ONE_PASS, lambda m, x: torch.autograd.backward([x.sum()], retain_graph=True) or x),
+    "hook": (ONE_PASS, hooked),
+    "hook behind": (ONE_PASS, hooked_behind),
+    "retain_grad": (ONE_PASS, lambda m, x: x.retain_grad() or x),
+    "data": ("assigns to .data of a tensor", lambda m, x: setattr(x, "data", x * 2) or x),
+    "two rules": ("batching rule does not work", lambda m, x: WithTwoRules.apply(x)),
+    "rule without dims": ("batching rule does not work", lambda m, x: WithoutDims.apply(x)),
+    "cond of shapes": (
+        "the branches of torch.cond or torch.switch return",
+        lambda m, x: torch.cond(x.sum() > 0, lambda x: x, lambda x: x[0], (x,)),
+    ),
+    "cond of structures": (
+        "the branches of torch.cond or torch.switch return",
+        lambda m, x: torch.cond(x.sum() > 0, lambda x: (x, x), lambda x: (x,), (x,))[0],
+    ),
+    "cond of many": (
+        "with more than one value as its condition",
+        lambda m, x: torch.cond(x > 0, lambda x: x, lambda x: -x, (x,)),
+    ),
+    "cache": ("make it a buffer", cached),
+    "lengths": (
+        "lengths of packed sequences",
+        lambda m, x: nn.utils.rnn.pack_padded_sequence(x[None], (x[:1, 0] > 0).long() + 1, batch_first=True).data,
+    ),
+}
+"""Models that run alone but not as an array, and what they are told."""
+WRONG: dict[str, Call] = {
+    "shapes": lambda m, x: x + torch.zeros(5),
+    "product": lambda m, x: x @ torch.zeros(5, 2),
+    "dtypes": lambda m, x: x @ torch.zeros(4, 2).half(),
+    "index": lambda m, x: x[9],
+    "gather": lambda m, x: x.gather(1, torch.tensor([[9]])),
+    "axis": lambda m, x: x.sum(3),
+    "cat": lambda m, x: torch.cat([x, x[0]]),
+    "view": lambda m, x: x.view(5, 5),
+    "save_for_backward": lambda m, x: Kept.apply(x),
+    "gradients": lambda m, x: Short.apply(x, x),
+    "out": lambda m, x: torch.add(x, 1, out=torch.empty(3, 4)),
+    "history": lambda m, x: torch.autograd.grad(x.detach().sum(), x)[0],
+    "unused": lambda m, x: torch.autograd.grad(x.sum(), m.unused, create_graph=True)[0] + x,
+    "no scalar": lambda m, x: torch.func.grad(torch.sin)(x),
+    "in_dims": lambda m, x: torch.vmap(torch.sin, in_dims=5)(x),
+    "sizes": lambda m, x: torch.vmap(torch.mul)(x, x[:2]),
+}
+"""Models that are wrong alone, too."""
+
+
+class Model(nn.Module):
+    def __init__(self, func: Call):
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.inner, self.func = nn.Linear(4, 4), func
+
+    def forward(self, x: Tensor) -> Any:
+        return self.func(self, self.inner(x) * self.weight)
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def array(func: Call, way: str, count: int) -> Any:
+    """One call of an array."""
+    models, x = [Model(func) for _ in range(count)], torch.randn(count, 3, 4)
+    if way == "evaluated":
+        return hfta.make_eval_step(models[0], loss, batch_dims=0)(hfta.stack_params(models), x)
+    if way == "ensemble":
+        return hfta.Ensemble.from_modules(models).eval()(x, batch_dims=0)
+    step: Any = hfta.make_train_step(models[0], loss, hfta.sgd(lr=[0.1] * count), replay=way == "replayed")
+    state = step.init(*hfta.stack_params(models), seeds=range(count))
+    if way == "compiled":
+        torch._dynamo.reset()
+        step = torch.compile(step, fullgraph=True, backend="eager")
+    for _ in range(5 if way == "replayed" else 1):
+        state, _ = step(state, x)
+
+
+def told(run: Callable[[], Any]) -> str:
+    """The message of the error that a call raises."""
+    HELD.zero_()
+    with pytest.raises(Exception) as caught:
+        run()
+    text = str(caught.value)
+    assert not RAW.search(text.partition("from user code")[0]), text
+    return f"{type(caught.value).__name__}: {text}"
+
+
+WAYS = ("step", "evaluated", "ensemble", "replayed")
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_an_array_refuses(name: str) -> None:
+    cure, func = REFUSED[name]
+    texts = [told(lambda: array(func, way, count)) for way in WAYS for count in (1, 3)]  # noqa: B023
+    for text in texts:
+        assert cure in text and re.match("TraceError|RandomnessError|StateError", text), text
+        assert __file__ in text or "StateError" in text, text
+    assert len(dict.fromkeys(texts)) == 1, texts
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_compiler_passes_it_on(name: str) -> None:
+    cure, func = REFUSED[name]
+    for count in (1, 3):
+        assert cure in told(lambda: array(func, "compiled", count))  # noqa: B023
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_alone_is_told_as_alone(name: str) -> None:
+    func = WRONG[name]
+    alone = told(lambda: loss(Model(func), torch.randn(3, 4)).backward())
+    for count in (1, 3):
+        for way in ("step", "replayed"):
+            assert told(lambda: array(func, way, count)) == alone  # noqa: B023
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_members_that_branch_differently_predict_together(count: int) -> None:
+    models = [Model(lambda m, x: x * 2 if x.sum() > 0 else -x) for _ in range(count)]
+    x = torch.randn(count, 3, 4) + torch.tensor([5.0, -5.0, 5.0])[:count, None, None]
+    ensemble = hfta.Ensemble.from_modules(models).eval()
+    for dims, given in ((0, x), (None, x[0])):
+        expected = torch.stack([m.eval()(given[i] if dims == 0 else given) for i, m in enumerate(models)])
+        torch.testing.assert_close(ensemble(given, batch_dims=dims), expected)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_IMPORTS", "_TRACING", "_STEPS"):
+        monkeypatch.setattr(replay, name, 0)

@@ -1,0 +1,230 @@
+"""LightningModules as an array: members are what ``Trainer`` makes of each alone."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hfta_func as hfta
+
+lightning = pytest.importorskip("lightning.pytorch")
+SILENT = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones"), False
+)
+INPUTS, TARGETS = torch.randn(36, 4, dtype=torch.float64), torch.randint(0, 3, (36,))
+TRAIN = DataLoader(TensorDataset(INPUTS, TARGETS), 8)
+VALIDATION = DataLoader(TensorDataset(INPUTS[:11], TARGETS[:11]), 4)
+ARGUMENTS = {"lr": [3e-3, 1e-2], "smooth": [0.1, 0.2], "decay": [0.0, 0.1]}
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self, lr=0.1, smooth=0.0, decay=0.0, kind="a"):
+        super().__init__()
+        self.save_hyperparameters()
+        self.body = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        outputs = self.body(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets) + self.hparams.smooth * outputs.square().mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"accuracy": (outputs.argmax(-1) == targets).double().mean()}, on_step=False, on_epoch=True)
+        return {"loss": loss}
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self.body(batch[0]), batch[1]))
+
+    def on_train_epoch_end(self):
+        self.log("norm", self.body[0].weight.norm() + self.current_epoch + self.trainer.callback_metrics["val_loss"])
+
+    def groups(self):
+        return [{"params": self.body[:2].parameters()}, {"params": self.body[3].parameters(), "weight_decay": 0.0}]
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.groups(), lr=self.hparams.lr, weight_decay=self.hparams.decay)
+        steps = self.trainer.estimated_stepping_batches
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3 * self.hparams.lr, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+
+class ByEpoch(Classifier):
+    """Makes a part of itself later, and weighs what it logs by hand."""
+
+    def setup(self, stage):
+        self.body[3] = nn.Linear(8, 3).double()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self.body(batch[0]), batch[1]), batch_size=len(batch[0]) ** 2)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 1 - self.hparams.smooth)]
+
+
+class OnPlateau(Classifier):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=30 * self.hparams.lr)
+        reduce = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=self.hparams.smooth, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": reduce, "monitor": "val_loss"}
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        # Lightning's advice on processes that load data, and on where values are logged.
+        warnings.filterwarnings("ignore", module="lightning")
+        yield
+
+
+def solo(kind, seed, arguments, callbacks=(), **options):
+    lightning.seed_everything(seed, verbose=False)
+    module = kind(**arguments)
+    trainer = lightning.Trainer(accelerator="cpu", callbacks=[*callbacks], **SILENT, **options)
+    trainer.fit(module, TRAIN, VALIDATION)
+    return module, trainer.callback_metrics
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Classifier, {"max_epochs": 2, "gradient_clip_val": 0.5}),
+        (OnPlateau, {"max_epochs": 6}),
+        (ByEpoch, {"max_epochs": 3, "gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+        (ByEpoch, {"max_epochs": 2, "accumulate_grad_batches": 5, "gradient_clip_val": 0.05}),
+    ],
+    ids=["by_step", "on_plateau", "by_value", "accumulated"],
+)
+@pytest.mark.exhaustive(ids="by_value|accumulated|on_plateau")
+def test_members_are_what_a_trainer_makes_of_each_alone(kind, options):
+    def stop():
+        return [lightning.callbacks.EarlyStopping("val_loss", patience=2)] if kind is OnPlateau else []
+
+    array = hfta.lightning(kind, seeds=[5, 6], **ARGUMENTS)
+    history = array.fit(TRAIN, VALIDATION, callbacks=stop(), progress=False, **options)
+    for member, model in enumerate(array.models()):
+        own = {name: column[member] for name, column in ARGUMENTS.items()}
+        alone, metrics = solo(kind, 5 + member, own, stop(), **options)
+        for values, expected in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
+            torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-10)
+        assert dict(model.hparams) == {**own, "kind": "a"} and model.training
+        last = history.last().iloc[member]
+        for name in ("accuracy", "norm", "train_loss", "val_loss"):
+            torch.testing.assert_close(last[name], metrics[name].item(), rtol=1e-10, atol=1e-10)
+
+
+def changed(**overridden):
+    return type("Changed", (Classifier,), overridden)
+
+
+def reads_trainer(self, batch, batch_idx):
+    return self.body(batch[0]).mean() * (1 + self.current_epoch)
+
+
+def reads_batch_number(self, batch, batch_idx):
+    return self.body(batch[0]).mean() if batch_idx % 2 else self.body(batch[0]).sum()
+
+
+def reads_a_value(self, batch, batch_idx):
+    loss = self.body(batch[0]).mean()
+    self.log("train_loss", loss.item())
+    return loss
+
+
+def reads_the_kind(self, batch, batch_idx):
+    return self.body(batch[0]).mean() * len(self.hparams.kind)
+
+
+def logs_a_sum(self, batch, batch_idx):
+    loss = self.body(batch[0]).mean()
+    self.log("train_loss", loss, reduce_fx="sum")
+    return loss
+
+
+def writes(self):
+    self.body[3].bias.data.zero_()
+
+
+def optimize_in_turn(self):
+    return [torch.optim.SGD(self.body[number].parameters(), lr=0.1) for number in (0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("overridden", "message"),
+    [
+        ({"optimizer_step": writes}, "Changed overrides optimizer_step"),
+        ({"configure_gradient_clipping": writes}, "configure_gradient_clipping, .*; pass gradient_clip_val"),
+        ({"on_train_batch_end": writes}, "on_train_batch_end, which no member has for itself"),
+        ({"automatic_optimization": False}, "automatic_optimization=False, manual optimization; .*hfta.joint"),
+        ({"training_step": reads_trainer}, "reads self.trainer.current_epoch"),
+        ({"training_step": reads_batch_number}, "computes with batch_idx"),
+        ({"training_step": reads_a_value}, "item"),
+        ({"training_step": reads_the_kind}, "'kind' is no number, and members differ in it"),
+        ({"training_step": logs_a_sum}, "'train_loss' is logged with reduce_fx='sum'"),
+        ({"on_train_epoch_end": writes}, "after an epoch writes 'body.3.bias'"),
+        ({"configure_optimizers": optimize_in_turn}, "model 0: 2 optimizers and 0 schedulers; several networks"),
+        ({"configure_optimizers": lambda self: None}, "model 0: configure_optimizers returns None"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_an_array_cannot_call_is_refused_by_name(overridden, message):
+    with pytest.raises(hfta.HFTAError, match=message):
+        array = hfta.lightning(changed(**overridden), seeds=2, kind=["a", "b"])
+        array.fit(TRAIN, VALIDATION, max_epochs=1, progress=False)
+
+
+def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Counting(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
+
+    with pytest.raises(hfta.StackError, match=r"'accuracy' .*torchmetrics\.functional\.MulticlassAccuracy"):
+        hfta.lightning(Counting, seeds=2)
+    with pytest.raises(hfta.StackError, match="Linear is no LightningModule; use Experiment"):
+        hfta.lightning(lambda: nn.Linear(1, 1), seeds=2)
+    array = hfta.lightning(Classifier, seeds=2)
+    with pytest.raises(hfta.StackError, match="Timer is a callback for one Trainer"):
+        array.fit(TRAIN, max_epochs=1, callbacks=[lightning.callbacks.Timer()], progress=False)
+    with pytest.raises(hfta.StackError, match="accumulate_grad_batches is 2 but an epoch has 5 batches"):
+        array.fit(TRAIN, max_epochs=1, accumulate_grad_batches=2, progress=False)
+    with pytest.raises(hfta.HyperparameterError, match="precision is '64-true'; it must be '32-true'"):
+        array.fit(TRAIN, max_epochs=1, precision="64-true", progress=False)
+    with pytest.raises(hfta.StackError, match="got a Classifier; pass its class"):
+        hfta.lightning(Classifier(), seeds=2)
+    with pytest.raises(hfta.StackError, match="several dataloaders"):
+        array.fit([TRAIN, TRAIN], max_epochs=1, progress=False)
+
+
+class Data(lightning.LightningDataModule):
+    def setup(self, stage):
+        self.rows = TensorDataset(INPUTS, TARGETS)
+
+    def train_dataloader(self):
+        return hfta.DatasetLoader(self.rows, 8, seeds=[0, 1])
+
+    def val_dataloader(self):
+        return VALIDATION
+
+
+def test_members_have_batches_of_their_own_and_train_on(tmp_path):
+    array = hfta.lightning(ByEpoch, seeds=2)
+    first = array.fit(datamodule=Data(), max_epochs=2, progress=False, resume=tmp_path / "run")
+    assert len(first) == 2 and "val_loss" in first.epochs[-1] and repr(array).startswith("LightningArray(2 members of ")
+    again = array.fit(datamodule=Data(), max_epochs=1, progress=False)
+    other = hfta.lightning(ByEpoch, seeds=2)
+    other.fit(datamodule=Data(), max_epochs=2, progress=False)
+    continued = other.fit(datamodule=Data(), max_epochs=1, progress=False)
+    assert torch.equal(again["train_loss"], continued["train_loss"])
+    assert bool((again["train_loss"] < first["train_loss"][0]).all())
+    before = {path: leaf.clone() for path, leaf in array.models()[0].state_dict().items()}
+    alone = hfta.lightning(ByEpoch, seeds=[0])
+    for epochs in (2, 1):
+        rows = hfta.DatasetLoader(TensorDataset(INPUTS, TARGETS), 8, seeds=[0])
+        alone.fit(rows, VALIDATION, max_epochs=epochs, progress=False)
+    torch.testing.assert_close(before, dict(alone.models()[0].state_dict()), rtol=1e-12, atol=1e-12)
