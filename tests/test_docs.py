@@ -25,6 +25,8 @@ TOPICS = (
     "rl",
     "rules",
     "schedules",
+    "signals",
+    "sklearn",
     "step.mixing",
     "testing",
     "tune",

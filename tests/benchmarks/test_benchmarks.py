@@ -550,6 +550,14 @@ def test_ensembles_and_loops_give_the_same(bench, capsys, tmp_path):
     assert "results differ" not in capsys.readouterr().out
 
 
+def test_windows_of_signals_are_those_of_numpy_and_pandas(bench, capsys, tmp_path):
+    file = tmp_path / "signals.json"
+    order = ["--persons", "2", "--seconds", "150", "--rounds", "1", "--batch", "4"]
+    assert bench("signals").main([*order, "--json", str(file)]) == 0, capsys.readouterr().out
+    found = json.loads(file.read_text())["signals"]
+    assert len(found) == 3 and max(row["difference"] for row in found.values()) < 1e-5
+
+
 def test_a_process_that_fails_says_why(bench):
     worker, workloads = bench("worker"), bench("workloads")
     one = worker.Worker("JAX", workloads.Spec("mlp", "small", 2, 4, amp=True), 1)

@@ -1,0 +1,1 @@
+"""Deep ensembles on a table."""

@@ -1,0 +1,341 @@
+"""A classifier and a regressor of scikit-learn whose models train as one array."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from hfta_func._types import HyperparameterError, require
+
+numpy, base, multiclass, validation = (
+    require(name, "sklearn")
+    for name in ("numpy", "sklearn.base", "sklearn.utils.multiclass", "sklearn.utils.validation")
+)
+
+# Negative, to differ from what a loader draws by the same keys.
+_HOLD_OUT = -(2**61) - 4
+_ROWS = 4096
+
+
+class Fitted(NamedTuple):
+    """Trained members of one array."""
+
+    model: nn.Module
+    params: hfta.Stacked
+    history: hfta.History
+
+
+def perceptron(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """The default model: one hidden layer of 64."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(shape).numel(), 64), nn.ReLU(), nn.Linear(64, outputs))
+
+
+class ArrayEstimator(base.BaseEstimator):
+    """What classifier and regressor share."""
+
+    _default_loss: Callable[[Tensor, Tensor], Tensor]
+
+    # scikit-learn reads parameters from the signature.
+    def __init__(
+        self,
+        make_model: Callable[..., nn.Module] | None = None,
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        optimizer: Callable[..., Any] = hfta.adam,
+        lr: float = 1e-2,
+        weight_decay: float = 0.0,
+        epochs: int = 30,
+        batches_per_epoch: int = 10,
+        batch_size: int = 32,
+        patience: int | None = None,
+        hold_out: float = 0.2,
+        model_params: Mapping[str, Any] | None = None,
+        random_state: Any = 0,
+        device: torch.device | str = "cpu",
+    ):
+        self.make_model = make_model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.epochs = epochs
+        self.batches_per_epoch = batches_per_epoch
+        self.batch_size = batch_size
+        self.patience = patience
+        self.hold_out = hold_out
+        self.model_params = model_params
+        self.random_state = random_state
+        self.device = device
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.three_d_array = True
+        return tags
+
+    def fit(self, X: Any, y: Any, groups: Any = None) -> Any:
+        """Train one model, or one per group.
+
+        Args:
+            X: Samples ``[n, ...]``, such as a table or windows of signals.
+            y: A label or number for each; for the regressor also several, ``[n, outputs]``.
+            groups: The group of each, such as a person; None makes one model.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            ValueError: if a shape or value does not fit, as everywhere in scikit-learn.
+        """
+        inputs, targets = self._learn_classes(X, y)
+        names = numpy.zeros(len(inputs)) if groups is None else _column(groups, len(inputs))
+        self.groups_, which = numpy.unique(names, return_inverse=True)
+        rows = [torch.tensor(which == group).nonzero().flatten() for group in range(len(self.groups_))]
+        ((_, fitted),) = train([self] * len(rows), (inputs, targets), rows)
+        self._is_grouped = groups is not None
+        self.model_, self.params_, self.history_ = fitted
+        return self
+
+    def models(self) -> list[nn.Module]:
+        """The models in the order of ``groups_``, as ordinary modules."""
+        validation.check_is_fitted(self, "params_")
+        return hfta.unstack_params(self.model_, *self.params_)
+
+    def _learn_classes(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
+        """Checked samples and targets as tensors; sets the classes and the number of outputs."""
+        raise NotImplementedError
+
+    def _scores(self, X: Any, groups: Any, finish: Callable[[Tensor], Tensor]) -> Any:
+        """What the model of each sample's group makes of it, or the mean over all models, as an array."""
+        validation.check_is_fitted(self, "params_")
+        X = validation.validate_data(self, X, reset=False, allow_nd=True)
+        dtype = next(self.model_.parameters()).dtype
+        inputs = torch.tensor(numpy.ascontiguousarray(X)).to(self.device, dtype)
+        if groups is None or not self._is_grouped:
+            outputs = hfta.predict(self.model_, self.params_, inputs.split(_ROWS)).outputs
+            return finish(outputs).mean(0).cpu().numpy()
+        names = _column(groups, len(inputs))
+        unknown = sorted({*names.tolist()} - {*self.groups_.tolist()})
+        if unknown:
+            raise HyperparameterError(
+                f"group {unknown[0]!r} has no model, {self.groups_.tolist()} have; fit with its rows, or predict without "
+                f"groups, which takes the mean of all models"
+            )
+        # All groups at once: shorter ones repeat their first row.
+        present, which = numpy.unique(names, return_inverse=True)
+        order, counts = torch.tensor(which.argsort(kind="stable")), torch.tensor(numpy.bincount(which))
+        at = torch.arange(int(counts.max())).expand(len(counts), -1)
+        rows = order[torch.where(at < counts[:, None], at, 0) + (counts.cumsum(0) - counts)[:, None]].to(inputs.device)
+        members = hfta.take(self.params_, numpy.searchsorted(self.groups_, present).tolist())
+        parts = (inputs[part] for part in rows.split(max(1, _ROWS // len(counts)), 1))
+        outputs = finish(hfta.predict(self.model_, members, parts, batch_dims=0).outputs)
+        known = (at < counts[:, None]).to(inputs.device)
+        result = torch.empty_like(outputs[known])
+        result[rows[known]] = outputs[known]
+        return result.cpu().numpy()
+
+
+class ArrayClassifier(base.ClassifierMixin, ArrayEstimator):
+    """A classifier, or one per group, whose models train as one array.
+
+    The model of a group is the one that a fit on the group's rows alone would give.
+
+    Args:
+        make_model: ``make_model(shape, outputs, **model_params)`` makes a module, for samples of a shape and a number of
+            classes; by default one hidden layer of 64 units.
+        loss: ``loss(outputs, targets)``; by default the cross entropy.
+        optimizer: A function such as :func:`hfta_func.adam` that takes ``lr``, and ``weight_decay`` unless that is 0.
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        epochs: Number of epochs.
+        batches_per_epoch: Batches in an epoch, whatever the number of rows.
+        batch_size: Rows of a batch.
+        patience: Epochs without improvement of the held-out loss after which a model stops, as of its best epoch; None
+            trains all epochs on all rows.
+        hold_out: With ``patience``, the share of each model's rows that are held out.
+        model_params: Further arguments of ``make_model`` by name.
+        random_state: Seed of all models.
+        device: Where to train and predict.
+
+    Attributes:
+        classes_: The labels; all models know all of them.
+        groups_: The groups, in the order of the members.
+        model_: A module of the architecture.
+        params_: What :func:`hfta_func.stack_params` makes of the members.
+        history_: The :class:`hfta_func.History`.
+
+    Example:
+        >>> x = torch.randn(90, 4)
+        >>> y = (x[:, 0] > 0).long()
+        >>> persons = torch.arange(90) % 3
+        >>> classifier = ArrayClassifier(epochs=3).fit(x, y, groups=persons)
+        >>> classifier.predict_proba(x[:5], groups=persons[:5]).shape, len(classifier.models())
+        ((5, 2), 3)
+    """
+
+    _default_loss = staticmethod(nn.functional.cross_entropy)
+
+    def _learn_classes(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
+        X, y = validation.validate_data(self, X, y, allow_nd=True)
+        multiclass.check_classification_targets(y)
+        self.classes_, targets = numpy.unique(y, return_inverse=True)
+        self._outputs = len(self.classes_)
+        return torch.tensor(numpy.ascontiguousarray(X)), torch.tensor(targets)
+
+    def predict_proba(self, X: Any, groups: Any = None) -> Any:
+        """The probabilities ``[n, classes]`` by the models of groups; without groups, their mean over all models."""
+        return self._scores(X, groups, lambda outputs: outputs.double().softmax(-1))
+
+    def predict(self, X: Any, groups: Any = None) -> Any:
+        """The most probable labels ``[n]``, see :meth:`predict_proba`."""
+        best = self.predict_proba(X, groups).argmax(1)
+        return self.classes_[best]
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> float:
+        """The share of labels predicted."""
+        return require("sklearn.metrics", "sklearn").accuracy_score(
+            y, self.predict(X, groups), sample_weight=sample_weight
+        )
+
+
+class ArrayRegressor(base.RegressorMixin, ArrayEstimator):
+    """A regressor, or one per group, whose models train as one array; arguments and attributes are those of the classifier.
+
+    ``outputs`` of ``make_model`` is the number of targets, and the loss the mean squared error.
+
+    Example:
+        >>> x = torch.randn(60, 4)
+        >>> ArrayRegressor(epochs=3).fit(x, x.sum(1)).predict(x).shape
+        (60,)
+    """
+
+    _default_loss = staticmethod(nn.functional.mse_loss)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def _learn_classes(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
+        X, y = validation.validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
+        self._outputs, self._is_single = 1 if y.ndim == 1 else y.shape[1], y.ndim == 1
+        return torch.tensor(numpy.ascontiguousarray(X)), torch.tensor(y.reshape(len(y), -1))
+
+    def predict(self, X: Any, groups: Any = None) -> Any:
+        """The numbers ``[n]`` or ``[n, outputs]`` by the models of groups; without groups, their mean over all models."""
+        values = self._scores(X, groups, Tensor.double)
+        return values[:, 0] if self._is_single else values
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> float:
+        """The coefficient of determination."""
+        return require("sklearn.metrics", "sklearn").r2_score(y, self.predict(X, groups), sample_weight=sample_weight)
+
+
+def _column(values: Any, count: int) -> Any:
+    """A name per sample; a ValueError for another shape."""
+    column = validation.column_or_1d(values)
+    if len(column) != count:
+        raise HyperparameterError(f"groups has {len(column)} entries for {count} samples; give one per sample")
+    return column
+
+
+def train(
+    estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: Sequence[Tensor]
+) -> list[tuple[list[int], Fitted]]:
+    """Train a member for each estimator on its rows, in as few arrays as their settings allow.
+
+    Returns:
+        For each array the places of its members, and the array.
+    """
+    arrays: dict[str, list[int]] = {}
+    for place, estimator in enumerate(estimators):
+        settings = estimator.get_params(deep=False)
+        named = {
+            name: "a float" if isinstance(value, float) else value
+            for name, value in (estimator.model_params or {}).items()
+        }
+        differing = {"lr": None, "weight_decay": None, "random_state": None, "model_params": named}
+        arrays.setdefault(repr({**settings, **differing}), []).append(place)
+    return [
+        (places, _train_array([estimators[place] for place in places], data, [rows[place] for place in places]))
+        for places in arrays.values()
+    ]
+
+
+def _train_array(estimators: Sequence[Any], data: tuple[Tensor, Tensor], rows: Sequence[Tensor]) -> Fitted:
+    first, (inputs, targets) = estimators[0], data
+    loss, outputs = first.loss or first._default_loss, first._outputs
+    make_model = functools.partial(first.make_model or perceptron, tuple(inputs.shape[1:]), outputs)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss(model(batch[0]), batch[1])
+
+    seeds = [_seed(estimator.random_state) for estimator in estimators]
+    columns: dict[str, Any] = {
+        name: [estimator.model_params[name] for estimator in estimators] for name in first.model_params or {}
+    }
+    columns["lr"] = [estimator.lr for estimator in estimators]
+    if any(estimator.weight_decay for estimator in estimators):
+        columns["weight_decay"] = [estimator.weight_decay for estimator in estimators]
+    experiment = hfta.Experiment(make_model, loss_fn, first.optimizer, seeds=seeds, **columns)
+    dtype = next(experiment.model.parameters(), inputs).dtype
+    inputs = inputs.to(first.device, dtype)
+    targets = targets.to(first.device, dtype if targets.is_floating_point() else targets.dtype)
+    _check_outputs(experiment.model, inputs[:2], outputs)
+    options: dict[str, Any] = {}
+    if first.patience is not None:
+        rows, held_out = zip(*(_held_out(*each, first.hold_out) for each in zip(rows, seeds, strict=True)), strict=True)
+        options["evaluate"] = (experiment.metric, (inputs, targets), held_out)
+        options |= {
+            "callbacks": [hfta.early_stopping("val_loss", first.patience)],
+            "restore_best": "val_loss",
+            "compact": True,
+        }
+    experiment.fit(
+        *((inputs, targets), first.batch_size),
+        epochs=first.epochs,
+        rows=rows,
+        batches_per_epoch=first.batches_per_epoch,
+        progress=False,
+        **options,
+    )
+    state = experiment.state
+    return Fitted(experiment.model, hfta.Stacked(state.params, hfta.stacked(state).buffers), experiment.history)
+
+
+def _seed(random_state: Any) -> int:
+    """An integer as it is; else a number that scientists' generators draw, as everywhere in scikit-learn."""
+    if isinstance(random_state, numbers.Integral):
+        return int(random_state)
+    return int(require("sklearn.utils", "sklearn").check_random_state(random_state).randint(2**31 - 1))
+
+
+def _held_out(rows: Tensor, seed: int, share: float) -> tuple[Tensor, Tensor]:
+    """Rows to train on, and rows to stop by, drawn by the seed."""
+    count = max(1, round(share * len(rows)))
+    if not 0 < share < 1 or count >= len(rows):
+        raise HyperparameterError(
+            f"hold_out is {share} of {len(rows)} rows; give a share between 0 and 1 that leaves each model rows to train on, "
+            f"or patience=None"
+        )
+    rows = rows[hfta.random.permutation(hfta.random.fold_in(hfta.random.keys([seed]), _HOLD_OUT), len(rows))[0]]
+    return rows[count:], rows[:count]
+
+
+def _check_outputs(model: nn.Module, inputs: Tensor, outputs: int) -> None:
+    """Raise a HyperparameterError unless a model returns ``[N, outputs]``."""
+    trains = model.training
+    with torch.no_grad():
+        result = model.to(inputs.device).eval()(inputs)
+    model.train(trains)
+    if not isinstance(result, Tensor) or result.shape != (len(inputs), outputs):
+        what = [*result.shape] if isinstance(result, Tensor) else f"a {type(result).__qualname__}"
+        raise HyperparameterError(
+            f"the model returns {what} for {len(inputs)} samples; it must return [{len(inputs)}, {outputs}], one column per "
+            f"class or target, so let make_model(shape, outputs) use its second argument"
+        )
