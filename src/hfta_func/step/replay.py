@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import optree
 import torch
@@ -82,7 +82,7 @@ class Replay:
             return self._step.eagerly(state, batch)
         if self.left is not None:
             self.left -= 1
-        inputs, layout = optree.tree_flatten((state, batch))
+        inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
         try:
             key = layout, _choice.state, *OUTSIDE.values(), *map(_kind, inputs)
         except AttributeError:
