@@ -277,7 +277,7 @@ PLANTED = [
     ),
     Planted(
         "an inactive member that fails raises",
-        *("step/judge.py", "refuse(torch.where(active, failure, 0), state.step", "refuse(failure, state.step"),
+        *("step/judge.py", 'torch.where(state.active, verdict.report["failure"], 0)', 'verdict.report["failure"]'),
         "test_step.py::test_inactive_members_keep_everything",
     ),
     Planted(
@@ -925,7 +925,7 @@ PLANTED = [
     ),
     Planted(
         "noise that goes on after a part that runs twice as if nothing had been skipped",
-        *("models/remat.py", "            inner.skipped = skipped\n", ""),
+        *("models/remat.py", "inner.skipped, inner.padding = skipped,", "inner.padding ="),
         "test_numbers.py::test_every_way_to_run_a_step",
     ),
     Planted(
@@ -1027,7 +1027,7 @@ PLANTED = [
     ),
     Planted(
         "a record is used though a value of Python has changed",
-        *("step/replay.py", "if one.reads.hold()", "if True"),
+        *("step/replay.py", "if self._in_context(state, one.reads.hold)", "if True"),
         "test_replay.py::test_what_functions_read_from_python[a closure]",
     ),
     Planted(
@@ -1035,7 +1035,7 @@ PLANTED = [
         *(
             "step/replay.py",
             "known is not None and known.is_checked",
-            "known is not None and known.tape.rehearse(inputs)",
+            "known is not None and known._first.rehearse(inputs)",
         ),
         "test_replay.py::test_values_that_cannot_be_seen_are_noticed",
     ),

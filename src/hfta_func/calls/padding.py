@@ -119,9 +119,9 @@ class Padded:
             return None
         position: Any = 0
         for axis, length in enumerate(shape):
-            own = self.of_member(event.axes[axis]) if axis in event.axes else length
+            true_length = self.of_member(event.axes[axis]) if axis in event.axes else length
             index = torch.arange(length, device=self.size.device).reshape([-1] + [1] * (len(shape) - axis - 1))
-            position = position * own + index
+            position = position * true_length + index
         return position
 
     def __call__(self, func: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
@@ -215,10 +215,10 @@ def _group_norm(
 ) -> Tensor:  # fmt: skip
     # Channels of the member's own groups: [N, C, S] x [C, G] -> [N, G] -> [N, C]
     x, channels = input.unsqueeze(-1).flatten(2), input.shape[1]
-    own_channels = padded.of_member(event.axes[1]) if 1 in event.axes else channels
+    true_channels = padded.of_member(event.axes[1]) if 1 in event.axes else channels
     groups = padded.of_member(event.axes[input.dim()]) if input.dim() in event.axes else num_groups
     index = torch.arange(channels, device=x.device)
-    has, each = (index < own_channels)[:, None], own_channels // groups
+    has, each = (index < true_channels)[:, None], true_channels // groups
     belongs = ((index // each)[:, None] == torch.arange(num_groups, device=x.device)) & has
     weights = belongs.to(x.dtype)
     x = torch.where(has, x, 0.0)
@@ -236,8 +236,8 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 def _attention(padded: Padded, event: Sizes, call: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     if query.dim() - 1 in event.axes and kwargs.get("scale") is None:
-        own = padded.of_member(event.axes[query.dim() - 1]).double()
-        query = query * (query.shape[-1] / own).sqrt().to(query.dtype)
+        true_length = padded.of_member(event.axes[query.dim() - 1]).double()
+        query = query * (query.shape[-1] / true_length).sqrt().to(query.dtype)
     return call(query, *args, **kwargs)
 
 
@@ -246,10 +246,10 @@ def _multi_head_attention(padded: Padded, event: Sizes, call: Any, *args: Any, *
     if not kwargs.get("need_weights", True):
         return call(*args, **kwargs)
     size, heads = args[3:5]
-    own_size, own_heads = (
+    true_size, true_heads = (
         padded.of_member(event.axes[axis]) if axis in event.axes else args[3 + axis] for axis in (0, 1)
     )
-    head = torch.as_tensor(own_size // own_heads, dtype=torch.float64, device=padded.size.device)
+    head = torch.as_tensor(true_size // true_heads, dtype=torch.float64, device=padded.size.device)
     factor, given = (size // heads / head).sqrt(), [*args]
     # Rows of queries come first.
     for position in (5, 6):

@@ -163,8 +163,8 @@ class Bound:
     def alone(self, size: Size, numbers: Sequence[str]) -> Bound:
         """The same function of a model of a true size, in the modes of this model, which takes these numbers as buffers."""
         made = self._alone(size.model, share_frozen=self._base is not None)
-        for path, own in size.modules.items():
-            made._inner.get_submodule(own).training = self._inner.get_submodule(path).training
+        for path, inner in size.modules.items():
+            made._inner.get_submodule(inner).training = self._inner.get_submodule(path).training
         made._prepare(tuple(numbers))
         return made._others[tuple(numbers)]
 

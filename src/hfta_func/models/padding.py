@@ -112,8 +112,8 @@ class Padding:
         """Tensors of a true size padded with zeros, by their paths in the padded model."""
         device = next((leaf.device for leaf in tensors.values()), None)
         leaves = {path: torch.zeros(shape, dtype=dtype, device=device) for path, (shape, dtype) in self.shapes.items()}
-        for path, (own, positions) in self.sizes[number].leaves.items():
-            value = tensors[own].detach()
+        for path, (alone, positions) in self.sizes[number].leaves.items():
+            value = tensors[alone].detach()
             leaves[path] = leaves[path].index_put(mesh(positions), value) if positions else value.clone()
         present = {f"{path}.{PRESENT}": path in self.sizes[number].modules for path in self.optional}
         return leaves | {path: torch.tensor(value, device=device) for path, value in ({SIZE: number} | present).items()}
@@ -123,8 +123,8 @@ class Padding:
         size, back = self.sizes[number], {}
         for path, leaf in leaves.items():
             if path in size.leaves:
-                own, positions = size.leaves[path]
-                back[own] = leaf[mesh(positions)] if positions else leaf
+                alone, positions = size.leaves[path]
+                back[alone] = leaf[mesh(positions)] if positions else leaf
             elif (owner := path.rpartition(".")[0]) in size.modules and path.rpartition(".")[2] not in (SIZE, PRESENT):
                 back[f"{size.modules[owner]}.{path.rpartition('.')[2]}".lstrip(".")] = leaf
         return back
@@ -132,8 +132,10 @@ class Padding:
     def apart(self, params: Params, buffers: Params) -> Iterator[tuple[nn.Module, Params, Params]]:
         """For each member, the model of its size, and its parameters and buffers as an array of one."""
         for index, number in enumerate(buffers[SIZE].tolist()):
-            own = [self.true(number, {path: leaf[index] for path, leaf in tree.items()}) for tree in (params, buffers)]
-            stacked = [{path: leaf[None] for path, leaf in tree.items()} for tree in own]
+            alone = [
+                self.true(number, {path: leaf[index] for path, leaf in tree.items()}) for tree in (params, buffers)
+            ]
+            stacked = [{path: leaf[None] for path, leaf in tree.items()} for tree in alone]
             yield self.sizes[number].model, stacked[0], stacked[1]
 
 
@@ -203,8 +205,8 @@ def pad_member(template: Any, model: nn.Module, member: int) -> nn.Module:
     tensors, memo = tensors_by_path(model), {}
     enlarged = padding.enlarged(number, tensors)
     for path, leaf in tensors_by_path(template).items():
-        own = padding.sizes[number].leaves.get(path, ("",))[0]
-        trained = tensors[own].requires_grad if own else leaf.requires_grad
+        alone = padding.sizes[number].leaves.get(path, ("",))[0]
+        trained = tensors[alone].requires_grad if alone else leaf.requires_grad
         made = enlarged[path]
         memo[id(leaf)] = nn.Parameter(made, trained) if isinstance(leaf, nn.Parameter) else made
     result = copied_module(template, memo)
@@ -234,8 +236,8 @@ def _padded(
             raise StackError(f"'{'.'.join(key).lstrip('.')}' has another number of axes in some models")
         grown[key] = tuple(_largest(axes) for axes in zip(*columns, strict=True))
         for column, lengths in zip(columns, growth, strict=True):
-            for own, large in zip(itertools.chain(*column[:2]), itertools.chain(*grown[key][:2]), strict=True):
-                lengths[own] = max(lengths.get(own, 0), large)
+            for alone, large in zip(itertools.chain(*column[:2]), itertools.chain(*grown[key][:2]), strict=True):
+                lengths[alone] = max(lengths.get(alone, 0), large)
     for key in dict.fromkeys(itertools.chain(*parts)):
         if key not in grown:
             columns = [
@@ -256,8 +258,8 @@ def _padded(
         for path in tensors_by_path(base):
             owner, _, name = path.rpartition(".")
             if (owner, name) in each:
-                own = tensors_of(model.get_submodule(aligned[owner]))[name]
-                leaves[path] = known[id(own)], _positions(each[owner, name], grown[owner, name])
+                alone = tensors_of(model.get_submodule(aligned[owner]))[name]
+                leaves[path] = known[id(alone)], _positions(each[owner, name], grown[owner, name])
         sizes.append(Size(copy.deepcopy(model), aligned, leaves))
     for path, leaf in template.named_parameters():
         axes = {axis: _mask(sizes, path, axis, length) for axis, length in enumerate(leaf.shape or (1,))}
@@ -298,11 +300,11 @@ def _template(
     return template
 
 
-def _positions(own: Parts, large: Parts) -> tuple[Tensor, ...]:
+def _positions(alone: Parts, large: Parts) -> tuple[Tensor, ...]:
     """Where the entries of a tensor lie along each axis of the padded one."""
     return tuple(
         torch.arange(math.prod(whole)).reshape(whole)[tuple(slice(length) for length in axis)].flatten()
-        for axis, whole in zip(own, large, strict=True)
+        for axis, whole in zip(alone, large, strict=True)
     )
 
 

@@ -65,8 +65,8 @@ class Events:
 
     def _learn(self, run: Any, inputs: tuple[Any, Any], key: Tensor) -> list[Sizes]:
         recorded: list[list[Event]] = []
-        own = [run.alone(size, [*self._numbers_of(number)]) for number, size in enumerate(self.padding.sizes)]
-        for number, call in [(0, run), *enumerate(own)]:
+        alone = [run.alone(size, [*self._numbers_of(number)]) for number, size in enumerate(self.padding.sizes)]
+        for number, call in [(0, run), *enumerate(alone)]:
             recorder = Recorder()
             trees = self._trees(number, _drawn(self.padding.sizes[number].model, False), call is run, key)
             try:
@@ -80,7 +80,7 @@ class Events:
                 ) from error
             recorded.append(recorder.events)
         events = _joined(self.padding, recorded[0], recorded[1:])
-        for number, call in enumerate(own):
+        for number, call in enumerate(alone):
             for negative in (False, True):
                 values = _drawn(self.padding.sizes[number].model, negative)
                 seen: list[dict[str, Any]] = [{}, {}]
@@ -102,19 +102,19 @@ class Events:
         trees = [{path: leaf for path, leaf in values.items() if (path in names) is kind} for kind in (True, False)]
         if is_padded:
             whole = self.padding.enlarged(number, values)
-            trained = {path for path, (own, _) in size.leaves.items() if own in names} | self.padding.params
+            trained = {path for path, (alone, _) in size.leaves.items() if alone in names} | self.padding.params
             trees = [
                 {path: leaf for path, leaf in whole.items() if (path in trained) is kind} for kind in (True, False)
             ]
             numbers = dict.fromkeys(self._numbers, 0.5) | {
-                path: numbers[own] for path, own in self._own_numbers(number)
+                path: numbers[alone] for path, alone in self._numbers_alone(number)
             }
         as_tensors = {
             path: torch.tensor(value, dtype=torch.float64, device=key.device) for path, value in numbers.items()
         }
         return {path: leaf.detach().clone() for path, leaf in trees[0].items()}, trees[1] | as_tensors
 
-    def _own_numbers(self, number: int) -> Iterator[tuple[str, str]]:
+    def _numbers_alone(self, number: int) -> Iterator[tuple[str, str]]:
         """The paths of numbers in the padded model and in that of a true size."""
         for path in self._numbers:
             owner, _, name = path.rpartition(".")
@@ -123,7 +123,7 @@ class Events:
 
     def _numbers_of(self, number: int) -> dict[str, float]:
         known = numbers_of(self.padding.sizes[number].model)
-        return {own: getattr(*known[own]) for _, own in self._own_numbers(number)}
+        return {alone: getattr(*known[alone]) for _, alone in self._numbers_alone(number)}
 
 
 def _drawn(model: nn.Module, negative: bool) -> dict[str, Tensor]:
@@ -138,10 +138,10 @@ def _drawn(model: nn.Module, negative: bool) -> dict[str, Tensor]:
     return values
 
 
-def _joined(padding: Padding, whole: list[Event], own: list[list[Event]]) -> list[Sizes]:
+def _joined(padding: Padding, whole: list[Event], alone: list[list[Event]]) -> list[Sizes]:
     """The events of all sizes in one, those of the padded model."""
     sizes: list[list[tuple[int, ...] | None]] = [[] for _ in whole]
-    for number, (events, size) in enumerate(zip(own, padding.sizes, strict=True)):
+    for number, (events, size) in enumerate(zip(alone, padding.sizes, strict=True)):
         lacks = [f"{path}." for path in padding.optional if path not in size.modules]
         has = [not any(f"{event.path}.".startswith(path) for path in lacks) for event in whole]
         expected = [event for event, is_there in zip(whole, has, strict=True) if is_there]
@@ -212,15 +212,15 @@ def _results(run: Any, watch: Any, params: Params, buffers: Params, *given: Any)
 def _compare(
     padding: Padding, number: int, results: Sequence[tuple[Any, Params]], seen: Sequence[dict[str, Any]]
 ) -> None:
-    (own, own_trees), (padded, trees) = results
+    (alone, trees_alone), (padded, trees) = results
     trees = padding.true(number, {path: leaf for path, leaf in trees.items() if not path.endswith(SIZE)})
     pairs = [
-        *zip(own, padded, strict=True),
-        *((leaf, trees[path]) for path, leaf in own_trees.items() if path in trees),
+        *zip(alone, padded, strict=True),
+        *((leaf, trees[path]) for path, leaf in trees_alone.items() if path in trees),
     ]
     if all(a.shape == b.shape and _close(a, b) for a, b in pairs):
         return
-    back = {own: path for path, own in padding.sizes[number].modules.items()}
+    back = {alone: path for path, alone in padding.sizes[number].modules.items()}
     where = "the model's own code, or the loss function,"
     for path, output in seen[0].items():
         if path in back and not _alike(output, seen[1].get(back[path])):
@@ -235,9 +235,9 @@ def _compare(
     )
 
 
-def _alike(own: Any, padded: Any) -> bool:
+def _alike(alone: Any, padded: Any) -> bool:
     """Whether outputs of a module are the first entries along each axis of the padded one's."""
-    for a, b in zip(pytree.tree_leaves(own), pytree.tree_leaves(padded), strict=False):
+    for a, b in zip(pytree.tree_leaves(alone), pytree.tree_leaves(padded), strict=False):
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             if a.dim() != b.dim() or any(x > y for x, y in zip(a.shape, b.shape, strict=True)):
                 return False

@@ -25,15 +25,15 @@ _BLOCKS = nn.Sequential, nn.ModuleList
 
 def modules_at(model: nn.Module, aligned: Mapping[str, str]) -> dict[str, nn.Module]:
     """The modules of a model, by what :func:`aligned_modules` returns."""
-    return {path: model.get_submodule(own) for path, own in aligned.items()}
+    return {path: model.get_submodule(inner) for path, inner in aligned.items()}
 
 
 def aligned_modules(model: nn.Module, base: nn.Module, member: int, other: str) -> dict[str, str]:
     """For each module of ``model``, its path by that of the module of ``base`` that has its place."""
-    found: dict[str, str] = {}
+    aligned: dict[str, str] = {}
 
-    def align(module: nn.Module, like: nn.Module, path: str, own: str) -> None:
-        found[path] = own
+    def align(module: nn.Module, like: nn.Module, path: str, inner: str) -> None:
+        aligned[path] = inner
         where = f"'{path}'" if path else "the model"
         if class_of(module) != class_of(like):
             raise StackError(
@@ -53,14 +53,14 @@ def aligned_modules(model: nn.Module, base: nn.Module, member: int, other: str) 
                 f"may differ in the number of blocks of an nn.Sequential or nn.ModuleList, and one must have the most of each"
             )
         for name, known in zip(names, likes, strict=True):
-            align(module.get_submodule(name), like.get_submodule(known), joined(path, known), joined(own, name))
+            align(module.get_submodule(name), like.get_submodule(known), joined(path, known), joined(inner, name))
 
     align(model, base, "", "")
-    pairs = [(model.get_submodule(own), base.get_submodule(path), path) for path, own in found.items()]
+    pairs = [(model.get_submodule(inner), base.get_submodule(path), path) for path, inner in aligned.items()]
     known = {(id(module), id(like)): (module, like) for module, like, _ in pairs}
     for module, like, path in pairs:
         _check_settings(module, like, path, known, member, other)
-    return found
+    return aligned
 
 
 def _chosen(blocks: Sequence[nn.Module], longer: Sequence[nn.Module], names: Sequence[str]) -> list[str]:
@@ -73,8 +73,8 @@ def _chosen(blocks: Sequence[nn.Module], longer: Sequence[nn.Module], names: Seq
         shapes = [([p.shape for p in a.parameters()], [p.shape for p in b.parameters()]) for a, b in zip(kept, blocks)]  # noqa: B905
         return sum(
             x != y
-            for own, other in shapes
-            for a, b in zip(own, other, strict=False)
+            for ones, others in shapes
+            for a, b in zip(ones, others, strict=False)
             for x, y in zip(a, b, strict=False)
         )
 

@@ -88,13 +88,15 @@ def muon(
             return (rows / columns).nan_to_num(1.0).clamp(min=1).sqrt()
         return 0.2 * torch.maximum(rows, columns).sqrt()
 
-    def rule(grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor, own: Tensor | None = None) -> Tensor:
+    def rule(
+        grad: Tensor, param: Tensor, k: dict[str, Any], buffer: Tensor, true_scale: Tensor | None = None
+    ) -> Tensor:
         decay_mean(buffer, grad, k["1-momentum"])
         update = torch.lerp(grad, buffer, k["momentum"]) if nesterov else buffer
         rows, columns = param.shape[1:]
         scale = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
         direction = _orthogonal(update.to(ns_dtype), ns_coefficients, ns_steps, eps)
-        return (scale if own is None else own) * direction.to(param.dtype)
+        return (scale if true_scale is None else true_scale) * direction.to(param.dtype)
 
     plain, sized = (
         leafwise(kind, hyperparams, rule, prepare, start=start, decoupled=True, maximize=maximize, elementwise=False)

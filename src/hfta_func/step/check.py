@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
 
 from hfta_func._torch import can_look, writes
 from hfta_func._tree import difference
-from hfta_func._types import Params, StateError, Tree
-from hfta_func.models.scalar_attributes import filled
+from hfta_func._types import HyperparameterError, Params, StateError, Tree
+from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.options import Options
@@ -41,6 +41,19 @@ def unwritten(params: Params) -> contextlib.AbstractContextManager[None]:
     """A block that raises a StateError if it writes parameters, where that can be seen: a compiler makes copies."""
     looks = params and can_look(next(iter(params.values())))
     return _unwritten(params) if looks else contextlib.nullcontext()
+
+
+def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) -> None:
+    """Raise a HyperparameterError unless a loss function that ``takes_hparams``, or the model, has numbers of these names."""
+    unused = sorted({*names} - known)
+    if unused and not takes_hparams:
+        raise HyperparameterError(
+            f"hparams {unused} would not be used: the loss function takes only (model, batch); give it a third argument, "
+            f"or name a number of the model by its path: {numbers_text(known, unused[0])}"
+        )
+    wrong = [name for name in unused if "." in name]
+    if wrong:
+        raise HyperparameterError(f"'{wrong[0]}' is no number of the model; {numbers_text(known, wrong[0])}")
 
 
 class Check:

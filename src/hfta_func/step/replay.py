@@ -191,7 +191,7 @@ def _written(step: Any, state: TrainState, decision: Decision) -> Result:
     parts, verdict = decision
     # Where values can be looked at, the record is for steps that update all members.
     verdict = verdict._replace(keep=None) if can_look(state.keys) else verdict
-    return step.write(state, StepOutputs(*parts), verdict)
+    return step.finish(state, StepOutputs(*parts), verdict, looks=False)
 
 
 def _recorded(call: Callable[..., Any], *arguments: Tree) -> tuple[Tape, Any]:

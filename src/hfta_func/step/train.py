@@ -14,7 +14,7 @@ from hfta_func._torch import Compiled, inside_transform
 from hfta_func._tree import num_models, tree_map
 from hfta_func._types import HyperparameterError, LossError, Params, PerModel, StateError, Tree
 from hfta_func.models.padding import padding_of
-from hfta_func.models.scalar_attributes import expanded, numbers_text, placeholder_for
+from hfta_func.models.scalar_attributes import expanded, placeholder_for
 from hfta_func.models.sharing import base_of
 from hfta_func.models.sizes import SIZE
 from hfta_func.models.skeleton import outline
@@ -24,7 +24,7 @@ from hfta_func.optim._transforms import covers
 from hfta_func.step import amp
 from hfta_func.step.allocator import keep_memory_once
 from hfta_func.step.amp import LossScale
-from hfta_func.step.check import Check
+from hfta_func.step.check import Check, check_hparams
 from hfta_func.step.commit import commit
 from hfta_func.step.gradients import Gradients, StepOutputs
 from hfta_func.step.judge import Verdict, judge, looked_at
@@ -97,8 +97,7 @@ def make_train_step(
             axis, in ``state.shared``, which starts from that of ``model`` and is updated once per step, by the sum of the
             gradients of all active members that have not failed. Stack with the same ``shared_params``. Buffers remain each
             member's own. Compiled, and after a failure, a step holds a gradient of each member for a moment.
-        shared_optimizer: Updates the shared parameters, as an array of one; by default ``optimizer``, if all members have
-            the same numbers in it.
+        shared_optimizer: Updates the shared parameters, as an array of one; by default ``optimizer``, if it can.
         replay: Whether eager calls may run the recorded operators of an earlier one instead of Python, once that pays: the
             same bits, small arrays several times faster. A record is used only while all Python values that the loss
             function and the model have read are as they were. None means in :func:`fit` and :func:`compile` only.
@@ -207,12 +206,11 @@ class TrainStep(Compiled):
         outputs = self._gradients(state, batch)
         return outputs, judge(state, outputs, self.options)
 
-    def finish(self, state: TrainState, outputs: StepOutputs, verdict: Verdict) -> tuple[TrainState, dict[str, Tensor]]:
-        """The next state and the metrics."""
-        return self.write(state, outputs, looked_at(verdict, state, self.options))
-
-    def write(self, state: TrainState, outputs: StepOutputs, verdict: Verdict) -> tuple[TrainState, dict[str, Tensor]]:
-        """The same, once values have been looked at."""
+    def finish(
+        self, state: TrainState, outputs: StepOutputs, verdict: Verdict, looks: bool = True
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        """The next state and the metrics; unless it ``looks``, values have been looked at."""
+        verdict = looked_at(verdict, state, self.options) if looks else verdict
         update = self._update(self.optimizer, state, outputs)
         # A metric may be a tensor of the state, which is overwritten.
         metrics = tree_map(torch.clone, outputs.metrics) if self.options.donate else outputs.metrics
@@ -300,8 +298,7 @@ class TrainStep(Compiled):
 
         Raises:
             StateError: if params or buffers do not belong to the model, or a leaf of the carry is not ``[M, ...]``.
-            HyperparameterError: if the length of seeds, ``hparams`` or an optimizer's hyperparameter is not M, or a dropout
-                rate is not between 0 and 1.
+            HyperparameterError: if seeds, ``hparams`` or hyperparameters are not M, or a dropout rate is not from 0 to 1.
         """
         if not isinstance(params, Mapping):
             raise StateError(
@@ -324,15 +321,7 @@ class TrainStep(Compiled):
             raise HyperparameterError(
                 f"got {keys.numel()} seeds but the array has {count} models; give one integer per model"
             )
-        unused = sorted(hparams.keys() - known)
-        if unused and not self._gradients.takes_hparams:
-            raise HyperparameterError(
-                f"hparams {unused} would not be used: the loss function takes only (model, batch); give it a third argument, "
-                f"or name a number of the model by its path: {numbers_text(known, unused[0])}"
-            )
-        wrong = [name for name in unused if "." in name]
-        if wrong:
-            raise HyperparameterError(f"'{wrong[0]}' is no number of the model; {numbers_text(known, wrong[0])}")
+        check_hparams(hparams, known, self._gradients.takes_hparams)
         if keys.device.type == "cpu":
             keep_memory_once()
         trained = {path: param for path, param in params.items() if path in self.trainable}
@@ -343,10 +332,8 @@ class TrainStep(Compiled):
         # On the meta device there are no values.
         for name in ranges.keys() & carried.keys() - hparams.keys() if keys.device.type != "meta" else ():
             check(name, carried[name], Range.RATE)
-        given = {
-            name: per_member(name, value, count, keys.device, ranges.get(name, Range.FINITE))
-            for name, value in hparams.items()
-        }
+        allowed = {name: ranges.get(name, Range.FINITE) for name in hparams}
+        given = {name: per_member(name, value, count, keys.device, allowed[name]) for name, value in hparams.items()}
         # Of the model's numbers every bit counts: a rate decides what is dropped.
         numbers = carried | {name: value if name in known else value.to(dtype) for name, value in given.items()}
         return TrainState(
