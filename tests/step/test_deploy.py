@@ -115,4 +115,5 @@ def test_what_cannot_be_deployed() -> None:
     with pytest.raises(ValueError, match="outputs is 'classes'; pass 'values', 'logits' or 'probabilities'"):
         ensemble().deploy("classes")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"classes need scores \[M, N, C\]"):
-        hfta.Ensemble.from_modules([nn.Flatten(0) for _ in range(2)]).deploy("probabilities")(torch.randn(3))
+        models = [nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)) for _ in range(2)]
+        hfta.Ensemble.from_modules(models).deploy("probabilities")(torch.randn(4, 3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import importlib
-import logging
 import os
 import random
 import sys
@@ -153,7 +152,7 @@ def _traced(given: dict[str, Any]) -> tuple[Any, Any]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         # What the tracer cannot trace it also logs, as an error of a program that has none.
-        log = logging.getLogger("torch._subclasses.fake_tensor")
+        log = private("torch._subclasses.fake_tensor", "log")
         stack.callback(setattr, log, "disabled", log.disabled)
         log.disabled = True
         stack.enter_context(utils.get_metrics_context())

@@ -56,7 +56,7 @@ def lightning(
     options: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> LightningArray:
-    """M LightningModules of one class, trained together as M ``Trainer``s would train them one after the other.
+    """M LightningModules of one class, trained together as M Trainers would train them one after the other.
 
     Args:
         module: The class, or a function that makes one module.

@@ -129,15 +129,14 @@ def _vmap(
         except RuntimeError as error:
             if routed and isinstance(error, Diverged):
                 raise
-            raise advice(error) or _of_first(member, args, in_dims, routed) or error from error.__cause__
+            alone = routed and not isinstance(error, HFTAError)
+            raise advice(error) or (alone and _of_first(member, args, in_dims)) or error from error.__cause__
 
     return wrapped if torch.compiler.is_compiling() else functools.update_wrapper(wrapped, func)
 
 
-def _of_first(func: Callable[..., Any], args: Any, in_dims: Any, routed: bool) -> Exception | None:
+def _of_first(func: Callable[..., Any], args: Any, in_dims: Any) -> Exception | None:
     """The error of the first member alone, which tells the shapes of one model; None if it has none."""
-    if not routed:
-        return None
     dims = optree.tree_leaves(optree.tree_broadcast_prefix(in_dims, args, none_is_leaf=True), none_is_leaf=True)
     leaves, spec = optree.tree_flatten(args, none_is_leaf=True)
     first = [leaf if dim is None else leaf.select(dim, 0) for leaf, dim in zip(leaves, dims, strict=True)]

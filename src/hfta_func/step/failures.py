@@ -32,8 +32,10 @@ def diagnose(losses: Tensor, grads: Iterable[Tensor]) -> Tensor:
     """The :class:`Failure` of every member, ``int64[M]``, from losses ``[M]`` and gradients ``[M, ...]``."""
     leaves = [losses, *grads]
     # Transforms have no rule for the operator, and other runtimes do not know it.
-    in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not inside_transform()
-    as_one = (in_graph and len(leaves) > MAX_INLINE_LEAVES) or num_dispatch_modes() == num_recorders() > 0
+    if torch.compiler.is_compiling():
+        as_one = len(leaves) > MAX_INLINE_LEAVES and not torch.compiler.is_exporting() and not inside_transform()
+    else:
+        as_one = num_dispatch_modes() == num_recorders() > 0
     if as_one and losses.device.type == "cpu":
         _define()
         return torch.ops.hfta_func.diagnose(losses, leaves[1:])
