@@ -118,6 +118,7 @@ ROWS = [
 """Convolutions for each row that only CUDA has, and their lowerings: forward, and of the gradients of input and filters."""
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("case", "expected"), [pytest.param(*row, id=row[0].name) for row in ROWS])
 @pytest.mark.usefixtures("on_cuda")
 def test_what_cuda_runs_of_a_convolution_is_the_loop(case: RuleCase, expected: tuple[str, str, str]) -> None:
@@ -311,7 +312,7 @@ def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, refusing(getattr(torch, name)))
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=16)
 @pytest.mark.exhaustive(ids="^(cnn|transformer)", unless="-plain-True")
 @pytest.mark.usefixtures("meta", "no_numbers")
 @pytest.mark.parametrize(("name", "option", "donate"), CASES)

@@ -265,6 +265,7 @@ def test_a_mode_that_runs_out_of_memory_beside_others_runs_alone(measured):
     assert {mode for mode, row in rows.items() if "beside" in row} == {"dense"}
 
 
+@pytest.mark.exhaustive
 def test_a_cell_goes_on_without_a_mode_that_runs_out_of_memory(measured):
     measured.full = {"dense": "always"}
     rows = measured.run()

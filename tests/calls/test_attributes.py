@@ -233,7 +233,7 @@ def test_compiled_it_is_refused_in_the_same_words(kind: type[Keeps]) -> None:
             step(state, batches(3)[0])
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=16)
 @pytest.mark.exhaustive(ids="True", unless="Auxiliary-3")
 @pytest.mark.parametrize(
     ("count", "chunk_size", "compiled"),

@@ -361,6 +361,7 @@ def frozen() -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
 @pytest.mark.parametrize("make", [lambda: Model(asks), frozen], ids=["trained", "frozen"])

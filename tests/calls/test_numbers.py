@@ -254,6 +254,7 @@ def assert_same(one, other, **tolerance):
         torch.testing.assert_close(other[path], leaf, **(tolerance or {"rtol": 0, "atol": 0}), msg=path)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.exhaustive(ids="compiled")
 @pytest.mark.parametrize(
     "options",

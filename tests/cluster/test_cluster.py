@@ -247,6 +247,7 @@ def test_a_cluster_that_is_gone_or_of_another_version(monkeypatch: pytest.Monkey
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.exhaustive
 def test_without_an_address_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 

@@ -66,7 +66,7 @@ def test_no_comparison_overlooks_nan(place: int) -> None:
         assert not _identical(one, other)
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=16)
 @pytest.mark.exhaustive(ids="cnn|transformer", unless="^adamw-|^muon")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", WORKLOADS)

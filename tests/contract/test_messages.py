@@ -272,7 +272,7 @@ def told(run: Callable[[], Any]) -> str:
 WAYS = ("step", "evaluated", "ensemble", "replayed")
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_only_an_array_refuses(name: str) -> None:
     cure, func = REFUSED[name]

@@ -428,7 +428,7 @@ def test_many_programs(judge: str, count: int, start: int) -> None:
     run_many(func, words(*without), count, start)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize(("judge", "count", "start"), SOME)
 def test_some_programs(judge: str, count: int, start: int) -> None:
     func, without = JUDGES[judge]

@@ -325,6 +325,7 @@ def test_a_kind_whose_gradient_alone_is_not_a_number():
         assert (metrics["failure"][member] == 0) == finite, metrics["failure"]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning", "ignore:Sparse invariant")
 @pytest.mark.parametrize(
     ("make", "message"),

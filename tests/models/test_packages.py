@@ -190,6 +190,7 @@ FLOWS_OF_MASKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", FLOWS_OF_MASKS)
 def test_flows_whose_layers_select_by_masks_share_them(kind: str) -> None:
     make = FLOWS_OF_MASKS[kind]
@@ -224,6 +225,7 @@ NEURONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.exhaustive(unless="^(arctangent|synaptic)-")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NEURONS)

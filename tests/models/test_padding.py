@@ -243,12 +243,14 @@ def assert_alone(models, optimizer=clipped_sgd, steps=2, compiled=False, **optio
     return step, state, found
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.exhaustive(unless="^(mlp|blocks|noise|mean|images, two groups)$|heads$")
 @pytest.mark.parametrize("name", CASES)
 def test_members_are_their_models_alone(name):
     assert_alone(models_of(name))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["normed by hand", "blocks", "images, depthwise"])
 def test_members_are_loops_of_torch(name):
     models = models_of(name)
@@ -276,6 +278,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.exhaustive(unless="replayed|one by one|checkpointed")
 @pytest.mark.parametrize("way", WAYS)
 def test_in_every_way(way):
@@ -302,6 +305,7 @@ def test_optimizers(name):
     assert_alone(models_of("log_softmax"), getattr(hfta, name))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 def test_muon_scales_by_the_true_size(scale):
     def optimizer(lr):
@@ -334,6 +338,7 @@ def test_evaluation_prediction_and_files(tmp_path):
     assert_trees_close(both, hfta.take(now, [2, 0]), 1e-12)
 
 
+@pytest.mark.exhaustive
 def test_fit_stops_members_early_as_alone():
     models = models_of("layer norms")
     ((x, y),) = batches(1, 1)
@@ -401,6 +406,7 @@ def drawn(draws):
     return [make(draws.randint(2, 9), draws.randint(0, 3)) for _ in range(3)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.exhaustive(unless="^[01]$")
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_of_drawn_sizes(seed):

@@ -98,7 +98,7 @@ def train(factory: Any, num_models: int, steps: int = 3, dtype: torch.dtype = to
     return state, metrics
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=15)
 @pytest.mark.parametrize(
     "options",
     [{}, {"chunk_size": 2}, {"chunk_size": 1}, {"checkpoint": True}, {"donate": True}, {"autocast": torch.bfloat16}],
@@ -132,6 +132,7 @@ def test_compiled_it_changes_nothing():
     optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), state, expected)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("factory", "most"), [(Encoder, 0.85), (blocks, 0.75), (convolutional_blocks, 0.9)])
 @pytest.mark.parametrize("num_models", [1, 4])
 def test_less_memory(factory, most, num_models):

@@ -170,6 +170,7 @@ def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], member
         torch.testing.assert_close(found[1][path][member], parameter, rtol=tolerance, atol=tolerance / 100, msg=path)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.exhaustive(unless="^(bert|llama|qwen3|convnext)$")
 @pytest.mark.parametrize("name", [*MODELS, *TEXTS, *IMAGES])
 def test_member_i_is_what_pytorch_trains(name: str) -> None:
@@ -180,6 +181,7 @@ def test_member_i_is_what_pytorch_trains(name: str) -> None:
             assert_close(found, train_alone(member, batches, i, LR[i]), i)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.exhaustive(unless="^(bert|llama)$")
 @pytest.mark.parametrize("name", MODELS)
 def test_member_i_with_dropout_is_an_array_of_one(name: str) -> None:
@@ -193,6 +195,7 @@ def test_member_i_with_dropout_is_an_array_of_one(name: str) -> None:
     assert not torch.isclose(found[0][:, 0], other[:, 0], rtol=1e-6, atol=0).any()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.exhaustive(unless="^(bert|llama)$")
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_CHECKPOINTING])
 def test_gradient_checkpointing_changes_nothing(name: str) -> None:

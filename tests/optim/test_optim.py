@@ -132,7 +132,7 @@ def one_by_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_leafwise, "_PIECE_SIZE", 2 if request.param == "in pieces" else 1 << 60)
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=24)
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("case", CASES)
@@ -239,6 +239,7 @@ TRANSFORMATIONS = [
 ]
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
 def test_in_place(make: Any, shapes: Any) -> None:
@@ -265,6 +266,7 @@ def test_in_place_compiled(make: Any, shapes: Any) -> None:
     torch.testing.assert_close((own, tuple(held)), (params, tuple(state)), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize(("make", "shapes"), TRANSFORMATIONS)
 def test_in_place_of_some_members(make: Any, shapes: Any) -> None:

@@ -200,6 +200,7 @@ def noisy_metrics(epochs):
     return metrics
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("threshold_mode", ["rel", "abs"])
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_plateau_is_that_of_torch(mode, threshold_mode):
@@ -259,6 +260,7 @@ def plateau_run(epochs, metrics, callback, optimizer, resume=None):
     return torch.stack(rates), run.state
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_plateau_in_fit(mode, tmp_path):
     metrics = noisy_metrics(24)

@@ -32,6 +32,7 @@ def _grads(params: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return [{path: torch.randn_like(param) for path, param in params.items()} for _ in range(STEPS)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("maximize", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_updates_are_those_of_torch(case: OptimizerCase, maximize: int) -> None:
@@ -56,6 +57,7 @@ def test_updates_are_those_of_torch(case: OptimizerCase, maximize: int) -> None:
             )
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("keep", [None, [True, False, True]])
 @pytest.mark.parametrize("case", CASES)
 def test_updates_in_place_are_the_same(case: OptimizerCase, keep: list[bool] | None) -> None:
@@ -89,6 +91,7 @@ def _torch_updates(case: OptimizerCase, params: dict[str, Tensor], all_grads: li
     return [torch.stack([x.detach() for x in column]) for column in zip(*solo, strict=True)]
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("piece", [1, 5, 1 << 20])
 @pytest.mark.parametrize("case", CASES)
 def test_large_leaves_are_updated_in_parts(case: OptimizerCase, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:

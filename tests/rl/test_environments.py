@@ -57,6 +57,7 @@ def follow(name, count):
         state = {**state, "place": torch.where(fresh[:, None], again["place"], state["place"])}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", GYMNASIUM)
 def test_the_dynamics_are_those_of_gymnasium(name):
     follow(name, 500)

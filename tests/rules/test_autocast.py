@@ -107,7 +107,7 @@ def _check(info: ModuleInfo, training: bool, dtype: torch.dtype, made: Any, call
 
 @pytest.mark.soak(ids="^LinearCrossEntropyLoss")
 @pytest.mark.exhaustive(ids="^LinearCrossEntropyLoss|^Transformer(|Encoder|Decoder)-")
-@pytest.mark.sampled(every=12)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize(("info", "training", "dtype"), ROWS)
 def test_module(info: ModuleInfo, training: bool, dtype: torch.dtype) -> None:
     samples = _samples(info, training, torch.float32, "cpu")

@@ -529,7 +529,7 @@ CASES = [
 
 
 @pytest.mark.exhaustive(ids="compiled")
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize(("name", "way", "shared"), CASES, ids=str)
 def test_functions_act_as_in_a_model_alone(name, way, shared):
     assert_as_alone(MODELS[name], torch.randn(5, 3) if shared else torch.randn(M, 5, 3), way, M, shared)
@@ -552,6 +552,7 @@ class Everything(nn.Module):
         return torch.stack([layer(x).abs().sum() for layer in self.layers])
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", ["linear", "in place, new", "own vmap", "spike"])
 def test_gradients_in_a_graph(name, one_thread):
     torch.manual_seed(0)
@@ -673,6 +674,7 @@ NOISY = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("option", [None, *OPTIONS])
 @pytest.mark.parametrize("name", NOISY)
 def test_functions_draw_from_the_key_of_their_member(name, option):
@@ -827,6 +829,7 @@ class Into(torch.autograd.Function):
         return grad, None
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name):
     func, message = REFUSED[name]

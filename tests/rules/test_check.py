@@ -75,6 +75,7 @@ def linear():
     return explain(hfta.vmap(torch.nn.functional.linear), x, weight)[0]
 
 
+@pytest.mark.exhaustive
 def test_every_rule_agrees_with_a_loop_and_that_is_remembered(cache, monkeypatch):
     hfta.rules.install()
     assert [file.name.endswith(f"-torch-{torch.__version__}") for file in cache.iterdir()] == [True]
@@ -85,6 +86,7 @@ def test_every_rule_agrees_with_a_loop_and_that_is_remembered(cache, monkeypatch
     hfta.rules.install()
 
 
+@pytest.mark.exhaustive
 def test_every_rule_takes_part(cache):
     hfta.rules.install()
     found = _check._apart(lambda: {op.op for case in CASES for op in explain(_check._agrees, case)})
@@ -101,6 +103,7 @@ def test_tested_releases_are_not_checked(cache, monkeypatch):
     assert not cache.exists()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("op", "case", "looped"),
     [

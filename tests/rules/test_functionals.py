@@ -161,7 +161,7 @@ def _distinct(x: Tensor) -> Tensor:
 
 
 @pytest.mark.exhaustive(ids="-float32|^multi_head|^max_unpool|^max_pool3d|^linear_cross_entropy.chunked")
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize(("op", "dtype"), ROWS)
 def test_functional(op: OpInfo, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # The table has functions that draw do so from the same seed at every call.
@@ -171,6 +171,7 @@ def test_functional(op: OpInfo, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     for_every(_samples(op, dtype), lambda sample: _check(op, dtype, *sample))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("run", [lambda apply: apply, lambda apply: torch.compile(apply, backend="eager")])
 def test_a_name_that_the_model_does_not_know(run):
     apply = hfta.functional(torch.nn.Linear(2, 2))

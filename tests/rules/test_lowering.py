@@ -23,12 +23,14 @@ from rule_checks import check_against_loop, member_inputs
 CONVOLUTION = ("convolution", "convolution_input_grad", "convolution_weight_grad")
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in RULE_CASES])
 def test_every_operator_runs_as_a_loop(case: RuleCase) -> None:
     with hfta.rules.override(all="loop"):
         check_against_loop(case, (True,) * len(case.make()))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("lowering", ["grouped", "channels_last", "matmul", "windows", "loop", "wide"])
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CONV])
 def test_every_lowering_of_a_convolution(case: RuleCase, lowering: str) -> None:
@@ -104,6 +106,7 @@ def test_second_derivatives_and_tangents_of_every_lowering(lowering: str) -> Non
     torch.testing.assert_close(tangent, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("space", "kernel", "stride", "padding", "dilation", "taps"),
     [

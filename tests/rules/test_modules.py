@@ -123,7 +123,7 @@ def check_every_sample(info: ModuleInfo, training: bool, dtype: torch.dtype, dev
 
 @pytest.mark.exhaustive(ids="-float32|^LinearCrossEntropyLoss|^Transformer(|Encoder|Decoder)-")
 @pytest.mark.soak(ids="^LinearCrossEntropyLoss-train-float32")
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize(("info", "training", "dtype"), ROWS)
 def test_module(info: ModuleInfo, training: bool, dtype: torch.dtype) -> None:
     check_every_sample(info, training, dtype, "cpu")

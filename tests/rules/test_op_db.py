@@ -217,6 +217,7 @@ def test_masks_that_choose_what_is_written() -> None:
         hfta.vmap(lambda mask: shared.index_put_((mask,), torch.tensor(1.0)))(mask)
 
 
+@pytest.mark.exhaustive
 def test_memory_formats_change_no_values() -> None:
     # The compiler counts all functions that vmap wraps as one.
     torch.compiler.reset()

@@ -76,6 +76,7 @@ def compare(member: Callable[..., Any], params: dict[str, Tensor], *args: Tensor
     torch.testing.assert_close(*found, rtol=10 * tolerance, atol=10 * tolerance)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("lowering", ["batched", "loop"])
 @pytest.mark.parametrize(("kind", "setting"), ROWS)
 def test_modules(kind: str, setting: str, lowering: str) -> None:
@@ -144,6 +145,7 @@ def packed_member(module: nn.Module, lengths: Tensor, **options: Any) -> Callabl
     return member
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("lowering", ["batched", "loop"])
 @pytest.mark.parametrize(("kind", "setting"), ROWS)
 def test_packed_sequences(kind: str, setting: str, lowering: str) -> None:
@@ -197,6 +199,7 @@ class Deep(nn.Module):
         return [output.data if isinstance(output, PackedSequence) else output, *states]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -290,6 +293,7 @@ def test_gradient_per_sample(kind: str) -> None:
             torch.testing.assert_close(grads[path][i], param.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setting", ["plain", "deep, both directions"])
 def test_second_derivatives(kind: str, setting: str) -> None:
@@ -421,6 +425,7 @@ class Classifier(nn.Module):
         return self.head(output[-1])
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_that_of_torch(kind: str) -> None:
     models = [Classifier(kind).double() for _ in range(M)]

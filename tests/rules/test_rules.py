@@ -38,12 +38,14 @@ CASES = [
 ALL_BATCHED = [pytest.param(case, id=case.name) for case in RULE_CASES]
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.exhaustive(unless="-(b+|sb+|b+s)$")
 @pytest.mark.parametrize(("case", "mask"), CASES)
 def test_matches_the_loop_forward_and_backward(case: RuleCase, mask: tuple[bool, ...]) -> None:
     check_against_loop(case, mask)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("case", ALL_BATCHED)
 def test_model_axis_anywhere(case: RuleCase) -> None:
     mask = (True,) * len(case.make())

@@ -83,6 +83,7 @@ def test_lines_of_an_eager_step(donate: bool) -> None:
     assert "remaining bias" in text and "roofline" in text and len(text.splitlines()) < 40
 
 
+@pytest.mark.exhaustive
 def test_lines_of_a_replayed_step_are_those_of_the_recorded_one() -> None:
     step, state, batch = array(replay=True)
     result = hfta.profile(step, state, batch, steps=10)
@@ -114,6 +115,7 @@ def test_the_costly_module_is_the_largest() -> None:
         assert max(lines, key=lambda line: line.in_kernels).module == "2"
 
 
+@pytest.mark.exhaustive
 def test_a_loader_has_the_phase_data_and_fit_profiles_its_own_steps() -> None:
     step, state, _ = array()
     data = torch.randn(20, 2, 8), torch.randint(0, 3, (20,))

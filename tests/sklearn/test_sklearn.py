@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = {"epochs": 6, "batches_per_epoch": 5, "lr": 3e-2}
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=16)
 @parametrize_with_checks([ArrayClassifier(**SHORT), ArrayRegressor(**SHORT)])
 def test_checks_of_scikit_learn(estimator, check):
     check(estimator)
@@ -127,6 +127,7 @@ def test_folds_of_an_array_score_as_one_by_one(table):
         numpy.testing.assert_allclose(parted[person], solo, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_a_search_finds_what_scikit_learns_finds(table):
     x, labels, _, _ = table
     frame = pandas.DataFrame(x.reshape(88, 6), columns=[*"abcdef"])

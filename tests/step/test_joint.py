@@ -385,6 +385,7 @@ def test_states_and_batches_that_do_not_fit():
         start(step, hparams={"gamma": 1.0})
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("every", [{}, {"g": 2}])
 def test_networks_are_replayed_to_the_same_bits(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_IMPORTS", "_TRACING", "_STEPS"):

@@ -70,6 +70,7 @@ def test_gradients_by_hyperparameters(name: str) -> None:
     assert all(bool((grad != 0).all()) for grad in found)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", [{"chunk_size": 1}, {"batch_dims": 0, "checkpoint": True}], ids=str)
 def test_gradients_with_options(options: dict[str, Any]) -> None:
     run = after_three_steps(OPTIMIZERS["adam"], **options)

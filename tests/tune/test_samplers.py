@@ -191,6 +191,7 @@ def test_trials_have_the_names_of_their_kind(tmp_path: pathlib.Path) -> None:
         search(resume=tmp_path / "study", enqueue=[{"kind": "adam"}])
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("scheduler", [tune.halving(), tune.population_based(every=1)])
 def test_schedulers_of_a_space_with_kinds(scheduler: Any) -> None:
     study = tune.run(build_kinds, kinds, trials=9, nonfusible=["kind"], scheduler=scheduler, **OPTIONS | {"epochs": 3})
