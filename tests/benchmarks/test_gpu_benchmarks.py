@@ -87,7 +87,7 @@ def test_every_stage_runs(bench, whole):
     assert rehearse(bench, folder) == 0 and (folder / "gpu.jsonl").read_text() == before
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.parametrize("stage", ["tests", "cells", "updates", "lowerings", "busy", "largest"])
 def test_a_run_that_ends_in_the_middle_of_a_stage_goes_on(bench, whole, monkeypatch, tmp_path, stage):
     stages, ended = bench("gpu.stages"), []

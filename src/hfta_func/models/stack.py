@@ -237,7 +237,7 @@ def check_state(stacked: tuple[Params, Params], expected: Shapes) -> None:
 
 def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
     """Describe the first difference between an array and a model; empty if there is none."""
-    for leaves, expected in zip(stacked, (model.params, model.buffers), strict=True):
+    for are_buffers, leaves, expected in zip((False, True), stacked, (model.params, model.buffers), strict=True):
         for path in {**expected, **leaves}:
             if path not in leaves:
                 return f"'{path}' is in the model but not in the array"
@@ -245,7 +245,7 @@ def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
                 return f"'{path}' is in the array but members share it; stack them with share_frozen=True, or shared_params"
             if path in model.ties:
                 return f"'{path}' is in the array but the model ties it to '{model.ties[path]}'"
-            if path not in expected and path in model.numbers and leaves is stacked[1]:
+            if path not in expected and path in model.numbers and are_buffers:
                 if is_placeholder(leaves[path]):
                     raise StateError(
                         f"'{path}' is a number of each member's own, and lies in the state's hparams under this path; leave "
@@ -256,7 +256,7 @@ def _mismatch(stacked: tuple[Params, Params], model: Shapes) -> str:
             if path not in expected:
                 return f"'{path}' is in the array but not in the model"
             # Calls may fill a buffer that starts without entries.
-            is_filled = leaves is stacked[1] and 0 in expected[path]
+            is_filled = are_buffers and 0 in expected[path]
             if leaves[path].shape[1:] != expected[path] and not is_filled:
                 return f"'{path}' is {list(leaves[path].shape[1:])} per member but {list(expected[path])} in the model"
     return ""
