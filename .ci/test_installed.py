@@ -14,9 +14,19 @@ import hfta_func as hfta
 SITE = Path(sysconfig.get_path("purelib"))
 
 
+# Rooms that build on a package of an extra.
+WITH_EXTRA = {"hfta_func.rl": "rl", "hfta_func.sklearn": "sklearn"}
+
+
+@pytest.mark.parametrize("name", WITH_EXTRA)
+def test_a_room_names_the_extra_that_it_needs(name):
+    with pytest.raises(ImportError, match=rf"pip install 'hfta_func\[{WITH_EXTRA[name]}\]'"):
+        importlib.import_module(name)
+
+
 def test_every_module_is_that_of_the_wheel_and_needs_no_extra():
     names = [module.name for module in pkgutil.walk_packages(hfta.__path__, "hfta_func.")]
-    modules = [importlib.import_module(name) for name in names]
+    modules = [importlib.import_module(name) for name in names if name not in WITH_EXTRA]
     assert len(modules) > 10
     assert all(SITE in Path(module.__file__).parents for module in [hfta, *modules])
 

@@ -27,11 +27,11 @@ TESTS = [
     *(f"run/test_{name}.py" for name in ("callbacks", "data", "fit")),
 ]
 """Files of tests that reach most of the public names in a minute; doctests reach the rest."""
-EXTRAS = "adapters,lightning,plot,tensorboard,transformers,tune"
+EXTRAS = "adapters,lightning,plot,rl,sklearn,tensorboard,transformers,tune"
 HELPERS = [
     "conftest.py",
     "typed_user.py",
-    *(f"helpers/{name}.py" for name in ("cases", "comparisons", "oracle", "schedule_cases")),
+    *(f"helpers/{name}.py" for name in ("cases", "comparisons", "oracle", "schedule_cases", "ways")),
 ]
 
 
