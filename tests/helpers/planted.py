@@ -1031,6 +1031,20 @@ PLANTED = [
         "test_replay.py::test_what_functions_read_from_python[a closure]",
     ),
     Planted(
+        "a record of an update that reads Python is used",
+        *("step/replay.py", "is_closed(step.optimizer) and", ""),
+        "test_replay.py::test_updates[a schedule that reads a global]",
+    ),
+    Planted(
+        "a replayed step updates members that do not take part",
+        *(
+            "step/replay.py",
+            "if second is None or (self._looks and not decision[self._keep].all()):",
+            "if second is None:",
+        ),
+        "test_replay.py::test_updates[a chain]",
+    ),
+    Planted(
         "a record is used before it has given the bits of a step",
         *(
             "step/replay.py",

@@ -627,6 +627,52 @@ def test_members_own_numbers() -> None:
     assert step.status.startswith("replayed"), step.status
 
 
+def _by_global() -> hfta.Schedule:
+    return hfta.Schedule({"value": 0.1}, lambda count, value: value * SETTINGS.value)
+
+
+UPDATES: dict[str, tuple[Callable[[], Any], bool]] = {
+    "a schedule": (lambda: hfta.adamw(lr=hfta.schedules.cosine([0.1, 0.2], T_max=9), weight_decay=0.1), True),
+    "a chain": (lambda: hfta.chain(hfta.clip_grad_norm([0.1, 1.0]), hfta.sgd(lr=0.1, momentum=0.9)), True),
+    "a schedule that reads a global": (lambda: hfta.sgd(lr=_by_global()), False),
+    "one in a chain": (lambda: hfta.chain(hfta.clip_grad_norm(1.0), hfta.adam(lr=_by_global())), False),
+}
+"""Optimizers, and whether their updates are replayed, too."""
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, is_replayed = UPDATES[name]
+    step, plain = (
+        hfta.make_train_step(nn.Linear(3, 2), lambda model, x: model(x).square().mean(), make(), replay=on)
+        for on in (True, None)
+    )
+    a = b = _state(step, lambda: nn.Linear(3, 2))
+    monkeypatch.setattr(step, "finish", finish := Counted(step.finish))
+    for number in range(14):
+        monkeypatch.setattr(SETTINGS, "value", 1.0 if number < 8 else 3.0)
+        if number == 12:
+            a, b = (state._replace(active=torch.tensor([True, False])) for state in (a, b))
+        x = torch.randn(M, 4, 3)
+        before = finish.calls
+        (a, reported), (b, expected) = step(a, x), plain(b, x)
+        assert _equal((a, reported), (b, expected)), (number, step.status)
+        if 6 <= number < 12:
+            assert (finish.calls == before) == is_replayed, number
+    assert step.status.startswith("replayed"), step.status
+
+
+class Counted:
+    """Counts the calls of a function."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **options)
+
+
 def test_a_global_hook_and_a_layer_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     step, plain = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
     a = b = _state(step, lambda: nn.Linear(3, 2))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hfta_func._torch import taken_apart
+from hfta_func._torch import DIRECT, taken_apart
 
 _LIBRARIES: list[torch.library.Library] = []
 """The libraries that define the operators; PyTorch forgets an operator with its library."""
@@ -41,6 +41,8 @@ def define_operator(
             torch.library.register_fake(f"hfta_func::{name}", fake, lib=library)
         _LIBRARIES.append(library)
     operator = getattr(torch.ops.hfta_func, name).default
+    if "CPU" in kernels:
+        DIRECT[operator] = kernels["CPU"]
     if is_new and decomposition is not None:
         taken_apart(operator, decomposition)
     return operator

@@ -32,4 +32,4 @@ from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, fo
 from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, marker, places_of, reparametrized
 from hfta_func._torch.modules import run_uncompiled, takes_data, tensors_of, weight_hooks
 from hfta_func._torch.reads import Reads, is_tracer_loaded
-from hfta_func._torch.tape import NotReplayableError, Recorder, Tape, num_recorders
+from hfta_func._torch.tape import DIRECT, NotReplayableError, Recorder, Tape, num_recorders

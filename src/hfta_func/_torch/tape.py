@@ -38,6 +38,9 @@ class Call(NamedTuple):
     grad_mode: bool  # some kernels keep more for a backward pass if it is on
 
 
+DIRECT: dict[Any, Callable[..., Any]] = {}
+"""By operator, the function in Python that computes it on a CPU, which can be called without the dispatcher."""
+
 _recorders = 0
 
 
@@ -276,6 +279,9 @@ def _fastest(operator: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any],
                     return function, function(*args, **kwargs)
             except (_Differs, TypeError):
                 continue
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if operator in DIRECT and all(tensor.device.type == "cpu" for tensor in tensors):
+        return DIRECT[operator], DIRECT[operator](*args, **kwargs)
     return operator._op, operator(*args, **kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -22,7 +23,7 @@ _START, _RESET = -(2**62) - 2**59, -(2**62) - 2**58
 
 
 @dataclasses.dataclass(frozen=True)
-class Environment:
+class Environment(abc.ABC):
     """What an environment is: two pure functions of tensors, for any number of environments at once.
 
     Leaves of its state, observations, actions and keys have the environments' axes in front, ``[...]``. Fields of a subclass
@@ -39,17 +40,17 @@ class Environment:
     observation_space: ClassVar[Any]
     action_space: ClassVar[Any]
 
+    @abc.abstractmethod
     def reset(self, key: Tensor) -> tuple[Tree, Tensor]:
         """``(state, observation)`` of new episodes, one for each key ``[...]``."""
-        raise NotImplementedError
 
     def restart(self, state: Tree, key: Tensor) -> tuple[Tree, Tensor]:
         """As :meth:`reset`, for environments that have been in a ``state``, of which they may keep parts."""
         return self.reset(key)
 
+    @abc.abstractmethod
     def step(self, state: Tree, action: Tensor, key: Tensor) -> tuple[Tree, Tensor, Tensor, Tensor, Tensor]:
         """``(state, observation, reward, terminated, truncated)`` after an action."""
-        raise NotImplementedError
 
     def numbers(self, key: Tensor) -> dict[str, Tensor]:
         """The fields that are one number per member, for environments with these keys, to be held in their state."""
