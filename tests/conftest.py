@@ -17,6 +17,11 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collectstart():
+    """What a module draws when it is imported is the same in every run, too."""
+    torch.manual_seed(0)
+
+
 def covers(mark, item):
     """Whether a marker applies to this case of a test; ours do where the id matches ``ids`` and not ``unless``."""
     if mark.name not in ("exhaustive", "soak"):

@@ -61,6 +61,15 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
     return stop
 
 
+def while_active(state: TrainState, history: History) -> None:
+    """A callback that leaves out of the last epoch, as NaN, the metrics of members that took no part: runs that have ended."""
+    away = history.members[~state.active.cpu()]
+    for name, value in history.epochs[-1].items() if len(away) else ():
+        if value.shape[:1] == history.seeds.shape:
+            value = value if value.is_floating_point() else value.double()
+            history.epochs[-1][name] = value.index_fill(0, away, torch.nan)
+
+
 def keep_checkpoints(directory: PathLike, keep: int = 3, every: int = 1) -> Callback:
     """Save the state as ``epoch-000012.safetensors`` and remove all but the latest files with exactly such names.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hfta_func import optim, schedules
 from hfta_func._types import StackError
-from hfta_func.callbacks import early_stopping
+from hfta_func.callbacks import early_stopping, while_active
 from hfta_func.integrations.lightning_steps import TrainerFacts, loss_of, metrics_of, record_into, share_hparams
 from hfta_func.models.stack import build, stack_params, unstack_params
 from hfta_func.optim._base import check_choice
@@ -206,7 +206,7 @@ class LightningArray:
         if validation is not None and self._has("validation_step"):
             options["evaluate"] = functools.partial(metrics_of, rows_of), validation
         hooks = [functools.partial(self._after_epoch, facts)] if any(map(self._has, _AFTER_EPOCHS)) else []
-        options["callbacks"] = [*hooks, *map(_callback_of, callbacks), *followers]
+        options["callbacks"] = [while_active, *hooks, *map(_callback_of, callbacks), *followers]
         self.state, self.history = fit(self.step, state, train, epochs=max_epochs, **options)
         self.history.columns = self._columns
         self._members = self._with(self.state, range(len(self._members)))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hfta_func import optim, random
 from hfta_func._types import BatchError, HyperparameterError, StackError
-from hfta_func.callbacks import early_stopping
+from hfta_func.callbacks import early_stopping, while_active
 from hfta_func.models.stack import stack_params, unstack_params
 from hfta_func.models.structure import equal
 from hfta_func.run.dataset import generators_restored, seed_all
@@ -135,7 +135,7 @@ def train_trainers(trainers: Sequence[Any], *, progress: bool = True, **options:
         options["evaluate"] = _Evaluation(trainers, {**share, "autocast": autocast})
     if args.load_best_model_at_end:
         options.setdefault("restore_best", _best_metric(args))
-    options["callbacks"] = [*_callbacks(trainers), *options.get("callbacks", ())]
+    options["callbacks"] = [while_active, *_callbacks(trainers), *options.get("callbacks", ())]
     result = fit(step, state, batches, epochs=epochs, progress=progress, **options)
     for model, trained in zip(models, unstack_params(models[0], *stacked(result.state), **share), strict=True):
         model.load_state_dict(trained.state_dict())
