@@ -20,6 +20,8 @@ _TOGETHER = 16
 which saves a third of a deep model's time to compile. With fewer, the calls are much of a step."""
 
 
+AHEAD = {**_TRUSTING}
+"""Options for a graph that is kept."""
 _REPLAYED = "triton.cudagraphs"
 
 
