@@ -88,7 +88,9 @@ def compile_ahead(
     return Library(
         tuple(places[id(tensor)] for _, tensor in by_reference),
         tuple(~slots.index(slot) if slot in slots else made.index(slot) for slot in outputs),
-        tuple(sorted(name.removeprefix(_NAMESPACE) for name in names if name.startswith(_NAMESPACE) and name in called)),
+        tuple(
+            sorted(name.removeprefix(_NAMESPACE) for name in names if name.startswith(_NAMESPACE) and name in called)
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfta_func._torch._release import private
+from hfta_func._torch.compiler import set_compiling
 from hfta_func._torch.levels import pytree
 
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
@@ -56,11 +57,13 @@ def num_recorders() -> int:
 class Recorder(_Mode):
     """A context that records the operators which run on ``inputs`` and on what becomes of them.
 
-    Tensors that no recorded operator has made are constants of the tape, held by reference.
+    Tensors that no recorded operator has made are constants of the tape, held by reference. With ``compiling``, operators
+    are called as they are in compiled graphs.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]):
+    def __init__(self, inputs: Sequence[Tensor], compiling: bool = False):
         super().__init__()
+        self._compiling = compiling
         self.why_not: str | None = None
         self.calls: list[Call] = []
         self.constants: dict[Slot, Tensor] = {}
@@ -73,11 +76,13 @@ class Recorder(_Mode):
     def __enter__(self) -> Any:
         global _recorders
         _recorders += 1
+        self._before = set_compiling(self._compiling)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
         global _recorders
         _recorders -= 1
+        set_compiling(self._before)
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +100,11 @@ class Recorder(_Mode):
             return result
         given, named = pytree.tree_map(self.slot, (args, kwargs))
         writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
-        result = func(*args, **kwargs)
+        set_compiling(False)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            set_compiling(self._compiling)
         made = pytree.tree_map(lambda leaf: self._slot_of_result(leaf), result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
         return result

@@ -149,7 +149,6 @@ class BackgroundStep:
         left = None if self._steps is None else self._steps - self._calls + 1
         return graph(state, batch, left)
 
-
     def _digest(self, state: Any) -> str | None:
         """A digest of the Python values that the step rests on; None if its graphs are not kept."""
         if self._changes > _CHANGES or not kept.can_be_kept(self._step, state):

@@ -18,7 +18,7 @@ from torch import Tensor
 from hfta_func._torch import graph_hits
 from hfta_func._tree import leaves, tree_map
 from hfta_func.run import kept
-from hfta_func.run.graphs import AHEAD, graph, options
+from hfta_func.run.graphs import graph, options
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import Process, cores
 from hfta_func.workers.settings import SETTINGS, settle
@@ -44,7 +44,9 @@ class Compiler:
         self._is_over = True
         try:
             inputs, settings = tree_map(_Like, (state, batch)), {get.__name__: get() for get, _ in SETTINGS}
-            order = _sent({"step": step, "inputs": inputs, "name": name, **settings}, getattr(step, "base", {}).values())
+            order = _sent(
+                {"step": step, "inputs": inputs, "name": name, **settings}, getattr(step, "base", {}).values()
+            )
         except Exception as error:
             self._answer = {"error": f"it cannot be sent to another process, {one_line_error(error)}"}
             return
@@ -153,7 +155,7 @@ class StepCompiler:
         if order["name"] is not None:
             # What cannot be recorded, or kept, is traced.
             with contextlib.suppress(Exception):
-                kept.make(order["step"], tree_map(_Like.tensor, order["inputs"]), order["name"], AHEAD)
+                kept.make(order["step"], tree_map(_Like.tensor, order["inputs"]), order["name"])
                 start = time.perf_counter()
                 if kept.load(order["name"], kept.reached_by(order["step"]).tensors) is not None:
                     return {"kept": True, "seconds": time.perf_counter() - start}

@@ -20,8 +20,6 @@ _TOGETHER = 16
 which saves a third of a deep model's time to compile. With fewer, the calls are much of a step."""
 
 
-AHEAD = {**_TRUSTING}
-"""Options for a graph that is kept."""
 _REPLAYED = "triton.cudagraphs"
 
 
@@ -36,6 +34,12 @@ def options(step: Callable[..., Any], state: Any, device: str) -> tuple[dict[str
         return {**_TRUSTING, "cpp_wrapper": True, "cpp_wrapper_build_separate": apart}, _TRUSTING, {}
     in_place = device == "cuda" and getattr(getattr(step, "options", None), "donate", False)
     return ({_REPLAYED: True}, {}) if in_place else ({},)
+
+
+def ahead(state: Any) -> dict[str, Any]:
+    """Options of inductor for the graph of a step with this state that is kept as a library."""
+    level = "O0" if len(leaves(getattr(state, "params", state))) > _TOGETHER else "O1"
+    return {**_TRUSTING, "aot_inductor.compile_wrapper_opt_level": level}
 
 
 def graph(step: Callable[..., Any], chosen: Mapping[str, Any]) -> Any:

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from hfta_func._kernels import native
 from hfta_func._kernels.operators import is_defined
-from hfta_func._torch import NotReplayableError, compile_ahead, load_ahead
+from hfta_func._torch import compile_ahead, load_ahead
 from hfta_func._tree import leaves
 from hfta_func._types import Tree
 from hfta_func.optim._base import is_closed, recipe_digest
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
+from hfta_func.run.graphs import ahead
 from hfta_func.run.reached import Reached
 from hfta_func.step.replay import kind_of, recorded_whole, require_pure
 from hfta_func.step.state import TrainState
@@ -87,7 +88,7 @@ def _machine() -> str:
     return repr((digest.hexdigest(), native.compiler(), *facts))
 
 
-def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str, options: Any) -> None:
+def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:
     """Compile the step for inputs like these, and keep it by this name.
 
     Raises:
@@ -101,7 +102,7 @@ def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str, options: A
         reached, parts = reached_by(step), leaves(inputs)
         written = len(leaves(inputs[0])) if step.options.donate else 0
         built, path = pathlib.Path(temporary), pathlib.Path(temporary) / "graph"
-        library = compile_ahead(tape, parts, reached.tensors, written, options, str(built / _LIBRARY))
+        library = compile_ahead(tape, parts, reached.tensors, written, ahead(inputs[0]), str(built / _LIBRARY))
         kinds = [kind_of(reached.tensors[number]) for number in library.captured]
         path.mkdir(mode=0o700)
         # Sources lie there, too.

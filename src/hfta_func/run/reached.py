@@ -27,6 +27,7 @@ _PLAIN = (
     *(type(None), type(...), bool, int, float, complex, str, bytes, re.Pattern),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+_FOLLOWED = (list, tuple, dict, set, frozenset, staticmethod, classmethod, property, types.CellType)
 _NATIVE = (
     *(types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType),
     *(types.MemberDescriptorType, types.ClassMethodDescriptorType, type(torch.ops.aten.mul), type(torch.ops.aten)),
@@ -164,7 +165,9 @@ class Reached:
         attributes = getattr(value, "__dict__", None)
         slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(value, name)]
         if kind.__module__ == "builtins":
-            if not isinstance(value, (list, tuple, dict, set, frozenset, staticmethod, classmethod, property, types.CellType)):
+            if not isinstance(
+                value, (list, tuple, dict, set, frozenset, staticmethod, classmethod, property, types.CellType)
+            ):
                 raise _UnknownError(f"a {kind.__qualname__}")
             return
         if attributes is None and not slots and not isinstance(value, (tuple, Mapping, weakref.ref, functools.partial)):
@@ -237,7 +240,9 @@ def _identical(values: Iterable[Any], before: tuple[Any, ...]) -> bool:
     now = (*values,)
     return len(now) == len(before) and (
         all(map(operator.is_, now, before))
-        or all(a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b) for a, b in zip(now, before, strict=True))
+        or all(
+            a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b) for a, b in zip(now, before, strict=True)
+        )
     )
 
 
@@ -274,7 +279,11 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 
 def _of_code(code: types.CodeType) -> Any:
     constants = [
-        _of_code(one) if isinstance(one, types.CodeType) else sorted(map(repr, one)) if type(one) is frozenset else repr(one)
+        _of_code(one)
+        if isinstance(one, types.CodeType)
+        else sorted(map(repr, one))
+        if type(one) is frozenset
+        else repr(one)
         for one in code.co_consts
     ]
     shape = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags

@@ -25,7 +25,6 @@ from hfta_func._torch import (
     is_autocasting,
     is_tracer_loaded,
     num_dispatch_modes,
-    set_compiling,
 )
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
@@ -201,11 +200,7 @@ def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any
     with torch.no_grad():
         # The first call learns what the model does.
         step.eagerly(state, batch)
-        before = set_compiling(True)
-        try:
-            tape, result = _recorded(lambda *inputs: step.finish(*inputs[:1], *step.decide(*inputs), looks=False), state, batch)
-        finally:
-            set_compiling(before)
+        tape, result = _recorded(functools.partial(_at_once, step), state, batch, compiling=True)
     return tape, optree.tree_structure(result)
 
 
@@ -221,11 +216,15 @@ def _written(step: Any, state: TrainState, decision: Decision) -> Result:
     return step.finish(state, StepOutputs(*parts), verdict, looks=False)
 
 
-def _recorded(call: Callable[..., Any], *arguments: Tree) -> tuple[Tape, Any]:
+def _at_once(step: Any, state: TrainState, batch: Tree) -> Result:
+    return step.finish(state, *step.decide(state, batch), looks=False)
+
+
+def _recorded(call: Callable[..., Any], *arguments: Tree, compiling: bool = False) -> tuple[Tape, Any]:
     """The tape of a call, and what it returned."""
     # A tensor that stands in two places now may be two in the next call.
     inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, arguments))
-    recorder = Recorder(inputs)
+    recorder = Recorder(inputs, compiling)
     try:
         with recorder:
             results = call(*optree.tree_unflatten(layout, inputs))
