@@ -108,6 +108,8 @@ FILES_IN = {
         "dataset",
         "evaluation",
         "graphs",
+        "reached",
+        "kept",
         "compiler",
         "background",
         "trainer",

@@ -92,8 +92,9 @@ def recipe_digest(value: Any, state: Tree) -> str:
     def said(part: Any, name: str = "") -> Any:
         if isinstance(part, (GradientTransformation, Schedule)):
             make, parts = recipe(part)
-            given = inspect.signature(make).bind(*parts).arguments
-            return getattr(make, "func", make).__qualname__, said(given)
+            call = getattr(make, "func", make)
+            given = inspect.signature(call).bind(*parts, **getattr(make, "keywords", {})).arguments
+            return call.__qualname__, said(given)
         if isinstance(part, Mapping):
             return [(name, said(one, name)) for name, one in part.items()]
         if name in names:

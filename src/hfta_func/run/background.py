@@ -53,7 +53,7 @@ _TRIAL = 10
 _CHANGES = 16
 """If the Python values that a step rests on change more often, its graphs are not kept."""
 _CLOSE = {"rtol": 0.02, "atol": 0.01}
-"""How near the losses of a kept graph must be to those of the step when it is first used: near enough to tell errors from rounding."""
+"""How near losses of a new graph must be to those of the step: near enough to tell errors from rounding."""
 
 
 def compile(step: Callable[..., Any], *, steps: int | None = None) -> BackgroundStep:
@@ -125,8 +125,11 @@ class BackgroundStep:
 
     @property
     def status(self) -> str:
-        """How the latest call ran: ``"compiled"``, or as :attr:`TrainStep.status`."""
-        return "compiled" if self.is_compiled else getattr(self._eager, "status", "eager")
+        """How the latest call ran: ``"compiled"``, or as :attr:`TrainStep.status` and how far another process is."""
+        if self._latest is None or not self._latest.is_used:
+            waits = "" if self._latest is None else self._latest.progress
+            return getattr(self._eager, "status", "eager") + waits
+        return "compiled: kept from an earlier run" if self._latest.was_kept else "compiled"
 
     def __call__(self, state: Any, batch: Any = None, *, iterations: int | None = None) -> Any:
         """Call the step, eager or compiled; ``step.loop`` is given a number of ``iterations`` in place of a batch."""
@@ -163,6 +166,10 @@ def _is_known(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, int))
 
 
+def _seconds_to_compile(state: Any) -> float:
+    return _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
+
+
 @contextlib.contextmanager
 def _one_thread_less() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -186,7 +193,8 @@ class _Graph:
         self._step, self._call_eagerly = step, eager or step
         self._name, self._tensors = name, tensors
         self._run: Callable[..., Any] | None = None if name is None else kept.load(name, tensors)
-        self._is_kept = self._run is not None
+        self._is_kept = self.was_kept = self._run is not None
+        self._since = self._expected = 0.0
         self._worker: Compiler | None = None
         self._ended = False
         self._lends = False
@@ -197,6 +205,13 @@ class _Graph:
     @property
     def is_used(self) -> bool:
         return self._run is not None
+
+    @property
+    def progress(self) -> str:
+        """For how long another process has been compiling, and how long that is expected to take; empty if none does."""
+        if self._worker is None or self._ended or self._worker.answer() is not None:
+            return ""
+        return f"; compiling for {time.monotonic() - self._since:.0f} s of about {self._expected:.0f} s"
 
     def __call__(self, state: Any, batch: Any, left: int | None) -> Any:
         if self._run is not None:
@@ -224,6 +239,7 @@ class _Graph:
             evenly = torch.get_num_threads() == 1 and self._crowded(state)
             may = self._may_pay(state, left) and (not evenly or self._affords(state, left))
             if may and not Compiler.busy():
+                self._since, self._expected = time.monotonic(), _seconds_to_compile(state)
                 self._worker = Compiler(self._step, state, batch, self._name, yields=not evenly)
             return None
         answer = self._worker.answer()
@@ -247,7 +263,7 @@ class _Graph:
         return self._repays(state, left, _WORTH_A_PROCESSOR, _AFTER_A_PROCESSOR)
 
     def _repays(self, state: Any, left: int | None, worth: float, after: float) -> bool:
-        compiling = _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
+        compiling = _seconds_to_compile(state)
         if left is None or self._spent < _SETTLED * compiling:
             return self._spent >= after * compiling
         return left * statistics.median(self._eager) >= worth * compiling

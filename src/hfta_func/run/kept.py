@@ -1,7 +1,7 @@
 """Compiled steps on disk: a later process takes them up at its first call, without the compiler.
 
-A graph is a folder named by a digest of all that it rests on: the values that the step's functions can reach, shapes, settings,
-rules, versions and the machine. Whatever is wrong with a folder, the step is compiled instead.
+A graph is a folder named by a digest of all that it rests on: the values that the step's functions can reach, shapes,
+settings, rules, versions and the machine. Whatever is wrong with a folder, the step is compiled instead.
 """
 
 from __future__ import annotations

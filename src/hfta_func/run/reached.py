@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hfta_func._torch import has_global_hooks
 
-_MOST = 20_000
+_MOST = 10_000
 """Objects to look at; a function that can reach more is not looked at."""
 _PLAIN = (
     *(type(None), type(...), bool, int, float, complex, str, bytes, re.Pattern),
