@@ -228,6 +228,7 @@ def test_workers_with_other_packages_are_refused(
         cluster.ray(1, cpus=0)
 
 
+@pytest.mark.exhaustive
 def test_a_cluster_that_is_gone_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**options: Any) -> None:
         raise RuntimeError("Version mismatch: 2.9 and 2.60")
