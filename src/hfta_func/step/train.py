@@ -64,11 +64,11 @@ def make_train_step(
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, hparams)``, the ordinary loss of ONE model. It returns
             a scalar, or a scalar and a dict of tensors to report. ``model`` is a module holding one member's tensors,
             ``batch`` is that member's batch and ``hparams`` its own numbers. Random calls draw from the member's key.
-        optimizer: For example ``adam(lr=[1e-3, 1e-2])``. One of your own may draw ``torch.randn_like(grad)`` by members' keys.
+        optimizer: For example ``adam(lr=[1e-3, 1e-2])``. One of your own may draw ``torch.randn_like(grad)`` by key.
         batch_dims: 0 if every leaf of a batch is ``[M, N, ...]``, None if all members share one batch ``[N, ...]``,
             or a tree of these in the batch's own structure.
         chunk_size: Number of members that run together. None runs all at once; 1 runs them sequentially without ``vmap``, so
-            ``.item()`` works. ``"auto"`` times 1, 2, 4, ... and all members at the first step with a new batch shape and keeps
+            ``.item()`` works. ``"auto"`` times 1, 2, 4, ... and all members at the first step of a new batch shape and keeps
             the fastest; a compiled step runs all at once.
         autocast: ``torch.bfloat16`` or ``torch.float16`` for the forward pass, where ``torch.autocast`` uses it.
         loss_scale: A :class:`LossScale`, or a number or one per member that never changes; by default one for float16 only.
