@@ -1,4 +1,4 @@
-"""Soft actor-critic on Pendulum or MountainCarContinuous, with two critics and a learned temperature: many seeds as one program.
+"""Soft actor-critic on Pendulum or MountainCarContinuous, with a learned temperature: many seeds as one program.
 
 ``python -m examples.rl.sac --seeds 16 --lr 1e-3 --iterations 1000 --out out/sac``
 """
