@@ -99,6 +99,7 @@ def test_what_follows_a_truncation_counts_and_what_follows_a_termination_does_no
         assert (value.abs() < 1e-12).all() if terminates else (value.abs() > 1e-6).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.soak(ids="2")
 @pytest.mark.parametrize("workers", [None, 2])
 def test_fit_trains_agents(workers, tmp_path):
@@ -216,10 +217,10 @@ def test_the_short_example_is_short_and_runs(capsys):
     text = Path(common.__file__).with_name("short.py").read_text()
     assert len([line for line in text.splitlines() if line.strip()]) <= 45
     for old, new in (
-        ("iterations = range(8), rl.CartPole(), 100", "iterations = range(2), rl.CartPole(), 2"),
-        ("128", "8"),
+        ("iterations = range(8), rl.CartPole(), 100", "iterations = range(2), rl.CartPole(), 1"),
+        ("128", "4"),
     ):
-        assert old in text
+        assert text.count(old) == 1
         text = text.replace(old, new)
     names = {}
     exec(compile(text, "short.py", "exec"), names)
