@@ -49,11 +49,13 @@ def main(argv, description, make_agent, make, best, *, envs, lr, iterations):
     flags = parser.parse_args(argv)
     if len(flags.lr) not in (1, flags.seeds):
         parser.error(f"--lr has {len(flags.lr)} values for {flags.seeds} agents; give one, or one per agent")
+    game = gymnasium.make(NAMES[flags.env], render_mode="rgb_array" if flags.out else None)
     if flags.out:
-        # What the picture needs is missed before training.
-        game = gymnasium.make(NAMES[flags.env], render_mode="rgb_array")
         game.reset()
-        game.render()
+        try:
+            game.render()
+        except gymnasium.error.DependencyNotInstalled as error:
+            parser.error(f"the picture of --out needs more: {error}")
     env, seeds = getattr(rl, flags.env)(), range(flags.seeds)
     step, start = make(env, flags.lr * (flags.seeds // len(flags.lr)))
     params, _ = hfta.init_params(lambda: make_agent(env), seeds)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import gymnasium
+import numpy as np
 import optree
 import pytest
 import torch
 from examples.rl import common, dqn, ppo, recurrent_ppo, sac, td3
+from optuna.distributions import FloatDistribution
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func import rl
+from hfta_func import rl, tune
 
 SEEDS = [3, 4, 5]
 
@@ -197,19 +200,52 @@ def test_an_example_trains_goes_on_and_plays(tmp_path, monkeypatch, capsys):
     assert state.step.tolist() == [8, 8] and len(history) == 2 and [*(tmp_path / "log").iterdir()]
     lr = state.opt_state.groups["critics"].hyperparams["lr"]
     assert lr.tolist() == [1e-3, 1e-2] and capsys.readouterr().out.count("returns: nan nan") == 2
-    with pytest.raises(SystemExit):
-        td3.main(["--seeds", "3", "--lr", "1e-3", "1e-2"])
-    assert "--lr has 2 values for 3 agents; give one, or one per agent" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive(unless="recurrent")
 @pytest.mark.parametrize("name", RUNS)
 def test_an_agent_plays_in_gymnasium(name):
     example, environment, _, make_agent = RUNS[name]
-    game = gymnasium.make(common.NAMES[type(environment).__name__])
+    game = Filmed(gymnasium.make(common.NAMES[type(environment).__name__]))
     torch.manual_seed(0)
     total, pictures = common.play(make_agent(environment), example.best, game)
-    assert not pictures and (total >= 8 if "CartPole" in repr(environment) else -2000 < total < -100)
+    assert total == (game.shown if environment is CARTPOLE else pytest.approx(total))
+    assert [int(picture[0, 0, 0]) for picture in pictures] == [*range(1, game.shown + 1, game.shown // 6)][:6]
+    assert game.shown == 200 and -2000 < total < -100 if environment is PENDULUM else 6 < total < 200
+
+
+class Filmed(gymnasium.Wrapper):
+    """A game that says in its pictures how many it has shown."""
+
+    render_mode, shown = "rgb_array", 0
+
+    def render(self):
+        self.shown += 1
+        return np.full((2, 2, 3), self.shown)
+
+
+def test_what_is_wrong_with_a_command_is_said_before_training(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    for argv, message in (
+        (["--seeds", "3", "--lr", "1e-3", "1e-2"], "--lr has 2 values for 3 agents; give one, or one per agent"),
+        (["--out", "somewhere"], "the picture of --out needs more: pygame is not installed"),
+    ):
+        with pytest.raises(SystemExit):
+            td3.main(argv)
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_a_study_of_agents():
+    def build(fixed, members):
+        step, begin = ppo.make(CARTPOLE, members["lr"], entropy=members["entropy"], **PPO)
+        params, _ = hfta.init_params(lambda: ppo.Agent(CARTPOLE).double(), members["seed"])
+        return tune.Array(step, begin(params, members["seed"]), [None] * 2)
+
+    space = {"lr": FloatDistribution(1e-4, 1e-1, log=True), "entropy": FloatDistribution(0.001, 0.1)}
+    options = {"metric": "loss", "direction": "minimize", "trials": 4, "epochs": 3, "progress": False}
+    study = tune.run(build, space, scheduler=tune.population_based(share=0.5), max_models=4, **options)
+    assert [trial.status for trial in study.trials] == ["complete"] * 4
 
 
 @pytest.mark.exhaustive
