@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -251,7 +252,7 @@ def test_a_study_of_agents():
 @pytest.mark.exhaustive
 def test_the_short_example_is_short_and_runs(capsys):
     text = Path(common.__file__).with_name("short.py").read_text()
-    assert len([line for line in text.splitlines() if line.strip()]) <= 45
+    assert code_lines(Path(common.__file__).with_name("short.py")) <= 45
     for old, new in (
         ("iterations = range(8), rl.CartPole(), 100", "iterations = range(2), rl.CartPole(), 1"),
         ("128", "4"),
@@ -261,3 +262,17 @@ def test_the_short_example_is_short_and_runs(capsys):
     names = {}
     exec(compile(text, "short.py", "exec"), names)
     assert names["state"].step.tolist() == [16, 16] and len(capsys.readouterr().out.split(",")) == 2
+
+
+def test_lines_of_code_are_those_of_the_documentation():
+    folder = Path(common.__file__).parent
+    page = (folder.parents[1] / "docs/howto/reinforcement-learning.md").read_text()
+    rows = re.findall(r"^\| ([\w ]+) \| (\d+) \| (\d+)", page, re.MULTILINE)
+    shared = code_lines(folder / "common.py")
+    assert f"{shared} lines of `common.py`" in page and len(rows) == 5
+    for name, lines, others in rows:
+        assert shared + code_lines(folder / f"{name.lower().replace(' ', '_')}.py") == int(lines) < int(others)
+
+
+def code_lines(path):
+    return len([line for line in path.read_text().splitlines() if not re.fullmatch(r"\s*(#.*)?", line)])
