@@ -13,6 +13,7 @@ LONG_PAGES = {"compile.md", "extend.md", "memory.md", "profile.md", "sizes.md", 
 
 
 def pytest_collection_modifyitems(items):
+    """Mark the long pages."""
     for item in items:
         if item.name in LONG_PAGES:
             item.add_marker(pytest.mark.exhaustive)
