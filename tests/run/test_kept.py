@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func._torch import Library
-from hfta_func.optim._base import recipe_digest
 from hfta_func.run import background, kept, reached
 from hfta_func.run.reached import Reached
 from hfta_func.step import replay
@@ -179,7 +178,7 @@ def test_names_differ_by_all_that_a_graph_rests_on() -> None:
 
 def test_numbers_in_the_state_are_no_part_of_a_recipe() -> None:
     def digest(optimizer: Any) -> str:
-        return recipe_digest(optimizer, arrayed(optimizer=optimizer)[1].opt_state)
+        return kept.recipe_digest(optimizer, arrayed(optimizer=optimizer)[1].opt_state)
 
     def falling(rate: float, steps: int) -> Any:
         return hfta.sgd(lr=hfta.schedules.step_lr(rate, steps))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -81,28 +80,6 @@ def is_closed(value: GradientTransformation | Schedule) -> bool:
     kinds, arguments = (GradientTransformation, Schedule), (parts, make.keywords)
     inner = optree.tree_leaves(arguments, is_leaf=lambda part: isinstance(part, kinds))  # pyright: ignore
     return all(is_closed(part) if isinstance(part, kinds) else not callable(part) for part in inner)
-
-
-def recipe_digest(value: Any, state: Tree) -> str:
-    """The calls that made an optimizer, without the numbers that its ``state`` holds as hyperparameters of these names."""
-    states = optree.tree_leaves(state, is_leaf=lambda node: hasattr(node, "hyperparams"))  # pyright: ignore
-    hyperparams = [getattr(one, "hyperparams", {}) for one in states]
-    names = {name for path in optree.tree_paths(hyperparams) for name in path if isinstance(name, str)}  # pyright: ignore
-
-    def said(part: Any, name: str = "") -> Any:
-        if isinstance(part, (GradientTransformation, Schedule)):
-            make, parts = recipe(part)
-            call = getattr(make, "func", make)
-            given = inspect.signature(call).bind(*parts, **getattr(make, "keywords", {})).arguments
-            return call.__qualname__, said(given)
-        if isinstance(part, Mapping):
-            return [(name, said(one, name)) for name, one in part.items()]
-        if name in names:
-            # The plain number 0 leaves a term out.
-            return "0" if isinstance(part, (int, float)) and part == 0 else "number"
-        return [*map(said, part)] if isinstance(part, (tuple, list)) else repr(part)
-
-    return repr(said(value))
 
 
 def check_transformation(name: str, value: Any) -> None:

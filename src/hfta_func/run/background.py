@@ -111,6 +111,7 @@ class BackgroundStep:
         self._calls = 0
         self._reached: Reached | None = None
         self._changes = 0
+        self._keeps: bool | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_step"], name)
@@ -145,7 +146,8 @@ class BackgroundStep:
             key = digest, layout, _choice.state, *OUTSIDE.values(), torch.get_default_dtype(), *map(kind_of, inputs)
         graph = self._shapes.get(key)
         if graph is None:
-            name = None if digest is None else kept.name_of(self._step, digest, (state, batch))
+            keeps = digest is not None and kept.can_be_kept(self._step, state)
+            name = kept.name_of(self._step, digest, (state, batch)) if keeps else None
             tensors = self._reached.tensors if self._reached is not None else ()
             graph = self._shapes[key] = _Graph(self._step, self._eager, name, tensors)
         self._latest = graph
@@ -154,7 +156,9 @@ class BackgroundStep:
 
     def _digest(self, state: Any) -> str | None:
         """A digest of the Python values that the step rests on; None if its graphs are not kept."""
-        if self._changes > _CHANGES or not kept.can_be_kept(self._step, state):
+        if self._keeps is None:
+            self._keeps = kept.can_be_kept(self._step, state)
+        if self._changes > _CHANGES or not self._keeps:
             return None
         if self._reached is None or not self._reached.holds():
             self._reached, self._changes = kept.reached_by(self._step), self._changes + 1
@@ -303,7 +307,8 @@ class _Graph:
         if run is None:
             self._end("its graph cannot be read")
             return self._call_eagerly(state, batch)
-        trial = tree_map(torch.clone, state) if self._step.options.donate else state
+        # A copy, because a step with donate=True writes the state.
+        trial = tree_map(torch.clone, state)
         (_, metrics), (_, expected) = run(trial, batch), (result := self._call_eagerly(state, batch))
         if not torch.allclose(metrics["loss"], expected["loss"], **_CLOSE, equal_nan=True):
             kept.drop(self._name)

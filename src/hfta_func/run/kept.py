@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import os
 import pathlib
 import pickle
@@ -17,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -28,8 +29,8 @@ from hfta_func._kernels import native
 from hfta_func._kernels.operators import is_defined
 from hfta_func._torch import compile_ahead, load_ahead
 from hfta_func._tree import leaves
-from hfta_func._types import Tree
-from hfta_func.optim._base import is_closed, recipe_digest
+from hfta_func._types import Schedule, Tree, recipe
+from hfta_func.optim._base import GradientTransformation, is_closed
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run.graphs import ahead
@@ -61,13 +62,13 @@ def can_be_kept(step: Any, state: Any) -> bool:
     )
 
 
-def reached_by(step: TrainStep) -> Reached:
+def reached_by(step: Any) -> Reached:
     """What the step's functions can reach; the numbers of its optimizer are in its state."""
     model, loss_fn, _, options = step._made_from
     return Reached(loss_fn, options, model=model)
 
 
-def name_of(step: TrainStep, digest: str, inputs: tuple[Tree, Tree]) -> str:
+def name_of(step: Any, digest: str, inputs: tuple[Tree, Tree]) -> str:
     """The name of the graph of this step for inputs like these."""
     parts, layout = optree.tree_flatten(inputs)  # pyright: ignore[reportArgumentType]
     settings = [get() for get, _ in SETTINGS[:4]]
@@ -76,6 +77,28 @@ def name_of(step: TrainStep, digest: str, inputs: tuple[Tree, Tree]) -> str:
     update = recipe_digest(step.optimizer, inputs[0].opt_state)
     facts = repr((digest, update, str(layout), kinds, settings, rules, _machine()))
     return hashlib.sha256(facts.encode()).hexdigest()[:40]
+
+
+def recipe_digest(value: Any, state: Tree) -> str:
+    """The calls that made an optimizer, without the numbers that its ``state`` holds as hyperparameters of these names."""
+    states = optree.tree_leaves(state, is_leaf=lambda node: hasattr(node, "hyperparams"))  # pyright: ignore
+    hyperparams = [getattr(one, "hyperparams", {}) for one in states]
+    names = {name for path in optree.tree_paths(hyperparams) for name in path if isinstance(name, str)}  # pyright: ignore
+
+    def said(part: Any, name: str = "") -> Any:
+        if isinstance(part, (GradientTransformation, Schedule)):
+            make, parts = recipe(part)
+            call = getattr(make, "func", make)
+            given = inspect.signature(call).bind(*parts, **getattr(make, "keywords", {})).arguments
+            return call.__qualname__, said(given)
+        if isinstance(part, Mapping):
+            return [(name, said(one, name)) for name, one in part.items()]
+        if name in names:
+            # The plain number 0 leaves a term out.
+            return "0" if isinstance(part, (int, float)) and part == 0 else "number"
+        return [*map(said, part)] if isinstance(part, (tuple, list)) else repr(part)
+
+    return repr(said(value))
 
 
 @functools.cache
