@@ -336,7 +336,8 @@ import sys; sys.path[:0] = {path!r}
 import test_kept as t, torch, optree, hfta_func as hfta
 t.SCALE = {scale}
 step, state = t.{arrayed}
-x = t.{x}
+torch.manual_seed(0)
+x = {x}
 name = t.kept.name_of(step, t.kept.reached_by(step).digest, (state, x))
 if {makes}:
     t.kept.make(step, (state, x), name)
@@ -349,7 +350,7 @@ print(quick.is_compiled, "torch._inductor" in sys.modules)
 """
 
 
-def in_process(arrayed: str, x: str = "batch()", scale: float = 2.0, makes: bool = False) -> str:
+def in_process(arrayed: str, x: str = "t.batch()", scale: float = 2.0, makes: bool = False) -> str:
     program = PROGRAM.format(path=sys.path, arrayed=arrayed, x=x, scale=scale, makes=makes)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
@@ -374,13 +375,13 @@ def arrayed_images() -> tuple[hfta.TrainStep, hfta.TrainState]:
 @pytest.mark.parametrize(
     ("arrayed", "x"),
     [
-        ("arrayed()", "batch()"),
-        ("arrayed(donate=True)", "batch()"),
-        ("arrayed_images()", "torch.ones(3, 2, 2, 4, 4).double()"),
+        ("arrayed()", "t.batch()"),
+        ("arrayed(donate=True)", "t.batch()"),
+        ("arrayed_images()", "torch.randn(3, 2, 2, 4, 4, dtype=torch.float64)"),
     ],
 )
 def test_another_process_begins_compiled(arrayed: str, x: str) -> None:
     assert in_process(arrayed, x, makes=True) == "True True"
     assert in_process(arrayed, x) == "True False"
-    if x == "batch()":
+    if x == "t.batch()":
         assert in_process(arrayed, x, scale=3.0) == "False False"

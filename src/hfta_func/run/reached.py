@@ -70,7 +70,7 @@ class Reached:
         self._kept: list[Any] = []
         self._watched: list[tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]] = []
         self._left = [model, *reversed(roots)]
-        self._modules = {*map(id, model.modules())}
+        self._parts = {*map(id, model.modules())}
         try:
             while self._left:
                 self._visit(self._left.pop())
@@ -120,7 +120,7 @@ class Reached:
             self._note(getattr(value, "__qualname__", str(value)))
         elif isinstance(value, Tensor):
             self._visit_tensor(value)
-        elif id(value) in self._modules:
+        elif id(value) in self._parts:
             self._follow(kind)
             for name, attribute in vars(value).items():
                 self._note(name)
