@@ -459,8 +459,8 @@ PLANTED = [
         "test_kept.py::test_a_change_is_noticed_and_has_another_digest",
     ),
     Planted(
-        "the number 0 is a number like others in a graph's name",
-        *("run/kept.py", 'return "0" if', 'return "number" if'),
+        "every argument of an optimizer is a number like its rate",
+        *("run/kept.py", "if name in names:", "if name:"),
         "test_kept.py::test_numbers_in_the_state_are_no_part_of_a_recipe",
     ),
     Planted(
@@ -995,7 +995,7 @@ PLANTED = [
         "a process at work counts as one that has ended",
         *(
             "run/compiler.py",
-            'if is_first and "error" not in self._answer:',
+            'if is_first and "options" in self._answer:',
             "if False:",
         ),
         "test_background.py::test_the_other_process_says_at_once_that_there_is_a_graph",

@@ -94,8 +94,7 @@ def recipe_digest(value: Any, state: Tree) -> str:
         if isinstance(part, Mapping):
             return [(name, said(one, name)) for name, one in part.items()]
         if name in names:
-            # The plain number 0 leaves a term out.
-            return "0" if isinstance(part, (int, float)) and part == 0 else "number"
+            return "number"
         return [*map(said, part)] if isinstance(part, (tuple, list)) else repr(part)
 
     return repr(said(value))
