@@ -558,6 +558,33 @@ def test_windows_of_signals_are_those_of_numpy_and_pandas(bench, capsys, tmp_pat
     assert len(found) == 3 and max(row["difference"] for row in found.values()) < 1e-5
 
 
+@pytest.mark.exhaustive
+def test_agents_in_several_ways(bench, capsys, tmp_path):
+    file = tmp_path / "rl.json"
+    order = ["--models", "2", "--widths", "--rounds", "1", "--quick", "--ways", "replayed", "processes"]
+    assert bench("rl").main([*order, "--json", str(file)]) == 0, capsys.readouterr().out
+    rows = json.loads(file.read_text())["rl"]["2 x 64"]
+    assert rows["processes"]["over processes"] == {"rate": 1, "seconds": 1} and rows["replayed"]["first"] > 0
+    assert all(len(row["rates"]) == 1 and 8 < row["return"][0] < 200 for row in rows.values())
+    assert "steps/s" in capsys.readouterr().out
+
+
+@pytest.mark.soak
+def test_compiled_agents_and_jax_learn_as_plain_scripts(bench, capsys):
+    pytest.importorskip("jax", reason="needs jax")
+    order = ["--models", "16", "--widths", "--rounds", "2", "--ways", "compiled", "JAX", "processes"]
+    assert bench("rl").main(order) == 0, capsys.readouterr().out
+
+
+def test_returns_are_compared_within_their_noise(bench):
+    rows = {
+        "processes": {"return": [100.0, 3.0, 8]},
+        "JAX": {"return": [114.0, 4.0, 16]},
+        "compiled": {"return": [116.0, 4.0, 9]},
+    }
+    assert bench("rl").different(rows) == ["compiled: return 116, plain scripts 100"]
+
+
 def test_a_process_that_fails_says_why(bench):
     worker, workloads = bench("worker"), bench("workloads")
     one = worker.Worker("JAX", workloads.Spec("mlp", "small", 2, 4, amp=True), 1)
