@@ -54,6 +54,11 @@ class Timed:
         self._children = [Child("benchmarks.rl_ways", [way, number, width, device], env) for number in first]
         self.first, self.rates, self.returns, self._turns = 0.0, [], [], 0
 
+    def ready(self) -> None:
+        """Wait until everything is imported."""
+        for child in self._children:
+            child.ask("ready")
+
     def turn(self, iterations: int | None = None, limit: float | None = None) -> None:
         """Train for some iterations; the first turn, with all that is compiled, counts apart."""
         taken, start = iterations or self.iterations, time.perf_counter()
@@ -105,11 +110,14 @@ def cell(models: int, width: int, ways: Sequence[str], rounds: int, quick: bool)
     rows: dict[str, dict[str, Any]] = {}
     every = [Timed(way, models, width, "cpu", length(way, models, width, rounds, quick)) for way in ways]
     try:
-        for turn in range(1 + rounds):
+        for turn in range(-1, 1 + rounds):
             for timed in every:
                 if timed.way not in rows:
                     try:
-                        timed.turn(1 if not turn and timed.way in PLAIN else None)
+                        if turn < 0:
+                            timed.ready()
+                        else:
+                            timed.turn(1 if not turn and timed.way in PLAIN else None)
                     except RuntimeError as error:
                         rows[timed.way] = {"error": str(error)}
     finally:

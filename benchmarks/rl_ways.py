@@ -66,7 +66,7 @@ class Array:
     """All agents as one array: a loop that is compiled, or whose updates are replayed."""
 
     def __init__(self, models: int, width: int, device: str, compiled: bool):
-        environment, agent, seeds = rl.CartPole(), make_agent(width), range(models)
+        environment, agent, seeds = rl.CartPole(), make_agent(width).to(device), range(models)
         policy = rl.make_policy(agent, act)
         value = rl.make_policy(agent, lambda agent, x: agent.critic(x)[..., 0])
 
@@ -171,6 +171,9 @@ class Desk:
             self._make = functools.partial(
                 kind, **{"compiled" if kind is Array else "envpool": way in ("compiled", "EnvPool")}
             )
+
+    def ready(self) -> None:
+        """Everything is imported."""
 
     def turn(self, iterations: int, number: int) -> tuple[float, list[float]]:
         """Seconds to train for some iterations, in the first turn with all that comes before; and returns."""

@@ -79,7 +79,7 @@ class TaskComparison(Tabled):
             shares, low, high = self.profile(name, thresholds)
             (line,) = axes.plot(thresholds, shares, label=str(name))
             axes.fill_between(thresholds, low, high, color=line.get_color(), alpha=0.18, linewidth=0)
-        axes.set(xlabel="score", ylabel=f"share of runs with a higher score, {self._options[0]:.0%} intervals")
+        axes.set(xlabel=f"score, with {self._options[0]:.0%} intervals", ylabel="share of runs with a higher score")
         axes.legend()
         return axes
 
