@@ -34,7 +34,7 @@ class TaskComparison(Tabled):
 
     def __init__(self, scores: dict[Any, Any], baseline: Any, optimum: float, *options: Any):
         self._scores, self._options = scores, options
-        statistics = {"iqm": (_iqm,), "median": (_median,), "mean": (_mean,)}
+        statistics: dict[str, tuple[Any, ...]] = {"iqm": (_iqm,), "median": (_median,), "mean": (_mean,)}
         statistics["optimality gap"] = (lambda runs: optimum - _mean(runs.clip(max=optimum)),)
         statistics[f"improves on {baseline}"] = (_improvement, scores[baseline])
         self.estimates = [
