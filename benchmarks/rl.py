@@ -149,7 +149,7 @@ def lines(models: str, width: str, rows: dict[str, dict[str, Any]]) -> list[list
     made = []
     for way, row in rows.items():
         if "error" in row:
-            made.append([models, width, way, row["error"][:60], *[""] * 5])
+            made.append([models, width, way, row["error"][:60], *[""] * 6])
             continue
         over = [row.get(base, {}) for base in ("over processes", "over JAX")]
         times = [f"{one[key]:.2g}x" if one else "" for one in over for key in ("rate", "seconds")]
