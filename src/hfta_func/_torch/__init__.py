@@ -33,4 +33,4 @@ from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, m
 from hfta_func._torch.modules import run_uncompiled, takes_data, tensors_of, weight_hooks
 from hfta_func._torch.reads import Reads, is_tracer_loaded
 from hfta_func._torch.tape import DIRECT, NotReplayableError, Recorder, Tape, num_recorders
-from hfta_func._torch.walker import NotWalkableError, Walker
+from hfta_func._torch.walker import NotWalkableError, Walker, is_backward

@@ -18,6 +18,14 @@ _UNSEEN = (_aten.detach.default, torch.ops.prim.device.default, _aten.lift_fresh
 """They tell autograd or a program something and take no time on a device."""
 
 
+_running_task = private("torch._C", "_current_graph_task_id")
+
+
+def is_backward() -> bool:
+    """Whether autograd's engine is running."""
+    return _running_task() != -1
+
+
 class NotWalkableError(Exception):
     """Why a computation cannot go on without values."""
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._torch import NotWalkableError, Walker, pytree
-from hfta_func._tree import leaves, tree_map
+from hfta_func._torch import NotWalkableError, Walker, is_backward, pytree
+from hfta_func._tree import tree_map
 from hfta_func._types import HFTAError, TraceError
 from hfta_func.rules import _choice
 from hfta_func.run.roofline import flops_of
@@ -30,21 +30,14 @@ class Like(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """An operator of a step.
-
-    Args:
-        call: The operator, of PyTorch or of this package.
-        inputs: Its arguments by position and by name, with a :class:`Like` for every tensor.
-        results: Its results; empty if they are views of its arguments.
-        flops: Floating-point operations, if it is a product or a convolution.
-        held: Bytes that a step has allocated before it.
-    """
+    """An operator of a step."""
 
     call: Any
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    results: tuple[Like, ...]
-    flops: float
-    held: int
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]  # arguments by position and by name, with a Like for every tensor
+    results: tuple[Like, ...]  # without views
+    flops: float  # floating-point operations of a product or a convolution
+    held: int  # bytes that the step has allocated before it
+    is_backward: bool
 
     @property
     def name(self) -> str:
@@ -54,7 +47,8 @@ class Operator(NamedTuple):
     @property
     def tensors(self) -> list[Like]:
         """The tensors among its arguments."""
-        return [leaf for leaf in likes(self.inputs) if isinstance(leaf, Like)]
+        leaves = pytree.tree_leaves(self.inputs, is_leaf=lambda leaf: isinstance(leaf, Like))
+        return [leaf for leaf in leaves if isinstance(leaf, Like)]
 
     @property
     def is_kernel(self) -> bool:
@@ -75,14 +69,12 @@ class Walk(NamedTuple):
     peak: int
 
 
-def likes(tree: Any) -> list[Any]:
-    """The leaves of a tree, of which a :class:`Like` is one."""
-    return pytree.tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Like))
-
-
-def like(leaf: Any) -> Any:
-    """What is known of a tensor; anything else as it is."""
+def _like(leaf: Any) -> Any:
     return Like(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = "cpu") -> Walk:
@@ -105,11 +97,12 @@ def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = 
 
     def note(call: Any, args: Any, kwargs: Any, result: Any) -> None:
         nonlocal before
-        given = pytree.tree_map(like, (tuple(args), kwargs))
-        known = {leaf.untyped_storage()._cdata for leaf in leaves_of((args, kwargs))}
-        made = tuple(like(leaf) for leaf in leaves_of(result) if leaf.untyped_storage()._cdata not in known)
+        given = pytree.tree_map(_like, (tuple(args), kwargs))
+        known = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        made = tuple(_like(leaf) for leaf in _tensors(result) if leaf.untyped_storage()._cdata not in known)
         shapes = [list(one.shape) if isinstance(one, Like) else [] for one in given[0]]
-        operators.append(Operator(call, given, made, flops_of(call._schema.name, shapes, given[0]), before - held))
+        flops = flops_of(call._schema.name, shapes, given[0])
+        operators.append(Operator(call, given, made, flops, before - held, is_backward()))
         before = walker.bytes
 
     walker = Walker(device, note)
@@ -127,8 +120,3 @@ def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = 
             f"on the device itself, without device="
         ) from error
     return Walk(operators, choices, walker.peak - held)
-
-
-def leaves_of(tree: Any) -> list[Tensor]:
-    """The tensors of arguments or results."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
