@@ -8,6 +8,16 @@ import hfta_func as hfta
 # It configures Sphinx and has no examples.
 collect_ignore = ["docs/conf.py"]
 
+LONG_PAGES = {"compile.md", "extend.md", "memory.md", "profile.md", "sizes.md", "studies.md"}
+"""Pages whose examples take seconds; `make test-more` runs them."""
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the long pages."""
+    for item in items:
+        if item.name in LONG_PAGES:
+            item.add_marker(pytest.mark.exhaustive)
+
 
 @pytest.fixture(autouse=True)
 def _names(doctest_namespace):

@@ -31,8 +31,8 @@ def covers(mark, item):
     return bool(re.search(ids, case)) and not (unless and re.search(unless, case))
 
 
-LONG, EVERY = 6, 32
-"""Of a table with so many exhaustive cases `make test-more` runs every thirty-second one; the others are soak."""
+EVERY = 32
+"""Of a table of exhaustive cases `make test-more` runs one in so many; the others are soak."""
 
 
 def pytest_collection_modifyitems(items):
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items):
             exhaustive[name].append(item)
     for table in exhaustive.values():
         for i, item in enumerate(table):
-            if len(table) >= LONG and i % EVERY:
+            if i % EVERY:
                 item.add_marker(pytest.mark.soak)
 
 

@@ -360,6 +360,7 @@ for _ in range(2):
 """)
 
 
+@pytest.mark.exhaustive
 def test_first_use_installs():
     in_a_new_process("""
 import torch

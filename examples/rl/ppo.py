@@ -1,9 +1,8 @@
 """Proximal policy optimisation on CartPole or Pendulum: many seeds as one program.
 
-``python -m examples.rl.ppo --seeds 8 --lr 1e-3 --env CartPole --iterations 100``
+``python -m examples.rl.ppo --seeds 16 --lr 1e-3 --env CartPole --iterations 100 --out out/ppo``
 """
 
-import argparse
 import math
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
 import hfta_func as hfta
+from examples.rl import common
 from hfta_func import rl
 
 T, N = 128, 4
@@ -56,8 +56,8 @@ def loss_fn(agent, batch, hparams):
     return 0.5 * error - clipped - hparams["entropy"] * choice.entropy().mean()
 
 
-def make(env, optimizer, discount=0.99, minibatches=4, epochs=4):
-    """The training step of an array of agents."""
+def make(env, lr, entropy=0.01, discount=0.99, minibatches=4, epochs=4):
+    """The training step of an array of agents, and a function that makes its first state."""
     agent = Agent(env)
     policy = rl.make_policy(agent, act)
     value = rl.make_policy(agent, lambda agent, x: agent(x)[1])
@@ -71,27 +71,25 @@ def make(env, optimizer, discount=0.99, minibatches=4, epochs=4):
         batches = rl.minibatches(hfta.random.fold_in(state.keys, state.step), rows, minibatches, epochs=epochs)
         return running, batches, rl.episode_metrics(running)
 
-    return hfta.make_train_step(agent, loss_fn, optimizer, collect=collect)
+    optimizer = hfta.chain(hfta.clip_grad_norm(0.5), hfta.adam(lr=lr))
+    step = hfta.make_train_step(agent, loss_fn, optimizer, collect=collect)
+
+    def start(params, seeds):
+        running = rl.start(env, hfta.random.keys(seeds), N)
+        return step.init(params, seeds=seeds, hparams={"entropy": entropy}, carry=running)
+
+    return step, start
+
+
+def best(agent, x, memory):
+    """The most likely action."""
+    return agent(x)[0].mode, memory
 
 
 def main(argv=None):
-    """Train, and print returns."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--env", default="CartPole")
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3])
-    parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--compile", action="store_true")
-    flags = parser.parse_args(argv)
-    env, seeds = getattr(rl, flags.env)(), range(flags.seeds)
-    step = make(env, hfta.chain(hfta.clip_grad_norm(0.5), hfta.adam(lr=(flags.lr * flags.seeds)[: flags.seeds])))
-    carry = rl.start(env, hfta.random.keys(seeds), N)
-    state = step.init(*hfta.init_params(lambda: Agent(env), seeds), seeds=seeds, hparams={"entropy": 0.01}, carry=carry)
-    loop = torch.compile(step.loop, fullgraph=True, dynamic=False) if flags.compile else step.loop
-    for _ in range(0, flags.iterations, 10):
-        state, metrics = loop(state, 10)
-        print(" ".join(f"{value:6.1f}" for value in metrics["return"][-1].tolist()))
-    return state, metrics
+    """Train, print returns, and play."""
+    envs = "CartPole", "Pendulum", "Acrobot", "MountainCar", "MountainCarContinuous"
+    return common.main(argv, __doc__, Agent, make, best, envs=envs, lr=1e-3, iterations=100)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def early_stopping(metric: str, patience: int, min_delta: float = 0.0, mode: Mod
 
 
 def while_active(state: TrainState, history: History) -> None:
-    """A callback that leaves out of the last epoch, as NaN, the metrics of members that took no part: runs that have ended."""
+    """A callback that sets to NaN what the last epoch says of members that took no part: their runs have ended."""
     away = history.members[~state.active.cpu()]
     for name, value in history.epochs[-1].items() if len(away) else ():
         if value.shape[:1] == history.seeds.shape:

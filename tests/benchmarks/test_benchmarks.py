@@ -117,6 +117,7 @@ def test_a_checkout_of_hfta_is_found_by_the_processes(bench, monkeypatch, tmp_pa
     assert all(least == sweep.Least() for _, _, least in asked)
 
 
+@pytest.mark.soak
 def test_jax_draws_noise_of_its_own(bench):
     """With dropout and latent vectors, losses are like those of the loop and differ from member to member."""
     pytest.importorskip("jax", reason="needs JAX")
@@ -128,6 +129,7 @@ def test_jax_draws_noise_of_its_own(bench):
         assert len({*first, *second}) == 4
 
 
+@pytest.mark.soak
 def test_a_sweep_adds_rows_to_its_file(bench, capsys, tmp_path):
     sweep, file = bench("sweep"), tmp_path / "results" / "cpu-small.json"
     order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--json", str(file), "--modes"]

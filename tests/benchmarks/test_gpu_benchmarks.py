@@ -273,6 +273,7 @@ def test_a_cell_goes_on_without_a_mode_that_runs_out_of_memory(measured):
     assert all("ratio" in row for mode, row in rows.items() if mode != "dense")
 
 
+@pytest.mark.exhaustive
 def test_without_a_loop_there_are_no_ratios(measured):
     measured.full = {"serial": "always"}
     rows = measured.run()

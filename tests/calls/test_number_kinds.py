@@ -124,7 +124,7 @@ def test_results_are_those_of_python_numbers(kind):
     assert_members_are_solo_runs(KINDS[kind])
 
 
-@pytest.mark.exhaustive(unless="mask")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["mask", "writes", "augmented under another name", "recomputed"])
 def test_they_are_so_compiled(kind):
     assert_members_are_solo_runs(KINDS[kind], compiled=True)

@@ -226,7 +226,7 @@ def test_members_are_the_runs_of_their_own_models(name):
     assert_members_are_solo_runs(models(*CASES[name]), batches())
 
 
-@pytest.mark.exhaustive(unless="^dropout$")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in CASES if name not in BRANCHING])
 def test_compiled_they_are_so_too(name):
     assert_members_are_solo_runs(models(*CASES[name]), batches(2), compiled=True)

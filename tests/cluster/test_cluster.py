@@ -228,6 +228,7 @@ def test_workers_with_other_packages_are_refused(
         cluster.ray(1, cpus=0)
 
 
+@pytest.mark.exhaustive
 def test_a_cluster_that_is_gone_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**options: Any) -> None:
         raise RuntimeError("Version mismatch: 2.9 and 2.60")
@@ -342,7 +343,7 @@ def program(code: str, *arguments: Any, **options: Any) -> Iterator[Any]:
             raise
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_nodes_that_come_are_used_and_nodes_that_are_lost_change_nothing(tmp_path: pathlib.Path) -> None:
     with program(NODES, tmp_path, KILLS, stderr=subprocess.PIPE) as process:
         out, err = process.communicate(timeout=900)
@@ -365,7 +366,7 @@ RAY_DRIVER = "import warnings; warnings.simplefilter('ignore')\n" + DRIVER.repla
 ).replace('"trials": 64', f'"trials": {64 if KILLS > 2 else 24}')
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_a_driver_that_is_killed_goes_on_and_its_actors_end(tmp_path: pathlib.Path) -> None:
     draws = random.Random(2)
     killed = 0

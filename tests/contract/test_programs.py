@@ -421,7 +421,7 @@ SOME = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.soak(ids="alone-270-[123]|noise-80-[12]|compiled")
+@pytest.mark.soak(ids="alone-240-[123]|noise-80-[12]|compiled")
 @pytest.mark.parametrize(("judge", "count", "start"), MANY)
 def test_many_programs(judge: str, count: int, start: int) -> None:
     func, without = JUDGES[judge]

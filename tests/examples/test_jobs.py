@@ -76,7 +76,7 @@ AGREE = {
 }
 
 
-@pytest.mark.exhaustive(unless="seeds")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", AGREE)
 def test_array_and_loop_find_the_same(name, capsys, tmp_path):
     files = tmp_path / "array", tmp_path / "loop"

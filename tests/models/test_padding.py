@@ -244,7 +244,7 @@ def assert_alone(models, optimizer=clipped_sgd, steps=2, compiled=False, **optio
 
 
 @pytest.mark.sampled(every=5)
-@pytest.mark.exhaustive(unless="^(mlp|blocks|noise|mean|images, two groups)$|heads$")
+@pytest.mark.exhaustive(unless="^(mlp|blocks|noise|mean|images, two groups)$")
 @pytest.mark.parametrize("name", CASES)
 def test_members_are_their_models_alone(name):
     assert_alone(models_of(name))

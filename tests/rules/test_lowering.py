@@ -210,7 +210,7 @@ def test_explain_names_modules_and_reasons() -> None:
     assert all(choice.num_models == 3 and choice.reason for choice in explanation)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_overrides_of_submodules_reach_eager_and_compiled_steps() -> None:
     step, state, x = _array()
     counter = CompileCounterWithBackend("aot_eager")

@@ -391,7 +391,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.parametrize(("kind", "dynamic"), [("lstm", None), ("lstm", True), ("gru", True)])
 def test_under_compile(kind: str, dynamic: bool | None) -> None:
     modules = [Deep(kind, bidirectional=True) for _ in range(M)]

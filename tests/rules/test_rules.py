@@ -158,7 +158,7 @@ print(f(torch.ones(2, 1, 1), torch.ones(2, 1, 1)).flatten().tolist())
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_processes_with_different_rules_do_not_share_compiled_graphs(tmp_path) -> None:  # type: ignore[no-untyped-def]
     def run(factor: str) -> str:
         done = subprocess.run(

@@ -134,6 +134,7 @@ def test_a_loader_has_the_phase_data_and_fit_profiles_its_own_steps() -> None:
             hfta.fit(step, state, loader, epochs=1, progress=False, profile=True, **options)
 
 
+@pytest.mark.exhaustive
 def test_two_profiles_line_by_line_and_traces(tmp_path: pathlib.Path) -> None:
     step, state, batch = array()
     before = hfta.profile(step, state, batch, steps=5, trace=tmp_path / "trace.json.gz")

@@ -107,7 +107,7 @@ class Killed(BaseException):
     """Ends a study without any of its handlers."""
 
 
-@pytest.mark.exhaustive(unless="hyperband")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_study_that_is_killed_goes_on(
     scheduler: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -327,6 +327,7 @@ def test_population_based_training_copies_and_explores() -> None:
             assert members[parent].config["width"] == member.config["width"]
 
 
+@pytest.mark.exhaustive
 def test_names_that_cannot_be_changed_are_refused_before_training() -> None:
     def build_decay(fixed: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> tune.Array:
         return build(fixed, {**members, "momentum": members["inertia"]})

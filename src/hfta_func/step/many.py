@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -105,22 +106,39 @@ class Loop(ManySteps):
             StateError: if ``collect`` returns a carry of another structure; it names the leaf.
             Exception: what the steps and ``collect`` raise.
         """
-        collect: Any = self.options.collect
-        is_loop = _is_loop()
-        step = self._in_graph if is_loop else self._step
+        return self._run(
+            state, lambda step, state: scan(lambda state, _: self._iterate(step, state)[:2], state, length=iterations)
+        )
 
-        def iterate(state: TrainState, _: None) -> tuple[TrainState, dict[str, Tensor]]:
-            with torch.set_grad_enabled(inside_transform()):
-                carry, batches, *reports = collect(state)
-                if not can_look(state.active) or not bool(state.active.all()):
-                    carry = where(state.active, carry, state.carry)
-            state, metrics = self._take(step, state._replace(carry=carry), batches)
-            return state, metrics | dict(*reports)
+    def once(self, state: TrainState) -> tuple[TrainState, dict[str, Tensor]]:
+        """One iteration as a step of :func:`fit`: metrics ``[M, ...]``, which sum up those of its K steps."""
 
-        if not is_loop:
-            return scan(iterate, state, length=iterations)
+        def call(step: Any, state: TrainState) -> tuple[TrainState, dict[str, Tensor]]:
+            after, metrics, reports = self._iterate(step, state)
+            return after, {name: value if name in reports else _summary(value) for name, value in metrics.items()}
+
+        return self._run(state, call)
+
+    def _run(self, state: TrainState, call: Callable[[Any, TrainState], Any]) -> tuple[TrainState, dict[str, Tensor]]:
+        if not _is_loop():
+            return call(self._step, state)
         self._members.rehearse(state)
-        return self._committed(state, *scan(iterate, state, length=iterations))
+        return self._committed(state, *call(self._in_graph, state))
+
+    def _iterate(self, step: Any, state: TrainState) -> tuple[TrainState, dict[str, Tensor], dict[str, Tensor]]:
+        """Collect, and take a step with each batch: the state, all metrics, and those that ``collect`` returns."""
+        collect: Any = self.options.collect
+        with torch.set_grad_enabled(inside_transform()):
+            carry, batches, *reports = collect(state)
+            if not can_look(state.active) or not bool(state.active.all()):
+                carry = where(state.active, carry, state.carry)
+        state, metrics = self._take(step, state._replace(carry=carry), batches)
+        return state, metrics | dict(*reports), dict(*reports)
+
+
+def _summary(value: Tensor) -> Tensor:
+    """Of a metric of K steps ``[K, M, ...]``: the mean of numbers, whether all are true, the largest of integers."""
+    return value.mean(0) if value.is_floating_point() else value.all(0) if value.dtype == torch.bool else value.amax(0)
 
 
 def _first(batches: Tree) -> Any:

@@ -64,30 +64,26 @@ def make_train_step(
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, hparams)``, the ordinary loss of ONE model. It returns
             a scalar, or a scalar and a dict of tensors to report. ``model`` is a module holding one member's tensors,
             ``batch`` is that member's batch and ``hparams`` its own numbers. Random calls draw from the member's key.
-        optimizer: For example ``adam(lr=[1e-3, 1e-2])``. One of your own may draw noise in the shape of a gradient,
-            ``torch.randn_like(grad)``: it comes from the members' keys.
+        optimizer: For example ``adam(lr=[1e-3, 1e-2])``. One of your own may draw ``torch.randn_like(grad)`` by key.
         batch_dims: 0 if every leaf of a batch is ``[M, N, ...]``, None if all members share one batch ``[N, ...]``,
             or a tree of these in the batch's own structure.
-        chunk_size: Number of members that run together. None runs all of them at once; 1 runs them sequentially without
-            ``vmap``, so ``.item()`` works. ``"auto"`` times 1, 2, 4, ... and all members at the first step with a new batch
-            shape and keeps the fastest; a compiled step then runs all at once.
-        autocast: Run the forward pass in ``torch.bfloat16`` or ``torch.float16`` where ``torch.autocast`` does. Parameters
-            and updates keep their own precision.
-        loss_scale: A :class:`LossScale`, or a number, or one number per member, for scales that never change. By default
-            float16 gets ``LossScale()`` and everything else has none.
+        chunk_size: Number of members that run together. None runs all at once; 1 runs them sequentially without ``vmap``, so
+            ``.item()`` works. ``"auto"`` times 1, 2, 4, ... and all members at the first step of a new batch shape and keeps
+            the fastest; a compiled step runs all at once.
+        autocast: ``torch.bfloat16`` or ``torch.float16`` for the forward pass, where ``torch.autocast`` uses it.
+        loss_scale: A :class:`LossScale`, or a number or one per member that never changes; by default one for float16 only.
         stochastic_rounding: Update bfloat16 parameters in float32, optimizer state included, and round the results up or
             down at random with the member's key, so that updates too small for bfloat16 still count on average.
         nonfinite: What happens to a member whose loss or gradient is not finite: ``"skip"`` skips this update,
             ``"freeze"`` makes the member inactive, ``"raise"`` raises an error, which waits for the device at every step.
             A gradient that overflows because of the loss scale is always skipped.
         checkpoint: Paths of submodules that keep only their inputs and run again in the backward pass: less memory, more
-            time. True means the blocks of the model: elements of ``nn.Sequential`` and ``nn.ModuleList`` that have
-            children, else the model's children that have children, else the model itself. When compiled, on XLA, or
-            inside a ``torch.func`` gradient they run only once, because a compiler plans memory itself; so does a part with
-            an ``Embedding(max_norm=)``, which shortens its rows as it is read.
+            time. True means the model's blocks: elements of ``nn.Sequential`` and ``nn.ModuleList`` that have children, else
+            the model's children that have children, else the model. When compiled, on XLA, or inside a ``torch.func``
+            gradient they run only once; so does a part with an ``Embedding(max_norm=)``, which shortens its rows.
         save: ``"less"`` keeps no result for the backward pass that a cheap function can make again from what is kept
-            anyway: activations such as GELU after what they are applied to, normalised and dropped-out values. Less memory
-            in somewhat more time, and the same bits; it combines with ``checkpoint``. A compiler plans memory itself.
+            anyway: activations such as GELU, normalised and dropped-out values. Less memory in somewhat more time, and the
+            same bits; it combines with ``checkpoint``. A compiler plans memory itself.
         donate: Write the new state into the tensors of the old one, which you must not use afterwards. This saves the
             memory of a second state and keeps addresses fixed, as CUDA graphs require.
         share_frozen: All members share the base of ``model``: its frozen parameters, and buffers of modules that have no
@@ -101,8 +97,8 @@ def make_train_step(
         replay: Whether eager calls may run the recorded operators of an earlier one instead of Python, once that pays: the
             same bits, small arrays several times faster. A record is used only while all Python values that the loss
             function and the model have read are as they were. None means in :func:`fit` and :func:`compile` only.
-        collect: ``collect(state) -> (carry, batches)`` or ``(carry, batches, metrics)`` for :attr:`TrainStep.loop`: what the
-            members take along next, K batches ``[K, M, N, ...]``, and metrics ``[M, ...]``.
+        collect: ``collect(state) -> (carry, batches)`` or ``(carry, batches, metrics)`` for :attr:`TrainStep.loop` and
+            :func:`fit`: what members take along next, K batches ``[K, M, N, ...]``, and metrics ``[M, ...]``.
 
     Returns:
         A :class:`TrainStep`; ``torch.compile(step)`` works.
@@ -176,8 +172,9 @@ class TrainStep(Compiled):
         """Which parts of a batch have a model axis."""
         return self.options.batch_dims
 
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Tensor]]:
+    def __call__(self, state: TrainState, batch: Tree = None) -> tuple[TrainState, dict[str, Tensor]]:
         """Take one step with every active member; ``torch.func.grad`` differentiates it by everything in the state.
+        Without a batch, a step with ``collect`` makes one iteration of its :attr:`loop` and reports means over its K steps.
 
         A member whose loss or gradient is not finite keeps its parameters, buffers and optimizer state, and
         ``metrics["failure"]`` says why. Inactive members keep everything.
@@ -192,7 +189,9 @@ class TrainStep(Compiled):
             LossError: if a loss is not a floating-point scalar.
             NonFiniteError: with ``nonfinite="raise"``, if a member fails.
         """
-        # Only a transform around the step keeps what its gradient needs.
+        if batch is None and self.options.collect is not None:
+            return self.loop.once(state)
+        # Only a transform around it keeps what its gradient needs.
         with torch.set_grad_enabled(inside_transform()):
             return (self._replay or self.eagerly)(state, batch)
 
@@ -235,7 +234,7 @@ class TrainStep(Compiled):
             return self
         twin = self._twin
         assert twin._replay is not None
-        twin._replay.left = steps
+        twin._replay.left = None if self.options.collect else steps
         return twin
 
     @functools.cached_property
@@ -270,6 +269,7 @@ class TrainStep(Compiled):
         """``step.loop(state, iterations)`` collects batches, takes a step with each of them, and does it again.
 
         ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are. The step needs ``collect``.
+        ``fit(step, state, [None] * n, epochs=...)`` trains by it, n iterations an epoch.
         """
         if self.options.collect is None:
             raise ValueError("the step collects nothing; make it with make_train_step(..., collect=)")

@@ -237,4 +237,6 @@ def _shapes(state: Any) -> Any:
 
 
 def _takes_shared_batches(step: Any) -> bool:
-    return getattr(inspect.unwrap(step), "batch_dims", None) is None
+    step = inspect.unwrap(step)
+    collects = getattr(getattr(step, "options", None), "collect", None) is not None
+    return collects or getattr(step, "batch_dims", None) is None
