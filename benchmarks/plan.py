@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -181,6 +182,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--other", default="Xeon 8480+", help="that of the machine whose rows are committed")
     parser.add_argument("--write", action="store_true", help="put what was measured where hfta.plan reads it")
     args = parser.parse_args(argv)
+    # The profiler talks.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**machine()), flush=True)
     cells, singles = measure(args.workloads, args.models, args.rounds)
     if len(args.workloads) > 1:

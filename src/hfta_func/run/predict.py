@@ -124,19 +124,19 @@ class Predictor:
             return least / _SHARE, 0.0
         here = self._here.rates(dtype, self._known.threads)
         start = min(row.seconds for row in rows)
-        logs = extra = weights = 0.0
+        logs = weights = 0.0
         near = sorted((math.dist(row.features, wanted), row) for row in rows)[:_NEAREST]
-        for distance, row in near[:1] if near[0][0] == 0 else near:
+        near = [pair for pair in near if pair[0] <= 2 * near[0][0]]
+        for distance, row in near:
             # What the smallest takes besides does not grow with the work.
             work = (row.seconds - start) * _least(wanted, *here) / _least(row.features, *here)
             weight = 1 / max(distance, 1e-3) ** 2
             logs, weights = logs + weight * math.log(start + work), weights + weight
-            extra += weight * row.extra
         seconds = math.exp(logs / weights)
         fits = self._device.kind == "cpu" and 2 ** wanted[1] <= _CACHE * self._threads
         ratio = 1 / self._faster if fits else least / _least(wanted, *here)
         seconds = start / self._faster + max(0.0, seconds - start) * ratio
-        return max(seconds, 2 ** wanted[0] / rates[0]), extra / weights * 2 ** wanted[1]
+        return max(seconds, 2 ** wanted[0] / rates[0]), min(row.extra for _, row in near) * 2 ** wanted[1]
 
 
 def _least(wanted: Sequence[float], flops: float, moved: float) -> float:
