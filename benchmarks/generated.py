@@ -1,8 +1,8 @@
 """What inductor generates for updates and for grouped convolutions, against hand-written kernels, on one thread.
 
 Updates: the kernel in C of the optimizer, called eagerly and from a graph, and the code that inductor generates for its rule.
-Convolutions, forward and backward: one call in groups, of oneDNN or cuDNN, eagerly and from a graph; and windows with a batched
-product, which inductor fuses with what is around it.
+Convolutions, forward and backward: one call in groups, of oneDNN or cuDNN, eagerly and from a graph; and windows with a
+batched product, which inductor fuses with what is around it.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks generated", description=__doc__)
     parser.add_argument("--models", type=int, default=8, help="M")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--filter", default="", help="only operators whose name holds this")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="on a GPU inductor generates Triton")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -91,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     }
     lines = []
     for name, make in cases.items():
+        if args.filter not in name:
+            continue
         timers = {way: lambda work=work: seconds(work, 3, args.device) for way, work in make().items()}
         best = {way: min(times) for way, times in interleaved(timers, args.rounds).items()}
         lines.append([name, "  ".join(f"{way} {1e3 * time:.3f}" for way, time in best.items())])

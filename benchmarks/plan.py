@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks plan", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=SEVEN, default=[*SEVEN])
     parser.add_argument("--models", nargs="+", type=int, default=[*MODELS], help="each M")
-    parser.add_argument("--rounds", type=int, default=4, help="how often steps and operators are measured, at least 2")
+    parser.add_argument("--rounds", type=int, default=3, help="how often steps and operators are measured, at least 2")
     parser.add_argument("--here", default="EPYC 7763", help="this machine's CPU in the table of devices")
     parser.add_argument("--other", default="Xeon 8480+", help="that of the machine whose rows are committed")
     parser.add_argument("--write", action="store_true", help="put what was measured where hfta.plan reads it")
