@@ -136,10 +136,10 @@ def plan(
         raise ValueError(f"limit is {limit}; it must be at least 1 model")
     if device is not None:
         return _elsewhere(step, state, batch, sizes, limit, free, find_device(device))
-    return _here(step, state, batch, sizes, limit, free, steps)
+    return _measured(step, state, batch, sizes, limit, free, steps)
 
 
-def _here(
+def _measured(
     step: Run, state: TrainState, batch: Tree, sizes: tuple[int, ...], limit: int, free: int | None, steps: int | None
 ) -> Plan:
     """The plan for the device that the state is on, by measurements."""

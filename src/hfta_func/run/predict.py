@@ -82,8 +82,8 @@ class Predictor:
 
     def __init__(self, device: Device, known: Measured, threads: int):
         self._device, self._known, self._threads = device, known, threads
-        self._here = find_device(known.device) if known.device else device
-        single = (one.rates(torch.float32, 1)[0] for one in (device, self._here))
+        self._source = find_device(known.device) if known.device else device
+        single = (one.rates(torch.float32, 1)[0] for one in (device, self._source))
         self._faster = 1.0 if device.kind == "cuda" else next(single) / next(single)
         self._predict = functools.cache(self._predict)
 
@@ -122,19 +122,19 @@ class Predictor:
         ]
         if not rows:
             return least / _SHARE, 0.0
-        here = self._here.rates(dtype, self._known.threads)
+        source = self._source.rates(dtype, self._known.threads)
         start = min(row.seconds for row in rows)
         logs = weights = 0.0
         near = sorted((math.dist(row.features, wanted), row) for row in rows)[:_NEAREST]
         near = [pair for pair in near if pair[0] <= 2 * near[0][0]]
         for distance, row in near:
             # What the smallest takes besides does not grow with the work.
-            work = (row.seconds - start) * _least(wanted, *here) / _least(row.features, *here)
+            work = (row.seconds - start) * _least(wanted, *source) / _least(row.features, *source)
             weight = 1 / max(distance, 1e-3) ** 2
             logs, weights = logs + weight * math.log(start + work), weights + weight
         seconds = math.exp(logs / weights)
         fits = self._device.kind == "cpu" and 2 ** wanted[1] <= _CACHE * self._threads
-        ratio = 1 / self._faster if fits else least / _least(wanted, *here)
+        ratio = 1 / self._faster if fits else least / _least(wanted, *source)
         seconds = start / self._faster + max(0.0, seconds - start) * ratio
         return max(seconds, 2 ** wanted[0] / rates[0]), min(row.extra for _, row in near) * 2 ** wanted[1]
 
