@@ -132,7 +132,7 @@ def measure(workloads: Sequence[str], models: Sequence[int], rounds: int) -> tup
 
 def fitted(cells: Iterable[Cell], rows: Iterable[Row], device: str) -> Measured:
     """What was measured, with the seconds of what this process does between operators, fitted to steps."""
-    known = Measured(device, torch.get_num_threads(), (0.0,) * 6, [*rows])
+    known = Measured(device, torch.get_num_threads(), (0.0,) * 4, [*rows])
     alone, work, rest = Predictor(find_device(device), known, known.threads), [], []
     for one in cells:
         seconds = min(one.times)
@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         head = ["left out", *(f"M {count}" for count in args.models), "time, mean", "memory, mean"]
         print(table(head, left_out(cells, singles, args.here)))
     known = fitted(cells, [single.row for single in singles.values()], args.here)
-    print(f"\nseconds of a call, a kernel, a view, an operator backward, a rule, a leaf: {known.host}")
+    print(f"\nseconds of an operator forward, one backward, a rule, a leaf: {known.host}")
     print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other)))
     if args.write:
         held = json.loads(FILE.read_text()) if FILE.exists() else {}

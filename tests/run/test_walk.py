@@ -126,7 +126,7 @@ def test_operators_are_predicted_by_those_that_were_measured() -> None:
     here, there = find_device("EPYC 7763"), find_device("Xeon 6248")
     small, middle, large = map(_product, (8, 512, 2048))
     rows = [Row("bmm", features(small), 2e-6, 0.0), Row("bmm", features(middle), 4e-3, 0.5)]
-    known = Measured(here.name, 2, (0.0,) * 6, rows)
+    known = Measured(here.name, 2, (0.0,) * 4, rows)
 
     def seconds(device: Any, operator: Operator) -> float:
         return Predictor(device, known, 2)._predict("bmm", features(operator), torch.float32)[0]
@@ -138,7 +138,7 @@ def test_operators_are_predicted_by_those_that_were_measured() -> None:
     assert Predictor(here, known, 2)._predict("bmm", features(middle), torch.float32)[1] == pytest.approx(
         0.5 * middle.bytes, rel=0.01
     )
-    alone = Predictor(find_device("T4"), Measured("", 1, (0.0,) * 6, ()), 2)
+    alone = Predictor(find_device("T4"), Measured("", 1, (0.0,) * 4, ()), 2)
     least = max(large.flops / 8.1e12, large.bytes / 320e9)
     assert alone._predict("bmm", features(large), torch.float32)[0] == pytest.approx(2 * least, rel=0.01)
 

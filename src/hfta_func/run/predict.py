@@ -46,15 +46,15 @@ class Measured(NamedTuple):
 @functools.cache
 def measured(kind: str) -> Measured:
     """What was measured on a kind of device."""
-    device, threads, host, rows = json.loads(FILE.read_text()).get(kind, ("", 1, [0.0] * 6, ()))
+    device, threads, host, rows = json.loads(FILE.read_text()).get(kind, ("", 1, [0.0] * 4, ()))
     return Measured(device, threads, tuple(host), [Row(row[0], tuple(row[1]), *row[2:]) for row in rows])
 
 
 def host_work(walk: Walk, num_leaves: int) -> tuple[float, ...]:
-    """What this process does besides kernels: a call; kernels, views, operators backward, rules; leaves of parameters."""
-    forward = [operator.is_kernel for operator in walk.operators if not operator.is_backward]
-    counts = sum(forward), len(forward) - sum(forward), len(walk.operators) - len(forward), len(walk.choices)
-    return 1.0, *map(float, counts), float(num_leaves)
+    """What this process does besides kernels: operators forward and backward, rules, leaves of parameters."""
+    backward = sum(operator.is_backward for operator in walk.operators)
+    counts = len(walk.operators) - backward, backward, len(walk.choices), num_leaves
+    return tuple(map(float, counts))
 
 
 def features(operator: Operator) -> tuple[float, ...]:
@@ -136,7 +136,10 @@ class Predictor:
         fits = self._device.kind == "cpu" and 2 ** wanted[1] <= _CACHE * self._threads
         ratio = 1 / self._faster if fits else least / _least(wanted, *source)
         seconds = start / self._faster + max(0.0, seconds - start) * ratio
-        return max(seconds, 2 ** wanted[0] / rates[0]), min(row.extra for _, row in near) * 2 ** wanted[1]
+        extras = [row.extra for _, row in near]
+        # A product brings its operands into an order of its own; others seldom take more.
+        extra = sum(extras) / len(extras) if wanted[0] else min(extras)
+        return max(seconds, 2 ** wanted[0] / rates[0]), extra * 2 ** wanted[1]
 
 
 def _least(wanted: Sequence[float], flops: float, moved: float) -> float:
