@@ -103,6 +103,7 @@ FILES_IN = {
         *("memory", "timeline", "roofline", "walk", "devices", "predict", "recording", "profile"),
         "history",
         "compare",
+        "compare_tasks",
         "row_sampling",
         "data",
         "dataset",
