@@ -100,7 +100,7 @@ FILES_IN = {
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
-        *("memory", "timeline", "roofline", "recording", "profile"),
+        *("memory", "timeline", "roofline", "walk", "devices", "predict", "recording", "profile"),
         "history",
         "compare",
         "compare_tasks",
