@@ -6,6 +6,7 @@ have run on a later release, raise ``NEWEST`` in ``_release.py``.
 
 # ruff: noqa: F401
 # isort: off
+from hfta_func._torch.ahead import Library, compile_ahead, load_ahead
 from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_untested, tested
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
 from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, in_graph, intercept_checkpoint
@@ -31,6 +32,6 @@ from hfta_func._torch.levels import unwrap_batched, unwrap_leaves, values_of, vm
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
 from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, marker, places_of, reparametrized
 from hfta_func._torch.modules import run_uncompiled, takes_data, tensors_of, weight_hooks
-from hfta_func._torch.reads import Reads, is_tracer_loaded
+from hfta_func._torch.reads import Reads, has_global_hooks, is_tracer_loaded
 from hfta_func._torch.tape import DIRECT, NotReplayableError, Recorder, Tape, num_recorders
 from hfta_func._torch.walker import NotWalkableError, Walker, is_backward
