@@ -49,10 +49,12 @@ OPERATORS = "<!-- operators, made by python -m benchmarks report -->"
 STUDIES = "<!-- studies, made by python -m benchmarks report -->"
 ENSEMBLES = "<!-- ensembles, made by python -m benchmarks report -->"
 ADAPTERS = "<!-- adapters, made by python -m benchmarks report -->"
+AGENTS = "<!-- agents, made by python -m benchmarks report -->"
 MEMORY = "<!-- memory, made by python -m benchmarks report -->"
 BEST = "<!-- the best of each, made by python -m benchmarks report -->"
 GPUS = "<!-- GPUs, made by python -m benchmarks report -->"
 TO_STEPS = "<!-- time to some steps, made by python -m benchmarks report -->"
+NOTHING = "Not measured yet."
 TITLES = {
     "cpu-small": "On a CPU, small versions",
     "cpu-paper": "On a CPU, published sizes",
@@ -200,6 +202,27 @@ def memory(found: dict[str, Any]) -> str:
         lines.append([f"{WORKLOADS[workload].title}, {kind}", f"{count} {TIMES} {batch}", *cells])
     heads = [f"`{way}`" if "=" in way else way for way in ways]
     return f"{markdown(['workload', f'M {TIMES} N', *heads], lines)}\n\n{_where(found)}"
+
+
+def agents(found: dict[str, Any]) -> str:
+    """The table of seeds of PPO in every way to train them."""
+    lines = []
+    for name, rows in found["rl"].items():
+        models, width = name.split(" x ")
+        for way, row in rows.items():
+            if "error" not in row:
+                over = [
+                    row.get(base, {}).get(key) for base in ("over processes", "over JAX") for key in ("rate", "seconds")
+                ]
+                cells = (
+                    f"{row['rate']:,.0f}",
+                    f"{row['first']:.0f} s" if row["first"] else "",
+                    f"{row['seconds']:,.0f} s",
+                )
+                lines.append([models, width, way, *cells, *(times(one) if one else "" for one in over)])
+    heads = [head for base in ("processes", "JAX") for head in (f"over {base}", f"to the end, over {base}")]
+    head = ["agents", "width", "way", "steps a second", "first turn", "to the end", *heads]
+    return f"{markdown(head, lines)}\n\n{_where(found)}"
 
 
 def _where(found: dict[str, Any]) -> str:
@@ -350,10 +373,11 @@ def written(page: str, folder: Path = RESULTS) -> str:
     single = (
         *((UPDATES, updates, "optim-cpu"), (OPERATORS, operators, "ops-cpu"), (STUDIES, studies, "tune-cpu")),
         *((ENSEMBLES, ensembles, "ensembles-cpu"), (ADAPTERS, adapters, "adapters-cpu")),
-        (MEMORY, memory, "memory-cpu"),
+        *((MEMORY, memory, "memory-cpu"), (AGENTS, agents, "rl-cpu")),
     )
     for begin, make, name in single:
-        page = replaced(page, make(json.loads((folder / f"{name}.json").read_text())), begin)
+        path = folder / f"{name}.json"
+        page = replaced(page, make(json.loads(path.read_text())) if path.exists() else NOTHING, begin)
     sizes = {"small": "plan-cpu-small", "published": "plan-cpu-paper"}
     found = {size: json.loads((folder / f"{name}.json").read_text()) for size, name in sizes.items()}
     return replaced(page, predictions(found), PREDICTIONS)

@@ -100,9 +100,10 @@ FILES_IN = {
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
-        *("memory", "timeline", "roofline", "recording", "profile"),
+        *("memory", "timeline", "roofline", "walk", "devices", "predict", "recording", "profile"),
         "history",
         "compare",
+        "compare_tasks",
         "row_sampling",
         "data",
         "dataset",

@@ -1,13 +1,14 @@
-"""What is measured one by one: updates, lowerings, the largest array, and how busy the device is."""
+"""What is measured one by one: updates, lowerings, the largest array, agents, and how busy the device is."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import _code, lowerings, optim
+from benchmarks import _code, lowerings, optim, rl
 from benchmarks._child import Child, Late
 from benchmarks.gpu.cells import NAMES, name
 from benchmarks.gpu.clock import Clock
@@ -109,11 +110,40 @@ def _busy(mode: str, spec: Spec) -> Callable[[Callable[[], Child], float], dict[
     return work
 
 
+def agents(device: str, quick: bool) -> list[Single]:
+    """Many seeds of PPO, whose environments, rollouts and updates are one program."""
+    counts = [2] if quick else [64, 256]
+    ways = ["replayed"] if quick else ["compiled", *(["JAX"] if importlib.util.find_spec("jax") else [])]
+    return [
+        Single(
+            f"PPO x {count}: {way}",
+            None if way == "JAX" else _code.code_of("rl/__init__"),
+            _agents(way, count, device, quick),
+        )
+        for count in counts
+        for way in ways
+    ]
+
+
+def _agents(way: str, count: int, device: str, quick: bool) -> Callable[[Callable[[], Child], float], dict[str, Any]]:
+    def work(desk: Callable[[], Child], limit: float) -> dict[str, Any]:
+        timed = rl.Timed(way, count, 64, device, 1 if quick else 4)
+        try:
+            for _ in range(2 if quick else 4):
+                timed.turn(limit=limit)
+            return {"models": count, "mode": way, **timed.row()}
+        finally:
+            timed.close()
+
+    return work
+
+
 STAGES: dict[str, tuple[Callable[[str, bool], list[Single]], float]] = {
     "updates": (updates, 3.0),
     "lowerings": (every_lowering, 2.0),
     "largest": (largest, 20.0),
     "busy": (busy, 30.0),
+    "rl": (agents, 60.0),
 }
 """What each stage measures, and about how many seconds one takes."""
 
@@ -177,6 +207,8 @@ def _said(row: dict[str, Any]) -> Iterator[str]:
         yield f"{row['largest']} models fit"
     elif "busy" in row:
         yield f"kernels run {row['busy']:.0%} of {1e3 * row['wall']:.2f} ms"
+    elif "rate" in row:
+        yield f"{row['rate']:,.0f} steps a second, {row['first']:.0f} s until the first"
     elif "ratios" in row["found"]:
         yield from (f"{way} {max(ratios.values(), default=0):.2f}x" for way, ratios in row["found"]["ratios"].items())
     else:

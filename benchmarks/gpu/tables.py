@@ -61,8 +61,8 @@ def singles(rows: Iterable[dict[str, Any]]) -> str:
             by_card.setdefault(card(row["machine"]), []).append(row)
     parts = []
     for name, own in by_card.items():
-        stages = {stage: [row for row in own if row["stage"] == stage] for stage in ("busy", "largest", "lowerings")}
-        for stage, make in {"busy": _busy, "largest": _largest, "lowerings": _lowerings}.items():
+        stages = {stage: [row for row in own if row["stage"] == stage] for stage in HEADS}
+        for stage, make in {"busy": _busy, "rl": _agents, "largest": _largest, "lowerings": _lowerings}.items():
             if stages[stage]:
                 parts.append(f"### {HEADS[stage]}, {name}\n\n{make(stages[stage])}")
     return "\n\n".join(parts)
@@ -70,6 +70,7 @@ def singles(rows: Iterable[dict[str, Any]]) -> str:
 
 HEADS = {
     "busy": "How much of a step kernels run",
+    "rl": "Seeds of PPO on CartPole",
     "largest": "How many models fit",
     "lowerings": "Lowerings that are not the fastest",
 }
@@ -84,6 +85,14 @@ def _busy(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     return markdown(["workload", "M", "mode", "step, ms", "kernels, ms", "share"], lines)
+
+
+def _agents(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        [f"{row['models']}", row["mode"], f"{row['rate']:,.0f}", f"{row['first']:.0f}", f"{row['seconds']:,.0f}"]
+        for row in rows
+    ]
+    return markdown(["agents", "way", "steps a second", "first turn, s", "500,000 steps each, s"], lines)
 
 
 def _largest(rows: list[dict[str, Any]]) -> str:

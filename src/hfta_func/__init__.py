@@ -60,6 +60,9 @@ from hfta_func.run.background import compile as compile
 from hfta_func.run.compare import Comparison as Comparison
 from hfta_func.run.compare import Difference as Difference
 from hfta_func.run.compare import compare as compare
+from hfta_func.run.compare_tasks import Estimate as Estimate
+from hfta_func.run.compare_tasks import TaskComparison as TaskComparison
+from hfta_func.run.compare_tasks import compare_tasks as compare_tasks
 from hfta_func.run.data import ArrayLoader as ArrayLoader
 from hfta_func.run.dataset import DatasetLoader as DatasetLoader
 from hfta_func.run.experiment import Experiment as Experiment

@@ -560,6 +560,65 @@ def test_windows_of_signals_are_those_of_numpy_and_pandas(bench, capsys, tmp_pat
     assert len(found) == 3 and max(row["difference"] for row in found.values()) < 1e-5
 
 
+def test_the_time_of_agents_is_that_of_compiling_and_of_all_steps(bench, monkeypatch):
+    seconds = {"compiled": [50, 2, 3, 2], "JAX": [20, 4, 4, 4], "EnvPool": [], "processes": [9, 64, 64, 64]}
+
+    class Child:
+        def __init__(self, module, argument, env):
+            self.way, self.turns = argument[0], iter(seconds[argument[0]])
+
+        def ask(self, order):
+            if self.way == "EnvPool":
+                raise RuntimeError("not installed")
+
+        def begin(self, order, iterations, number):
+            self.iterations = iterations
+
+        def end(self, limit):
+            return [next(self.turns), [100.0 + self.iterations]]
+
+        def close(self):
+            self.turns = iter([])
+
+    monkeypatch.setattr(bench("rl"), "Child", Child)
+    rows = bench("rl").cell(1, 64, ["compiled", "JAX", "EnvPool", "processes"], 3, quick=False)
+    compiled, plain = rows["compiled"], rows["processes"]
+    assert compiled["rate"] == 96 * 512 / 2 and compiled["seconds"] == pytest.approx(50 + 2 * (976 - 96) / 96)
+    assert plain["rate"] == 8 * 512 / 64 and plain["seconds"] == 976 * 8 and plain["first"] is None
+    assert compiled["over processes"] == {"rate": 384, "seconds": plain["seconds"] / compiled["seconds"]}
+    assert compiled["over JAX"]["rate"] == 2 and rows["EnvPool"] == {"error": "not installed"}
+    page = bench("report").agents({"rl": {"1 x 64": rows}, "machine": {**bench("_measure").machine(), "cores": 2}})
+    assert "| 1 | 64 | compiled | 24,576 | 50 s | 68 s | 384" in page and "EnvPool" not in page
+    assert [len(line) for line in bench("rl").lines("1", "64", rows)] == [len(bench("rl").HEAD)] * 4
+
+
+@pytest.mark.soak
+def test_agents_in_several_ways(bench, capsys, tmp_path):
+    file = tmp_path / "rl.json"
+    order = ["--models", "2", "--widths", "--rounds", "1", "--quick", "--ways", "replayed", "processes"]
+    assert bench("rl").main([*order, "--json", str(file)]) == 0, capsys.readouterr().out
+    rows = json.loads(file.read_text())["rl"]["2 x 64"]
+    assert rows["processes"]["over processes"] == {"rate": 1, "seconds": 1} and rows["replayed"]["first"] > 0
+    assert all(len(row["rates"]) == 1 and 8 < row["return"][0] < 200 for row in rows.values())
+    assert "steps/s" in capsys.readouterr().out
+
+
+@pytest.mark.soak
+def test_compiled_agents_and_jax_learn_as_plain_scripts(bench, capsys):
+    pytest.importorskip("jax", reason="needs jax")
+    order = ["--models", "16", "--widths", "--rounds", "2", "--ways", "compiled", "JAX", "processes"]
+    assert bench("rl").main(order) == 0, capsys.readouterr().out
+
+
+def test_returns_are_compared_within_their_noise(bench):
+    rows = {
+        "processes": {"return": [100.0, 3.0, 8]},
+        "JAX": {"return": [114.0, 4.0, 16]},
+        "compiled": {"return": [116.0, 4.0, 9]},
+    }
+    assert bench("rl").different(rows) == ["compiled: return 116, plain scripts 100"]
+
+
 def test_a_process_that_fails_says_why(bench):
     worker, workloads = bench("worker"), bench("workloads")
     one = worker.Worker("JAX", workloads.Spec("mlp", "small", 2, 4, amp=True), 1)

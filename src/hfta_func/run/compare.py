@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -65,7 +65,20 @@ class Difference(NamedTuple):
         return _seeds(require("scipy.stats", "plot"), difference, self.deviation)
 
 
-class Comparison:
+class Tabled:
+    """What is shown as tables, as text and in notebooks."""
+
+    def _tables(self) -> Sequence[list[tuple[str, ...]]]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n\n".join(text_table(rows, ">" * len(rows[0])) for rows in self._tables())
+
+    def _repr_html_(self) -> str:
+        return "".join(map(html_table, self._tables()))
+
+
+class Comparison(Tabled):
     """The differences of all configurations from a baseline; made by :func:`compare`.
 
     Attributes:
@@ -89,13 +102,7 @@ class Comparison:
     def __repr__(self) -> str:
         return f"Comparison({len(self.differences) + 1} configurations, baseline {self.differences[0].baseline!r})"
 
-    def __str__(self) -> str:
-        return "\n\n".join(text_table(rows, ">" * len(rows[0])) for rows in self._tables())
-
-    def _repr_html_(self) -> str:
-        return "".join(map(html_table, self._tables()))
-
-    def _tables(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    def _tables(self) -> Sequence[list[tuple[str, ...]]]:
         """The cells of a table of configurations, and of one of differences."""
         each = [("", "seeds", "mean ± std", f"{self.level:.0%} interval")]
         for name, seeds, mean, deviation, low, high in self._summarise():
