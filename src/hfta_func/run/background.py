@@ -146,8 +146,9 @@ class BackgroundStep:
             key = digest, layout, _choice.state, *OUTSIDE.values(), torch.get_default_dtype(), *map(kind_of, inputs)
         graph = self._shapes.get(key)
         if graph is None:
-            keeps = digest is not None and kept.can_be_kept(self._step, state)
-            name = kept.name_of(self._step, digest, (state, batch)) if keeps else None
+            name = None
+            if digest is not None and kept.can_be_kept(self._step, state):
+                name = kept.name_of(self._step, digest, (state, batch))
             tensors = self._reached.tensors if self._reached is not None else ()
             graph = self._shapes[key] = _Graph(self._step, self._eager, name, tensors)
         self._latest = graph
