@@ -168,12 +168,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks rl",
         description=(__doc__ or "").splitlines()[0],
     )
-    parser.add_argument("--models", nargs="+", type=int, default=[1, 16, 64], help="agents of width 64")
+    parser.add_argument("--models", nargs="*", type=int, default=[1, 16, 64], help="agents of width 64")
     parser.add_argument("--widths", nargs="*", type=int, default=[256, 1024], help=f"other widths, of {WIDE} agents")
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=[*WAYS], help="EnvPool is left out where it is missing"
     )
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each way after the first")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each way after the first")
     parser.add_argument("--quick", action="store_true", help="turns of one iteration, to see that everything runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put all numbers into FILE too")
     args = parser.parse_args(argv)

@@ -27,7 +27,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 # other, so that families of operators and optimizers stay apart.
 FILES_IN = {
     "_kernels": ["native", "operators", "noise", "nonfinite", "rows"],
-    "_torch": ["_release", "levels", "dispatcher", "compiler", "guards", "modules", "tape", "reads"],
+    "_torch": ["_release", "levels", "dispatcher", "compiler", "guards", "modules", "tape", "reads", "ahead"],
     "optim": ["_base", "_kernel", "_leafwise"],
     "calls": [
         "body",
@@ -100,7 +100,7 @@ FILES_IN = {
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
-        *("memory", "timeline", "roofline", "recording", "profile"),
+        *("memory", "timeline", "roofline", "walk", "devices", "predict", "recording", "profile"),
         "history",
         "compare",
         "compare_tasks",
@@ -109,6 +109,8 @@ FILES_IN = {
         "dataset",
         "evaluation",
         "graphs",
+        "reached",
+        "kept",
         "compiler",
         "background",
         "trainer",

@@ -112,7 +112,7 @@ def _busy(mode: str, spec: Spec) -> Callable[[Callable[[], Child], float], dict[
 
 def agents(device: str, quick: bool) -> list[Single]:
     """Many seeds of PPO, whose environments, rollouts and updates are one program."""
-    counts = [2] if quick else [16, 64, 256]
+    counts = [2] if quick else [64, 256]
     ways = ["replayed"] if quick else ["compiled", *(["JAX"] if importlib.util.find_spec("jax") else [])]
     return [
         Single(
@@ -143,7 +143,7 @@ STAGES: dict[str, tuple[Callable[[str, bool], list[Single]], float]] = {
     "lowerings": (every_lowering, 2.0),
     "largest": (largest, 20.0),
     "busy": (busy, 30.0),
-    "rl": (agents, 50.0),
+    "rl": (agents, 60.0),
 }
 """What each stage measures, and about how many seconds one takes."""
 

@@ -450,8 +450,23 @@ PLANTED = [
     ),
     Planted(
         "half of a kernel is loaded",
-        *("_kernels/native.py", "hashlib.sha256(content[:-32]).digest() != content[-32:]", "False"),
+        *("_kernels/native.py", "hashlib.sha256(content[:-32]).digest() == content[-32:]", "True"),
         "test_native.py::test_a_kernel_that_is_damaged_or_somebody_else_s_is_made_again",
+    ),
+    Planted(
+        "a graph goes on after a value has changed",
+        *("run/reached.py", "_identical(look(), before) for", "True for"),
+        "test_kept.py::test_a_change_is_noticed_and_has_another_digest",
+    ),
+    Planted(
+        "the number 0 is a number like others in a graph's name",
+        *("run/kept.py", 'return "0" if', 'return "number" if'),
+        "test_kept.py::test_numbers_in_the_state_are_no_part_of_a_recipe",
+    ),
+    Planted(
+        "another library is loaded as a graph",
+        *("run/kept.py", "read_bytes()).digest() != digest for", "read_bytes()) is None for"),
+        "test_kept.py::test_a_damaged_graph_costs_time_only",
     ),
     Planted(
         "threads leave out the last elements",

@@ -280,3 +280,9 @@ def test_environments_of_gymnasium_serve_all_members():
         rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.NEXT_STEP), 2)
     with pytest.raises(hfta.StateError, match="6 environments cannot be shared out to 4 members"):
         rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), 4)
+
+
+def test_no_tensor_stands_in_two_places_at_the_start():
+    """A compiler would take it for a fact, and compile again for the second iteration."""
+    leaves = optree.tree_leaves(rl.start(rl.CartPole(), hfta.random.keys([0, 1]), 3))
+    assert len({id(leaf) for leaf in leaves}) == len({leaf.data_ptr() for leaf in leaves}) == len(leaves)

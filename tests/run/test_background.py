@@ -42,6 +42,7 @@ def arrayed(loss: Any = loss_fn, **options: Any) -> tuple[hfta.TrainStep, hfta.T
 def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A cache of its own, no patience for being compiled or for what it may cost, and no yielding to other tests."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
+    monkeypatch.setenv("HFTA_FUNC_CACHE", str(tmp_path / "kept"))
     for name in ("_PATIENCE", "_COMPILING", "_COMPILING_A_LEAF"):
         monkeypatch.setattr(background, name, 0)
     monkeypatch.setattr(background, "_FIRST", 1)

@@ -56,7 +56,8 @@ def test_what_fits_fits_and_one_more_does_not() -> None:
     found = hfta.plan(step, state, batch, sizes=[2, 4], limit=30, free=free)
     assert found.num_models == 11
     assert found.memory(11) <= free < found.memory(12)
-    assert hfta.plan(step, state, batch, sizes=[2, 4], free=10)[-2:] == (0, None)
+    nothing = hfta.plan(step, state, batch, sizes=[2, 4], free=10)
+    assert (nothing.num_models, nothing.chunk_size) == (0, None)
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["2", "4", "11"]
     assert lines[-2].endswith("predicted") and lines[-1].startswith("11 of 30 models fit")

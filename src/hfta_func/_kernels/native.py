@@ -125,7 +125,7 @@ def load(source: str) -> ctypes.CDLL | None:
     if command is None:
         return None
     # Compiler and processor are part of the name, because machines may share a cache.
-    inputs = repr((source, _FLAGS, _EXTRA, command, os.stat(command).st_mtime_ns, _processor()))
+    inputs = repr((source, _FLAGS, _EXTRA, command, os.stat(command).st_mtime_ns, processor()))
     name = f"{hashlib.sha256(inputs.encode()).hexdigest()[:32]}.so"
     with contextlib.suppress(OSError, RuntimeError):  # The user has no home.
         path = folder() / name
@@ -135,9 +135,8 @@ def load(source: str) -> ctypes.CDLL | None:
         with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
             if (built := _build(command, source, Path(temporary))) is None:
                 return None
-            content = built.read_bytes()
-            # Loading half a library would end the process. Loaders ignore what follows a library, so its digest does.
-            built.write_bytes(content + hashlib.sha256(content).digest())
+            # Loading half a library would end the process.
+            built.write_bytes(signed(built.read_bytes()))
             built.replace(path)
         return _load_cached(path)
     # The cache cannot be written.
@@ -147,17 +146,25 @@ def load(source: str) -> ctypes.CDLL | None:
     return None
 
 
-def _load_cached(path: Path) -> ctypes.CDLL | None:
-    """A library from the cache, if it is complete and only this user can have written it."""
+def signed(content: bytes) -> bytes:
+    """The content and its digest, by which :func:`is_whole` knows it. Loaders of libraries ignore what follows one."""
+    return content + hashlib.sha256(content).digest()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is there and complete, and only this user can have written it."""
     try:
         content, status = path.read_bytes(), path.stat()
     except OSError:
-        return None
+        return False
     is_trusted = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
-    if not is_trusted or hashlib.sha256(content[:-32]).digest() != content[-32:]:
-        return None
+    return is_trusted and hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _load_cached(path: Path) -> ctypes.CDLL | None:
+    """A library from the cache."""
     with contextlib.suppress(OSError):
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path)) if is_whole(path) else None
     return None
 
 
@@ -176,7 +183,8 @@ def _build(command: str, source: str, directory: Path) -> Path | None:
 
 
 @functools.cache
-def _processor() -> str:
+def processor() -> str:
+    """What the processor can do."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

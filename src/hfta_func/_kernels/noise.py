@@ -127,15 +127,22 @@ def _defined() -> bool:
         streams([count], key.numel(), [key.contiguous(), starts, strides, torch.tensor(first)])
         return starts, strides
 
-    _define("mix(Tensor z) -> Tensor", draw_mixed)
+    def drawn(dtype: torch.dtype, start: Tensor, stride: Tensor, shape: Sequence[int], *more: int) -> Tensor:
+        return start.new_empty((*start.shape, *shape), dtype=dtype)
+
+    def drawn_streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        return key.new_empty((*key.shape, count)), key.new_empty((*key.shape, count))
+
+    _define("mix(Tensor z) -> Tensor", draw_mixed, torch.empty_like)
     draws = "(Tensor start, Tensor stride, SymInt[] shape"
-    _define(f"words{draws}) -> Tensor", functools.partial(draw, torch.int64, words))
-    _define(f"words_below{draws}, int limit) -> Tensor", functools.partial(draw, torch.bool, below))
-    _define("streams(Tensor key, int first, int count) -> (Tensor, Tensor)", draw_streams)
+    for name, dtype, run in (("words", torch.int64, words), ("words_below", torch.bool, below)):
+        arguments = f"{draws}, int limit" if run is below else draws
+        _define(f"{name}{arguments}) -> Tensor", functools.partial(draw, dtype, run), functools.partial(drawn, dtype))
+    _define("streams(Tensor key, int first, int count) -> (Tensor, Tensor)", draw_streams, drawn_streams)
     return True
 
 
-def _define(schema: str, kernel: Callable[..., Any]) -> None:
+def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     def batched(*args: Any) -> Any:
         """The batching rule: the model axis of every tensor moves to the front."""
         interpreter = peek_interpreter()
@@ -150,7 +157,7 @@ def _define(schema: str, kernel: Callable[..., Any]) -> None:
             return add_batch_dim(outputs, 0, level)
         return tuple(add_batch_dim(output, 0, level) for output in outputs)
 
-    operator = define_operator(schema, {"CPU": kernel, "FuncTorchBatched": batched})
+    operator = define_operator(schema, {"CPU": kernel, "FuncTorchBatched": batched}, fake=fake)
 
 
 def _expanded(value: Any, dim: int | None, num_models: int) -> Any:

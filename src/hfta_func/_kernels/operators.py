@@ -12,6 +12,17 @@ from hfta_func._torch import DIRECT, taken_apart
 _LIBRARIES: list[torch.library.Library] = []
 """The libraries that define the operators; PyTorch forgets an operator with its library."""
 
+DEFINITIONS: list[tuple[str, Callable[[], Any]]] = []
+"""How operators are defined that graphs call, each by how its name begins."""
+
+
+def is_defined(name: str) -> bool:
+    """Whether this process has an operator, which is defined if this package knows how to."""
+    for start, define in DEFINITIONS:
+        if not hasattr(torch.ops.hfta_func, name) and name.startswith(start):
+            define()
+    return hasattr(torch.ops.hfta_func, name)
+
 
 def define_operator(
     schema: str,

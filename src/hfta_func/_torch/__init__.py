@@ -6,6 +6,7 @@ have run on a later release, raise ``NEWEST`` in ``_release.py``.
 
 # ruff: noqa: F401
 # isort: off
+from hfta_func._torch.ahead import Library, compile_ahead, load_ahead
 from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_untested, tested
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
 from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, in_graph, intercept_checkpoint
@@ -22,14 +23,15 @@ from hfta_func._torch.dispatcher import load_decompositions, num_dispatch_modes,
 from hfta_func._torch.dispatcher import operators_without, out_of_place, parts, refusing_writes, replace_apply
 from hfta_func._torch.dispatcher import replace_validation, set_fallback_enabled, single_level_functions, taken_apart
 from hfta_func._torch.dispatcher import why_not_looped, without_views, writes, written_by
-from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim
-from hfta_func._torch.levels import can_look, constant_to_compiler, current_interpreter, depth, get_unwrapped
+from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
+from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, device_type, get_unwrapped
 from hfta_func._torch.levels import gradient, inside_transform, inside_vmap, interpreters, is_batched, is_captured
-from hfta_func._torch.levels import is_wrapped, level_of, levels_above, outside_transforms, peek_interpreter, pytree
-from hfta_func._torch.levels import remove_batch_dim, restore_vmap, traced_add_batch_dim, traced_unwrap_for_grad
+from hfta_func._torch.levels import is_walked, is_wrapped, level_of, levels_above, outside_transforms, peek_interpreter
+from hfta_func._torch.levels import pytree, remove_batch_dim, restore_vmap, traced_add_batch_dim, traced_unwrap_for_grad
 from hfta_func._torch.levels import unwrap_batched, unwrap_leaves, values_of, vmap_level, wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
 from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, marker, places_of, reparametrized
 from hfta_func._torch.modules import run_uncompiled, takes_data, tensors_of, weight_hooks
-from hfta_func._torch.reads import Reads, is_tracer_loaded
+from hfta_func._torch.reads import Reads, has_global_hooks, is_tracer_loaded
 from hfta_func._torch.tape import DIRECT, NotReplayableError, Recorder, Tape, num_recorders
+from hfta_func._torch.walker import NotWalkableError, Walker, is_backward

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
-from hfta_func._torch.levels import TransformType, current_interpreter, inside_vmap, is_wrapped
+from hfta_func._torch.levels import TransformType, current_interpreter, inside_vmap, is_walked, is_wrapped
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
 load_decompositions = private("torch._functorch.vmap", "lazy_load_decompositions")
@@ -187,7 +187,8 @@ def writes(tensor: Tensor) -> int:
 def counter(tensor: Tensor) -> Tensor:
     """A tensor with the write counter of ``tensor``, for :func:`writes`, and without its memory where possible."""
     tensor = inside_vmap(tensor)
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not is_wrapped(tensor) and not tensor.is_inference()
+    known = is_walked() or type(tensor) in (Tensor, torch.nn.Parameter)
+    plain = known and not is_wrapped(tensor) and not tensor.is_inference()
     if not plain or tensor.device.type not in ("cpu", "cuda"):
         return tensor
     with torch.no_grad():

@@ -59,6 +59,11 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HELPERS = {"torch": torch, "sys": sys}
 
 
+def has_global_hooks() -> bool:
+    """Whether there are hooks on all modules."""
+    return any(_GLOBAL_HOOKS)
+
+
 def is_tracer_loaded() -> bool:
     """Whether tracing needs no more imports, which take seconds."""
     return "torch._dynamo.convert_frame" in sys.modules
@@ -78,7 +83,7 @@ class Reads:
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any]):
         self._locals = {"func": func, "args": tuple(args)}
-        if any(_GLOBAL_HOOKS):
+        if has_global_hooks():
             raise NotReplayableError("there are hooks on all modules")
         try:
             graph, self._manager = _traced(self._locals)
@@ -100,7 +105,7 @@ class Reads:
     def hold(self) -> bool:
         """Whether the values are as they were."""
         return (
-            not any(_GLOBAL_HOOKS)
+            not has_global_hooks()
             and self._manager.check(self._locals)
             and all([self._value(source) is tensor for source, tensor in self._tensors])
             and all([_identical(vars(kind).values(), values) for kind, values in self._classes])

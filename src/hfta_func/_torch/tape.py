@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfta_func._torch._release import private
+from hfta_func._torch.compiler import set_compiling
 from hfta_func._torch.levels import pytree
 
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
@@ -25,6 +26,10 @@ class NotReplayableError(Exception):
 
 class Slot(int):
     """The number of a tensor of a tape, where a recorded call has a tensor."""
+
+
+class Fresh(Slot):
+    """The slot of a tensor that was made of numbers."""
 
 
 class Call(NamedTuple):
@@ -52,11 +57,13 @@ def num_recorders() -> int:
 class Recorder(_Mode):
     """A context that records the operators which run on ``inputs`` and on what becomes of them.
 
-    Tensors that no recorded operator has made are constants of the tape, held by reference.
+    Tensors that no recorded operator has made are constants of the tape, held by reference. With ``compiling``, operators
+    are called as they are in compiled graphs.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]):
+    def __init__(self, inputs: Sequence[Tensor], compiling: bool = False):
         super().__init__()
+        self._compiling = compiling
         self.why_not: str | None = None
         self.calls: list[Call] = []
         self.constants: dict[Slot, Tensor] = {}
@@ -69,11 +76,13 @@ class Recorder(_Mode):
     def __enter__(self) -> Any:
         global _recorders
         _recorders += 1
+        self._before = set_compiling(self._compiling)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
         global _recorders
         _recorders -= 1
+        set_compiling(self._before)
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,7 +90,7 @@ class Recorder(_Mode):
         self._check(func)
         if func is _aten.lift_fresh.default:
             # A tensor made of numbers: each replay has one of its own.
-            fresh = Slot(self._count)
+            fresh = Fresh(self._count)
             self._count += 1
             self.constants[fresh] = args[0].clone()
             result = func(*args)
@@ -91,7 +100,11 @@ class Recorder(_Mode):
             return result
         given, named = pytree.tree_map(self.slot, (args, kwargs))
         writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
-        result = func(*args, **kwargs)
+        set_compiling(False)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            set_compiling(self._compiling)
         made = pytree.tree_map(lambda leaf: self._slot_of_result(leaf), result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
         return result
@@ -159,22 +172,22 @@ class Tape:
     def __init__(self, recorder: Recorder, inputs: int, outputs: Sequence[Tensor]):
         if recorder.why_not is not None:
             raise NotReplayableError(recorder.why_not)
-        self._inputs = [Slot(number) for number in range(inputs)]
-        self._outputs = [recorder.slot(tensor) for tensor in outputs]
-        self._constants = recorder.constants
-        self._calls = _needed(_without_detach(recorder.calls, set(self._outputs)), self._outputs)
+        self.inputs = [Slot(number) for number in range(inputs)]
+        self.outputs = [recorder.slot(tensor) for tensor in outputs]
+        self.constants = recorder.constants
+        self.calls = _needed(_without_detach(recorder.calls, set(self.outputs)), self.outputs)
         self._functions: list[Callable[..., Any]] = []
         self._run: Callable[..., Any] | None = None
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self.calls)
 
     def rehearse(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, while it is found out for every operator whether a faster function calls the same."""
-        values: dict[Any, Any] = {**self._constants, **dict(zip(self._inputs, inputs, strict=True))}
+        values: dict[Any, Any] = {**self.constants, **dict(zip(self.inputs, inputs, strict=True))}
         self._functions, self._run, over = [], None, self._over()
         with torch.no_grad(), _below_autograd():
-            for call in self._calls:
+            for call in self.calls:
                 _set_grad_mode(call.grad_mode)
                 args, kwargs = pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
                 function, result = _fastest(call.operator, args, kwargs)
@@ -184,7 +197,7 @@ class Tape:
                 for slot in over[len(self._functions) - 1]:
                     values.pop(slot, None)
         self._run = self._compiled()
-        return [values[slot] for slot in self._outputs]
+        return [values[slot] for slot in self.outputs]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs for these inputs."""
@@ -194,18 +207,18 @@ class Tape:
 
     def _over(self) -> list[list[Slot]]:
         """For every call the tensors that nobody needs after it."""
-        slots = [_slots((call.args, call.kwargs, call.result)) for call in self._calls]
+        slots = [_slots((call.args, call.kwargs, call.result)) for call in self.calls]
         last = {slot: number for number, used in enumerate(slots) for slot in used}
-        held = {*self._outputs, *self._constants}
+        held = {*self.outputs, *self.constants}
         return [sorted({slot for slot in used if last[slot] == number} - held) for number, used in enumerate(slots)]
 
     def _compiled(self) -> Callable[..., Any]:
         """The calls as one Python function, which forgets every tensor after its last use."""
-        names: dict[str, Any] = {f"t{slot}": tensor for slot, tensor in self._constants.items()}
+        names: dict[str, Any] = {f"t{slot}": tensor for slot, tensor in self.constants.items()}
         names["set_grad_mode"], grad_mode = _set_grad_mode, None
-        lines = [f"def run({', '.join(f't{slot}' for slot in self._inputs)}):"]
+        lines = [f"def run({', '.join(f't{slot}' for slot in self.inputs)}):"]
         over = self._over()
-        for number, (call, function) in enumerate(zip(self._calls, self._functions, strict=True)):
+        for number, (call, function) in enumerate(zip(self.calls, self._functions, strict=True)):
             if call.grad_mode != grad_mode:
                 grad_mode = call.grad_mode
                 lines.append(f"    set_grad_mode({grad_mode})")
@@ -215,7 +228,7 @@ class Tape:
             lines.append(f"    {_target(call.result)} = f{number}({', '.join(given)})")
             if over[number]:
                 lines.append(f"    del {', '.join(f't{slot}' for slot in over[number])}")
-        lines.append(f"    return [{', '.join(f't{slot}' for slot in self._outputs)}]")
+        lines.append(f"    return [{', '.join(f't{slot}' for slot in self.outputs)}]")
         exec(compile("\n".join(lines), "<replayed step>", "exec"), names)
         return names["run"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from hfta_func._kernels import native, rows
-from hfta_func._kernels.operators import define_operator
+from hfta_func._kernels.operators import DEFINITIONS, define_operator
 from hfta_func._torch import constant_to_compiler, num_dispatch_modes
 
 _FORMS: Mapping[Any, str] = {
@@ -206,6 +206,9 @@ def _define() -> bool:
     define_operator(f"update({arguments.format('')}) -> Tensor[]", {"CPU": update}, fake=fake)
     define_operator(f"update_({arguments.format('(a!)')}) -> ()", {"CPU": update_}, fake=lambda *args: None)
     return True
+
+
+DEFINITIONS.append(("update", _define))
 
 
 def _rows(leaves: list[Tensor], width: int) -> Iterator[list[Tensor]]:

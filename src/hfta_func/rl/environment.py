@@ -121,7 +121,9 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         _check(environment, state, environment_keys(keys, num_envs))
     zeros = torch.zeros(len(keys), num_envs, dtype=torch.int64, device=keys.device)
     total = zeros.to(observation.dtype if observation.is_floating_point() else torch.float32)
-    return Running(keys, zeros[:, 0].clone(), state, observation, zeros, total, zeros, zeros, total + torch.nan)
+    # A tensor in two places would compile a loop again, whose results are tensors of their own.
+    ended, last_length = zeros.clone(), zeros.clone()
+    return Running(keys, zeros[:, 0].clone(), state, observation, zeros, total, ended, last_length, total + torch.nan)
 
 
 def environment_keys(keys: Tensor, num_envs: int) -> Tensor:

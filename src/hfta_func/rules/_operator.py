@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._kernels.operators import define_operator
+from hfta_func._kernels.operators import DEFINITIONS, define_operator
 from hfta_func._torch import (
     SingleLevelFunction,
     below_autograd,
@@ -41,6 +41,9 @@ class Operator:
     fake: Callable[..., Any] | None = None
     # What an outer vmap runs, if the gradient of the forward pass alone would be wrong.
     batched: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        DEFINITIONS.append((f"{self.schema.partition('(')[0]}_", lambda: self._op))
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator."""

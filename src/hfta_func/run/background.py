@@ -6,18 +6,24 @@ import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from hfta_func._torch import compiled_from_cache, eager_unless_compiled, is_compiler_loaded, stand_for
-from hfta_func._tree import leaves
+from hfta_func._tree import leaves, tree_map
 from hfta_func._types import CompileWarning
+from hfta_func.rules import _choice
+from hfta_func.rules._registry import OUTSIDE
+from hfta_func.run import kept
 from hfta_func.run.compiler import Compiler
 from hfta_func.run.graphs import graph
+from hfta_func.run.reached import Reached
 from hfta_func.step.joint import JointStep
+from hfta_func.step.replay import kind_of, why_not_now
 from hfta_func.step.train import TrainStep
 from hfta_func.workers.process import cores
 from hfta_func.workers.wire import one_line_error
@@ -44,6 +50,10 @@ _FIRST, _SETTLED = 3, 0.03
 longer."""
 _TRIAL = 10
 """Number of compiled steps that are compared with as many eager ones."""
+_CHANGES = 16
+"""If the Python values that a step rests on change more often, its graphs are not kept."""
+_CLOSE = {"rtol": 0.02, "atol": 0.01}
+"""How near losses of a new graph must be to those of the step: near enough to tell errors from rounding."""
 
 
 def compile(step: Callable[..., Any], *, steps: int | None = None) -> BackgroundStep:
@@ -99,6 +109,9 @@ class BackgroundStep:
         self._shapes: dict[Any, _Graph] = {}
         self._latest: _Graph | None = None
         self._calls = 0
+        self._reached: Reached | None = None
+        self._changes = 0
+        self._keeps: bool | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_step"], name)
@@ -113,8 +126,11 @@ class BackgroundStep:
 
     @property
     def status(self) -> str:
-        """How the latest call ran: ``"compiled"``, or as :attr:`TrainStep.status`."""
-        return "compiled" if self.is_compiled else getattr(self._eager, "status", "eager")
+        """How the latest call ran: ``"compiled"``, or as :attr:`TrainStep.status` and how far another process is."""
+        if self._latest is None or not self._latest.is_used:
+            waits = "" if self._latest is None else self._latest.progress
+            return getattr(self._eager, "status", "eager") + waits
+        return "compiled: kept from an earlier run" if self._latest.was_kept else "compiled"
 
     def __call__(self, state: Any, batch: Any = None, *, iterations: int | None = None) -> Any:
         """Call the step, eager or compiled; ``step.loop`` is given a number of ``iterations`` in place of a batch."""
@@ -124,17 +140,38 @@ class BackgroundStep:
         key = tuple(
             [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in given if _is_known(leaf)]
         )
+        digest = self._digest(state)
+        if digest is not None:
+            inputs, layout = optree.tree_flatten((state, batch))  # pyright: ignore[reportArgumentType]
+            key = digest, layout, _choice.state, *OUTSIDE.values(), torch.get_default_dtype(), *map(kind_of, inputs)
         graph = self._shapes.get(key)
         if graph is None:
-            graph = self._shapes[key] = _Graph(self._step, self._eager)
+            keeps = digest is not None and kept.can_be_kept(self._step, state)
+            name = kept.name_of(self._step, digest, (state, batch)) if keeps else None
+            tensors = self._reached.tensors if self._reached is not None else ()
+            graph = self._shapes[key] = _Graph(self._step, self._eager, name, tensors)
         self._latest = graph
         left = None if self._steps is None else self._steps - self._calls + 1
         return graph(state, batch, left)
+
+    def _digest(self, state: Any) -> str | None:
+        """A digest of the Python values that the step rests on; None if its graphs are not kept."""
+        if self._keeps is None:
+            self._keeps = kept.can_be_kept(self._step, state)
+        if self._changes > _CHANGES or not self._keeps:
+            return None
+        if self._reached is None or not self._reached.holds():
+            self._reached, self._changes = kept.reached_by(self._step), self._changes + 1
+        return self._reached.digest
 
 
 def _is_known(leaf: Any) -> bool:
     """Whether a graph depends on a leaf's shape, or its value."""
     return isinstance(leaf, (Tensor, int))
+
+
+def _seconds_to_compile(state: Any) -> float:
+    return _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
 
 
 @contextlib.contextmanager
@@ -150,9 +187,18 @@ def _one_thread_less() -> Iterator[None]:
 class _Graph:
     """What becomes of a step for batches of one shape."""
 
-    def __init__(self, step: Callable[..., Any], eager: Callable[..., Any] | None = None):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        eager: Callable[..., Any] | None = None,
+        name: str | None = None,
+        tensors: Sequence[Tensor] = (),
+    ):
         self._step, self._call_eagerly = step, eager or step
-        self._run: Callable[..., Any] | None = None
+        self._name, self._tensors = name, tensors
+        self._run: Callable[..., Any] | None = None if name is None else kept.load(name, tensors)
+        self._is_kept = self.was_kept = self._run is not None
+        self._since = self._expected = 0.0
         self._worker: Compiler | None = None
         self._ended = False
         self._lends = False
@@ -163,6 +209,13 @@ class _Graph:
     @property
     def is_used(self) -> bool:
         return self._run is not None
+
+    @property
+    def progress(self) -> str:
+        """For how long another process has been compiling, and how long that is expected to take; empty if none does."""
+        if self._worker is None or self._ended or self._worker.answer() is not None:
+            return ""
+        return f"; compiling for {time.monotonic() - self._since:.0f} s of about {self._expected:.0f} s"
 
     def __call__(self, state: Any, batch: Any, left: int | None) -> Any:
         if self._run is not None:
@@ -190,7 +243,8 @@ class _Graph:
             evenly = torch.get_num_threads() == 1 and self._crowded(state)
             may = self._may_pay(state, left) and (not evenly or self._affords(state, left))
             if may and not Compiler.busy():
-                self._worker = Compiler(self._step, state, batch, yields=not evenly)
+                self._since, self._expected = time.monotonic(), _seconds_to_compile(state)
+                self._worker = Compiler(self._step, state, batch, self._name, yields=not evenly)
             return None
         answer = self._worker.answer()
         if answer is not None and "error" in answer:
@@ -213,7 +267,7 @@ class _Graph:
         return self._repays(state, left, _WORTH_A_PROCESSOR, _AFTER_A_PROCESSOR)
 
     def _repays(self, state: Any, left: int | None, worth: float, after: float) -> bool:
-        compiling = _COMPILING + _COMPILING_A_LEAF * len(leaves(getattr(state, "params", state)))
+        compiling = _seconds_to_compile(state)
         if left is None or self._spent < _SETTLED * compiling:
             return self._spent >= after * compiling
         return left * statistics.median(self._eager) >= worth * compiling
@@ -224,7 +278,8 @@ class _Graph:
         return on_cpu and len(cores()) <= torch.get_num_threads()
 
     def _pays(self, answer: Mapping[str, Any], left: int | None) -> bool:
-        cost = answer["seconds"] + (0.0 if is_compiler_loaded() else _IMPORTS)
+        imports = 0.0 if is_compiler_loaded() or answer.get("kept") else _IMPORTS
+        cost = answer["seconds"] + imports
         if left is None:
             return self._spent >= _PATIENCE * cost
         return left * statistics.median(self._eager) * (1 - 1 / _FASTER) >= cost
@@ -232,6 +287,8 @@ class _Graph:
     def _go_over(self, answer: Mapping[str, Any], state: Any, batch: Any) -> Any:
         if self._worker is not None:
             self._worker.end()
+        if answer.get("kept"):
+            return self._take_up(state, batch)
         run = graph(self._step, answer["options"])
         try:
             with compiled_from_cache():
@@ -243,12 +300,31 @@ class _Graph:
         self._run = run
         return result
 
+    def _take_up(self, state: Any, batch: Any) -> Any:
+        """Go over to the graph that the worker has kept."""
+        assert self._name is not None
+        run = kept.load(self._name, self._tensors)
+        if run is None:
+            self._end("its graph cannot be read")
+            return self._call_eagerly(state, batch)
+        # A copy, because a step with donate=True writes the state.
+        trial = tree_map(torch.clone, state)
+        (_, metrics), (_, expected) = run(trial, batch), (result := self._call_eagerly(state, batch))
+        if not torch.allclose(metrics["loss"], expected["loss"], **_CLOSE, equal_nan=True):
+            kept.drop(self._name)
+            self._end("its graph has other losses")
+            return result
+        self._run, self._is_kept = run, True
+        return result
+
     def _call_compiled(self, state: Any, batch: Any) -> Any:
         assert self._run is not None
+        if self._is_kept and why_not_now(self._step, state, batch) is not None:
+            return self._call_eagerly(state, batch)
         start = time.perf_counter()
-        with eager_unless_compiled():
+        with contextlib.nullcontext() if self._is_kept else eager_unless_compiled():
             result = self._run(state, batch)
-        if len(self._compiled) < _TRIAL:
+        if len(self._compiled) < _TRIAL and self._eager:
             self._compiled.append(time.perf_counter() - start)
             if len(self._compiled) == _TRIAL and statistics.median(self._compiled) > statistics.median(self._eager):
                 self._end(None)

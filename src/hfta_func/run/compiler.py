@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import queue
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hfta_func._torch import graph_hits
 from hfta_func._tree import leaves, tree_map
+from hfta_func.run import kept
 from hfta_func.run.graphs import graph, options
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import Process, cores
@@ -30,18 +32,21 @@ class Compiler:
         step: The step.
         state: A state, for its shapes.
         batch: A batch, for its shapes.
+        name: What the graph is called on disk, if it may be kept there.
         yields: Whether the worker yields the processors to this process.
     """
 
     _last: weakref.ref[Compiler] | None = None
 
-    def __init__(self, step: Callable[..., Any], state: Any, batch: Any, yields: bool = True):
+    def __init__(self, step: Callable[..., Any], state: Any, batch: Any, name: str | None = None, yields: bool = True):
         Compiler._last = weakref.ref(self)
         self._answer: dict[str, Any] | None = None
         self._is_over = True
         try:
             inputs, settings = tree_map(_Like, (state, batch)), {get.__name__: get() for get, _ in SETTINGS}
-            order = _sent({"step": step, "inputs": inputs, **settings}, getattr(step, "base", {}).values())
+            order = _sent(
+                {"step": step, "inputs": inputs, "name": name, **settings}, getattr(step, "base", {}).values()
+            )
         except Exception as error:
             self._answer = {"error": f"it cannot be sent to another process, {one_line_error(error)}"}
             return
@@ -64,7 +69,7 @@ class Compiler:
         """What the worker has answered so far, None before its first answer.
 
         As soon as there is a graph, ``options`` and the ``seconds`` that compiling took; later, the seconds that reading
-        the graph from the cache takes. Or an ``error``.
+        the graph from the cache takes. Of one that is ``kept`` by its name, these at once. Or an ``error``.
         """
         if not self._is_over:
             try:
@@ -77,7 +82,7 @@ class Compiler:
                 self._answer is None,
                 answer if isinstance(answer, dict) else {"error": str(answer)},
             )
-            if is_first and "error" not in self._answer:
+            if is_first and "options" in self._answer:
                 self._pool.submit(self._function, chosen=self._answer["options"])
             else:
                 self.end()
@@ -147,6 +152,13 @@ class StepCompiler:
         except Exception as failed:
             return {"error": one_line_error(failed)}
         likes: Any = leaves(order["inputs"])
+        if order["name"] is not None:
+            # What cannot be recorded, or kept, is traced.
+            with contextlib.suppress(Exception):
+                kept.make(order["step"], tree_map(_Like.tensor, order["inputs"]), order["name"])
+                start = time.perf_counter()
+                if kept.load(order["name"], kept.reached_by(order["step"]).tensors) is not None:
+                    return {"kept": True, "seconds": time.perf_counter() - start}
         # Not "cpu" if anything is elsewhere.
         device = max((like.made_of[-1].type for like in likes), key=lambda kind: kind != "cpu")
         for one in options(order["step"], order["inputs"][0], device):

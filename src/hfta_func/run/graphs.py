@@ -36,6 +36,12 @@ def options(step: Callable[..., Any], state: Any, device: str) -> tuple[dict[str
     return ({_REPLAYED: True}, {}) if in_place else ({},)
 
 
+def ahead(state: Any) -> dict[str, Any]:
+    """Options of inductor for the graph of a step with this state that is kept as a library."""
+    level = "O0" if len(leaves(getattr(state, "params", state))) > _TOGETHER else "O1"
+    return {**_TRUSTING, "aot_inductor.compile_wrapper_opt_level": level}
+
+
 def graph(step: Callable[..., Any], chosen: Mapping[str, Any]) -> Any:
     """The step, compiled when it is called, with these options; a call checks only what may change between calls."""
     options: Any = {**chosen, "guard_filter_fn": may_change}

@@ -10,9 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from hfta_func._torch import original
 from hfta_func._tree import leaves, num_models, take, without_shared
 from hfta_func._types import Shared, Tree, text_table
+from hfta_func.run.devices import Device, find_device
 from hfta_func.run.memory import free_bytes, is_out_of_memory, peak_bytes, quick_collections, release
+from hfta_func.run.predict import Predictor, measured
+from hfta_func.run.walk import walk
 from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
 from hfta_func.step.state import TrainState
@@ -43,6 +47,7 @@ class Plan(NamedTuple):
         limit: The largest number of models considered.
         num_models: The largest number of models that fits, at most ``limit``; 0 if none fits.
         chunk_size: The recommended ``chunk_size`` of ``make_train_step``; None runs all models together.
+        basis: What the times are predicted from, on a device that is not here; empty if they were measured.
     """
 
     sizes: tuple[int, ...]
@@ -54,6 +59,7 @@ class Plan(NamedTuple):
     limit: int
     num_models: int
     chunk_size: int | None
+    basis: str = ""
 
     def time(self, num_models: int) -> float:
         """Seconds of a step of M models: measured, or interpolated linearly from the two nearest measurements."""
@@ -67,10 +73,11 @@ class Plan(NamedTuple):
         rows: list[tuple[str, ...]] = [("models", "ms", "ms per model", "MiB", "")]
         for size in sorted({*self.sizes, self.num_models} - {0}):
             numbers = 1e3 * self.time(size), 1e3 * self.time(size) / size
-            how = "" if size in self.sizes else "predicted"
+            how = "" if size in self.sizes and not self.basis else "predicted"
             rows.append((str(size), *(f"{ms:.3f}" for ms in numbers), f"{self.memory(size) / 2**20:.1f}", how))
         chunk = "" if self.chunk_size is None else f" in chunks of {self.chunk_size}"
-        return f"{text_table(rows, '>>>><')}\n{self.num_models} of {self.limit} models fit{chunk}"
+        basis = self.basis and f"\n{self.basis}"
+        return f"{text_table(rows, '>>>><')}\n{self.num_models} of {self.limit} models fit{chunk}{basis}"
 
 
 @quick_collections()
@@ -83,8 +90,11 @@ def plan(
     sizes: Sequence[int] = (1, 2, 4, 8),
     free: int | None = None,
     steps: int | None = None,
+    device: str | None = None,
 ) -> Plan:
     """Measure a step at a few M, predict its time and memory at others, and recommend M and a chunk size.
+
+    With ``device`` nothing runs: the step's operators are listed, and the time of each is predicted for that device.
 
     Args:
         step: A training step without chunks, compiled or not; a compiled step compiles once per size.
@@ -96,13 +106,18 @@ def plan(
         free: Bytes available; by default those free on the device now.
         steps: Number of steps of ``limit`` models to come, of whose time measuring takes about 1 %: where they are few, not
             all sizes are measured. By default it takes about two seconds.
+        device: A CPU or GPU that is not here, such as ``"H100"``, by its name in the table of devices. Bytes available are
+            then those of its data sheet. Steps are eager, or replayed if made with ``replay=True``; a CPU's have as many
+            threads as this process.
 
     Returns:
         The measurements and the recommendation; if only one size fits, predictions are proportional to it.
 
     Raises:
-        ValueError: if there are fewer than two sizes, they are not ascending and positive, or ``limit`` is less than 1.
+        ValueError: if there are fewer than two sizes, they are not ascending and positive, or ``limit`` is less than 1; if
+            ``device`` is not in the table (names the nearest), is a CPU without ``free``, or the step is compiled.
         StateError: if the free memory of the device cannot be read.
+        TraceError: if the step reads values, so that it cannot be planned for a ``device`` that is not here.
         MemoryError: if the smallest size does not fit.
         Exception: any other error of the step.
 
@@ -119,6 +134,15 @@ def plan(
         raise ValueError(f"sizes are {list(sizes)}; pass at least two numbers of models, ascending from 1 or more")
     if limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1 model")
+    if device is not None:
+        return _elsewhere(step, state, batch, sizes, limit, free, find_device(device))
+    return _measured(step, state, batch, sizes, limit, free, steps)
+
+
+def _measured(
+    step: Run, state: TrainState, batch: Tree, sizes: tuple[int, ...], limit: int, free: int | None, steps: int | None
+) -> Plan:
+    """The plan for the device that the state is on, by measurements."""
     device = state.keys.device
     free = free_bytes(device) if free is None else free
     held, shared = _bytes(state)
@@ -159,9 +183,38 @@ def plan(
     # Fewer models never take longer; a disturbed time would make extrapolated times negative.
     seconds = [*itertools.accumulate((statistics.median(times[size]) for size in reversed(fits)), min)]
     measured_peaks = tuple(peaks[size] for size in fits)
-    result = Plan(fits, tuple(reversed(seconds)), measured_peaks, held, shared, free, limit, 0, None)
-    count = max((count for count in range(1, min(limit + 1, failed)) if result.memory(count) <= free), default=0)
-    smaller = [size for size in fits if size < count]
+    return _recommended(
+        Plan(fits, tuple(reversed(seconds)), measured_peaks, held, shared, free, limit, 0, None), failed
+    )
+
+
+def _elsewhere(
+    step: Run, state: TrainState, batch: Tree, sizes: tuple[int, ...], limit: int, free: int | None, device: Device
+) -> Plan:
+    """The plan for a device that is not here, by its step's operators."""
+    options = getattr(original(step), "options", None)
+    if original(step) is not step or getattr(options, "chunk_size", None) is not None:
+        raise ValueError("device= is for a step that is neither compiled nor in chunks; pass make_train_step's own")
+    if free is None and device.kind == "cpu":
+        raise ValueError(f"a machine with {device.name} may have any memory; pass free=, a number of bytes")
+    free = int(1e9 * device.memory) if free is None else free
+    guess, pairs = Predictor(device, measured(device.kind), torch.get_num_threads()), []
+    # The first walk finds out what views the model writes.
+    for size in (sizes[0], *sizes):
+        array = _Array(step, state, batch, size)
+        walked = walk(step, array.state, array.batch, device.kind)
+        pairs.append(
+            guess.step(walked, len(leaves(getattr(state, "params", ()))), bool(getattr(options, "replay", False)))
+        )
+    seconds, peaks = zip(*pairs[1:], strict=True)
+    return _recommended(Plan(sizes, seconds, peaks, *_bytes(state), free, limit, 0, None, guess.basis), limit + 1)
+
+
+def _recommended(result: Plan, failed: int) -> Plan:
+    """With the largest number of models below ``failed`` that fits, and the size of chunks."""
+    limit = result.limit
+    count = max((count for count in range(1, min(limit + 1, failed)) if result.memory(count) <= result.free), default=0)
+    smaller = [size for size in result.sizes if size < count]
     best = min(smaller, key=lambda size: result.time(size) / size, default=count)
     chunked = best < count and result.time(best) / best < (1 - _WORTH) * result.time(count) / count
     return result._replace(num_models=count, chunk_size=best if chunked or count == 1 < limit else None)
@@ -219,10 +272,10 @@ class _Array:
         count, dims = num_models(state), getattr(inspect.unwrap(step), "batch_dims", 0)
         check_batch(dims, plain(batch), count)
         members = torch.arange(size, device=state.keys.device) % count
-        self._run, self._state, self._batch = step, take(state, members), take_batch(dims, batch, members)
+        self._run, self.state, self.batch = step, take(state, members), take_batch(dims, batch, members)
 
     def step(self) -> None:
-        self._state, _ = self._run(self._state, self._batch)
+        self.state, _ = self._run(self.state, self.batch)
 
 
 def _attempt(step: Run, state: TrainState, batch: Tree, size: int, work: Callable[[_Array], T]) -> T | None:

@@ -53,15 +53,20 @@ def roofline(recorded: Sequence[Span], device: torch.device, dtype: torch.dtype)
 
 def _work(span: Span) -> Iterator[tuple[float, float]]:
     """Floating-point operations and bytes of each product, and of each kernel besides."""
-    formula = _FORMULAS.get(span.operator) if span.mark is None else None
-    if formula is not None:
-        products = formula(span.event.shapes(), span.event.concrete_inputs())
-        yield float(products), sum(_traffic(kernel) for kernel in span if kernel.is_kernel)
+    if span.mark is None and span.operator in _FORMULAS:
+        products = flops_of(span.operator, span.event.shapes(), span.event.concrete_inputs())
+        yield products, sum(_traffic(kernel) for kernel in span if kernel.is_kernel)
     elif span.is_kernel:
         yield 0.0, _traffic(span)
     else:
         for inner in span.inside:
             yield from _work(inner)
+
+
+def flops_of(operator: str, shapes: Any, inputs: Any) -> float:
+    """Floating-point operations of a product or a convolution, by its arguments by position; 0 for other operators."""
+    formula = _FORMULAS.get(operator, _FORMULAS.get(operator.removeprefix("aten::")))
+    return 0.0 if formula is None else float(formula(shapes, inputs))
 
 
 @functools.cache
@@ -137,7 +142,7 @@ _FORMULAS: dict[str, Callable[[Any, Any], float]] = {
     **{name: lambda x, _: 2 * math.prod(x[1]) * x[2][-1] for name in ("addmm", "baddbmm")},
     "mv": lambda x, _: 2 * math.prod(x[0]),
     "dot": lambda x, _: 2 * math.prod(x[0]),
-    "_convolution": _convolution,
+    **dict.fromkeys(("_convolution", "aten::convolution"), _convolution),
     "convolution_backward": _convolution_backward,
     **{f"_scaled_dot_product_flash_attention{kind}": _attention(1, 0) for kind in ("", "_for_cpu")},
     **{f"_scaled_dot_product_flash_attention{kind}_backward": _attention(2.5, 1) for kind in ("", "_for_cpu")},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._kernels import nonfinite
-from hfta_func._kernels.operators import define_operator
+from hfta_func._kernels.operators import DEFINITIONS, define_operator
 from hfta_func._torch import can_look, constant_to_compiler, inside_transform, num_dispatch_modes, num_recorders
 from hfta_func._types import NonFiniteError
 from hfta_func.optim._kernel import MAX_INLINE_LEAVES
@@ -119,3 +119,6 @@ def _define() -> bool:
         fake=lambda losses, grads: torch.empty(losses.shape[0], dtype=torch.int64),
     )
     return True
+
+
+DEFINITIONS.append(("diagnose", _define))

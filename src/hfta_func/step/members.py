@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import can_look, constant_to_compiler, inside_transform, set_compiling
+from hfta_func._torch import can_look, constant_to_compiler, inside_transform, is_walked, set_compiling
 from hfta_func._tree import tree_map
 from hfta_func._types import Params, Tree
 from hfta_func.calls.autodiff import rehearsing
@@ -43,7 +43,7 @@ class Members:
 
         To a compiler it is always False; it would compile again once the answer changes.
         """
-        return can_look(keys) and not self._has_run
+        return can_look(keys) and not self._has_run and not is_walked()
 
     def guard(self, keys: Tensor, call: Callable[..., T], *params: Params) -> T:
         """``call(*params)``; raises a StateError if it writes one of them in place, where that can be seen.
@@ -86,7 +86,7 @@ class Members:
 
     def has_run(self, keys: Tensor) -> None:
         """Note that all members have been called: from now on, parameters are not copied."""
-        if can_look(keys):
+        if can_look(keys) and not is_walked():
             self._has_run = True
 
 

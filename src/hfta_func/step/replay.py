@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
@@ -76,7 +77,7 @@ class Replay:
 
     def __call__(self, state: TrainState, batch: Tree) -> Result:
         """The next state and the metrics."""
-        why_not = self._why_not(state, batch)
+        why_not = why_not_now(self._step, state, batch)
         if why_not is not None:
             self.status = f"eager: {why_not}"
             return self._step.eagerly(state, batch)
@@ -84,7 +85,7 @@ class Replay:
             self.left -= 1
         inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
         try:
-            key = layout, _choice.state, *OUTSIDE.values(), *map(_kind, inputs)
+            key = layout, _choice.state, *OUTSIDE.values(), *map(kind_of, inputs)
         except AttributeError:
             return self._step.eagerly(state, batch)  # which says what is no tensor
         shape = self._shapes.get(key)
@@ -114,28 +115,6 @@ class Replay:
         finally:
             self._recording.release()
 
-    def _why_not(self, state: TrainState, batch: Tree) -> str | None:
-        """Why this call cannot be replayed, whatever the functions do."""
-        if type(state) is not TrainState or torch.is_inference_mode_enabled():
-            return "the step refuses it"
-        if torch.compiler.is_compiling() or inside_transform():
-            return "it is part of another computation"
-        if (
-            num_dispatch_modes()
-            or function_modes()
-            or is_autocasting()
-            or torch.is_anomaly_enabled()
-            or _choice.is_explaining()
-        ):
-            return "a context around the step observes or changes operators"
-        if state.keys.device.type == "xla":
-            return "XLA records operators itself"
-        if state.shared or self._step._gradients.rewrites_params:
-            return "members share trained parameters, or the model writes its own"
-        if not is_plain(batch):
-            return "the batch is a container of its own class"
-        return None
-
     def _in_context(self, state: TrainState, call: Callable[[], Any]) -> Any:
         """A call in the settings under which the user's functions run."""
         with torch.enable_grad(), autocasting(state.keys.device, self._step.options.autocast):
@@ -145,8 +124,7 @@ class Replay:
         """What the step decides in a call that is recorded; None if that cannot be."""
         step = self._step
         try:
-            arguments = self._member(state, batch)
-            reads = self._in_context(state, lambda: Reads(step._made_from[1], arguments))
+            reads = self.reads(state, batch)
             first, decision = _recorded(functools.partial(_decided, step), state, batch)
             known, looks = _Known(first, reads, state, decision), can_look(state.keys)
             if not step.options.donate and is_closed(step.optimizer) and (looks or step.options.nonfinite != "raise"):
@@ -160,6 +138,11 @@ class Replay:
         (params, *others), verdict = decision
         # What the update starts from are the state's own tensors.
         return StepOutputs({path: state.params[path] for path in params}, *others), verdict
+
+    def reads(self, state: TrainState, batch: Tree) -> Reads:
+        """What the loss function reads; raises a NotReplayableError if it does more than compute."""
+        arguments = self._member(state, batch)
+        return self._in_context(state, lambda: Reads(self._step._made_from[1], arguments))
 
     def _member(self, state: TrainState, batch: Tree) -> tuple[Any, ...]:
         """The loss function's arguments for the first member, in tensors of their own."""
@@ -182,6 +165,45 @@ class Replay:
             shape.refuse(f"its record {why_not}")
 
 
+def why_not_now(step: Any, state: Any, batch: Tree) -> str | None:
+    """Why this call cannot be replayed, whatever the functions do."""
+    if type(state) is not TrainState or torch.is_inference_mode_enabled():
+        return "the step refuses it"
+    if torch.compiler.is_compiling() or inside_transform():
+        return "it is part of another computation"
+    if (
+        num_dispatch_modes()
+        or function_modes()
+        or is_autocasting()
+        or torch.is_anomaly_enabled()
+        or _choice.is_explaining()
+    ):
+        return "a context around the step observes or changes operators"
+    if state.keys.device.type == "xla":
+        return "XLA records operators itself"
+    if state.shared or step._gradients.rewrites_params:
+        return "members share trained parameters, or the model writes its own"
+    if not is_plain(batch):
+        return "the batch is a container of its own class"
+    return None
+
+
+def require_pure(step: Any, state: TrainState, batch: Tree) -> None:
+    """Raise a NotReplayableError if the step's functions do more than compute from what they can reach."""
+    Replay(step).reads(state, batch)
+
+
+def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any]:
+    """The tape of a step as compilers see it, and the layout of its results: not in place, and without a look at values."""
+    if step.options.donate:
+        step = type(step)(*step._made_from[:3], dataclasses.replace(step.options, donate=False))
+    with torch.no_grad():
+        # The first call learns what the model does.
+        step.eagerly(state, batch)
+        tape, result = _recorded(functools.partial(_at_once, step), state, batch, compiling=True)
+    return tape, optree.tree_structure(result)
+
+
 def _decided(step: Any, state: TrainState, batch: Tree) -> Decision:
     outputs, verdict = step.decide(state, batch)
     return outputs[:-1], verdict
@@ -194,17 +216,21 @@ def _written(step: Any, state: TrainState, decision: Decision) -> Result:
     return step.finish(state, StepOutputs(*parts), verdict, looks=False)
 
 
-def _recorded(call: Callable[..., Any], *arguments: Tree) -> tuple[Tape, Any]:
+def _at_once(step: Any, state: TrainState, batch: Tree) -> Result:
+    return step.finish(state, *step.decide(state, batch), looks=False)
+
+
+def _recorded(call: Callable[..., Any], *arguments: Tree, compiling: bool = False) -> tuple[Tape, Any]:
     """The tape of a call, and what it returned."""
     # A tensor that stands in two places now may be two in the next call.
     inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, arguments))
-    recorder = Recorder(inputs)
+    recorder = Recorder(inputs, compiling)
     try:
         with recorder:
             results = call(*optree.tree_unflatten(layout, inputs))
     except Exception as error:
         raise NotReplayableError(recorder.why_not or f"recording it raises {type(error).__name__}") from error
-    return Tape(recorder, len(inputs), leaves(results)), results
+    return Tape(recorder, len(inputs), optree.tree_leaves(results)), results
 
 
 class _Known:
@@ -281,7 +307,8 @@ class _Shape:
         self.why_not, self.tapes = why, []
 
 
-def _kind(leaf: Tensor) -> tuple[Any, ...]:
+def kind_of(leaf: Tensor) -> tuple[Any, ...]:
+    """What a graph of operators rests on about a tensor."""
     return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf)
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``hfta-func tune``, ``status``, ``plan``, ``explain``, ``profile`` and ``doctor``."""
+"""The command line: ``hfta-func tune``, ``status``, ``plan``, ``explain``, ``profile``, ``cache`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 import hfta_func as hfta
 from hfta_func._kernels import native
 from hfta_func._types import text_table
+from hfta_func.run import kept
 from hfta_func.tune import schedulers
 from hfta_func.tune.callbacks import tensorboard
 from hfta_func.tune.population import Population
@@ -105,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     for parser_of_array in (explain, profile):
         text = "number of members of the array (default: 4)"
         parser_of_array.add_argument("--models", type=int, default=4, help=text)
+    cache = command("cache", _cache, "Show the compiled graphs that are kept on disk.")
+    cache.add_argument("--clear", action="store_true", help="remove them")
     command("doctor", _doctor, "Show versions, devices, compiler, rules, cache and allocator.")
     return parser
 
@@ -266,6 +270,15 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _profile(args: argparse.Namespace) -> int:
     print(hfta.profile(*_array(args, args.models), trace=args.trace))
+    return 0
+
+
+def _cache(args: argparse.Namespace) -> int:
+    graphs = kept.kept()
+    for name, _, _ in graphs if args.clear else ():
+        kept.drop(name)
+    print(text_table([(name, f"{size / 2**20:.1f} MiB", time.ctime(used)) for name, size, used in graphs], "<><"))
+    print(f"{len(graphs)} graphs{' removed' * args.clear}, at most {kept.MOST_BYTES >> 20:,} MiB in {kept.folder()}")
     return 0
 
 

@@ -1,0 +1,202 @@
+"""Steps predicted from single operators, next to what they take: of workloads left out, and of another machine.
+
+Operators of all steps are listed without running these, and each is measured by itself; what this process does between them
+is fitted to steps. A workload is predicted from the others alone: from their operators and their steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+from benchmarks._measure import RESULTS, machine, peak_bytes, table
+from benchmarks.workloads import Spec, batch_size, make
+from hfta_func._torch import pytree
+from hfta_func._tree import leaves
+from hfta_func.run.devices import find_device
+from hfta_func.run.predict import FILE, Measured, Predictor, Row, features, host_work
+from hfta_func.run.walk import Like, Operator, Walk, walk
+
+SEVEN = ("mlp", "resnet", "mobilenet-v3s", "pointnet-cls", "dcgan", "transformer", "bert")
+MODELS = (1, 2, 4, 8, 16, 32)
+OTHER = RESULTS / "cpu-small.json"
+
+
+class Cell(NamedTuple):
+    """A workload at some M: its step, which trains on, what it consists of, and what it takes."""
+
+    workload: str
+    models: int
+    step: Callable[[], object]
+    walk: Walk
+    leaves: int
+    held: int
+    times: list[float]
+    peaks: list[int]
+
+
+def cell(workload: str, models: int) -> Cell:
+    """A workload at some M, not measured yet."""
+    job = make(Spec(workload, "small", models, batch_size(workload, "small", "cpu")))
+    step, state = job.array()
+    batch, params = job.batches[0], len(leaves(getattr(state, "params", state)))
+    walk(step, state, batch)  # The first one finds out what views a model writes.
+    walked, held = walk(step, state, batch), sum(leaf.nbytes for leaf in leaves(state))
+
+    def train() -> None:
+        nonlocal state
+        state, _ = step(state, batch)
+
+    return Cell(workload, models, train, walked, params, held, [], [])
+
+
+def least(work: Callable[[], object], seconds: float, calls: int = 3) -> float:
+    """Seconds of a call, the least of those that fit into some seconds; on one thread its own, whatever else runs."""
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    work()
+    begin, times = now(), []
+    while len(times) < calls or now() - begin < seconds:
+        start = now()
+        work()
+        times.append(now() - start)
+    return min(times)
+
+
+def run_alone(operator: Operator) -> Callable[[], object]:
+    """The operator by itself, on random numbers; indices are zero."""
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, Like):
+            return leaf
+        last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride, strict=True))
+        entries = 0 if 0 in leaf.shape else last + 1
+        kind = torch.randn if leaf.dtype.is_floating_point else torch.zeros
+        return kind(entries, dtype=leaf.dtype).as_strided(leaf.shape, leaf.stride)
+
+    args, kwargs = pytree.tree_map(real, operator.inputs, is_leaf=lambda leaf: isinstance(leaf, Like))
+    return lambda: operator.call(*args, **kwargs)
+
+
+Key = tuple[str, tuple[float, ...]]
+
+
+class Single:
+    """An operator that is measured by itself, once a round."""
+
+    def __init__(self, operator: Operator):
+        self.operator, self.times, self.extra, self.workloads = operator, [], 0.0, set()
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Once more."""
+        work = run_alone(self.operator)
+        self.times.append(least(work, 0.001))
+        if len(self.times) == 1:
+            results = sum(like.bytes for like in self.operator.results)
+            self.extra = max(0, peak_bytes(work) - results) / max(1, self.operator.bytes)
+
+    @property
+    def row(self) -> Row:
+        """What was measured."""
+        return Row(self.operator.name, features(self.operator), float(f"{min(self.times):.3g}"), round(self.extra, 3))
+
+
+def measure(workloads: Sequence[str], models: Sequence[int], rounds: int) -> tuple[list[Cell], dict[Key, Single]]:
+    """Steps and operators, which take turns."""
+    cells = [cell(workload, count) for workload in workloads for count in models]
+    singles: dict[Key, Single] = {}
+    for one in cells:
+        for operator in one.walk.operators:
+            if operator.is_kernel:
+                key = operator.name, features(operator)
+                singles.setdefault(key, Single(operator)).workloads.add(one.workload)
+    for turn in range(rounds):
+        for one in cells:
+            one.times.append(least(one.step, 0.1))
+            if turn == 1:
+                one.peaks.append(peak_bytes(one.step))
+        for single in singles.values():
+            single.measure()
+        print(f"round {turn + 1} of {rounds}", flush=True)
+    return cells, singles
+
+
+def fitted(cells: Iterable[Cell], rows: Iterable[Row], device: str) -> Measured:
+    """What was measured, with the seconds of what this process does between operators, fitted to steps."""
+    known = Measured(device, torch.get_num_threads(), (0.0,) * 4, [*rows])
+    alone, work, rest = Predictor(find_device(device), known, known.threads), [], []
+    for one in cells:
+        seconds = min(one.times)
+        work.append([amount / seconds for amount in host_work(one.walk, one.leaves)])
+        rest.append(1 - alone.step(one.walk, one.leaves)[0] / seconds)
+    return known._replace(host=tuple(float(f"{each:.3g}") for each in nnls(np.array(work), np.array(rest))[0]))
+
+
+def left_out(cells: list[Cell], singles: dict[Key, Single], device: str) -> list[list[str]]:
+    """Each workload from the others: mean error of time and of memory, and both without a sign at every M."""
+    lines = []
+    for name in dict.fromkeys(one.workload for one in cells):
+        others = [single.row for single in singles.values() if single.workloads - {name}]
+        known = fitted([one for one in cells if one.workload != name], others, device)
+        guess = Predictor(find_device(device), known, known.threads)
+        pairs = [(one, *guess.step(one.walk, one.leaves)) for one in cells if one.workload == name]
+        times = [seconds / min(one.times) - 1 for one, seconds, _ in pairs]
+        memory = [(one.held + peak) / (one.held + one.peaks[0]) - 1 for one, _, peak in pairs]
+        means = [f"{statistics.mean(map(abs, errors)):.1%}" for errors in (times, memory)]
+        lines.append([name, *(f"{error:+.0%}" for error in times), *means])
+    return lines
+
+
+def elsewhere(cells: list[Cell], known: Measured, device: str) -> list[list[str]]:
+    """The rows of the other machine from what was measured here."""
+    results, lines = json.loads(OTHER.read_text()), []
+    guess = Predictor(find_device(device), known, 2)
+    for name in dict.fromkeys(one.workload for one in cells):
+        errors: dict[int, float] = {}
+        for one in cells:
+            row = results.get(name, {}).get(str(one.models), {}).get("rows", {}).get("array")
+            if one.workload == name and row:
+                errors[one.models] = guess.step(one.walk, one.leaves)[0] / statistics.median(row["seconds"]) - 1
+        if errors:
+            cells_of = [f"M {count} {error:+.0%}" for count, error in errors.items()]
+            lines.append([name, "  ".join(cells_of), f"{statistics.mean(map(abs, errors.values())):.1%}"])
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks plan", description=__doc__)
+    parser.add_argument("--workloads", nargs="+", choices=SEVEN, default=[*SEVEN])
+    parser.add_argument("--models", nargs="+", type=int, default=[*MODELS], help="each M")
+    parser.add_argument("--rounds", type=int, default=3, help="how often steps and operators are measured, at least 2")
+    parser.add_argument("--here", default="EPYC 7763", help="this machine's CPU in the table of devices")
+    parser.add_argument("--other", default="Xeon 8480+", help="that of the machine whose rows are committed")
+    parser.add_argument("--write", action="store_true", help="put what was measured where hfta.plan reads it")
+    args = parser.parse_args(argv)
+    # The profiler talks.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**machine()), flush=True)
+    cells, singles = measure(args.workloads, args.models, args.rounds)
+    if len(args.workloads) > 1:
+        head = ["left out", *(f"M {count}" for count in args.models), "time, mean", "memory, mean"]
+        print(table(head, left_out(cells, singles, args.here)))
+    known = fitted(cells, [single.row for single in singles.values()], args.here)
+    print(f"\nseconds of an operator forward, one backward, a rule, a leaf: {known.host}")
+    print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other)))
+    if args.write:
+        held = json.loads(FILE.read_text()) if FILE.exists() else {}
+        rows = sorted([row.name, row.features, row.seconds, row.extra] for row in known.rows)
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+        kinds = {**{kind: json.dumps(one) for kind, one in held.items() if kind != "cpu"}}
+        kinds["cpu"] = f"[{json.dumps(known.device)}, {known.threads}, {json.dumps(known.host)}, [\n{lines}]]"
+        FILE.write_text("{" + ",\n".join(f"{json.dumps(kind)}: {text}" for kind, text in kinds.items()) + "}\n")
+    return 0

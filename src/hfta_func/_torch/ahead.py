@@ -1,0 +1,101 @@
+"""Tapes that are compiled to libraries, which run without Python and without the compiler's modules."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import pathlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from hfta_func._torch._release import private
+from hfta_func._torch.levels import pytree
+from hfta_func._torch.tape import Fresh, NotReplayableError, Slot, Tape
+
+_NAMESPACE = "hfta_func::"
+
+
+class Library(NamedTuple):
+    """How a library is called, which lies in a file of its own."""
+
+    captured: tuple[int, ...]  # which of the tensors that functions hold are inputs, after those of the tape
+    outputs: tuple[int, ...]  # for each of the tape the number of the library's, or ``~number`` of the input that it is
+    operators: tuple[str, ...]  # operators of this package that it calls
+
+
+def compile_ahead(
+    tape: Tape,
+    inputs: Sequence[Tensor],
+    held: Sequence[Tensor],
+    written: int,
+    options: Mapping[str, Any],
+    path: str,
+) -> Library:
+    """Compile a tape for tensors like ``inputs`` to a library at ``path``, a name that ends in ``.so``.
+
+    Args:
+        tape: The tape.
+        inputs: Its inputs, for their shapes.
+        held: Tensors that functions hold, which become inputs where the tape reads them.
+        written: How many of the first outputs are written into the first inputs.
+        options: The compiler's.
+        path: Where the library goes. If it calls other operators, their list lies beside it, a ``.json``.
+
+    Raises:
+        NotReplayableError: if the tape reads a tensor that is nowhere among these.
+    """
+    graph, nodes, module = fx.Graph(), dict[Slot, Any](), torch.nn.Module()
+    places = {id(tensor): place for place, tensor in enumerate(held)}
+    by_reference = [(slot, tensor) for slot, tensor in tape.constants.items() if not isinstance(slot, Fresh)]
+    if any(id(tensor) not in places for _, tensor in by_reference):
+        raise NotReplayableError("it reads a tensor that neither its state nor its functions hold")
+    slots = [*tape.inputs, *(slot for slot, _ in by_reference)]
+    nodes |= {slot: graph.placeholder(f"input{slot}") for slot in slots}
+    for slot, tensor in tape.constants.items():
+        if isinstance(slot, Fresh):
+            module.register_buffer(f"constant{slot}", tensor)
+            nodes[slot] = graph.get_attr(f"constant{slot}")
+
+    def assign(made: Any, node: Any) -> None:
+        if isinstance(made, Slot):
+            nodes[made] = node
+        for number, part in enumerate(made if isinstance(made, (tuple, list)) else ()):
+            if part is not None:
+                assign(part, graph.call_function(operator.getitem, (node, number)))
+
+    for call in tape.calls:
+        args, kwargs = pytree.tree_map(lambda leaf: nodes[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
+        assign(call.result, graph.call_function(call.operator, tuple(args), kwargs))
+    for slot, output in zip(tape.inputs[:written], tape.outputs, strict=False):
+        if slot != output:
+            graph.call_function(torch.ops.aten.copy_.default, (nodes[slot], nodes[output]))
+    outputs = [*tape.inputs[:written], *tape.outputs[written:]]
+    made = [*dict.fromkeys(slot for slot in outputs if slot not in slots)]
+    graph.output([nodes[slot] for slot in made])
+    given = (*inputs, *(tensor for _, tensor in by_reference))
+    inductor: Any = importlib.import_module("torch._inductor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chosen = {**options, "aot_inductor.output_path": path}
+        inductor.aot_compile(fx.GraphModule(module, graph), given, options=chosen)
+    called = ""
+    for listed in pathlib.Path(path).parent.glob("*.wrapper.json"):
+        # A library looks for the operators that it calls under its own name.
+        called = listed.rename(pathlib.Path(path).with_suffix(".json")).read_text()
+    names = {call.operator._schema.name for call in tape.calls}
+    return Library(
+        tuple(places[id(tensor)] for _, tensor in by_reference),
+        tuple(~slots.index(slot) if slot in slots else made.index(slot) for slot in outputs),
+        tuple(
+            sorted(name.removeprefix(_NAMESPACE) for name in names if name.startswith(_NAMESPACE) and name in called)
+        ),
+    )
+
+
+def load_ahead(path: str) -> Callable[[list[Tensor]], list[Tensor]]:
+    """The function of a library that :func:`compile_ahead` has made."""
+    return private("torch._C", "_aoti.AOTIModelContainerRunnerCpu")(path, 1).run

@@ -1,0 +1,200 @@
+"""Compiled steps on disk: a later process takes them up at its first call, without the compiler.
+
+A graph is a folder named by a digest of all that it rests on: the values that the step's functions can reach, shapes,
+settings, rules, versions and the machine. Whatever is wrong with a folder, the step is compiled instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import os
+import pathlib
+import pickle
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from hfta_func._kernels import native
+from hfta_func._kernels.operators import is_defined
+from hfta_func._torch import compile_ahead, load_ahead
+from hfta_func._tree import leaves
+from hfta_func._types import Schedule, Tree, recipe
+from hfta_func.optim._base import GradientTransformation, is_closed
+from hfta_func.rules import _choice
+from hfta_func.rules._registry import OUTSIDE
+from hfta_func.run.graphs import ahead
+from hfta_func.run.reached import Reached
+from hfta_func.step.replay import kind_of, recorded_whole, require_pure
+from hfta_func.step.state import TrainState
+from hfta_func.step.train import TrainStep
+from hfta_func.workers.settings import SETTINGS
+
+MOST_BYTES = 2**30
+"""How much the graphs may take on disk; those that were not used for longest go first."""
+_LIBRARY, _ABOUT = "step.so", "about"
+
+
+def folder() -> pathlib.Path:
+    """Where graphs are kept: a folder beside the kernels in C."""
+    return native.folder() / "graphs"
+
+
+def can_be_kept(step: Any, state: Any) -> bool:
+    """Whether the step is of a kind whose graphs are kept: training of single networks on a CPU."""
+    return (
+        type(step) is TrainStep
+        and type(state) is TrainState
+        and step.options.nonfinite != "raise"
+        and not (state.shared or step.options.network)
+        and is_closed(step.optimizer)
+        and all(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves(state))
+    )
+
+
+def reached_by(step: Any) -> Reached:
+    """What the step's functions can reach; the numbers of its optimizer are in its state."""
+    model, loss_fn, _, options = step._made_from
+    return Reached(loss_fn, options, model=model)
+
+
+def name_of(step: Any, digest: str, inputs: tuple[Tree, Tree]) -> str:
+    """The name of the graph of this step for inputs like these."""
+    parts, layout = optree.tree_flatten(inputs)  # pyright: ignore[reportArgumentType]
+    settings = [get() for get, _ in SETTINGS[:4]]
+    rules = _choice.state, sorted(OUTSIDE.items())
+    kinds = [repr(kind_of(leaf)) for leaf in parts]
+    update = recipe_digest(step.optimizer, inputs[0].opt_state)
+    facts = repr((digest, update, str(layout), kinds, settings, rules, _machine()))
+    return hashlib.sha256(facts.encode()).hexdigest()[:40]
+
+
+def recipe_digest(value: Any, state: Tree) -> str:
+    """The calls that made an optimizer, without the numbers that its ``state`` holds as hyperparameters of these names."""
+    states = optree.tree_leaves(state, is_leaf=lambda node: hasattr(node, "hyperparams"))  # pyright: ignore
+    hyperparams = [getattr(one, "hyperparams", {}) for one in states]
+    names = {name for path in optree.tree_paths(hyperparams) for name in path if isinstance(name, str)}  # pyright: ignore
+
+    def said(part: Any, name: str = "") -> Any:
+        if isinstance(part, (GradientTransformation, Schedule)):
+            make, parts = recipe(part)
+            call = getattr(make, "func", make)
+            given = inspect.signature(call).bind(*parts, **getattr(make, "keywords", {})).arguments
+            return call.__qualname__, said(given)
+        if isinstance(part, Mapping):
+            return [(name, said(one, name)) for name, one in part.items()]
+        if name in names:
+            # The plain number 0 leaves a term out.
+            return "0" if isinstance(part, (int, float)) and part == 0 else "number"
+        return [*map(said, part)] if isinstance(part, (tuple, list)) else repr(part)
+
+    return repr(said(value))
+
+
+@functools.cache
+def _machine() -> str:
+    """Versions, this package's own code, and what the processor can do."""
+    digest = hashlib.sha256()
+    for source in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
+        digest.update(source.read_bytes())
+    facts = sys.version, torch.__version__, torch.version.git_version, platform.platform(), native.processor()
+    return repr((digest.hexdigest(), native.compiler(), *facts))
+
+
+def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:
+    """Compile the step for inputs like these, and keep it by this name.
+
+    Raises:
+        NotReplayableError: if the step does what a graph cannot repeat.
+        OSError: if nothing can be written.
+    """
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder(), prefix="new-") as temporary:
+        require_pure(step, *inputs)
+        tape, layout = recorded_whole(step, *inputs)
+        reached, parts = reached_by(step), leaves(inputs)
+        written = len(leaves(inputs[0])) if step.options.donate else 0
+        built, path = pathlib.Path(temporary), pathlib.Path(temporary) / "graph"
+        library = compile_ahead(tape, parts, reached.tensors, written, ahead(inputs[0]), str(built / _LIBRARY))
+        kinds = [kind_of(reached.tensors[number]) for number in library.captured]
+        path.mkdir(mode=0o700)
+        # Sources lie there, too.
+        made = [*built.glob(f"{_LIBRARY.partition('.')[0]}.*")]
+        files = {one.name: hashlib.sha256(one.read_bytes()).digest() for one in made}
+        for one in made:
+            one.rename(path / one.name)
+        about = path / _ABOUT
+        about.write_bytes(native.signed(pickle.dumps((files, library, layout, kinds))))
+        about.chmod(0o600)
+        drop(name)
+        path.rename(folder() / name)
+    _make_room()
+
+
+def load(name: str, tensors: Sequence[Tensor]) -> Callable[[TrainState, Tree], Any] | None:
+    """The graph of this name as a step; None if there is none that can be used.
+
+    Args:
+        name: Of :func:`name_of`.
+        tensors: Those that the step's functions reach.
+    """
+    path = folder() / name
+    try:
+        if not native.is_whole(path / _ABOUT):
+            return None
+        files, library, layout, kinds = pickle.loads((path / _ABOUT).read_bytes()[:-32])
+        held = [tensors[number] for number in library.captured]
+        if [*map(kind_of, held)] != kinds or not all(map(is_defined, library.operators)):
+            return None
+        if any(hashlib.sha256((path / file).read_bytes()).digest() != digest for file, digest in files.items()):
+            return None
+        function = load_ahead(str(path / _LIBRARY))
+        os.utime(path / _ABOUT)
+    except Exception:
+        # Whatever is wrong with the files, the step is compiled anew.
+        return None
+
+    def run(state: TrainState, batch: Tree) -> Any:
+        inputs = [*leaves((state, batch)), *held]
+        with torch.no_grad():
+            results = function(inputs)
+        return layout.unflatten([results[place] if place >= 0 else inputs[~place] for place in library.outputs])
+
+    return run
+
+
+def drop(name: str) -> None:
+    """Keep a graph no longer."""
+    shutil.rmtree(folder() / name, ignore_errors=True)
+
+
+def kept() -> list[tuple[str, int, float]]:
+    """Name, bytes and time of last use of every graph, the latest first."""
+    return sorted(_graphs(), key=lambda graph: -graph[2])
+
+
+def _graphs() -> Iterable[tuple[str, int, float]]:
+    with contextlib.suppress(OSError):
+        for path in folder().iterdir():
+            with contextlib.suppress(OSError):
+                used = (path / _ABOUT).stat().st_mtime if (path / _ABOUT).exists() else path.stat().st_mtime
+                yield path.name, sum(one.stat().st_size for one in path.rglob("*")), used
+
+
+def _make_room() -> None:
+    total = 0
+    for name, size, used in kept():
+        total += size
+        # What a process has begun and left lies there for a day at most.
+        if total > MOST_BYTES or (name.startswith("new-") and used < time.time() - 86_400):
+            drop(name)

@@ -1,0 +1,122 @@
+"""The operators of a step that does not run, as if on a given type of device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfta_func._torch import NotWalkableError, Walker, is_backward, pytree
+from hfta_func._tree import tree_map
+from hfta_func._types import HFTAError, TraceError
+from hfta_func.rules import _choice
+from hfta_func.run.roofline import flops_of
+
+
+class Like(NamedTuple):
+    """What is known of a tensor of a step that does not run."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its different elements: an expanded one has fewer."""
+        sizes = (size for size, stride in zip(self.shape, self.stride, strict=True) if stride)
+        return self.dtype.itemsize * torch.Size(sizes).numel() * bool(torch.Size(self.shape).numel())
+
+
+class Operator(NamedTuple):
+    """An operator of a step."""
+
+    call: Any
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]  # arguments by position and by name, with a Like for every tensor
+    results: tuple[Like, ...]  # without views
+    flops: float  # floating-point operations of a product or a convolution
+    held: int  # bytes that the step has allocated before it
+    is_backward: bool
+
+    @property
+    def name(self) -> str:
+        """Its name, without an overload."""
+        return self.call._schema.name.rpartition("::")[2]
+
+    @property
+    def tensors(self) -> list[Like]:
+        """The tensors among its arguments."""
+        leaves = pytree.tree_leaves(self.inputs, is_leaf=lambda leaf: isinstance(leaf, Like))
+        return [leaf for leaf in leaves if isinstance(leaf, Like)]
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it computes or copies; others return views."""
+        return bool(self.results) or self.call._schema.is_mutable
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it reads and writes."""
+        return sum(like.bytes for like in (*self.tensors, *self.results)) if self.is_kernel else 0
+
+
+class Walk(NamedTuple):
+    """What a step consists of: its operators in order, how they were lowered, and bytes that it has allocated at most."""
+
+    operators: list[Operator]
+    choices: list[_choice.Choice]
+    peak: int
+
+
+def _like(leaf: Any) -> Any:
+    return Like(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = "cpu") -> Walk:
+    """Go through a step without values: nothing is computed, and its memory is not taken.
+
+    Every member trains on, as if no loss and no gradient were infinite or NaN.
+
+    Args:
+        step: The step as it was made, not compiled.
+        state: A state, which is not read.
+        batch: A batch for it.
+        device: The type of the device that lowerings and kernels are chosen for.
+
+    Raises:
+        TraceError: if the step cannot go on without values, or has an operator of which shapes of results are not known.
+        HFTAError: if state and batch do not belong to the step.
+    """
+    operators: list[Operator] = []
+    before = 0
+
+    def note(call: Any, args: Any, kwargs: Any, result: Any) -> None:
+        nonlocal before
+        given = pytree.tree_map(_like, (tuple(args), kwargs))
+        known = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        made = tuple(_like(leaf) for leaf in _tensors(result) if leaf.untyped_storage()._cdata not in known)
+        shapes = [list(one.shape) if isinstance(one, Like) else [] for one in given[0]]
+        flops = flops_of(call._schema.name, shapes, given[0])
+        operators.append(Operator(call, given, made, flops, before - held, is_backward()))
+        before = walker.bytes
+
+    walker = Walker(device, note)
+    state, batch = tree_map(walker.fake, state), tree_map(walker.fake, batch)
+    held = before = walker.bytes
+    try:
+        with walker:
+            choices = _choice.explain(step, state, batch)
+    except Exception as error:
+        if isinstance(error, HFTAError):
+            raise
+        why = str(error) if isinstance(error, NotWalkableError) else f"{type(error).__name__}: {error}".split("\n")[0]
+        raise TraceError(
+            f"the step cannot be walked without values ({why}); decide by torch.where and return metrics as tensors, or plan "
+            f"on the device itself, without device="
+        ) from error
+    return Walk(operators, choices, walker.peak - held)

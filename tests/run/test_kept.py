@@ -1,0 +1,387 @@
+"""Compiled steps on disk: what their names rest on, what a later process does with them, and what is wrong with files."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfta_func as hfta
+from hfta_func._torch import Library
+from hfta_func.run import background, kept, reached
+from hfta_func.run.reached import Reached
+from hfta_func.step import replay
+
+M = 3
+SCALE = 2.0
+helper = types.ModuleType("helper")
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    return SCALE * model(batch).square().mean()
+
+
+def arrayed(loss: Any = loss_fn, optimizer: Any = None, **options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
+    step = hfta.make_train_step(make(), loss, optimizer or hfta.adam(lr=[0.01, 0.02, 0.03]), **options)
+    return step, step.init(*hfta.init_params(make, range(M)), seeds=range(M))
+
+
+def batch(number: int = 0) -> Tensor:
+    return torch.randn(M, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.setenv("HFTA_FUNC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "graphs"
+
+
+class Settings:
+    """What a loss may hold."""
+
+    __slots__ = ("inner", "weight")
+
+    def __init__(self) -> None:
+        self.weight, self.inner = 1.0, {"list": [1.0, {"deep": 2.0}]}
+
+    @property
+    def twice(self) -> float:
+        return 2 * self.weight
+
+
+class Way(NamedTuple):
+    """A way to read a Python value, and a change of it."""
+
+    loss: Callable[..., Any]
+    change: Callable[[], Any]
+
+
+def ways() -> dict[str, Way]:
+    """Each reads something else."""
+    held, listed, count = Settings(), [1.0], {"one": 1.0}
+    helper.VALUE, helper.inner = 1.0, types.ModuleType("inner")
+    helper.inner.VALUE = 1.0
+    weight = torch.ones(())
+
+    def inner(value: float = 1.0, *, other: float = 1.0) -> float:
+        return value * other
+
+    def loss(read: Callable[[], Any]) -> Callable[..., Any]:
+        return lambda model, batch: model(batch).square().mean() * read()
+
+    def imports() -> float:
+        import helper as here
+
+        return here.VALUE
+
+    def set_weight() -> None:
+        nonlocal weight
+        weight = torch.zeros(2)
+
+    table = functools.partial(inner, 2.0)
+    return {
+        "attribute": Way(loss(lambda: held.weight), lambda: setattr(held, "weight", 3.0)),
+        "property": Way(loss(lambda: held.twice), lambda: setattr(Settings, "twice", property(lambda self: 9.0))),
+        "deep": Way(loss(lambda: held.inner["list"][1]["deep"]), lambda: held.inner["list"][1].update(deep=3.0)),
+        "list": Way(loss(lambda: listed[0]), lambda: listed.__setitem__(0, 4.0)),
+        "equal list": Way(loss(lambda: count["one"]), lambda: count.update(one=1)),
+        "default": Way(loss(inner), lambda: setattr(inner, "__defaults__", (5.0,))),
+        "keyword": Way(loss(inner), lambda: inner.__kwdefaults__.update(other=5.0)),
+        "partial": Way(loss(table), lambda: setattr(inner, "__code__", (lambda value=1.0, *, other=1.0: 7.0).__code__)),
+        "module": Way(loss(lambda: helper.VALUE), lambda: setattr(helper, "VALUE", 6.0)),
+        "module in a module": Way(loss(lambda: helper.inner.VALUE), lambda: setattr(helper.inner, "VALUE", 6.0)),
+        "import": Way(loss(imports), lambda: setattr(helper, "VALUE", 6.0)),
+        "function of PyTorch": Way(loss(lambda: torch.cos(weight)), lambda: setattr(torch, "cos", torch.sin)),
+        "method of PyTorch": Way(loss(lambda: 1.0), lambda: setattr(nn.Linear, "forward", lambda self, x: x)),
+        "tensor": Way(loss(lambda: weight), set_weight),
+        "hook on all modules": Way(loss(lambda: 1.0), lambda: nn.modules.module.register_module_forward_hook(print)),
+    }
+
+
+@pytest.mark.parametrize("name", ways())
+def test_a_change_is_noticed_and_has_another_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "helper", helper)
+    for place, attribute in ((torch, "cos"), (nn.Linear, "forward"), (Settings, "twice")):
+        monkeypatch.setattr(place, attribute, vars(place)[attribute])
+    way, model = ways()[name], make()
+    before, same = (Reached(way.loss, model=model) for _ in range(2))
+    assert before.digest is not None and before.digest == same.digest and before.holds(), before.why_not
+    handle = way.change()
+    try:
+        assert not before.holds()
+        assert Reached(way.loss, model=model).digest != before.digest
+    finally:
+        if hasattr(handle, "remove"):
+            handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (random.Random(0).random, "a method of a Random"),
+        (iter([1]), "a list_iterator"),
+        (torch.Generator(), "a Generator"),
+        ({object}, "a set of objects"),
+        (lambda: globals()["SCALE"], "<lambda> calls globals"),
+        ([*range(300), object()], "a object"),
+        ([[number] for number in range(500)], "more than 400"),
+    ],
+)
+def test_what_cannot_be_followed_is_not_kept(value: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reached, "_MOST", 400)
+    values = Reached(lambda model, batch: value, model=make())
+    assert values.digest is None and why in str(values.why_not)
+
+
+def test_names_differ_by_all_that_a_graph_rests_on() -> None:
+    step, state = arrayed()
+    digest = kept.reached_by(step).digest
+    assert digest is not None
+
+    default = batch()
+
+    def name(step: Any = step, state: Any = state, x: Tensor = default, digest: str = digest) -> str:
+        return kept.name_of(step, digest, (state, x))
+
+    same = arrayed(optimizer=hfta.adam(lr=[0.5, 0.6, 0.7]))
+    assert name() == name() == name(*same) and kept.reached_by(same[0]).digest == digest
+    others = [name(digest="other"), name(x=batch()[:, :2]), name(x=batch().float()), name(x=batch().mT.contiguous().mT)]
+    others += [name(*arrayed(optimizer=hfta.adam(lr=[0.5, 0.6, 0.7], weight_decay=[0.1, 0.2, 0.3])))]
+    others += [name(*arrayed(optimizer=hfta.chain(hfta.clip_grad_norm([1.0] * 3), hfta.adam(lr=[0.5, 0.6, 0.7]))))]
+    with hfta.rules.override(all="loop"):
+        others.append(name())
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        others.append(name())
+    finally:
+        torch.set_num_threads(threads)
+    assert len({name(), *others}) == len(others) + 1
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.25), nn.Linear(8, 1)).double()
+    assert Reached(loss_fn, model=model).digest != Reached(loss_fn, model=make()).digest
+
+
+def test_numbers_in_the_state_are_no_part_of_a_recipe() -> None:
+    def digest(optimizer: Any) -> str:
+        return kept.recipe_digest(optimizer, arrayed(optimizer=optimizer)[1].opt_state)
+
+    def falling(rate: float, steps: int) -> Any:
+        return hfta.sgd(lr=hfta.schedules.step_lr(rate, steps))
+
+    assert digest(hfta.sgd(lr=0.1, momentum=0.5)) == digest(hfta.sgd(lr=[1.0, 2.0, 3.0], momentum=0.9))
+    assert digest(hfta.sgd(lr=0.1, momentum=0.5)) != digest(hfta.sgd(lr=0.1))
+    assert digest(hfta.sgd(lr=0.1)) != digest(hfta.sgd(lr=0.1, maximize=True))
+    assert digest(falling(0.1, 3)) == digest(falling(0.2, 3))
+    assert digest(falling(0.1, 3)) != digest(hfta.sgd(lr=hfta.schedules.constant(0.1)))
+    assert digest(hfta.chain(hfta.ema(0.9), hfta.sgd(lr=0.1))) != digest(hfta.chain(hfta.sgd(lr=0.1), hfta.ema(0.9)))
+
+
+def test_steps_of_other_kinds_are_compiled_as_before() -> None:
+    def of_user(grads: Any, state: Any, params: Any) -> Any:
+        return grads, state
+
+    state = arrayed()[1]
+    assert kept.can_be_kept(arrayed()[0], state)
+    assert not kept.can_be_kept(*arrayed(nonfinite="raise"))
+    assert not kept.can_be_kept(*arrayed(optimizer=hfta.GradientTransformation(hfta.sgd(lr=0.1).init, of_user)))
+    assert not kept.can_be_kept(arrayed()[0].many, state)
+    shared = hfta.make_train_step(make(), loss_fn, hfta.sgd(lr=0.1), shared_params=["2"])
+    assert not kept.can_be_kept(shared, shared.init(*hfta.stack_params([make()], shared_params=["2"]), seeds=[0]))
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries whose function runs the tape, which is there at once."""
+    tapes: list[Any] = []
+
+    def compiled(tape: Any, inputs: Any, held: Any, written: int, options: Any, path: str) -> Any:
+        pathlib.Path(path).write_text(str(len(tapes)))
+        tapes.append(tape)
+        return Library((), (*range(len(tape.outputs)),), ())
+
+    monkeypatch.setattr(kept, "compile_ahead", compiled)
+    monkeypatch.setattr(kept, "load_ahead", lambda path: tapes[int(pathlib.Path(path).read_text())].rehearse)
+    monkeypatch.setattr(kept, "require_pure", lambda *inputs: None)
+
+    def recorded(step: Any, *inputs: Any) -> Any:
+        """As the step runs eagerly, because whatever asks whether it is compiled imports the compiler."""
+        with torch.no_grad():
+            step.eagerly(*inputs)
+            tape, result = replay._recorded(functools.partial(replay._at_once, step), *inputs)
+        return tape, optree.tree_structure(result)
+
+    monkeypatch.setattr(kept, "recorded_whole", recorded)
+
+
+def named(step: hfta.TrainStep, state: hfta.TrainState) -> str:
+    digest = kept.reached_by(step).digest
+    assert digest is not None
+    return kept.name_of(step, digest, (state, batch()))
+
+
+def test_a_later_step_begins_with_the_graph_and_follows_values(
+    interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"one": 1.0}
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return weights["one"] * model(batch).square().mean()
+
+    step, state = arrayed(loss)
+    kept.make(step, (state, batch()), named(step, state))
+    quick, other = hfta.compile(arrayed(loss)[0]), state
+    for number in range(4):
+        (state, metrics), (other, expected) = quick(state, batch(number)), step(other, batch(number))
+        assert quick.is_compiled and quick.status == "compiled: kept from an earlier run"
+        optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), metrics, expected)
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), state, other)
+    monkeypatch.setattr(background._Graph, "_ask", lambda *args: None)
+    weights["one"] = 5.0
+    torch.testing.assert_close(quick(state, batch())[1]["loss"], step(state, batch())[1]["loss"], rtol=0, atol=0)
+    assert not quick.is_compiled
+    weights["one"] = 1.0
+    quick(state, batch())
+    assert quick.is_compiled
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = quick(state, batch())[1]["loss"]
+        assert torch.equal(found, step(state, batch())[1]["loss"])
+    # Values that change at every call are no longer followed.
+    for number in range(background._CHANGES + 3):
+        weights["one"] = 2.0 + number
+        assert torch.equal(quick(state, batch())[1]["loss"], step(state, batch())[1]["loss"])
+    assert quick._changes <= background._CHANGES + 1
+
+
+@pytest.mark.parametrize(
+    "harm", ["shortened", "other library", "writable by others", "no library", "other pickle", "none"]
+)
+def test_a_damaged_graph_costs_time_only(harm: str, interpreted: None, cache: pathlib.Path) -> None:
+    step, state = arrayed()
+    name = named(step, state)
+    kept.make(step, (state, batch()), name)
+    about, library = cache / name / "about", cache / name / "step.so"
+    if harm == "shortened":
+        about.write_bytes(about.read_bytes()[:-40])
+    elif harm == "other library":
+        library.write_bytes(b"another")
+    elif harm == "no library":
+        library.unlink()
+    elif harm == "writable by others":
+        about.chmod(0o666)
+    elif harm == "other pickle":
+        about.write_bytes(kept.native.signed(b"no pickle"))
+    assert (kept.load(name, []) is None) == (harm != "none")
+    # It is replaced by the next one.
+    kept.make(step, (state, batch()), name)
+    assert kept.load(name, []) is not None and [one for one, _, _ in kept.kept()] == [name]
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(interpreted: None, cache: pathlib.Path) -> None:
+    cache.parent.write_text("a file where the folder would be")
+    step, state = arrayed()
+    assert kept.load(named(step, state), []) is None and kept.kept() == []
+    with pytest.raises(OSError):
+        kept.make(step, (state, batch()), named(step, state))
+    quick = hfta.compile(step)
+    assert torch.equal(quick(state, batch())[1]["loss"], step(state, batch())[1]["loss"])
+
+
+def test_what_was_not_used_for_longest_goes_first(
+    interpreted: None, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, state = arrayed()
+    for number, name in enumerate("abc"):
+        kept.make(step, (state, batch()), name)
+        os.utime(cache / name / "about", (number, number))
+    assert [name for name, _, _ in kept.kept()] == ["c", "b", "a"]
+    assert kept.load("a", []) is not None
+    assert [name for name, _, _ in kept.kept()] == ["a", "c", "b"]
+    (cache / "new-left").mkdir()
+    os.utime(cache / "new-left", (0, 0))
+    (_, size, _), *_ = kept.kept()
+    monkeypatch.setattr(kept, "MOST_BYTES", 3 * size + size // 2)
+    kept.make(step, (state, batch()), "d")
+    assert {name for name, _, _ in kept.kept()} == {"d", "a", "c"}
+
+
+def test_a_graph_with_other_losses_is_not_used(interpreted: None, cache: pathlib.Path) -> None:
+    step, state = arrayed()
+    quick = hfta.compile(step, steps=100)
+    quick(state, batch())
+    (graph,) = quick._shapes.values()
+    kept.make(arrayed(lambda model, batch: 3 * loss_fn(model, batch))[0], (state, batch()), graph._name)
+    with pytest.warns(hfta.CompileWarning, match="its graph has other losses"):
+        result = graph._go_over({"kept": True, "seconds": 0.0}, state, batch())
+    assert torch.equal(result[1]["loss"], step(state, batch())[1]["loss"])
+    assert not quick.is_compiled and kept.kept() == []
+
+
+PROGRAM = """
+import sys; sys.path[:0] = {path!r}
+import test_kept as t, torch, optree, hfta_func as hfta
+t.SCALE = {scale}
+step, state = t.{arrayed}
+torch.manual_seed(0)
+x = {x}
+name = t.kept.name_of(step, t.kept.reached_by(step).digest, (state, x))
+if {makes}:
+    t.kept.make(step, (state, x), name)
+quick, other = hfta.compile(step), step
+mirror = optree.tree_map(torch.clone, state)
+for number in range(3):
+    (state, found), (mirror, expected) = quick(state, x), step.eagerly(mirror, x)
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9), (state, found), (mirror, expected))
+print(quick.is_compiled, "torch._inductor" in sys.modules)
+"""
+
+
+def in_process(arrayed: str, x: str = "t.batch()", scale: float = 2.0, makes: bool = False) -> str:
+    program = PROGRAM.format(path=sys.path, arrayed=arrayed, x=x, scale=scale, makes=makes)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def images() -> nn.Module:
+    """With operators of this package that a library calls: convolutions, and one update of many parameters."""
+    blocks = [nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU()) for _ in range(5)]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32, 3)).double()
+
+
+def arrayed_images() -> tuple[hfta.TrainStep, hfta.TrainState]:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    step = hfta.make_train_step(images(), loss, hfta.adam(lr=[0.01, 0.02, 0.03]))
+    return step, step.init(*hfta.init_params(images, range(M)), seeds=range(M))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("arrayed", "x"),
+    [
+        ("arrayed()", "t.batch()"),
+        ("arrayed(donate=True)", "t.batch()"),
+        ("arrayed_images()", "torch.randn(3, 2, 2, 4, 4, dtype=torch.float64)"),
+    ],
+)
+def test_another_process_begins_compiled(arrayed: str, x: str) -> None:
+    assert in_process(arrayed, x, makes=True) == "True True"
+    assert in_process(arrayed, x) == "True False"
+    if x == "t.batch()":
+        assert in_process(arrayed, x, scale=3.0) == "False False"

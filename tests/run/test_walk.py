@@ -1,0 +1,154 @@
+"""Steps that are walked without values, and plans for devices that are not here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hfta_func as hfta
+from hfta_func._types import TraceError
+from hfta_func.run import predict
+from hfta_func.run.devices import devices, find_device
+from hfta_func.run.memory import peak_bytes
+from hfta_func.run.predict import Measured, Predictor, Row, features
+from hfta_func.run.walk import Operator, walk
+
+Setting = tuple[Any, hfta.TrainState, torch.Tensor]
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(256, 2))
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def setting(count: int = 3, loss: Any = loss_fn, **options: Any) -> Setting:
+    step = hfta.make_train_step(make_model(), loss, hfta.adam(lr=[0.1 / (i + 1) for i in range(count)]), **options)
+    state = step.init(*hfta.init_params(make_model, seeds=range(count)), seeds=range(count))
+    return step, state, torch.randn(count, 5, 3, 8, 8)
+
+
+def test_a_walk_has_the_work_the_memory_and_the_lowerings_of_a_step() -> None:
+    step, state, x = setting()
+    walk(step, state, x)
+    walked = walk(step, state, x)
+    step_choices = [(choice.op, choice.lowering) for choice in hfta.rules.explain(step, state, x)]
+    assert [(choice.op, choice.lowering) for choice in walked.choices] == step_choices
+    # The convolution and the gradient of its filters; the layer, and the gradients of its input and of its weights. The
+    # members' convolutions are one in groups, whose gradient has the work of M and not of M times M.
+    conv, linear = 2 * 5 * 8 * 8 * 4 * 3 * 9, 2 * 5 * 256 * 2
+    assert sum(operator.flops for operator in walked.operators) == 3 * (2 * conv + 3 * linear)
+    # What kernels take besides is theirs: the walk knows the tensors of the step.
+    for _ in range(2):
+        step(state, x)
+    assert walked.peak <= peak_bytes(lambda: step(state, x), torch.device("cpu")) <= 2 * walked.peak
+    fresh, *_ = setting()
+    for mine, other in zip(*map(hfta._tree.leaves, (step(state, x), fresh(state, x))), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_a_walk_of_an_mlp_takes_its_memory_to_the_byte() -> None:
+    model = lambda: nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 3))  # noqa: E731
+    step = hfta.make_train_step(model(), loss_fn, hfta.sgd(lr=[0.1, 0.2], momentum=0.9))
+    state, x = step.init(*hfta.init_params(model, seeds=[0, 1]), seeds=[0, 1]), torch.randn(2, 500, 7)
+    walk(step, state, x)
+    for _ in range(3):
+        step(state, x)
+    assert walk(step, state, x).peak == peak_bytes(lambda: step(state, x), torch.device("cpu"))
+
+
+def test_a_walk_chooses_as_on_its_device() -> None:
+    model = lambda: nn.Sequential(nn.Conv2d(128, 128, 1), nn.Flatten(), nn.Linear(128 * 64, 1))  # noqa: E731
+    step = hfta.make_train_step(model(), loss_fn, hfta.sgd(lr=0.1))
+    state, x = step.init(*hfta.init_params(model, seeds=[0, 1]), seeds=[0, 1]), torch.randn(2, 8, 128, 8, 8)
+    here, there = (walk(step, state, x, device) for device in ("cpu", "cuda"))
+    chosen = [{choice.op: choice.lowering for choice in one.choices} for one in (here, there)]
+    assert chosen[0]["convolution_weight_grad"] != chosen[1]["convolution_weight_grad"] == "sample_matmul"
+    # The kernels of this package in C are for a CPU.
+    assert [any(operator.name == "diagnose" for operator in one.operators) for one in (here, there)] == [True, False]
+    assert not hfta.rules.explain(step, state, x)[0].reason.startswith("1x1 filters: one batched")
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda model, x: loss_fn(model, x) * (2.0 if x.sum() > 0 else 1.0), "reads the value|asks for"),
+        (lambda model, x: model(x)[x[:, 0, 0, 0] > 0].mean(), "shape depends on values"),
+    ],
+)
+def test_a_step_that_reads_values_cannot_be_planned_elsewhere(loss: Any, why: str) -> None:
+    with pytest.raises(TraceError, match=why):
+        hfta.plan(*setting(loss=loss), device="H100")
+
+
+@pytest.mark.exhaustive
+def test_a_plan_for_another_device() -> None:
+    model = lambda: nn.Linear(64, 32)  # noqa: E731
+    step = hfta.make_train_step(model(), loss_fn, hfta.sgd(lr=0.1))
+    state, x = step.init(*hfta.init_params(model, seeds=[0, 1]), seeds=[0, 1]), torch.randn(2, 64, 64)
+    small, large = (hfta.plan(step, state, x, device=name, sizes=[1, 4], limit=10**6) for name in ("T4", "H200"))
+    assert small.free == 16e9 < large.free == 141e9
+    assert small.num_models < large.num_models
+    assert small.memory(4) == large.memory(4)
+    assert all(a >= b > 0 for a, b in zip(small.seconds, large.seconds, strict=True))
+    assert "T4" in str(small) and str(small).count("predicted") >= 3
+    cpu = hfta.plan(step, state, x, device="epyc 9654", sizes=[1, 4], free=2**30)
+    assert 0 < cpu.time(1) <= cpu.time(4) <= cpu.time(64)
+
+
+def test_plans_that_cannot_be_made_say_why() -> None:
+    step, state, x = setting()
+    for options, message in (
+        ({"device": "H10"}, "the nearest is 'H100'"),
+        ({"device": "Xeon 8480+"}, "pass free="),
+        ({"device": "T4", "sizes": [4, 1]}, "ascending"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hfta.plan(step, state, x, **options)
+    with pytest.raises(ValueError, match="neither compiled nor in chunks"):
+        hfta.plan(*setting(chunk_size=1), device="T4")
+
+
+def _product(size: int) -> Operator:
+    like = torch.empty(1, size, size)
+    step = lambda state, batch: (torch.bmm(state, batch), {})  # noqa: E731
+    (operator,) = (one for one in walk(step, like, like).operators if one.name == "bmm")
+    return operator
+
+
+def test_operators_are_predicted_by_those_that_were_measured() -> None:
+    here, there = find_device("EPYC 7763"), find_device("Xeon 6248")
+    small, middle, large = map(_product, (8, 512, 2048))
+    rows = [Row("bmm", features(small), 2e-6, 0.0), Row("bmm", features(middle), 4e-3, 0.5)]
+    known = Measured(here.name, 2, (0.0,) * 4, rows)
+
+    def seconds(device: Any, operator: Operator) -> float:
+        return Predictor(device, known, 2)._predict("bmm", features(operator), torch.float32)[0]
+
+    assert seconds(here, middle) == pytest.approx(4e-3)
+    assert seconds(here, large) == pytest.approx(64 * 4e-3, rel=0.1)
+    # Its products take the time; the other core is 3.9 * 64 / (3.5 * 32) times as fast.
+    assert seconds(there, large) == pytest.approx(seconds(here, large) * 3.5 * 32 / (3.9 * 64), rel=0.01)
+    assert Predictor(here, known, 2)._predict("bmm", features(middle), torch.float32)[1] == pytest.approx(
+        0.5 * middle.bytes, rel=0.01
+    )
+    alone = Predictor(find_device("T4"), Measured("", 1, (0.0,) * 4, ()), 2)
+    least = max(large.flops / 8.1e12, large.bytes / 320e9)
+    assert alone._predict("bmm", features(large), torch.float32)[0] == pytest.approx(2 * least, rel=0.01)
+
+
+def test_the_table_of_devices_is_sound() -> None:
+    assert len(devices()) >= 15
+    for device in devices().values():
+        assert device.kind in ("cpu", "cuda") and device.source and device.half >= device.single > 0
+        assert (device.memory > 0) == (device.kind == "cuda")
+        flops, moved = device.rates(torch.float32, 2)
+        assert device.rates(torch.float64, 2)[0] == flops / 2 and moved <= 1e9 * device.bandwidth
+    for row in predict.measured("cpu").rows:
+        assert row.seconds > 0 and row.extra >= 0 and all(map(math.isfinite, row.features))
