@@ -18,7 +18,7 @@ SEEDS = range(8)
 RUNS = {
     "ppo, discrete": (ppo, ppo.Agent, "CartPole", 3e-3, 25, 80),
     "ppo, recurrent": (recurrent_ppo, recurrent_ppo.Agent, "CartPole", 3e-3, 80, 50),
-    "dqn": (dqn, dqn.make_model, "CartPole", 1e-3, 300, 50),
+    "dqn": (dqn, dqn.make_model, "CartPole", 1e-3, 600, 40),
     "sac": (sac, sac.Agent, "Pendulum", 1e-3, 600, -600),
     "td3": (td3, td3.Agent, "Pendulum", 1e-3, 600, -600),
 }
