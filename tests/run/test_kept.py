@@ -269,6 +269,19 @@ def test_a_later_step_begins_with_the_graph_and_follows_values(
     assert quick._changes <= background._CHANGES + 1
 
 
+def test_an_earlier_graph_with_other_losses_is_not_used(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = arrayed()
+    kept.make(step, (state, batch()), named(step, state))
+    monkeypatch.setattr(
+        kept, "load", lambda *args: lambda state, batch: (state, {"loss": torch.zeros(len(state.keys))})
+    )
+    quick = hfta.compile(step)
+    with pytest.warns(hfta.CompileWarning, match="its graph has other losses"):
+        found = quick(state, batch())
+    assert torch.equal(found[1]["loss"], step(state, batch())[1]["loss"]) and not quick.is_compiled
+    assert kept.kept() == []
+
+
 @pytest.mark.parametrize(
     "harm", ["shortened", "other library", "writable by others", "no library", "other pickle", "none"]
 )

@@ -197,8 +197,9 @@ class _Graph:
     ):
         self._step, self._call_eagerly = step, eager or step
         self._name, self._tensors = name, tensors
-        self._run: Callable[..., Any] | None = None if name is None else kept.load(name, tensors)
-        self._is_kept = self.was_kept = self._run is not None
+        self._run: Callable[..., Any] | None = None
+        self._earlier = None if name is None else kept.load(name, tensors)
+        self._is_kept = self.was_kept = False
         self._since = self._expected = 0.0
         self._worker: Compiler | None = None
         self._ended = False
@@ -221,6 +222,9 @@ class _Graph:
     def __call__(self, state: Any, batch: Any, left: int | None) -> Any:
         if self._run is not None:
             return self._call_compiled(state, batch)
+        if self._earlier is not None:
+            run, self._earlier, self.was_kept = self._earlier, None, True
+            return self._take_up(run, state, batch)
         if not self._ended:
             answer = self._ask(state, batch, left)
             if answer is not None and self._pays(answer, left):
@@ -289,7 +293,12 @@ class _Graph:
         if self._worker is not None:
             self._worker.end()
         if answer.get("kept"):
-            return self._take_up(state, batch)
+            assert self._name is not None
+            run = kept.load(self._name, self._tensors)
+            if run is not None:
+                return self._take_up(run, state, batch)
+            self._end("its graph cannot be read")
+            return self._call_eagerly(state, batch)
         run = graph(self._step, answer["options"])
         try:
             with compiled_from_cache():
@@ -301,18 +310,13 @@ class _Graph:
         self._run = run
         return result
 
-    def _take_up(self, state: Any, batch: Any) -> Any:
-        """Go over to the graph that the worker has kept."""
-        assert self._name is not None
-        run = kept.load(self._name, self._tensors)
-        if run is None:
-            self._end("its graph cannot be read")
-            return self._call_eagerly(state, batch)
+    def _take_up(self, run: Callable[..., Any], state: Any, batch: Any) -> Any:
+        """Go over to a kept graph, if it has the losses of the step in this call."""
         # A copy, because a step with donate=True writes the state.
         trial = tree_map(torch.clone, state)
         (_, metrics), (_, expected) = run(trial, batch), (result := self._call_eagerly(state, batch))
         if not torch.allclose(metrics["loss"], expected["loss"], **_CLOSE, equal_nan=True):
-            kept.drop(self._name)
+            kept.drop(str(self._name))
             self._end("its graph has other losses")
             return result
         self._run, self._is_kept = run, True
