@@ -9,6 +9,9 @@ import signal
 import pytest
 import torch
 
+# A program that needs a package of its own.
+collect_ignore = ["data/rliable_scores.py"]
+
 # An operator that reaches the slow fallback of vmap raises an error instead.
 torch._C._functorch._set_vmap_fallback_enabled(False)
 # Several processes share the processors.

@@ -182,6 +182,7 @@ def test_results_are_on_cuda(case: RuleCase) -> None:
 @pytest.fixture
 def meta(monkeypatch: pytest.MonkeyPatch, on_cuda: list[_lowering.Case]) -> None:
     """Lowerings are those of CUDA, and the meta device may be asked about autocast, which it does not know."""
+    hfta.rules.install()  # which looks at the class that is replaced here
     enabled, autocast = torch.is_autocast_enabled, torch.autocast
 
     def autocast_or_nothing(kind: str, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[Any]:

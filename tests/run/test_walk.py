@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import hfta_func as hfta
+from hfta_func._torch import is_walked
 from hfta_func._types import TraceError
 from hfta_func.run import predict
 from hfta_func.run.devices import devices, find_device
@@ -32,6 +34,12 @@ def setting(count: int = 3, loss: Any = loss_fn, **options: Any) -> Setting:
     step = hfta.make_train_step(make_model(), loss, hfta.adam(lr=[0.1 / (i + 1) for i in range(count)]), **options)
     state = step.init(*hfta.init_params(make_model, seeds=range(count)), seeds=range(count))
     return step, state, torch.randn(count, 5, 3, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    assert not is_walked()
 
 
 def test_a_walk_has_the_work_the_memory_and_the_lowerings_of_a_step() -> None:

@@ -43,6 +43,7 @@ class Walker(_Mode):
     def __init__(self, device: str, note: Callable[[Any, Any, Any, Any], None]):
         super().__init__()
         self._device, self._note = device, note
+        self._before: list[str | None] = []
         self._fake = private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
         self._held: dict[int, weakref.ref[Any]] = {}
         self.bytes = self.peak = 0
@@ -55,14 +56,14 @@ class Walker(_Mode):
         return made
 
     def __enter__(self) -> Any:
-        self._before = levels.walked_device
+        self._before.append(levels.walked_device)
         levels.walked_device = self._device
         # The kernels of this package are for a CPU, and run below one dispatch mode.
         tape._recorders += self._device == "cpu"
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        levels.walked_device = self._before
+        levels.walked_device = self._before.pop()
         tape._recorders -= self._device == "cpu"
         return super().__exit__(*error)
 
