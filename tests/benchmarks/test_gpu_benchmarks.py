@@ -280,6 +280,7 @@ def test_without_a_loop_there_are_no_ratios(measured):
     assert len(rows) == 4 and all("out of memory" in row["error"] and "ratio" not in row for row in rows.values())
 
 
+@pytest.mark.exhaustive
 def test_a_mode_whose_losses_differ_gets_no_ratio(measured):
     measured.wrong = {"array"}
     rows = measured.run()

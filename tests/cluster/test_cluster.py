@@ -116,6 +116,7 @@ def test_bad_input(crew: cluster.RayPool, monkeypatch: pytest.MonkeyPatch) -> No
         tune.run(lambda fixed, members: lock and build(fixed, members), SPACE, executor=crew, **STUDY)
 
 
+@pytest.mark.exhaustive
 def test_a_cluster_whose_resources_are_taken_is_not_waited_for(crew: cluster.RayPool) -> None:
     with pytest.raises(
         hfta.WorkerError,

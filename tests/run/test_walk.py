@@ -110,6 +110,7 @@ def test_a_plan_for_another_device() -> None:
     assert 0 < cpu.time(1) <= cpu.time(4) <= cpu.time(64)
 
 
+@pytest.mark.exhaustive
 def test_plans_that_cannot_be_made_say_why() -> None:
     step, state, x = setting()
     for options, message in (
