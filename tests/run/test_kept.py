@@ -272,9 +272,8 @@ def test_a_later_step_begins_with_the_graph_and_follows_values(
 def test_an_earlier_graph_with_other_losses_is_not_used(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     kept.make(step, (state, batch()), named(step, state))
-    monkeypatch.setattr(
-        kept, "load", lambda *args: lambda state, batch: (state, {"loss": torch.zeros(len(state.keys))})
-    )
+    other = torch.tensor(9.0, dtype=torch.float64)
+    monkeypatch.setattr(kept, "load", lambda *args: lambda state, batch: (state, {"loss": other.expand(M)}))
     quick = hfta.compile(step)
     with pytest.warns(hfta.CompileWarning, match="its graph has other losses"):
         found = quick(state, batch())
