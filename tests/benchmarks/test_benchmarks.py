@@ -179,6 +179,7 @@ def test_several_steps_a_call_have_losses_of_their_own(bench, monkeypatch):
     torch.testing.assert_close(losses[1], losses[0])
 
 
+@pytest.mark.soak
 def test_compiled_modes(bench, capsys):
     """Each has a ratio where its losses are those of what it is held to."""
     sweep = bench("sweep")
@@ -192,6 +193,7 @@ def test_compiled_modes(bench, capsys):
         assert "difference" in row or mode != "array compiled"
 
 
+@pytest.mark.soak
 def test_lower_precision(bench):
     sweep = bench("sweep")
     order = ["--workloads", "mlp", "--size", "small", "--models", "2", "--quick", "--amp", "--modes", "array"]
@@ -209,6 +211,7 @@ def test_a_compiled_array_on_a_gpu_gives_the_losses_of_the_eager_one(bench, name
     assert "error" not in row and row["ratio"] > 0 and row["bytes"] > 0
 
 
+@pytest.mark.soak
 def test_without_a_loop_there_are_no_ratios(bench, monkeypatch, capsys):
     """Memory may run out where models are made."""
     sweep = bench("sweep")
@@ -222,7 +225,7 @@ def test_without_a_loop_there_are_no_ratios(bench, monkeypatch, capsys):
     assert capsys.readouterr().out.count("out of memory") == 2
 
 
-@pytest.mark.soak(ids="^-1")
+@pytest.mark.soak
 @pytest.mark.parametrize("free", [-1, 2**40])
 def test_modes_that_memory_holds_together_take_turns(bench, monkeypatch, free):
     """One that fails on the way leaves the others their numbers."""
@@ -435,6 +438,7 @@ def test_how_busy_a_gpu_is(bench, monkeypatch, counters):
         ("array compiled", "start", 1.01),
     ],
 )
+@pytest.mark.soak
 def test_a_mode_whose_losses_differ_gets_no_ratio(bench, capsys, monkeypatch, mode, order, factor):
     sweep = bench("sweep")
     # What is compared does not depend on compilation, which takes long.
@@ -472,6 +476,7 @@ def test_what_is_measured_by_itself(bench, capsys, tmp_path, what, only):
     assert found and all(result.get("agrees", True) for result in found.values())
 
 
+@pytest.mark.soak
 def test_steps_from_the_first_call_on(bench, capsys):
     assert bench("background").main(["--workloads", "mlp", "--models", "2", "--steps", "3"]) == 0
     *_, row = capsys.readouterr().out.strip().splitlines()
@@ -504,6 +509,7 @@ def test_steps_that_keep_less(bench, capsys, tmp_path):
     assert "Transformer (small), M = 2, both" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_what_executors_cost(tmp_path):
     pytest.importorskip("ray", reason="needs Ray; pip install 'hfta_func[cluster]'")
     file = tmp_path / "executors.json"
@@ -532,6 +538,7 @@ def test_what_executors_cost(tmp_path):
     assert [*found["overhead"]] == ["0.1"] and "a segment of 0.1 s, 0.1 MB" in done.stdout
 
 
+@pytest.mark.soak
 def test_studies_in_every_way(bench, capsys, tmp_path):
     file = tmp_path / "tune.json"
     order = ["--trials", "3", "--epochs", "3", "--max-models", "4", "--rounds", "1", "--json", str(file)]

@@ -376,7 +376,7 @@ def test_two_copies_of_the_package() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_compiled_products_with_one_column_stay_within_their_results():
     # Inductor's sums for them overwrote the next block of memory.
     def factory():
