@@ -429,7 +429,6 @@ def test_how_busy_a_gpu_is(bench, monkeypatch, counters):
         assert "kernels" not in found and ("sm" in found) == (counters and name == "nvmlDeviceGetUtilizationRates")
 
 
-@pytest.mark.soak(ids="processes|nan")
 @pytest.mark.parametrize(
     ("mode", "order", "factor"),
     [
