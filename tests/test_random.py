@@ -160,7 +160,7 @@ def test_draws_do_not_depend_on_threads_or_the_global_generator():
 
 
 # The compiler's own code meets this one.
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_draws_are_the_eager_ones():
     def everything(keys, data):

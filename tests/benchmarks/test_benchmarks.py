@@ -810,6 +810,7 @@ def test_the_documentation_shows_the_committed_results(bench):
         assert f"speed-{key}.png" in page and (report.DOCS / f"speed-{key}.png").exists()
 
 
+@pytest.mark.soak
 def test_what_is_predicted_is_measured(bench, capsys, tmp_path):
     file = tmp_path / "plan.json"
     assert bench("predict").main(["--workloads", "mlp", "--rounds", "2", "--json", str(file)]) == 0

@@ -70,7 +70,7 @@ def whole(tmp_path_factory):
     return folder, done.stdout
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_every_stage_runs(bench, whole):
     folder, said = whole
     found = lasting(bench, folder)
@@ -148,7 +148,7 @@ def test_a_clock_counts_down(bench):
         part.check()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_failures_come_first_and_run_first(bench, monkeypatch, tmp_path, capsys):
     suite, stages = bench("gpu.suite"), bench("gpu.stages")
     file = tmp_path / "test_some.py"

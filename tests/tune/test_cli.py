@@ -97,7 +97,7 @@ def test_workers_import_the_file(study: pathlib.Path, capsys: pytest.CaptureFixt
     assert "workers is 999, more than the" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_ctrl_c_saves_and_the_same_command_goes_on(study: pathlib.Path) -> None:
     study.write_text(
         STUDY.replace("trials, epochs = 6, 3", "trials, epochs = 6, 400").replace("max_models = 4", "max_models = 2")

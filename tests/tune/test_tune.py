@@ -675,7 +675,7 @@ def test_a_storage_that_is_locked(tmp_path: pathlib.Path) -> None:
     assert all(trial.state.is_finished() for trial in optuna.load_study(storage=url, study_name="study").trials)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.parametrize("scheduler", ["halving", "population"])
 def test_nothing_is_compiled_anew(scheduler: str) -> None:
     """Arrays of one size are one program, whoever is in them, whatever their hyperparameters have become."""

@@ -498,7 +498,7 @@ def abandoned() -> list[str]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.skipif(len(local.cores()) < 2, reason="needs two processors")
 def test_a_driver_that_is_killed_goes_on_and_its_workers_end(tmp_path: pathlib.Path) -> None:
     order = [sys.executable, "-c", DRIVER, str(tmp_path / "study")]
