@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import itertools
 import math
@@ -65,11 +66,12 @@ class Difference(NamedTuple):
         return _seeds(require("scipy.stats", "plot"), difference, self.deviation)
 
 
-class Tabled:
+class Tabled(abc.ABC):
     """What is shown as tables, as text and in notebooks."""
 
+    @abc.abstractmethod
     def _tables(self) -> Sequence[list[tuple[str, ...]]]:
-        raise NotImplementedError
+        """The rows of every table, each with its head."""
 
     def __str__(self) -> str:
         return "\n\n".join(text_table(rows, ">" * len(rows[0])) for rows in self._tables())
