@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
 import operator
 import pathlib
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 
 from hfta_func._torch._release import private
 from hfta_func._torch.levels import pytree
-from hfta_func._torch.tape import Fresh, NotReplayableError, Slot, Tape
+from hfta_func._torch.tape import Fresh, NotReplayableError, Slot, Tape, slots_of
 
 _NAMESPACE = "hfta_func::"
 
@@ -49,6 +50,7 @@ def compile_ahead(
         NotReplayableError: if the tape reads a tensor that is nowhere among these.
     """
     graph, nodes, module = fx.Graph(), dict[Slot, Any](), torch.nn.Module()
+    last: list[Any] = []
     places = {id(tensor): place for place, tensor in enumerate(held)}
     by_reference = [(slot, tensor) for slot, tensor in tape.constants.items() if not isinstance(slot, Fresh)]
     if any(id(tensor) not in places for _, tensor in by_reference):
@@ -67,11 +69,19 @@ def compile_ahead(
             if part is not None:
                 assign(part, graph.call_function(operator.getitem, (node, number)))
 
-    for call in tape.calls:
+    twins = _in_place(tape, written)
+    for number, call in enumerate(tape.calls):
         args, kwargs = pytree.tree_map(lambda leaf: nodes[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
-        assign(call.result, graph.call_function(call.operator, tuple(args), kwargs))
+        if number in twins:
+            # Once everything else has read the old values.
+            last.append((twins[number], tuple(args), kwargs))
+        else:
+            assign(call.result, graph.call_function(call.operator, tuple(args), kwargs))
+    for operation in last:
+        graph.call_function(*operation)
+    copied = {slot for number in twins for slot in tape.calls[number].result}
     for slot, output in zip(tape.inputs[:written], tape.outputs, strict=False):
-        if slot != output:
+        if slot != output and output not in copied:
             graph.call_function(torch.ops.aten.copy_.default, (nodes[slot], nodes[output]))
     outputs = [*tape.inputs[:written], *tape.outputs[written:]]
     made = [*dict.fromkeys(slot for slot in outputs if slot not in slots)]
@@ -86,7 +96,7 @@ def compile_ahead(
     for listed in pathlib.Path(path).parent.glob("*.wrapper.json"):
         # A library looks for the operators that it calls under its own name.
         called = listed.rename(pathlib.Path(path).with_suffix(".json")).read_text()
-    names = {call.operator._schema.name for call in tape.calls}
+    names = {node.target._schema.name for node in graph.nodes if hasattr(node.target, "_schema")}
     return Library(
         tuple(places[id(tensor)] for _, tensor in by_reference),
         tuple(~slots.index(slot) if slot in slots else made.index(slot) for slot in outputs),
@@ -94,6 +104,30 @@ def compile_ahead(
             sorted(name.removeprefix(_NAMESPACE) for name in names if name.startswith(_NAMESPACE) and name in called)
         ),
     )
+
+
+def _in_place(tape: Tape, written: int) -> dict[int, Any]:
+    """By the number of a call, the operator that writes what the call returns into the inputs that take it.
+
+    Otherwise every one of these results is copied there by a kernel of its own.
+    """
+    inputs, uses = dict(zip(tape.outputs[:written], tape.inputs, strict=False)), collections.Counter(tape.outputs)
+    uses.update(slot for call in tape.calls for slot in slots_of(call[1:3]))
+    twins = {}
+    for number, call in enumerate(tape.calls):
+        namespace, _, name = call.operator._schema.name.partition("::")
+        twin = getattr(torch.ops.hfta_func, f"{name}_", None) if f"{namespace}::" == _NAMESPACE else None
+        if twin is None:
+            continue
+        (leaves,) = (
+            given
+            for given, argument in zip(call.args, twin.default._schema.arguments, strict=False)
+            if argument.alias_info is not None
+        )
+        pairs = zip(call.result, leaves, strict=True)
+        if all(uses[made] == 1 and inputs.get(made) == leaf and leaf not in tape.outputs for made, leaf in pairs):
+            twins[number] = twin.default
+    return twins
 
 
 def load_ahead(path: str) -> Callable[[list[Tensor]], list[Tensor]]:

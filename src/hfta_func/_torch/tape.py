@@ -207,7 +207,7 @@ class Tape:
 
     def _over(self) -> list[list[Slot]]:
         """For every call the tensors that nobody needs after it."""
-        slots = [_slots((call.args, call.kwargs, call.result)) for call in self.calls]
+        slots = [slots_of((call.args, call.kwargs, call.result)) for call in self.calls]
         last = {slot: number for number, used in enumerate(slots) for slot in used}
         held = {*self.outputs, *self.constants}
         return [sorted({slot for slot in used if last[slot] == number} - held) for number, used in enumerate(slots)]
@@ -233,7 +233,7 @@ class Tape:
         return names["run"]
 
 
-def _slots(tree: Any) -> list[Slot]:
+def slots_of(tree: Any) -> list[Slot]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Slot)]
 
 
@@ -256,8 +256,8 @@ def _needed(calls: Sequence[Call], outputs: Sequence[Slot]) -> list[Call]:
     """The calls that write, or whose results are used."""
     used, kept = set(outputs), []
     for call in reversed(calls):
-        if call.writes or used.intersection(_slots(call.result)):
-            used.update(_slots((call.args, call.kwargs)))
+        if call.writes or used.intersection(slots_of(call.result)):
+            used.update(slots_of((call.args, call.kwargs)))
             kept.append(call)
     return kept[::-1]
 
