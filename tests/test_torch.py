@@ -7,12 +7,15 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import hfta_func as hfta
 from hfta_func import _torch
+from hfta_func._torch import inductor
 
 
 @pytest.mark.parametrize("version", ["2.8.1", "1.13.1"])
@@ -128,3 +131,77 @@ def test_every_private_name_is_looked_up_by_the_function_that_names_it():
             r"private\(|^_[A-Z, _]+ = |sys\.modules|importlib\.import_module|^ +torch\._dynamo\.config\.allow_rnn = "
         )
         assert not [line for line in lines if not re.search(allowed, line) and "import " not in line], path
+
+
+def test_indices_are_simplified_once_and_as_sympy_does_it():
+    import sympy
+
+    x, y = sympy.symbols("x y", integer=True)
+    calls = []
+
+    class Counting:
+        Expr, expand = sympy.Expr, staticmethod(sympy.expand)
+
+        @staticmethod
+        def simplify(expression, **options):
+            calls.append(expression)
+            return sympy.simplify(expression, **options)
+
+    simplify = inductor._remembering(Counting)
+    for expression in (
+        8 * (x + 1) + y - 8 * x - y,
+        (x + 1) * (y + 2) - x * y,
+        sympy.floor(x / 2) + sympy.Mod(x + 1, 4),
+        3,
+    ):
+        for _ in range(2):
+            assert sympy.expand(simplify(expression) - sympy.simplify(expression)) == 0
+    assert simplify(8 * (x + 1) - 8 * x) == 8
+    assert len(calls) == 2
+
+
+def test_files_of_a_graph_are_compiled_at_the_same_time_and_linked_after_that():
+    at_once, done = threading.Barrier(2, timeout=20), []
+
+    class Builder:
+        def __init__(self, target):
+            self.target = target
+
+        def get_target_file_path(self):
+            return self.target
+
+    def build(builder):
+        if builder.target.endswith(".o"):
+            at_once.wait()
+            if "bad" in builder.target:
+                raise RuntimeError("it does not compile")
+        done.append(builder.target)
+
+    with ThreadPoolExecutor() as threads:
+        begin = inductor._together(build, threads)
+        for name in ("step.wrapper.o", "step.kernel.o", "step.so"):
+            begin(Builder(name))
+        assert sorted(done[:2]) == ["step.kernel.o", "step.wrapper.o"] and done[2:] == ["step.so"]
+        for name in ("bad.wrapper.o", "step.kernel.o"):
+            begin(Builder(name))
+        with pytest.raises(RuntimeError, match="does not compile"):
+            begin(Builder("step.so"))
+
+
+@pytest.mark.exhaustive
+def test_the_compiler_is_as_it_was_after_a_quick_block():
+    import sympy
+    from torch._inductor import cpp_builder, cpu_vec_isa
+
+    def state():
+        return sympy.simplify, cpp_builder.CppBuilder.build, cpu_vec_isa.VecISA.check_build
+
+    before = state()
+    with pytest.raises(KeyError), _torch.quick_compiler():
+        assert all(one is not other for one, other in zip(before, state(), strict=True))
+        isa = cpu_vec_isa.VecAVX2()
+        assert isa.check_build("not C++") is True
+        isa._arch_flags = "-munknown"
+        assert isa.check_build("") is False
+        raise KeyError
+    assert state() == before

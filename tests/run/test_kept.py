@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func._torch import Library
+from hfta_func._kernels.operators import is_defined
+from hfta_func._torch import Library, ahead
+from hfta_func._torch.tape import Call, Slot
 from hfta_func.run import background, kept, reached
 from hfta_func.run.reached import Reached
 from hfta_func.step import replay
@@ -205,6 +207,34 @@ def test_steps_of_other_kinds_are_compiled_as_before() -> None:
     assert not kept.can_be_kept(shared, shared.init(*hfta.stack_params([make()], shared_params=["2"]), seeds=[0]))
 
 
+@pytest.mark.parametrize(
+    ("outputs", "in_place"),
+    [
+        ([4, 5], True),
+        ([5, 4], False),  # each goes where the other comes from
+        ([4, 5, 4], False),  # a metric is the new value
+        ([4, 5, 0], False),  # a metric is the old value
+        ([4, 6], False),  # one is computed from another
+        ([4], False),  # one is written nowhere
+    ],
+)
+def test_an_update_is_written_in_place_if_nothing_else_becomes_of_it(outputs: list[int], in_place: bool) -> None:
+    assert is_defined("update_")
+    slots = [*map(Slot, range(7))]
+    update = torch.ops.hfta_func.update.default, ([slots[2], slots[3]], slots[:2], slots[2], None, "source"), {}
+    later = torch.ops.aten.neg.default, (slots[5] if outputs[-1] == 6 else slots[0],), {}
+    calls = [Call(*update, slots[4:6], False, False), Call(*later, slots[6], False, False)]
+    tape: Any = types.SimpleNamespace(
+        inputs=slots[:4], outputs=[slots[one] for one in outputs], calls=calls, constants={}
+    )
+    twins = ahead._in_place(tape, 2)
+    assert twins == ({0: torch.ops.hfta_func.update_.default} if in_place else {})
+    if in_place:
+        nodes = [*ahead._module(tape, slots[:4], [], 2).graph.nodes]
+        # What reads the old values comes first, and nothing is copied.
+        assert [node.target for node in nodes if node.op == "call_function"] == [later[0], twins[0]]
+
+
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries whose function runs the tape, which is there at once."""
@@ -377,11 +407,11 @@ def images() -> nn.Module:
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32, 3)).double()
 
 
-def arrayed_images() -> tuple[hfta.TrainStep, hfta.TrainState]:
+def arrayed_images(**options: Any) -> tuple[hfta.TrainStep, hfta.TrainState]:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean()
 
-    step = hfta.make_train_step(images(), loss, hfta.adam(lr=[0.01, 0.02, 0.03]))
+    step = hfta.make_train_step(images(), loss, hfta.adam(lr=[0.01, 0.02, 0.03]), **options)
     return step, step.init(*hfta.init_params(images, range(M)), seeds=range(M))
 
 
@@ -392,6 +422,7 @@ def arrayed_images() -> tuple[hfta.TrainStep, hfta.TrainState]:
         ("arrayed()", "t.batch()"),
         ("arrayed(donate=True)", "t.batch()"),
         ("arrayed_images()", "torch.randn(3, 2, 2, 4, 4, dtype=torch.float64)"),
+        ("arrayed_images(donate=True)", "torch.randn(3, 2, 2, 4, 4, dtype=torch.float64)"),
     ],
 )
 def test_another_process_begins_compiled(arrayed: str, x: str) -> None:

@@ -23,6 +23,7 @@ from hfta_func._torch.dispatcher import load_decompositions, num_dispatch_modes,
 from hfta_func._torch.dispatcher import operators_without, out_of_place, parts, refusing_writes, replace_apply
 from hfta_func._torch.dispatcher import replace_validation, set_fallback_enabled, single_level_functions, taken_apart
 from hfta_func._torch.dispatcher import why_not_looped, without_views, writes, written_by
+from hfta_func._torch.inductor import quick_compiler
 from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
 from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, device_type, get_unwrapped
 from hfta_func._torch.levels import gradient, inside_transform, inside_vmap, interpreters, is_batched, is_captured

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from hfta_func._torch._release import private
+from hfta_func._torch.inductor import quick_compiler
 from hfta_func._torch.levels import pytree
 from hfta_func._torch.tape import Fresh, NotReplayableError, Slot, Tape, slots_of
 
@@ -49,14 +50,38 @@ def compile_ahead(
     Raises:
         NotReplayableError: if the tape reads a tensor that is nowhere among these.
     """
-    graph, nodes, module = fx.Graph(), dict[Slot, Any](), torch.nn.Module()
-    last: list[Any] = []
     places = {id(tensor): place for place, tensor in enumerate(held)}
     by_reference = [(slot, tensor) for slot, tensor in tape.constants.items() if not isinstance(slot, Fresh)]
     if any(id(tensor) not in places for _, tensor in by_reference):
         raise NotReplayableError("it reads a tensor that neither its state nor its functions hold")
     slots = [*tape.inputs, *(slot for slot, _ in by_reference)]
-    nodes |= {slot: graph.placeholder(f"input{slot}") for slot in slots}
+    outputs = [*tape.inputs[:written], *tape.outputs[written:]]
+    made = [*dict.fromkeys(slot for slot in outputs if slot not in slots)]
+    module = _module(tape, slots, made, written)
+    given = (*inputs, *(tensor for _, tensor in by_reference))
+    inductor: Any = importlib.import_module("torch._inductor")
+    with warnings.catch_warnings(), quick_compiler():
+        warnings.simplefilter("ignore")
+        chosen = {**options, "aot_inductor.output_path": path}
+        inductor.aot_compile(module, given, options=chosen)
+    called = ""
+    for listed in pathlib.Path(path).parent.glob("*.wrapper.json"):
+        # A library looks for the operators that it calls under its own name.
+        called = listed.rename(pathlib.Path(path).with_suffix(".json")).read_text()
+    names = {node.target._schema.name for node in module.graph.nodes if hasattr(node.target, "_schema")}
+    return Library(
+        tuple(places[id(tensor)] for _, tensor in by_reference),
+        tuple(~slots.index(slot) if slot in slots else made.index(slot) for slot in outputs),
+        tuple(
+            sorted(name.removeprefix(_NAMESPACE) for name in names if name.startswith(_NAMESPACE) and name in called)
+        ),
+    )
+
+
+def _module(tape: Tape, slots: Sequence[Slot], made: Sequence[Slot], written: int) -> fx.GraphModule:
+    """The tape's calls as a module: of what is in ``slots``, of which it writes the first ones, to what is in ``made``."""
+    graph, module = fx.Graph(), torch.nn.Module()
+    nodes: dict[Slot, Any] = {slot: graph.placeholder(f"input{slot}") for slot in slots}
     for slot, tensor in tape.constants.items():
         if isinstance(slot, Fresh):
             module.register_buffer(f"constant{slot}", tensor)
@@ -70,40 +95,18 @@ def compile_ahead(
                 assign(part, graph.call_function(operator.getitem, (node, number)))
 
     twins = _in_place(tape, written)
-    for number, call in enumerate(tape.calls):
+    # What writes comes once everything else has read the old values.
+    for number, call in sorted(enumerate(tape.calls), key=lambda numbered: numbered[0] in twins):
         args, kwargs = pytree.tree_map(lambda leaf: nodes[leaf] if isinstance(leaf, Slot) else leaf, call[1:3])
-        if number in twins:
-            # Once everything else has read the old values.
-            last.append((twins[number], tuple(args), kwargs))
-        else:
-            assign(call.result, graph.call_function(call.operator, tuple(args), kwargs))
-    for operation in last:
-        graph.call_function(*operation)
-    copied = {slot for number in twins for slot in tape.calls[number].result}
+        node = graph.call_function(twins.get(number, call.operator), tuple(args), kwargs)
+        if number not in twins:
+            assign(call.result, node)
+    done = {slot for number in twins for slot in tape.calls[number].result}
     for slot, output in zip(tape.inputs[:written], tape.outputs, strict=False):
-        if slot != output and output not in copied:
+        if slot != output and output not in done:
             graph.call_function(torch.ops.aten.copy_.default, (nodes[slot], nodes[output]))
-    outputs = [*tape.inputs[:written], *tape.outputs[written:]]
-    made = [*dict.fromkeys(slot for slot in outputs if slot not in slots)]
     graph.output([nodes[slot] for slot in made])
-    given = (*inputs, *(tensor for _, tensor in by_reference))
-    inductor: Any = importlib.import_module("torch._inductor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        chosen = {**options, "aot_inductor.output_path": path}
-        inductor.aot_compile(fx.GraphModule(module, graph), given, options=chosen)
-    called = ""
-    for listed in pathlib.Path(path).parent.glob("*.wrapper.json"):
-        # A library looks for the operators that it calls under its own name.
-        called = listed.rename(pathlib.Path(path).with_suffix(".json")).read_text()
-    names = {node.target._schema.name for node in graph.nodes if hasattr(node.target, "_schema")}
-    return Library(
-        tuple(places[id(tensor)] for _, tensor in by_reference),
-        tuple(~slots.index(slot) if slot in slots else made.index(slot) for slot in outputs),
-        tuple(
-            sorted(name.removeprefix(_NAMESPACE) for name in names if name.startswith(_NAMESPACE) and name in called)
-        ),
-    )
+    return fx.GraphModule(module, graph)
 
 
 def _in_place(tape: Tape, written: int) -> dict[int, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from hfta_func._torch._release import private
+from hfta_func._torch.inductor import replaced
 from hfta_func._torch.levels import inside_vmap, is_batched
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -143,16 +144,12 @@ def graph_hits() -> int:
 def compiled_from_cache() -> Iterator[None]:
     """A block whose graphs come from the cache on disk; a graph that is missing there raises a LookupError."""
     module: Any = importlib.import_module("torch._inductor.compile_fx")
-    before = private("torch._inductor.compile_fx", "fx_codegen_and_compile")
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise LookupError("the graph is not in PyTorch's cache")
 
-    module.fx_codegen_and_compile = refuse
-    try:
+    with replaced(module, "fx_codegen_and_compile", refuse):
         yield
-    finally:
-        module.fx_codegen_and_compile = before
 
 
 def stays(tensor: Any) -> None:
