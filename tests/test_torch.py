@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -134,8 +135,7 @@ def test_every_private_name_is_looked_up_by_the_function_that_names_it():
 
 
 def test_indices_are_simplified_once_and_as_sympy_does_it():
-    import sympy
-
+    sympy: Any = importlib.import_module("sympy")
     x, y = sympy.symbols("x y", integer=True)
     calls = []
 
@@ -190,8 +190,8 @@ def test_files_of_a_graph_are_compiled_at_the_same_time_and_linked_after_that():
 
 @pytest.mark.exhaustive
 def test_the_compiler_is_as_it_was_after_a_quick_block():
-    import sympy
-    from torch._inductor import cpp_builder, cpu_vec_isa
+    names = ("sympy", "torch._inductor.cpp_builder", "torch._inductor.cpu_vec_isa")
+    sympy, cpp_builder, cpu_vec_isa = map(importlib.import_module, names)
 
     def state():
         return sympy.simplify, cpp_builder.CppBuilder.build, cpu_vec_isa.VecISA.check_build

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func import CompileWarning
-from hfta_func.run import background, compiler, graphs
+from hfta_func.run import background, compiler, graphs, kept
 from hfta_func.workers import process
 
 M = 3
@@ -277,6 +277,33 @@ def test_a_slower_graph_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
     assert not quick.is_compiled and len(graph._compiled) == 3
+
+
+def test_the_status_says_how_long_it_has_taken_and_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [None, None, None, {"options": {}, "seconds": 1e9}]
+
+    class Working:
+        busy = staticmethod(lambda: False)
+
+        def __init__(self, *args: Any, **options: Any):
+            self.end = lambda: None
+
+        def answer(self) -> Any:
+            return answers.pop(0) if len(answers) > 1 else answers[0]
+
+    monkeypatch.setattr(background, "Compiler", Working)
+    monkeypatch.setattr(background, "_COMPILING", 1e-9)
+    monkeypatch.setattr(background, "_PATIENCE", 7)
+    step, state = arrayed()
+    quick, batch = hfta.compile(step), torch.ones(M, 5, 4, dtype=torch.float64)
+    kept.remember(1e-9, 33.0)
+    for _ in range(3):
+        quick(state, batch)
+    assert quick.status.endswith("; compiling for 0 s of about 33 s")
+    for _ in range(3):
+        quick(state, batch)
+    assert "compiling" not in quick.status and not quick.is_compiled
+    assert len(kept._earlier()) == 2 and kept._earlier()[1][1] < 33
 
 
 @pytest.mark.parametrize(("left", "goes"), [(None, False), (10, False), (100_000, True)])

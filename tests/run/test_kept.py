@@ -363,6 +363,26 @@ def test_what_was_not_used_for_longest_goes_first(
     assert {name for name, _, _ in kept.kept()} == {"d", "a", "c"}
 
 
+def test_estimates_follow_the_compilation_of_most_similar_size(cache: pathlib.Path) -> None:
+    assert kept.corrected(20.0) == 20.0
+    kept.remember(20.0, 10.0)
+    kept.remember(100.0, 300.0)
+    assert kept.corrected(22.0) == 11.0 and kept.corrected(90.0) == 270.0
+    kept.remember(20.0, 40.0)
+    assert kept.corrected(22.0) == 44.0
+    for number in range(2 * kept._MOST_TIMES):
+        kept.remember(number + 1.0, 1.0)
+    assert len(kept._earlier()) == kept._MOST_TIMES and kept.kept() == []
+    for content in ("no list", "3", "[[1]]", '[["a", 1.0]]', "[[0.0, 1.0]]"):
+        kept._times().write_text(content)
+        assert kept.corrected(20.0) == 20.0
+    kept._times().unlink()
+    kept._times().parent.rmdir()
+    kept._times().parent.write_text("a file where the folder would be")
+    kept.remember(20.0, 10.0)
+    assert kept.corrected(20.0) == 20.0
+
+
 def test_a_graph_with_other_losses_is_not_used(interpreted: None, cache: pathlib.Path) -> None:
     step, state = arrayed()
     quick = hfta.compile(step, steps=100)

@@ -200,9 +200,9 @@ class _Graph:
         self._run: Callable[..., Any] | None = None
         self._earlier = None if name is None else kept.load(name, tensors)
         self._is_kept = self.was_kept = False
-        self._since = self._expected = 0.0
+        self._since = self._estimate = 0.0
         self._worker: Compiler | None = None
-        self._ended = False
+        self._ended = self._is_ready = False
         self._lends = False
         self._spent = 0.0
         self._eager: list[float] = []
@@ -217,7 +217,7 @@ class _Graph:
         """For how long another process has been compiling, and how long that is expected to take; empty if none does."""
         if self._worker is None or self._ended or self._worker.answer() is not None:
             return ""
-        return f"; compiling for {time.monotonic() - self._since:.0f} s of about {self._expected:.0f} s"
+        return f"; compiling for {time.monotonic() - self._since:.0f} s of about {kept.corrected(self._estimate):.0f} s"
 
     def __call__(self, state: Any, batch: Any, left: int | None) -> Any:
         if self._run is not None:
@@ -248,13 +248,16 @@ class _Graph:
             evenly = torch.get_num_threads() == 1 and self._crowded(state)
             may = self._may_pay(state, left) and (not evenly or self._affords(state, left))
             if may and not Compiler.busy():
-                self._since, self._expected = time.monotonic(), _seconds_to_compile(state)
+                self._since, self._estimate = time.monotonic(), _seconds_to_compile(state)
                 self._worker = Compiler(self._step, state, batch, self._name, yields=not evenly)
             return None
         answer = self._worker.answer()
         if answer is not None and "error" in answer:
             self._end(answer["error"])
             return None
+        if answer is not None and not self._is_ready:
+            self._is_ready = True
+            kept.remember(self._estimate, time.monotonic() - self._since)
         return answer
 
     def _end(self, why: str | None) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import json
 import os
 import pathlib
 import pickle
@@ -29,7 +30,8 @@ from hfta_func._kernels import native
 from hfta_func._kernels.operators import is_defined
 from hfta_func._torch import compile_ahead, load_ahead
 from hfta_func._tree import leaves
-from hfta_func._types import Schedule, Tree, recipe
+from hfta_func._types import CheckpointError, Schedule, Tree, recipe
+from hfta_func.files import atomic
 from hfta_func.optim._base import GradientTransformation, is_closed
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
@@ -42,6 +44,8 @@ from hfta_func.workers.settings import SETTINGS
 
 MOST_BYTES = 2**30
 """How much the graphs may take on disk; those that were not used for longest go first."""
+_MOST_TIMES = 64
+"""How many compilations are remembered with the time they took."""
 _LIBRARY, _ABOUT = "step.so", "about"
 
 
@@ -175,6 +179,31 @@ def load(name: str, tensors: Sequence[Tensor]) -> Callable[[TrainState, Tree], A
 def drop(name: str) -> None:
     """Keep a graph no longer."""
     shutil.rmtree(folder() / name, ignore_errors=True)
+
+
+def corrected(estimate: float) -> float:
+    """An estimate of the seconds that compiling takes, by how far that of the most similar earlier compilation was off."""
+    guess, seconds = min(reversed(_earlier()), key=lambda pair: abs(pair[0] - estimate), default=(1.0, 1.0))
+    return estimate * seconds / guess
+
+
+def remember(estimate: float, seconds: float) -> None:
+    """Remember how long compiling took, for later estimates; nothing happens where nothing can be written."""
+    with contextlib.suppress(OSError, CheckpointError):
+        _times().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic.write(
+            _times(), json.dumps([*_earlier()[1 - _MOST_TIMES :], (estimate, seconds)]).encode(), durable=False
+        )
+
+
+def _times() -> pathlib.Path:
+    return native.folder() / "seconds.json"
+
+
+def _earlier() -> list[tuple[float, float]]:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return [(float(guess), float(seconds)) for guess, seconds in json.loads(_times().read_bytes()) if guess > 0]
+    return []
 
 
 def kept() -> list[tuple[str, int, float]]:
