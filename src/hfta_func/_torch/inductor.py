@@ -14,8 +14,8 @@ from typing import Any
 
 from hfta_func._torch._release import private
 
-_OF_A_GRAPH = (".wrapper.o", ".kernel.o", ".main.o", ".optimized.o")
-"""How names of files end that nothing reads until they are linked."""
+_CALLS = (".wrapper.o", ".main.o")
+"""How names of files end that hold a graph's calls; the compiler's next file holds its kernels."""
 
 
 @contextlib.contextmanager
@@ -69,12 +69,12 @@ def _is_known(isa: Any, code: str) -> bool:
 
 
 def _together(build: Callable[..., None], threads: concurrent.futures.Executor) -> Callable[..., None]:
-    """``CppBuilder.build``, which begins to compile the files of a graph and waits for them before they are linked."""
+    """``CppBuilder.build``, which compiles a graph's calls beside its kernels, and waits for them before it links both."""
     begun: list[concurrent.futures.Future[None]] = []
 
     def begin(builder: Any) -> None:
         target = builder.get_target_file_path()
-        if target.endswith(_OF_A_GRAPH):
+        if target.endswith(_CALLS):
             begun.append(threads.submit(build, builder))
             return
         if target.endswith(".so"):
