@@ -48,7 +48,8 @@ def measured(way: str, spec: Spec, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.background", json.dumps([way, spec, steps])],
-            cwd=ROOT, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, capture_output=True, text=True,
+            cwd=ROOT, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "HFTA_FUNC_CACHE": cache},
+            capture_output=True, text=True,
         )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])

@@ -483,6 +483,13 @@ def test_steps_from_the_first_call_on(bench, capsys):
     assert re.fullmatch(r"MLP .* 2 +3( +\d+\.\d\d s){3} +\d+\.\d\dx +0", row)
 
 
+@pytest.mark.soak
+def test_a_later_process_does_not_compile(bench, capsys):
+    assert bench("compiling").main(["--workloads", "mlp", "--models", "2"]) == 0
+    *_, made, later, _, _ = (re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.strip().splitlines())
+    assert [made[2], later[2]] == ["kept", "later process"] and float(later[5]) < 0.1 < float(made[5])
+
+
 def test_adapters_over_one_base(bench, capsys, tmp_path):
     pytest.importorskip("peft", reason="needs peft; pip install 'hfta_func[adapters]'")
     file = tmp_path / "adapters.json"
