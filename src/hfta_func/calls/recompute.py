@@ -126,6 +126,9 @@ class Recalls:
                 yield
         finally:
             _recalls.reset(token)
+            # PyTorch keeps the hooks, and so this, with every kept tensor: recipes must not outlive their derivatives.
+            self._kept.clear()
+            self._made.clear()
 
     def _pack(self, tensor: Tensor) -> Kept:
         kept = Kept(tensor, self._recipe(tensor))
