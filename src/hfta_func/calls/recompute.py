@@ -25,6 +25,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hfta_func import _torch
 from hfta_func._types import StateError
 
+WRITTEN = (
+    "a tensor that the backward pass needs was written in place after it was used; write a copy instead, or make the step "
+    "without save='less'"
+)
 _SMALL = 8
 """An argument that is this many times smaller than the result is kept for it."""
 
@@ -78,10 +82,7 @@ class Recipe:
             return self._cached
         for leaf, written in zip(self._leaves, self._written, strict=True):
             if isinstance(leaf, Tensor) and _torch.writes(leaf) != written:
-                raise StateError(
-                    "a tensor that the backward pass needs was written in place after it was used; write a copy instead, "
-                    "or make the step without save='less'"
-                )
+                raise StateError(WRITTEN)
         leaves = [leaf.make() if isinstance(leaf, _View) else leaf for leaf in self._leaves]
         with torch.no_grad(), self._autocast():
             made = self._call(*leaves)

@@ -17,6 +17,7 @@ from hfta_func.calls.draws import spellings
 from hfta_func.calls.recompute import Recalls, recalls
 from hfta_func.calls.routing import routed
 from hfta_func.calls.scalar_args import numbered
+from hfta_func.rules.loss import cross_entropy_in_parts
 
 
 def routing(key: Tensor | None, numbers: Sequence[Tensor] = (), padding: Any = None) -> routed:
@@ -41,6 +42,9 @@ class _Noting(routed):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function, and note its result if it is cheap to recompute."""
+        if func is F.cross_entropy and not self.depth:
+            # With several members, the batching rule does this.
+            func = _cross_entropy
         result = super().__torch_function__(func, types, args, kwargs)
         if (noted := self._noted.get(func)) is not None and isinstance(result, Tensor):
             given, elementwise = noted(args, kwargs or {})
@@ -82,6 +86,18 @@ class _Noting(routed):
                 return _torch.unwrap_batched(func(*args, **kwargs), level)[0]
 
         self._recalls.note(call, leaves, result)
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+    """``F.cross_entropy``, in parts where possible."""
+    given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+    given.apply_defaults()
+    logits, target, weight, _, ignore_index, _, reduction, smoothing = given.args
+    in_parts = None if weight is not None or smoothing else cross_entropy_in_parts(logits, target, ignore_index)
+    if in_parts is None:
+        return F.cross_entropy(*args, **kwargs)
+    # As likelihoods of a single class, which PyTorch's operator sums in the same order.
+    return F.nll_loss(-in_parts.unsqueeze(1), torch.where(target == ignore_index, -100, 0), reduction=reduction)
 
 
 def _elementwise(args: Any, kwargs: Any) -> Any:
