@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func import _torch
+from hfta_func import _torch, random
+from hfta_func._kernels import noise
 from hfta_func.calls.draws import spellings
 from hfta_func.calls.recompute import Recalls, recalls
 from hfta_func.calls.routing import routed
 from hfta_func.calls.scalar_args import numbered
+from hfta_func.rules._operator import Operator
 from hfta_func.rules.loss import cross_entropy_in_parts
 
 
@@ -51,11 +54,33 @@ class _Noting(routed):
             self._note(func, given, result, elementwise)
         return result
 
-    def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        """See :class:`routed`."""
-        result = super().cheap(func, *args)
-        self._note(func, (args, {}), result, True)
+    def dropped(self, input: Tensor, stream: random.Stream, p: float, shape: Sequence[int], scale: float) -> Tensor:
+        """See :class:`routed`; what is kept is drawn again in the backward pass where one kernel can do both."""
+        given = input, *stream[:2]
+        if self._is_one_kernel(input, stream, shape):
+            limit = random.limit_of(1 - p)
+            func = functools.partial(_dropped, limit=limit, scale=scale)
+            if (inner := self._interpreter) is None:
+                result = func(*given)
+            else:
+                plain = [_torch.unwrap_batched(leaf, self.depth)[0] for leaf in given]
+                with inner.lower():
+                    result = func(*plain)
+                result = _torch.add_batch_dim(result, 0, self.depth)
+        else:
+            given = input, random.bernoulli(stream, 1 - p, shape)
+            func = lambda input, keep: input * keep * scale  # noqa: E731
+            result = func(*given)
+        self._note(func, (given, {}), result, True)
         return result
+
+    def _is_one_kernel(self, input: Tensor, stream: random.Stream, shape: Sequence[int]) -> bool:
+        if input.shape != shape or stream.padding is not None or _torch.depth() != self.depth or self.depth > 1:
+            return False
+        leaves = [_torch.unwrap_batched(leaf, 1) if self.depth else (leaf, None) for leaf in (input, *stream[:2])]
+        plain, front = leaves[0][0], 0 if self.depth else None
+        fits = plain.dtype == torch.float32 and plain.is_contiguous() and all(dim == front for _, dim in leaves)
+        return fits and noise.is_fast(leaves[1][0])
 
     def _note(self, func: Callable[..., Any], given: Any, result: Tensor, elementwise: bool) -> None:
         if _torch.depth() != self.depth or not torch.is_grad_enabled():
@@ -98,6 +123,24 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
         return F.cross_entropy(*args, **kwargs)
     # As likelihoods of a single class, which PyTorch's operator sums in the same order.
     return F.nll_loss(-in_parts.unsqueeze(1), torch.where(target == ignore_index, -100, 0), reduction=reduction)
+
+
+def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, start, stride, *ctx.options = inputs
+    ctx.save_for_backward(start, stride)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    return _drop(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+
+_drop = Operator(
+    "dropped(Tensor x, Tensor start, Tensor stride, int limit, float scale) -> Tensor", noise.drop, _setup, _backward
+)
+
+
+def _dropped(input: Tensor, start: Tensor, stride: Tensor, *, limit: int, scale: float) -> Tensor:
+    return _drop(input, start, stride, limit, scale)
 
 
 def _elementwise(args: Any, kwargs: Any) -> Any:
