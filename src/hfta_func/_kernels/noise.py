@@ -120,6 +120,8 @@ def _defined() -> bool:
     if None in programs:
         return False
     mixed, words, below, streams, dropped = programs
+    # The same few numbers in every step; made here they cost more than a small kernel.
+    number: Any = functools.lru_cache(maxsize=256)(lambda value, dtype: torch.tensor(value, dtype=dtype))
 
     def draw_mixed(z: Tensor) -> Tensor:
         out = torch.empty(z.shape, dtype=torch.int64)
@@ -137,7 +139,7 @@ def _defined() -> bool:
         return out
 
     def draw_dropped(x: Tensor, start: Tensor, stride: Tensor, limit: int, scale: float) -> Tensor:
-        out, most, by = torch.empty(x.shape), torch.tensor(limit), torch.tensor(scale)
+        out, most, by = torch.empty(x.shape, dtype=x.dtype), number(limit, torch.int64), number(scale, x.dtype)
         if out.numel():
             keys = [start.contiguous(), stride.contiguous()]
             dropped([out.numel() // start.numel()], start.numel(), [*keys, out, most, x.contiguous(), by])

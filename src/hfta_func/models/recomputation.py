@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -57,30 +58,29 @@ class _Noting(routed):
     def dropped(self, input: Tensor, stream: random.Stream, p: float, shape: Sequence[int], scale: float) -> Tensor:
         """See :class:`routed`; what is kept is drawn again in the backward pass where one kernel can do both."""
         given = input, *stream[:2]
-        if self._is_one_kernel(input, stream, shape):
-            limit = random.limit_of(1 - p)
-            func = functools.partial(_dropped, limit=limit, scale=scale)
-            if (inner := self._interpreter) is None:
-                result = func(*given)
-            else:
-                plain = [_torch.unwrap_batched(leaf, self.depth)[0] for leaf in given]
-                with inner.lower():
-                    result = func(*plain)
-                result = _torch.add_batch_dim(result, 0, self.depth)
-        else:
-            given = input, random.bernoulli(stream, 1 - p, shape)
-            func = lambda input, keep: input * keep * scale  # noqa: E731
-            result = func(*given)
-        self._note(func, (given, {}), result, True)
-        return result
+        plain = self._of_one_kernel(input, stream, shape)
+        if plain is None:
+            keep = random.bernoulli(stream, 1 - p, shape)
+            result = input * keep * scale
+            self._note(lambda input, keep: input * keep * scale, ((input, keep), {}), result, True)
+            return result
+        func = functools.partial(_dropped, limit=random.limit_of(1 - p), scale=scale)
+        with contextlib.nullcontext() if self._interpreter is None else self._interpreter.lower():
+            result = func(*plain)
+            if torch.is_grad_enabled():
+                self._recalls.note(func, plain, result)
+        return result if self._interpreter is None else _torch.add_batch_dim(result, 0, self.depth)
 
-    def _is_one_kernel(self, input: Tensor, stream: random.Stream, shape: Sequence[int]) -> bool:
+    def _of_one_kernel(self, input: Tensor, stream: random.Stream, shape: Sequence[int]) -> list[Any] | None:
+        """Input, starts and strides ``[M, ...]``, if the kernel takes them."""
         if input.shape != shape or stream.padding is not None or _torch.depth() != self.depth or self.depth > 1:
-            return False
-        leaves = [_torch.unwrap_batched(leaf, 1) if self.depth else (leaf, None) for leaf in (input, *stream[:2])]
-        plain, front = leaves[0][0], 0 if self.depth else None
-        fits = plain.dtype == torch.float32 and plain.is_contiguous() and all(dim == front for _, dim in leaves)
-        return fits and noise.is_fast(leaves[1][0])
+            return None
+        plain, front = [input, *stream[:2]], 0 if self.depth else None
+        dims: list[int | None] = [None] * 3
+        if self.depth:
+            plain, dims = map(list, zip(*(_torch.unwrap_batched(leaf, 1) for leaf in plain), strict=True))
+        fits = dims == [front] * 3 and plain[0].dtype == torch.float32 and plain[0].is_contiguous()
+        return plain if fits and noise.is_fast(plain[1]) else None
 
     def _note(self, func: Callable[..., Any], given: Any, result: Tensor, elementwise: bool) -> None:
         if _torch.depth() != self.depth or not torch.is_grad_enabled():
