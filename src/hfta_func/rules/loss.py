@@ -69,7 +69,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return torch.cat(parts) if parts else into, None, None
 
 
-_in_parts = Operator("cross_entropy(Tensor logits, Tensor target, int ignore_index) -> Tensor", _losses, _setup, _backward)
+_in_parts = Operator(
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index) -> Tensor", _losses, _setup, _backward
+)
 
 
 def cross_entropy_in_parts(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
@@ -78,7 +80,13 @@ def cross_entropy_in_parts(logits: Tensor, target: Tensor, ignore_index: int) ->
     None if PyTorch's operator is to be called.
     """
     is_known = logits.dim() == 2 and not target.is_floating_point() and logits.dtype in (torch.float32, torch.float64)
-    if recalls() is None or not logits.requires_grad or not is_known or logits.device.type != "cpu" or not logits.numel():
+    if (
+        recalls() is None
+        or not logits.requires_grad
+        or not is_known
+        or logits.device.type != "cpu"
+        or not logits.numel()
+    ):
         return None
     return _in_parts(logits.contiguous(), target, ignore_index)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
+from hfta_func._kernels import norm
 from hfta_func._types import TraceError
 from hfta_func.calls.recompute import recalls
 from hfta_func.rules._affine import Vectors, affine, parted, split_grads
@@ -32,14 +33,41 @@ def batch_norm(call: Call, *args: Any) -> Result:
 def _batch_norm(x: Tensor, *args: Any) -> tuple[Tensor]:
     """PyTorch's operator, whose output the backward pass may compute again."""
     weight, bias, _, _, training, _, eps, cudnn = args
-    y = torch.batch_norm(x, *args)
-    if training and (running := recalls()) is not None:
+    running = recalls() if training else None
+    by_kernel = running is not None and x.requires_grad and x.dtype == torch.float32 and x.device.type == "cpu"
+    if by_kernel and x.dim() > 2 and x.is_contiguous() and x.numel() and norm.is_defined():
+        with _torch.single_level_functions():
+            y = _InLessMemory.apply(x, *args[:-1])
+    else:
+        y = torch.batch_norm(x, *args)
+    if running is not None:
         # By the same kernel, to the same bits: the derivative of a maximum compares with the output that is computed again.
         def again(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
             return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn)
 
         running.note(again, [x, weight, bias], y)
     return (y,)
+
+
+class _InLessMemory(_torch.SingleLevelFunction):
+    """Batch normalisation whose gradient is one kernel; PyTorch's allocates its result twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any) -> Tensor:
+        y, *stats = _native(x, weight, bias, *args)
+        ctx.save_for_backward(x, weight, *stats)
+        ctx.eps = args[-1]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *stats = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            given = weight, None, None, *stats, True, ctx.eps, [True] * 3
+            grads = torch.ops.aten.native_batch_norm_backward.default(grad, x, *given)
+        else:
+            grads = norm.batch_norm_backward(grad, x, weight, *stats)
+        return *grads[: 1 if weight is None else 3], *(None,) * (7 if weight is None else 5)
 
 
 @register("instance_norm", "norm")
