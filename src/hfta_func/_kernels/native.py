@@ -78,18 +78,18 @@ void run(int64_t leaves, int64_t models, const int64_t *sizes, int64_t threads, 
 }}
 """
 _SMALL = 1 << 15
+"""Up to this many elements, one thread is as fast as several."""
 
 
-def shared_out(head: str, arguments: str, body: str, small: int = _SMALL) -> str:
+def shared_out(head: str, arguments: str, body: str) -> str:
     """A program for several threads: ``body`` runs for elements ``low`` to ``high`` of member ``model`` of ``leaf``.
 
     Args:
         head: Definitions that ``body`` uses.
         arguments: Parameters besides the numbers of leaves, of models, and of elements of each leaf in one member.
         body: A statement.
-        small: Up to this many elements, one thread is as fast as several.
     """
-    return _SHARED_OUT.format(head=head, arguments=arguments, body=body, small=small)
+    return _SHARED_OUT.format(head=head, arguments=arguments, body=body, small=_SMALL)
 
 
 @functools.cache

@@ -57,7 +57,6 @@ class _Noting(routed):
 
     def dropped(self, input: Tensor, stream: random.Stream, p: float, shape: Sequence[int], scale: float) -> Tensor:
         """See :class:`routed`; what is kept is drawn again in the backward pass where one kernel can do both."""
-        given = input, *stream[:2]
         plain = self._of_one_kernel(input, stream, shape)
         if plain is None:
             keep = random.bernoulli(stream, 1 - p, shape)

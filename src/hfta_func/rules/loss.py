@@ -75,7 +75,7 @@ _in_parts = Operator(
 
 
 def cross_entropy_in_parts(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
-    """Losses ``[R]`` of logits ``[R,C]`` and classes ``[R]``, in a block of :class:`Recalls` that keeps no more than the logits.
+    """Losses ``[R]`` of logits ``[R,C]`` and classes ``[R]``, in a block of :class:`Recalls`, which keeps only the logits.
 
     None if PyTorch's operator is to be called.
     """
