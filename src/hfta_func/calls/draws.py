@@ -50,7 +50,7 @@ def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inpla
     if not training or is_zero(p):
         return input
     stream, scale = keys.next_key(p), inverse(1 - checked(p))
-    if isinstance(scale, Tensor):
+    if isinstance(p, Tensor):
         dropped = input * random.bernoulli(stream, 1 - p, shape) * scale.to(input.dtype)
     else:
         dropped = keys.dropped(input, stream, p, shape, scale)
