@@ -817,7 +817,8 @@ def test_fit_replays_and_goes_on_to_the_same_bits(tmp_path: Any) -> None:
         step = hfta.make_train_step(make(), net_loss, hfta.adam(lr=[0.1, 0.2]), replay=replay)
         loader = hfta.ArrayLoader(data, 4, seeds=[0, 1])
         state, history = hfta.fit(step, _state(step, make), loader, epochs=epochs, progress=False, resume=resume)
-        return (state, history["loss"]), step.replayed().status
+        assert history.status == step.replayed().status
+        return (state, history["loss"]), history.status
 
     whole, status = run(None, 3)
     assert status.startswith("replayed")

@@ -51,6 +51,7 @@ class History:
         epochs: Metrics of each epoch by name, on the CPU.
         failures: The first :class:`FailedStep` of each member in each epoch, ordered by epoch and member.
         interrupted: Whether Ctrl-C ended the last :func:`fit`.
+        status: What trained in the last :func:`fit`, how and why, such as ``"replayed: 64 operators"``.
         columns: Columns of its frames by name, one value per member, such as the hyperparameters of an :class:`Experiment`.
     """
 
@@ -60,7 +61,7 @@ class History:
         self.since = torch.zeros_like(self.members)
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
-        self.interrupted, self.profile = False, cast(Any, None)
+        self.interrupted, self.profile, self.status = False, cast(Any, None), ""
         self.columns: Mapping[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:
