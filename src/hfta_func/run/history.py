@@ -338,10 +338,9 @@ class Running:
         return self._mapped(lambda value: value)
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        sums, failed = (
-            {name: function(value) for name, value in metrics.items()} for metrics in (self.sums, self.failed)
-        )
-        return {"batches": self.batches, "sums": sums, "failed": failed}
+        parts = {"sums": self.sums, "failed": self.failed}
+        mapped = {part: {name: function(value) for name, value in one.items()} for part, one in parts.items()}
+        return {"batches": self.batches, **mapped}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore the sums of :meth:`state_dict`."""
