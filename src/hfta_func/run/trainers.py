@@ -103,9 +103,9 @@ class AutoTrainer:
         self._current = self._parallel
         if self._tried >= (self._wanted() if self._dealt else 1):
             self._is_decided = True
-            theirs, ours = self._took / self._tried, statistics.median(self._times)
-            self._compared = f"a step took {1e3 * ours:.1f} ms in this process, {1e3 * theirs:.1f} in worker processes"
-            if theirs >= ours:
+            parallel, local = self._took / self._tried, statistics.median(self._times)
+            self._compared = f"a step took {1e3 * local:.1f} ms in this process, {1e3 * parallel:.1f} in worker processes"
+            if parallel >= local:
                 self._parallel.close()
                 self._parallel, self._current = None, self._local
                 # Goes on where the workers have stopped.
