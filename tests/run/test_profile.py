@@ -159,6 +159,16 @@ def test_a_loader_has_the_phase_data_and_fit_profiles_its_own_steps() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive
+def test_a_run_too_short_for_a_record_is_profiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_TRACING", 1e6)
+    monkeypatch.setattr(recording, "_SECONDS", 0.01)
+    step, state, _ = array()
+    loader = hfta.ArrayLoader((torch.randn(20, 2, 8), torch.randint(0, 3, (20,))), 5, seeds=SEEDS)
+    result = hfta.fit(step, state, loader, epochs=20, progress=False, profile=True)
+    assert result.history.profile.kind == "eager" and {"data", "loop"} <= result.history.profile.phases.keys()
+
+
 def test_two_profiles_line_by_line_and_traces(tmp_path: pathlib.Path) -> None:
     step, state, batch = array()
     before = hfta.profile(step, state, batch, steps=5, trace=tmp_path / "trace.json.gz")
