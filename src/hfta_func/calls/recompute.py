@@ -181,7 +181,7 @@ def recalls() -> Recalls | None:
 
 
 @contextlib.contextmanager
-def keeping_all() -> Iterator[None]:
+def unrecalled() -> Iterator[None]:
     """A block of operators that a :class:`Recalls` around it does not change, such as those that run again after its end."""
     token = _recalls.set(None)
     try:
