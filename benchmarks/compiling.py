@@ -1,7 +1,7 @@
 """How long a step takes to compile for the first time, what its step takes then, and how a later process begins.
 
-Every row is a process of its own with empty caches, apart from the headers that PyTorch precompiles once for a machine. Python
-and C++ are seconds of processors, which depend little on what else runs. ``python -m benchmarks compiling``.
+Every row is a process of its own with empty caches, apart from the headers that PyTorch precompiles once for a machine.
+Python and C++ are seconds of processors, which depend little on what else runs. ``python -m benchmarks compiling``.
 """
 
 from __future__ import annotations

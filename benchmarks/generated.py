@@ -1,8 +1,9 @@
 """What inductor generates for updates and for grouped convolutions, against hand-written kernels, on one thread.
 
 Updates: the kernel in C of the optimizer, called eagerly and from a graph, and the code that inductor generates for its rule.
-Convolutions, forward and backward: one call in groups, of oneDNN or cuDNN, eagerly and from a graph; and windows with a
-batched product, which inductor fuses with what is around it.
+Convolutions, alone and with gradients: one call in groups, of oneDNN or cuDNN, eagerly and from a graph; as the table of
+lowerings has it; windows with a batched product, which inductor fuses with what is around it; and by hand, in C, or on a GPU
+in Triton and without gradients. Code by hand has its inputs in the layout that it is written for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from examples.resnet.model import ResNet18
 from torch import nn
 
 import hfta_func as hfta
+from benchmarks import convolution_kernels
 from benchmarks._measure import interleaved, machine, seconds, table
 from hfta_func.optim import _kernel
 
@@ -50,29 +52,45 @@ def update(make: Callable[[], nn.Module], models: int, device: str) -> dict[str,
     return ways
 
 
-def convolution(shape: tuple[int, int, int], models: int, device: str) -> dict[str, Callable[[], object]]:
-    """One convolution of all models and its gradients, by lowering, eagerly and compiled."""
+def convolution(
+    shape: tuple[int, int, int], models: int, device: str, has_gradients: bool
+) -> dict[str, Callable[[], object]]:
+    """One convolution of all models, and its gradients, by lowering, eagerly and compiled, and by hand."""
     samples, channels, pixels = shape
     x = torch.randn(models, samples, channels, pixels, pixels, device=device)
     weight = torch.randn(models, channels, channels, 3, 3, device=device)
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
-        loss = lambda x, weight: torch.conv2d(x, weight, padding=1).relu().square().sum()  # noqa: E731
-        return hfta.vmap(torch.func.grad(loss, argnums=(0, 1)))(x, weight)
+        alone = lambda x, weight: torch.conv2d(x, weight, padding=1)  # noqa: E731
+        loss = lambda x, weight: alone(x, weight).relu().square().sum()  # noqa: E731
+        return hfta.vmap(torch.func.grad(loss, argnums=(0, 1)) if has_gradients else alone)(x, weight)
 
-    ways: dict[str, Callable[[], object]] = {}
+    def grouped() -> Any:
+        with hfta.rules.override(conv="grouped"):
+            return run(x, weight)
+
+    ways: dict[str, Callable[[], object]] = {"grouped, eager": grouped, "table, eager": lambda: run(x, weight)}
     for lowering in ("grouped", "windows"):
         with hfta.rules.override(conv=lowering):
             torch._dynamo.reset()
             compiled = torch.compile(run, fullgraph=True, dynamic=False)
             compiled(x, weight)
         ways[f"{lowering}, compiled"] = lambda compiled=compiled: compiled(x, weight)
+    # [M, N, C, H, W] -> [M, N, H, W, C], [M, O, C, 3, 3] -> [M, 3, 3, C, O]
+    last, filters = x.permute(0, 1, 3, 4, 2).contiguous(), weight.permute(0, 3, 4, 2, 1).contiguous()
 
-    def eager() -> Any:
-        with hfta.rules.override(conv="grouped"):
-            return run(x, weight)
+    def by_hand() -> Any:
+        y = convolution_kernels.forward(last, filters)
+        if not has_gradients:
+            return y
+        grad = y.relu_().mul_(2)
+        return convolution_kernels.input_grad(grad, filters), convolution_kernels.weight_grad(last, grad)
 
-    return {"grouped, eager": eager, **ways}
+    if device == "cpu":
+        ways["by hand"] = by_hand
+    elif not has_gradients and channels >= 16:
+        ways["by hand"] = lambda: convolution_kernels.triton_forward(last, filters)
+    return ways
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,7 +105,10 @@ def main(argv: list[str] | None = None) -> int:
     print("{cpu}, torch {torch}, {threads} thread, {date}".format(**machine()), flush=True)
     cases = {f"Adam, {name}": lambda make=make: update(make, args.models, args.device) for name, make in MODELS.items()}
     cases |= {
-        f"convolution, {name}": lambda shape=shape: convolution(shape, args.models, args.device)
+        f"convolution{kind}, {name}": lambda shape=shape, kind=kind: convolution(
+            shape, args.models, args.device, bool(kind)
+        )
+        for kind in ("", " and gradients")
         for name, shape in CONVOLUTIONS.items()
     }
     lines = []

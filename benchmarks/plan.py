@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from benchmarks._measure import RESULTS, machine, peak_bytes, table
+from benchmarks._measure import RESULTS, machine, peak_bytes, seconds, table
 from benchmarks.workloads import Spec, batch_size, make
 from hfta_func._torch import pytree
 from hfta_func._tree import leaves
@@ -29,6 +29,8 @@ from hfta_func.run.walk import Like, Operator, Walk, walk
 SEVEN = ("mlp", "resnet", "mobilenet-v3s", "pointnet-cls", "dcgan", "transformer", "bert")
 MODELS = (1, 2, 4, 8, 16, 32)
 OTHER = RESULTS / "cpu-small.json"
+_AT_ONCE = 20
+"""Calls that a GPU is given at once."""
 
 
 class Cell(NamedTuple):
@@ -44,9 +46,9 @@ class Cell(NamedTuple):
     peaks: list[int]
 
 
-def cell(workload: str, models: int) -> Cell:
+def cell(workload: str, models: int, device: str) -> Cell:
     """A workload at some M, not measured yet."""
-    job = make(Spec(workload, "small", models, batch_size(workload, "small", "cpu")))
+    job = make(Spec(workload, "small", models, batch_size(workload, "small", "cpu"), device))
     step, state = job.array()
     batch, params = job.batches[0], len(leaves(getattr(state, "params", state)))
     walk(step, state, batch)  # The first one finds out what views a model writes.
@@ -59,19 +61,25 @@ def cell(workload: str, models: int) -> Cell:
     return Cell(workload, models, train, walked, params, held, [], [])
 
 
-def least(work: Callable[[], object], seconds: float, calls: int = 3) -> float:
-    """Seconds of a call, the least of those that fit into some seconds; on one thread its own, whatever else runs."""
-    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+def least(work: Callable[[], object], limit: float, device: str, calls: int = 3) -> float:
+    """Seconds of a call, the least of those that fit into a limit; on one thread its own, whatever else runs.
+
+    A GPU is given several calls at once, so that it does not wait for this process.
+    """
+    now = time.thread_time if torch.get_num_threads() == 1 and device == "cpu" else time.perf_counter
     work()
     begin, times = now(), []
-    while len(times) < calls or now() - begin < seconds:
+    while len(times) < calls or now() - begin < limit:
+        if device == "cuda":
+            times.append(seconds(work, _AT_ONCE, device))
+            continue
         start = now()
         work()
         times.append(now() - start)
     return min(times)
 
 
-def run_alone(operator: Operator) -> Callable[[], object]:
+def run_alone(operator: Operator, device: str) -> Callable[[], object]:
     """The operator by itself, on random numbers; indices are zero."""
 
     def real(leaf: Any) -> Any:
@@ -80,7 +88,7 @@ def run_alone(operator: Operator) -> Callable[[], object]:
         last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride, strict=True))
         entries = 0 if 0 in leaf.shape else last + 1
         kind = torch.randn if leaf.dtype.is_floating_point else torch.zeros
-        return kind(entries, dtype=leaf.dtype).as_strided(leaf.shape, leaf.stride)
+        return kind(entries, dtype=leaf.dtype, device=device).as_strided(leaf.shape, leaf.stride)
 
     args, kwargs = pytree.tree_map(real, operator.inputs, is_leaf=lambda leaf: isinstance(leaf, Like))
     return lambda: operator.call(*args, **kwargs)
@@ -92,17 +100,17 @@ Key = tuple[str, tuple[float, ...]]
 class Single:
     """An operator that is measured by itself, once a round."""
 
-    def __init__(self, operator: Operator):
-        self.operator, self.times, self.extra, self.workloads = operator, [], 0.0, set()
+    def __init__(self, operator: Operator, device: str):
+        self.operator, self.device, self.times, self.extra, self.workloads = operator, device, [], 0.0, set()
 
     @torch.no_grad()
     def measure(self) -> None:
         """Once more."""
-        work = run_alone(self.operator)
-        self.times.append(least(work, 0.001))
+        work = run_alone(self.operator, self.device)
+        self.times.append(least(work, 0.001, self.device))
         if len(self.times) == 1:
             results = sum(like.bytes for like in self.operator.results)
-            self.extra = max(0, peak_bytes(work) - results) / max(1, self.operator.bytes)
+            self.extra = max(0, peak_bytes(work, self.device) - results) / max(1, self.operator.bytes)
 
     @property
     def row(self) -> Row:
@@ -110,20 +118,22 @@ class Single:
         return Row(self.operator.name, features(self.operator), float(f"{min(self.times):.3g}"), round(self.extra, 3))
 
 
-def measure(workloads: Sequence[str], models: Sequence[int], rounds: int) -> tuple[list[Cell], dict[Key, Single]]:
+def measure(
+    workloads: Sequence[str], models: Sequence[int], rounds: int, device: str
+) -> tuple[list[Cell], dict[Key, Single]]:
     """Steps and operators, which take turns."""
-    cells = [cell(workload, count) for workload in workloads for count in models]
+    cells = [cell(workload, count, device) for workload in workloads for count in models]
     singles: dict[Key, Single] = {}
     for one in cells:
         for operator in one.walk.operators:
             if operator.is_kernel:
                 key = operator.name, features(operator)
-                singles.setdefault(key, Single(operator)).workloads.add(one.workload)
+                singles.setdefault(key, Single(operator, device)).workloads.add(one.workload)
     for turn in range(rounds):
         for one in cells:
-            one.times.append(least(one.step, 0.1))
+            one.times.append(least(one.step, 0.1, device))
             if turn == 1:
-                one.peaks.append(peak_bytes(one.step))
+                one.peaks.append(peak_bytes(one.step, device))
         for single in singles.values():
             single.measure()
         print(f"round {turn + 1} of {rounds}", flush=True)
@@ -133,6 +143,9 @@ def measure(workloads: Sequence[str], models: Sequence[int], rounds: int) -> tup
 def fitted(cells: Iterable[Cell], rows: Iterable[Row], device: str) -> Measured:
     """What was measured, with the seconds of what this process does between operators, fitted to steps."""
     known = Measured(device, torch.get_num_threads(), (0.0,) * 4, [*rows])
+    if find_device(device).kind == "cuda":
+        # What this process does is that of a CPU.
+        return known
     alone, work, rest = Predictor(find_device(device), known, known.threads), [], []
     for one in cells:
         seconds = min(one.times)
@@ -178,25 +191,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workloads", nargs="+", choices=SEVEN, default=[*SEVEN])
     parser.add_argument("--models", nargs="+", type=int, default=[*MODELS], help="each M")
     parser.add_argument("--rounds", type=int, default=3, help="how often steps and operators are measured, at least 2")
-    parser.add_argument("--here", default="EPYC 7763", help="this machine's CPU in the table of devices")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--here", default="EPYC 7763", help="this machine's CPU, or its GPU, in the table of devices")
     parser.add_argument("--other", default="Xeon 8480+", help="that of the machine whose rows are committed")
     parser.add_argument("--write", action="store_true", help="put what was measured where hfta.plan reads it")
     args = parser.parse_args(argv)
     # The profiler talks.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     print("{cpu}, {cores} cores, torch {torch}, {threads} threads, {date}".format(**machine()), flush=True)
-    cells, singles = measure(args.workloads, args.models, args.rounds)
+    if find_device(args.here).kind != args.device:
+        parser.error(f"--here {args.here}: with --device {args.device}, name a device of that kind")
+    cells, singles = measure(args.workloads, args.models, args.rounds, args.device)
     if len(args.workloads) > 1:
         head = ["left out", *(f"M {count}" for count in args.models), "time, mean", "memory, mean"]
         print(table(head, left_out(cells, singles, args.here)))
     known = fitted(cells, [single.row for single in singles.values()], args.here)
-    print(f"\nseconds of an operator forward, one backward, a rule, a leaf: {known.host}")
-    print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other)))
+    if args.device == "cpu":
+        print(f"\nseconds of an operator forward, one backward, a rule, a leaf: {known.host}")
+        print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other)))
     if args.write:
         held = json.loads(FILE.read_text()) if FILE.exists() else {}
         rows = sorted([row.name, row.features, row.seconds, row.extra] for row in known.rows)
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-        kinds = {**{kind: json.dumps(one) for kind, one in held.items() if kind != "cpu"}}
-        kinds["cpu"] = f"[{json.dumps(known.device)}, {known.threads}, {json.dumps(known.host)}, [\n{lines}]]"
+        kinds = {**{kind: json.dumps(one) for kind, one in held.items() if kind != args.device}}
+        kinds[args.device] = f"[{json.dumps(known.device)}, {known.threads}, {json.dumps(known.host)}, [\n{lines}]]"
         FILE.write_text("{" + ",\n".join(f"{json.dumps(kind)}: {text}" for kind, text in kinds.items()) + "}\n")
     return 0

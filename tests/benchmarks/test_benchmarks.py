@@ -824,3 +824,20 @@ def test_what_is_predicted_is_measured(bench, capsys, tmp_path):
     assert capsys.readouterr().out.count("mlp") >= 2
     for row in json.loads(file.read_text())["mlp"]["rows"].values():
         assert row["predicted"][1] == pytest.approx(row["measured"][1], rel=0.15)
+
+
+def test_an_advice_is_followed(bench, capsys):
+    profiles = bench("profiles")
+    assert profiles.main(["--workloads", "mlp", "--models", "2", "--follow", "1", "--rounds", "2"]) == 0
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"mlp +[\d.]+ +Python takes \d+% +replay=True +[\d.]+x", row)
+
+    class Alone:
+        def array(self, **options):
+            assert options == {"replay": True}
+            return lambda state, batch: (state, batch), "state"
+
+    advice = "convolution of module 'a' takes 9%: try rules.override(modules='a', convolution='matmul')"
+    change, step, state = profiles.followed(advice, Alone())
+    assert change in advice and change.startswith("rules.override(modules='a'") and step(state, 7) == ("state", 7)
+    assert profiles.followed("its kernels are the limit", Alone()) is None

@@ -150,6 +150,16 @@ def test_what_cannot_be_followed_is_not_kept(value: Any, why: str, monkeypatch: 
     assert values.digest is None and why in str(values.why_not)
 
 
+def test_modules_that_hold_each_other_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    other: Any = types.ModuleType("other")
+    helper.other, other.helper, other.VALUE = other, helper, 1.0
+    monkeypatch.setitem(globals(), "other", other)
+    before = Reached(lambda model, batch: model(batch).mean() * helper.other.helper.other.VALUE, model=make())
+    assert before.digest is not None and before.holds(), before.why_not
+    other.VALUE = 2.0
+    assert not before.holds()
+
+
 def test_names_differ_by_all_that_a_graph_rests_on() -> None:
     step, state = arrayed()
     digest = kept.reached_by(step).digest

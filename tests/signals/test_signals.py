@@ -8,6 +8,7 @@ import torch
 
 import hfta_func as hfta
 from hfta_func import signals
+from hfta_func._kernels.breaks import breaks
 from hfta_func.signals import Signal
 
 RATES = [500.0, 125.0, 60.0, 7.0]
@@ -78,6 +79,8 @@ def test_windows_are_normalised_as_pandas_does():
     close(signals.normalise(signal), (frame - frame.mean()) / frame.std(ddof=0))
     constant = signals.normalise(Signal(torch.full((1, 6), 0.1), 1, valid=torch.arange(6) != 4), 3)
     assert not constant.values.any() and constant.valid.tolist() == [True] * 4 + [False, True]
+    long = signals.normalise(Signal(torch.full((1, 100_001), 0.1), 1, valid=torch.arange(100_001) != 9), 30_000)
+    assert not long.values.any() and long.gaps.tolist() == [9]
     single = Signal(torch.randn(1, 60_000) + 1e3, 500)
     oracle = single.values.double().unflatten(1, (-1, 30_000))
     oracle = ((oracle - oracle.mean(-1, True)) / oracle.std(-1, correction=0, keepdim=True)).flatten(1)
@@ -131,6 +134,21 @@ def test_timestamps_become_a_grid_with_gaps():
     assert signals.from_timestamps([1.0, 1.5, 2.0], [1, 2, 3], 2).valid is None
     holed = signals.from_timestamps([0.0, 1.0, 3.0, 4.0], [1, torch.nan, 3, 4], 1)
     assert holed.valid.tolist() == [True, False, False, True, True]
+    holed = signals.from_timestamps([0.0, 2.0, 3.0, 6.0, 7.0], [1, 2, torch.nan, torch.nan, 5], 1)
+    assert holed.gaps.tolist() == [1, 3, 4, 5, 6] and holed.values.tolist() == [[1, 0, 2, 0, 0, 0, 0, 5]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 1024, 1025, 5000])
+def test_a_clock_is_searched_alike_with_and_without_a_compiler(size, monkeypatch):
+    times = torch.rand(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64).add(0.5).cumsum(0)
+    backwards, lost = times.clone(), times.clone()
+    backwards[-1], lost[size // 2] = 0.0, torch.nan
+    ways = [breaks(each, 0.25, 1.4) for each in (times, backwards, lost)]
+    monkeypatch.setattr("hfta_func._kernels.native.load", lambda source: None)
+    plain = [breaks(each, 0.25, 1.4) for each in (times, backwards, lost)]
+    assert torch.equal(ways[0], plain[0]) and len(ways[0]) == int((times.diff() > 1.4).sum())
+    if size > 1:
+        assert ways[1:] == plain[1:] == [None, None]
 
 
 def test_windows_are_views_with_the_labels_of_events():

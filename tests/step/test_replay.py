@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
+from hfta_func._torch import Recorder, Tape
 from hfta_func.step import replay
 
 pytestmark = [
@@ -612,6 +613,43 @@ def test_bits_of_the_eager_step(name: str, count: int) -> None:
     assert plain.status == "eager: not asked to be replayed"
 
 
+def test_tensors_made_of_numbers_are_made_once_unless_someone_writes_them() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Any:
+        y = model(x)
+        total = torch.zeros(()).add_(y.mean())
+        kept, given, chosen = torch.zeros(2), torch.ones(2), y[torch.tensor([0, 0, 2])]
+        kept[0] = total + chosen.sum()
+        view = given.unsqueeze(0)
+        return (y - torch.full((3,), 0.5)).pow(2).mean() + kept.sum(), {"given": view, "twice": y.t().t().detach()}
+
+    step, eager = _steps(lambda: nn.Linear(4, 3), loss_fn)
+    batch = torch.arange(24.0).reshape(2, 3, 4) / 24
+    expected, state = (_state(one, lambda: nn.Linear(4, 3)) for one in (eager, step))
+    for _ in range(8):
+        (expected, right), (state, metrics) = eager(expected, batch), step(state, batch)
+        assert _equal((expected, right), (state, metrics))
+        metrics["given"].zero_()
+        metrics["twice"].zero_()
+    assert "replayed" in step._replay.status
+    assert {"aten.full.default", "aten.ones_like.default"}.isdisjoint(str(call.operator) for call in _tape(step).calls)
+
+
+def test_a_tensor_made_of_numbers_that_an_operator_writes() -> None:
+    x = torch.ones(2)
+    with Recorder([x]) as recorder:
+        written = torch.zeros(2)
+        result = torch.ones_like(x) + written.add_(x)
+    tape = Tape(recorder, 1, [result])
+    assert [str(call.operator) for call in tape.calls] == ["aten.zeros.default", "aten.add_.Tensor", "aten.add.Tensor"]
+    assert [tape.rehearse([x])[0].tolist(), *(tape([x])[0].tolist() for _ in range(2))] == [[2.0, 2.0]] * 3
+
+
+def _tape(step: Any) -> Any:
+    """The tape of what a step decides."""
+    (shape,) = step._replay._shapes.values()
+    return shape.tapes[0]._first
+
+
 def test_members_own_numbers() -> None:
     models = [nn.Sequential(nn.Linear(3, 8), nn.Dropout(rate), nn.Linear(8, 2)) for rate in (0.1, 0.4)]
     step, plain = (
@@ -779,7 +817,8 @@ def test_fit_replays_and_goes_on_to_the_same_bits(tmp_path: Any) -> None:
         step = hfta.make_train_step(make(), net_loss, hfta.adam(lr=[0.1, 0.2]), replay=replay)
         loader = hfta.ArrayLoader(data, 4, seeds=[0, 1])
         state, history = hfta.fit(step, _state(step, make), loader, epochs=epochs, progress=False, resume=resume)
-        return (state, history["loss"]), step.replayed().status
+        assert history.status == step.replayed().status
+        return (state, history["loss"]), history.status
 
     whole, status = run(None, 3)
     assert status.startswith("replayed")

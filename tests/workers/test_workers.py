@@ -248,6 +248,8 @@ def test_auto_tries_workers_and_takes_what_is_faster(
     where = (tmp_path / "where").read_text().split()
     assert where[0] == "True" and "False" in where, "it begins here, and tries workers"
     assert where[-1] == str(not faster) and crews[0]._closed
+    assert found.history.status.startswith("Pool: replayed or eager; a step took" if faster else "eager: ")
+    assert found.history.status.endswith("in worker processes")
     step, state = arrayed()
     assert_same(found, hfta.fit(step, state, source(), epochs=6, progress=False))
 
@@ -258,6 +260,7 @@ def test_auto_does_not_try_workers_for_a_short_run(monkeypatch: pytest.MonkeyPat
     step, state = arrayed()
     found = hfta.fit(step, state, loader(), epochs=2, progress=False, workers="auto")
     assert_same(found, hfta.fit(step, state, loader(), epochs=2, progress=False))
+    assert found.history.status.endswith("worker processes have not been tried")
     assert not crews
 
 

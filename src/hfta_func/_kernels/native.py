@@ -103,17 +103,20 @@ def program(source: str) -> Callable[[Sequence[int], int, Sequence[Any]], None] 
         return None
     function = library.run
     function.restype = None
+    count, pointer = ctypes.c_int64, ctypes.c_void_p
+
+    @functools.lru_cache(maxsize=256)
+    def counts(sizes: tuple[int, ...], models: int) -> tuple[Any, ...]:
+        return count(len(sizes)), count(models), (count * len(sizes))(*sizes)
 
     def run(sizes: Sequence[int], models: int, arguments: Sequence[Any]) -> None:
-        count, pointer = ctypes.c_int64, ctypes.c_void_p
         pointers = [
             (pointer * len(one))(*[leaf.data_ptr() for leaf in one])
             if isinstance(one, list)
             else pointer(None if one is None else one.data_ptr())
             for one in arguments
         ]
-        threads = torch.get_num_threads()
-        function(count(len(sizes)), count(models), (count * len(sizes))(*sizes), count(threads), *pointers)
+        function(*counts(tuple(sizes), models), count(torch.get_num_threads()), *pointers)
 
     return run
 

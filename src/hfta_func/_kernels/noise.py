@@ -58,6 +58,15 @@ _BELOW = native.shared_out(
         value=f"(int64_t){_WORD} >> 11 < most",
     ),
 )
+_DROPPED = native.shared_out(
+    _HEAD,
+    f"{_KEYS}, float *out, const int64_t *limit, const float *x, const float *scale",
+    _DRAWN.format(
+        declarations="""float *restrict into = out + model * sizes[0]; const float *from = x + model * sizes[0], by = *scale;
+                    const int64_t most = *limit;""",
+        value=f"from[i] * (float)((int64_t){_WORD} >> 11 < most) * by",
+    ),
+)
 _MIXED = native.shared_out(
     _HEAD, "const uint64_t *z, uint64_t *out", f"{_EACH} out[model * sizes[0] + i] = mix(z[model * sizes[0] + i])"
 )
@@ -94,6 +103,11 @@ def words_below(start: Tensor, stride: Tensor, shape: Sequence[int], limit: int)
     return torch.ops.hfta_func.words_below(start, stride, shape, limit)
 
 
+def drop(x: Tensor, start: Tensor, stride: Tensor, limit: int, scale: float) -> Tensor:
+    """``x * words_below(start, stride, x.shape[start.dim() :], limit) * scale`` of float32."""
+    return torch.ops.hfta_func.drop(x, start, stride, limit, scale)
+
+
 def streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Starts and strides ``int64[..., count]`` of keys ``[...]`` folded with ``first``, ``first + 1`` and so on."""
     return torch.ops.hfta_func.streams(key, first, count)
@@ -102,10 +116,12 @@ def streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _defined() -> bool:
     """Define the operators; False if the kernels cannot be compiled."""
-    programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS)]
+    programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS, _DROPPED)]
     if None in programs:
         return False
-    mixed, words, below, streams = programs
+    mixed, words, below, streams, dropped = programs
+    # The same few numbers in every step; made here they cost more than a small kernel.
+    number: Any = functools.lru_cache(maxsize=256)(lambda value, dtype: torch.tensor(value, dtype=dtype))
 
     def draw_mixed(z: Tensor) -> Tensor:
         out = torch.empty(z.shape, dtype=torch.int64)
@@ -120,6 +136,13 @@ def _defined() -> bool:
                 start.numel(),
                 [start.contiguous(), stride.contiguous(), out, *map(torch.tensor, more)],
             )
+        return out
+
+    def draw_dropped(x: Tensor, start: Tensor, stride: Tensor, limit: int, scale: float) -> Tensor:
+        out, most, by = torch.empty(x.shape, dtype=x.dtype), number(limit, torch.int64), number(scale, x.dtype)
+        if out.numel():
+            keys = [start.contiguous(), stride.contiguous()]
+            dropped([out.numel() // start.numel()], start.numel(), [*keys, out, most, x.contiguous(), by])
         return out
 
     def draw_streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -138,6 +161,11 @@ def _defined() -> bool:
     for name, dtype, run in (("words", torch.int64, words), ("words_below", torch.bool, below)):
         arguments = f"{draws}, int limit" if run is below else draws
         _define(f"{name}{arguments}) -> Tensor", functools.partial(draw, dtype, run), functools.partial(drawn, dtype))
+    _define(
+        "drop(Tensor x, Tensor start, Tensor stride, int limit, float scale) -> Tensor",
+        draw_dropped,
+        lambda x, *_: x.new_empty(x.shape),
+    )
     _define("streams(Tensor key, int first, int count) -> (Tensor, Tensor)", draw_streams, drawn_streams)
     return True
 

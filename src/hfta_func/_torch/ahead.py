@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from hfta_func._torch._release import private
 from hfta_func._torch.inductor import quick_compiler
 from hfta_func._torch.levels import pytree
-from hfta_func._torch.tape import Fresh, NotReplayableError, Slot, Tape, slots_of
+from hfta_func._torch.recorded import Slot, slots_in
+from hfta_func._torch.tape import NotReplayableError, Tape
 
 _NAMESPACE = "hfta_func::"
 
@@ -51,7 +52,7 @@ def compile_ahead(
         NotReplayableError: if the tape reads a tensor that is nowhere among these.
     """
     places = {id(tensor): place for place, tensor in enumerate(held)}
-    by_reference = [(slot, tensor) for slot, tensor in tape.constants.items() if not isinstance(slot, Fresh)]
+    by_reference = [*tape.constants.items()]
     if any(id(tensor) not in places for _, tensor in by_reference):
         raise NotReplayableError("it reads a tensor that neither its state nor its functions hold")
     slots = [*tape.inputs, *(slot for slot, _ in by_reference)]
@@ -82,10 +83,9 @@ def _module(tape: Tape, slots: Sequence[Slot], made: Sequence[Slot], written: in
     """The tape's calls as a module: of what is in ``slots``, of which it writes the first ones, to what is in ``made``."""
     graph, module = fx.Graph(), torch.nn.Module()
     nodes: dict[Slot, Any] = {slot: graph.placeholder(f"input{slot}") for slot in slots}
-    for slot, tensor in tape.constants.items():
-        if isinstance(slot, Fresh):
-            module.register_buffer(f"constant{slot}", tensor)
-            nodes[slot] = graph.get_attr(f"constant{slot}")
+    for slot, tensor in tape.numbers.items():
+        module.register_buffer(f"constant{slot}", tensor)
+        nodes[slot] = graph.get_attr(f"constant{slot}")
 
     def assign(made: Any, node: Any) -> None:
         if isinstance(made, Slot):
@@ -115,7 +115,7 @@ def _in_place(tape: Tape, written: int) -> dict[int, Any]:
     Otherwise every one of these results is copied there by a kernel of its own.
     """
     inputs, uses = dict(zip(tape.outputs[:written], tape.inputs, strict=False)), collections.Counter(tape.outputs)
-    uses.update(slot for call in tape.calls for slot in slots_of(call[1:3]))
+    uses.update(slot for call in tape.calls for slot in slots_in(call[1:3]))
     twins = {}
     for number, call in enumerate(tape.calls):
         namespace, _, name = call.operator._schema.name.partition("::")

@@ -50,6 +50,8 @@ RandomnessType = private(_FUNCTORCH, "RandomnessType")
 _gradient_level = private("torch._functorch.eager_transforms", "grad_increment_nesting")
 _wrap_for_grad = private(_FUNCTORCH, "_wrap_for_grad")
 _differentiable = private("torch._functorch.eager_transforms", "_create_differentiable")
+# The number of tensors, and of Python objects for it, that hold a storage.
+_holders = private("torch._C", "_storage_Use_Count")
 # Runs code outside of all transforms.
 outside_transforms = private(_PYFUNCTORCH, "temporarily_clear_interpreter_stack")
 
@@ -149,3 +151,8 @@ def is_captured(tensors: Sequence[Tensor]) -> bool:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return True
     return False
+
+
+def is_sole_holder(tensor: Tensor) -> bool:
+    """Whether no other tensor has the memory of this one, which may then be written."""
+    return tensor.is_contiguous() and _holders(tensor.untyped_storage()._cdata) == 2

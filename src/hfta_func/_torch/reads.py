@@ -57,6 +57,8 @@ _SETTINGS = {
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HELPERS = {"torch": torch, "sys": sys}
+# Flags of CPython's classes: whose attributes can be set are those made at run time, unless they are immutable.
+_IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9
 
 
 def has_global_hooks() -> bool:
@@ -128,7 +130,7 @@ def _classes(values: Iterable[Any]) -> list[type]:
     """The classes among the values and those of the others, with their bases."""
     kinds = (one if isinstance(one, type) else type(one) for one in values)
     every = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
-    return [kind for kind in every if kind.__module__ not in ("builtins", "types")]
+    return [kind for kind in every if kind.__flags__ & _HEAP_TYPE and not kind.__flags__ & _IMMUTABLE_TYPE]
 
 
 def _defaults(function: types.FunctionType) -> tuple[Any, ...]:
@@ -190,7 +192,8 @@ def _hidden(codes: Iterable[Any]) -> Iterator[tuple[dict[str, Any], set[str]]]:
     for path in {code.co_filename for code in codes if not code.co_filename.startswith(_TORCH)}:
         space = spaces.get(path, vars(sys.modules["__main__"]))
         names = {name for code in codes if code.co_filename == path for name in code.co_names}
-        yield space, {name for name in names if hasattr(builtins, name) and name not in space}
+        if hidden := {name for name in names if hasattr(builtins, name) and name not in space}:
+            yield space, hidden
 
 
 def _first_line(error: BaseException) -> str:

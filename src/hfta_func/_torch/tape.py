@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hfta_func._torch._release import private
 from hfta_func._torch.compiler import set_compiling
 from hfta_func._torch.levels import pytree
+from hfta_func._torch.recorded import Call, Slot, simplified, slots_in
 
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 _below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
@@ -24,27 +25,19 @@ class NotReplayableError(Exception):
     """Why a computation cannot be run again as it was recorded."""
 
 
-class Slot(int):
-    """The number of a tensor of a tape, where a recorded call has a tensor."""
-
-
-class Fresh(Slot):
-    """The slot of a tensor that was made of numbers."""
-
-
-class Call(NamedTuple):
-    """A call of an operator."""
-
-    operator: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any  # with a slot for every tensor
-    writes: bool
-    grad_mode: bool  # some kernels keep more for a backward pass if it is on
-
-
 DIRECT: dict[Any, Callable[..., Any]] = {}
 """By operator, the function in Python that computes it on a CPU, which can be called without the dispatcher."""
+
+_MADE = {
+    *(getattr(_aten, name).default for name in ("arange", "full", "full_like", "new_full", "new_ones", "new_zeros")),
+    *(getattr(_aten, name).default for name in ("ones", "ones_like", "scalar_tensor", "zeros", "zeros_like")),
+    _aten.arange.start,
+    _aten.arange.start_step,
+}
+"""Operators that make a tensor of numbers alone."""
+_SMALL = 1024
+"""So many elements are kept rather than made again."""
+_MASKS = (torch.bool, torch.uint8)
 
 _recorders = 0
 
@@ -67,8 +60,12 @@ class Recorder(_Mode):
         self.why_not: str | None = None
         self.calls: list[Call] = []
         self.constants: dict[Slot, Tensor] = {}
+        self.numbers: dict[Slot, Tensor] = {}
         self._slots = WeakTensorKeyDictionary()
         self._kept = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self._fixed: dict[Slot, Tensor] = {}
+        self._fixed_storages: set[int] = set()
+        self._written_storages: set[int] = set()
         self._count = 0
         for tensor in inputs:
             self._new(tensor)
@@ -87,16 +84,16 @@ class Recorder(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._check(func)
+        self._check(func, args)
         if func is _aten.lift_fresh.default:
             # A tensor made of numbers: each replay has one of its own.
-            fresh = Fresh(self._count)
+            fresh = Slot(self._count)
             self._count += 1
-            self.constants[fresh] = args[0].clone()
+            self.numbers[fresh] = args[0].clone()
             result = func(*args)
-            self.calls.append(
-                Call(_aten.clone.default, (fresh,), {}, self._new(result), False, torch.is_grad_enabled())
-            )
+            made = self._new(result)
+            self.calls.append(Call(_aten.clone.default, (fresh,), {}, made, False, torch.is_grad_enabled()))
+            self._note_fixed(result, made, is_made=True)
             return result
         given, named = pytree.tree_map(self.slot, (args, kwargs))
         writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
@@ -107,7 +104,21 @@ class Recorder(_Mode):
             set_compiling(self._compiling)
         made = pytree.tree_map(lambda leaf: self._slot_of_result(leaf), result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
+        if isinstance(result, Tensor):
+            self._note_fixed(result, made, func in _MADE)
         return result
+
+    def _note_fixed(self, tensor: Tensor, slot: Slot, is_made: bool) -> None:
+        """Note a result that is the same in each replay unless it is written: made of numbers alone, or a view of such."""
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._fixed_storages or (is_made and tensor.numel() <= _SMALL):
+            self._fixed_storages.add(storage)
+            self._fixed[slot] = tensor
+
+    def fixed(self, outputs: Sequence[Tensor]) -> dict[Slot, Tensor]:
+        """Results that are the same in each replay, and that neither an operator nor who gets the outputs writes."""
+        others = {*self._written_storages, *(tensor.untyped_storage()._cdata for tensor in outputs)}
+        return {slot: one for slot, one in self._fixed.items() if one.untyped_storage()._cdata not in others}
 
     def slot(self, leaf: Any) -> Any:
         """The slot of a tensor; anything else as it is."""
@@ -130,10 +141,12 @@ class Recorder(_Mode):
             return None
         return self._slots[leaf] if leaf in self._slots else self._new(leaf)
 
-    def _check(self, func: Any) -> None:
+    def _check(self, func: Any, args: Any) -> None:
         tags = getattr(func, "tags", None)
         if tags is None:
             self._refuse(f"{func} takes functions")
+        elif func is _aten.index.Tensor and not any(one is not None and one.dtype in _MASKS for one in args[1]):
+            return  # only how many a mask selects is not known before
         elif torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
             self._refuse(f"{func} reads the values of a tensor")
         elif torch.Tag.inplace_view in tags or func in (_aten.set_.source_Tensor, _aten.resize_.default):
@@ -152,6 +165,8 @@ class Recorder(_Mode):
                     leaf not in self._slots or leaf.untyped_storage()._cdata in self._kept
                 ):
                     self._refuse(f"{func} writes a tensor that was made before")
+                elif isinstance(leaf, Tensor):
+                    self._written_storages.add(leaf.untyped_storage()._cdata)
         return writes
 
     def _refuse(self, why: str) -> None:
@@ -174,8 +189,10 @@ class Tape:
             raise NotReplayableError(recorder.why_not)
         self.inputs = [Slot(number) for number in range(inputs)]
         self.outputs = [recorder.slot(tensor) for tensor in outputs]
-        self.constants = recorder.constants
-        self.calls = _needed(_without_detach(recorder.calls, set(self.outputs)), self.outputs)
+        fixed = recorder.fixed(outputs)
+        # Tensors that others hold, too, and those that are made of numbers alone.
+        self.constants, self.numbers = recorder.constants, {**recorder.numbers, **fixed}
+        self.calls = simplified(recorder.calls, self.outputs, fixed)
         self._functions: list[Callable[..., Any]] = []
         self._run: Callable[..., Any] | None = None
 
@@ -184,7 +201,7 @@ class Tape:
 
     def rehearse(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, while it is found out for every operator whether a faster function calls the same."""
-        values: dict[Any, Any] = {**self.constants, **dict(zip(self.inputs, inputs, strict=True))}
+        values: dict[Any, Any] = {**self.constants, **self.numbers, **dict(zip(self.inputs, inputs, strict=True))}
         self._functions, self._run, over = [], None, self._over()
         with torch.no_grad(), _below_autograd():
             for call in self.calls:
@@ -207,14 +224,14 @@ class Tape:
 
     def _over(self) -> list[list[Slot]]:
         """For every call the tensors that nobody needs after it."""
-        slots = [slots_of((call.args, call.kwargs, call.result)) for call in self.calls]
+        slots = [slots_in((call.args, call.kwargs, call.result)) for call in self.calls]
         last = {slot: number for number, used in enumerate(slots) for slot in used}
-        held = {*self.outputs, *self.constants}
+        held = {*self.outputs, *self.constants, *self.numbers}
         return [sorted({slot for slot in used if last[slot] == number} - held) for number, used in enumerate(slots)]
 
     def _compiled(self) -> Callable[..., Any]:
         """The calls as one Python function, which forgets every tensor after its last use."""
-        names: dict[str, Any] = {f"t{slot}": tensor for slot, tensor in self.constants.items()}
+        names: dict[str, Any] = {f"t{slot}": tensor for slot, tensor in (self.constants | self.numbers).items()}
         names["set_grad_mode"], grad_mode = _set_grad_mode, None
         lines = [f"def run({', '.join(f't{slot}' for slot in self.inputs)}):"]
         over = self._over()
@@ -231,35 +248,6 @@ class Tape:
         lines.append(f"    return [{', '.join(f't{slot}' for slot in self.outputs)}]")
         exec(compile("\n".join(lines), "<replayed step>", "exec"), names)
         return names["run"]
-
-
-def slots_of(tree: Any) -> list[Slot]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Slot)]
-
-
-def _without_detach(calls: Sequence[Call], outputs: set[Slot]) -> list[Call]:
-    """The calls without those that only tell autograd something: their results are their arguments."""
-    same: dict[Slot, Slot] = {}
-    kept = []
-    for call in calls:
-        args, kwargs, result = pytree.tree_map(
-            lambda leaf: same.get(leaf, leaf) if isinstance(leaf, Slot) else leaf, call[1:4]
-        )
-        if call.operator is _aten.detach.default and call.result not in outputs:
-            same[call.result] = args[0]
-        else:
-            kept.append(call._replace(args=args, kwargs=kwargs, result=result))
-    return kept
-
-
-def _needed(calls: Sequence[Call], outputs: Sequence[Slot]) -> list[Call]:
-    """The calls that write, or whose results are used."""
-    used, kept = set(outputs), []
-    for call in reversed(calls):
-        if call.writes or used.intersection(slots_of(call.result)):
-            used.update(slots_of((call.args, call.kwargs)))
-            kept.append(call)
-    return kept[::-1]
 
 
 class _Differs(Exception):

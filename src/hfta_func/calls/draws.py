@@ -25,7 +25,7 @@ class _Keys(Protocol):
 
     def next_key(self, rate: Any = None) -> random.Stream: ...
 
-    def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor: ...
+    def dropped(self, input: Tensor, stream: random.Stream, p: float, shape: Any, scale: float) -> Tensor: ...
 
 
 def _dropout(keys: _Keys, func: Any, input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -49,12 +49,11 @@ def _scale(keys: _Keys, input: Tensor, shape: Any, p: Any, training: bool, inpla
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or is_zero(p):
         return input
-    keep = random.bernoulli(keys.next_key(p), 1 - p, shape)
-    scale = inverse(1 - checked(p))
-    if isinstance(scale, Tensor):
-        dropped = input * keep * scale.to(input.dtype)
+    stream, scale = keys.next_key(p), inverse(1 - checked(p))
+    if isinstance(p, Tensor):
+        dropped = input * random.bernoulli(stream, 1 - p, shape) * scale.to(input.dtype)
     else:
-        dropped = keys.cheap(lambda input, keep: input * keep * scale, input, keep)
+        dropped = keys.dropped(input, stream, p, shape, scale)
     return input.copy_(dropped) if inplace else dropped
 
 

@@ -25,6 +25,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hfta_func import _torch
 from hfta_func._types import StateError
 
+WRITTEN = (
+    "a tensor that the backward pass needs was written in place after it was used; write a copy instead, or make the step "
+    "without save='less'"
+)
 _SMALL = 8
 """An argument that is this many times smaller than the result is kept for it."""
 
@@ -35,14 +39,15 @@ class Kept:
     __slots__ = ("__weakref__", "_layout", "recipe", "tensor")
 
     def __init__(self, tensor: Tensor, recipe: Recipe | None):
-        self._layout = tensor.size(), tensor.stride(), tensor.storage_offset()
         # Detached, because a result whose derivative reads it would keep itself alive through its history.
-        self.tensor, self.recipe = tensor.detach(), None
+        self.tensor, self.recipe = tensor if recipe is not None else tensor.detach(), None
         if recipe is not None:
             self.forget(recipe)
 
     def forget(self, recipe: Recipe) -> None:
         """Free the tensor, which ``recipe`` computes again."""
+        assert self.tensor is not None
+        self._layout = self.tensor.size(), self.tensor.stride(), self.tensor.storage_offset()
         self.tensor, self.recipe = None, recipe
         recipe.wanted += 1
 
@@ -78,10 +83,7 @@ class Recipe:
             return self._cached
         for leaf, written in zip(self._leaves, self._written, strict=True):
             if isinstance(leaf, Tensor) and _torch.writes(leaf) != written:
-                raise StateError(
-                    "a tensor that the backward pass needs was written in place after it was used; write a copy instead, "
-                    "or make the step without save='less'"
-                )
+                raise StateError(WRITTEN)
         leaves = [leaf.make() if isinstance(leaf, _View) else leaf for leaf in self._leaves]
         with torch.no_grad(), self._autocast():
             made = self._call(*leaves)
@@ -126,17 +128,21 @@ class Recalls:
                 yield
         finally:
             _recalls.reset(token)
+            # PyTorch keeps the hooks, and so this, with every kept tensor: recipes must not outlive their derivatives.
+            self._kept.clear()
+            self._made.clear()
 
     def _pack(self, tensor: Tensor) -> Kept:
-        kept = Kept(tensor, self._recipe(tensor))
+        number = _number(tensor)
+        kept = Kept(tensor, self._recipe(tensor, number))
         if kept.recipe is None:
-            self._kept[_number(tensor)] = weakref.ref(kept)
+            self._kept[number] = weakref.ref(kept)
         return kept
 
-    def _recipe(self, tensor: Tensor) -> Recipe | None:
-        """The recipe of a tensor, if it has not been written since."""
-        _, written, recipe = self._made.get(_number(tensor), (None, -1, None))
-        return recipe if written == _torch.writes(tensor) else None
+    def _recipe(self, tensor: Tensor, number: int) -> Recipe | None:
+        """The recipe of a tensor with this number, if it has not been written since."""
+        made = self._made.get(number)
+        return made[2] if made is not None and made[1] == _torch.writes(tensor) else None
 
     def note(self, call: Callable[..., Tensor], leaves: list[Any], result: Tensor) -> None:
         """Keep a recipe for ``result = call(*leaves)`` from now on, if its arguments are in memory anyway."""
@@ -144,11 +150,11 @@ class Recalls:
         arguments: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                if _number(leaf) == number:
+                if (argument := _number(leaf)) == number:
                     return
-                if self._is_there(leaf) or leaf.nbytes * _SMALL <= result.nbytes:
+                if leaf.nbytes * _SMALL <= result.nbytes or self._is_there(leaf, argument):
                     leaf = leaf.detach()
-                elif (recipe := self._recipe(leaf)) is not None:
+                elif (recipe := self._recipe(leaf, argument)) is not None:
                     leaf = _View(recipe, leaf.size(), leaf.stride(), leaf.storage_offset())
                 else:
                     return
@@ -160,9 +166,9 @@ class Recalls:
         if kept is not None:
             kept.forget(recipe)
 
-    def _is_there(self, tensor: Tensor) -> bool:
-        """Whether a tensor stays in memory until the backward pass anyway."""
-        kept = self._kept.get(_number(tensor), lambda: None)()
+    def _is_there(self, tensor: Tensor, number: int) -> bool:
+        """Whether a tensor with this number stays in memory until the backward pass anyway."""
+        kept = self._kept.get(number, lambda: None)()
         return (kept is not None and kept.tensor is not None) or (tensor.requires_grad and tensor.is_leaf)
 
 
@@ -172,6 +178,16 @@ _recalls: contextvars.ContextVar[Recalls | None] = contextvars.ContextVar("recal
 def recalls() -> Recalls | None:
     """The :class:`Recalls` of the block that is running."""
     return None if torch.compiler.is_compiling() else _recalls.get()
+
+
+@contextlib.contextmanager
+def unrecalled() -> Iterator[None]:
+    """A block of operators that a :class:`Recalls` around it does not change, such as those that run again after its end."""
+    token = _recalls.set(None)
+    try:
+        yield
+    finally:
+        _recalls.reset(token)
 
 
 def cheap(func: Callable[..., Tensor], *leaves: Any) -> Tensor:

@@ -100,9 +100,9 @@ class routed(TorchFunctionMode):
         """Whether this tensor stands for a Python number of the model."""
         return False
 
-    def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        """``func(*args)``, which is elementwise; a subclass may call it again in the backward pass and keep no result."""
-        return func(*args)
+    def dropped(self, input: Tensor, stream: random.Stream, p: float, shape: Sequence[int], scale: float) -> Tensor:
+        """``input``, of which parts are kept with probability ``1 - p``, times ``scale``."""
+        return input * random.bernoulli(stream, 1 - p, shape) * scale
 
     def _inside(
         self, stream: random.Stream, level: int, size: int, randomness: str, derivatives: tuple[int, ...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,11 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfta_func import _torch
+from hfta_func import _torch, random
+from hfta_func._kernels import noise
 from hfta_func.calls.draws import spellings
 from hfta_func.calls.recompute import Recalls, recalls
 from hfta_func.calls.routing import routed
 from hfta_func.calls.scalar_args import numbered
+from hfta_func.rules._operator import Operator
+from hfta_func.rules.loss import cross_entropy_in_parts
 
 
 def routing(key: Tensor | None, numbers: Sequence[Tensor] = (), padding: Any = None) -> routed:
@@ -41,17 +46,40 @@ class _Noting(routed):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function, and note its result if it is cheap to recompute."""
+        if func is F.cross_entropy and not self.depth:
+            # With several members, the batching rule does this.
+            func = _cross_entropy
         result = super().__torch_function__(func, types, args, kwargs)
         if (noted := self._noted.get(func)) is not None and isinstance(result, Tensor):
             given, elementwise = noted(args, kwargs or {})
             self._note(func, given, result, elementwise)
         return result
 
-    def cheap(self, func: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        """See :class:`routed`."""
-        result = super().cheap(func, *args)
-        self._note(func, (args, {}), result, True)
-        return result
+    def dropped(self, input: Tensor, stream: random.Stream, p: float, shape: Sequence[int], scale: float) -> Tensor:
+        """See :class:`routed`; what is kept is drawn again in the backward pass where one kernel can do both."""
+        plain = self._of_one_kernel(input, stream, shape)
+        if plain is None:
+            keep = random.bernoulli(stream, 1 - p, shape)
+            result = input * keep * scale
+            self._note(lambda input, keep: input * keep * scale, ((input, keep), {}), result, True)
+            return result
+        func = functools.partial(_dropped, limit=random.limit_of(1 - p), scale=scale)
+        with contextlib.nullcontext() if self._interpreter is None else self._interpreter.lower():
+            result = func(*plain)
+            if torch.is_grad_enabled():
+                self._recalls.note(func, plain, result)
+        return result if self._interpreter is None else _torch.add_batch_dim(result, 0, self.depth)
+
+    def _of_one_kernel(self, input: Tensor, stream: random.Stream, shape: Sequence[int]) -> list[Any] | None:
+        """Input, starts and strides ``[M, ...]``, if the kernel takes them."""
+        if input.shape != shape or stream.padding is not None or _torch.depth() != self.depth or self.depth > 1:
+            return None
+        plain, front = [input, *stream[:2]], 0 if self.depth else None
+        dims: list[int | None] = [None] * 3
+        if self.depth:
+            plain, dims = map(list, zip(*(_torch.unwrap_batched(leaf, 1) for leaf in plain), strict=True))
+        fits = dims == [front] * 3 and plain[0].dtype == torch.float32 and plain[0].is_contiguous()
+        return plain if fits and noise.is_fast(plain[1]) else None
 
     def _note(self, func: Callable[..., Any], given: Any, result: Tensor, elementwise: bool) -> None:
         if _torch.depth() != self.depth or not torch.is_grad_enabled():
@@ -82,6 +110,36 @@ class _Noting(routed):
                 return _torch.unwrap_batched(func(*args, **kwargs), level)[0]
 
         self._recalls.note(call, leaves, result)
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+    """``F.cross_entropy``, in parts where possible."""
+    given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+    given.apply_defaults()
+    logits, target, weight, _, ignore_index, _, reduction, smoothing = given.args
+    in_parts = None if weight is not None or smoothing else cross_entropy_in_parts(logits, target, ignore_index)
+    if in_parts is None:
+        return F.cross_entropy(*args, **kwargs)
+    # As likelihoods of a single class, which PyTorch's operator sums in the same order.
+    return F.nll_loss(-in_parts.unsqueeze(1), torch.where(target == ignore_index, -100, 0), reduction=reduction)
+
+
+def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, start, stride, *ctx.options = inputs
+    ctx.save_for_backward(start, stride)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    return _drop(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+
+_drop = Operator(
+    "dropped(Tensor x, Tensor start, Tensor stride, int limit, float scale) -> Tensor", noise.drop, _setup, _backward
+)
+
+
+def _dropped(input: Tensor, start: Tensor, stride: Tensor, *, limit: int, scale: float) -> Tensor:
+    return _drop(input, start, stride, limit, scale)
 
 
 def _elementwise(args: Any, kwargs: Any) -> Any:

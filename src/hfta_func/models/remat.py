@@ -21,6 +21,7 @@ from hfta_func import _torch
 from hfta_func._torch import pytree
 from hfta_func._types import StateError
 from hfta_func.calls.autodiff import only_vmap
+from hfta_func.calls.recompute import unrecalled
 from hfta_func.calls.routing import routed
 from hfta_func.rules._aliasing import current, watched
 
@@ -176,7 +177,7 @@ def _run_twice(
         # A backward pass may run in another thread.
         again = contextlib.nullcontext() if alias_facts is None else watched(alias_facts.known)
         given = [*(leaves[position] for position in numbers), *(run_buffers[name] for name in buffer_numbers)]
-        with again, mode.again(key, site, given) as inner, checkpoints_of(part, fixed):
+        with again, unrecalled(), mode.again(key, site, given) as inner, checkpoints_of(part, fixed):
             inner.skipped, inner.padding = skipped, None if padding is None else padding.again(size, position)
             with _torch.reparametrized(part, tensors, tie_weights=True):
                 output = forward(*args, **kwargs)

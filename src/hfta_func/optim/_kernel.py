@@ -99,6 +99,8 @@ class Kernel:
             outs[0] = [*map(torch.empty_like, columns[1])]
         grads = [grad.contiguous() for grad in columns[0]]
         _run(source, [grads, *columns[1:]], outs, _stacked(numbers), keep)
+        if donate:
+            _note_writes([leaf for column in outs for leaf in column])
         return outs
 
     @functools.cache  # noqa: B019  as long as the optimizer lives
@@ -184,23 +186,27 @@ def _is_plain(leaf: Tensor) -> bool:
 def _define() -> bool:
     """Define the operators by which compiled graphs call kernels."""
 
-    def run(outs: list[Tensor], grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
+    def run(outs: Sequence[Tensor], grads: list[Tensor], leaves: Sequence[Tensor], *rest: Any) -> None:
         width, source = len(grads), _as_written(rest[-1])
-        plain = [[leaf.contiguous() for leaf in column] for column in (grads, leaves, outs)]
-        _run(source, [plain[0], *_rows(plain[1], width)], [*_rows(plain[2], width)], *rest[:-1])
-        for out, written in zip(outs, plain[2], strict=True):
-            if out is not written:
-                out.copy_(written)
-        return outs
+        columns = [[grad.contiguous() for grad in grads], *_rows(leaves, width)]
+        _run(source, columns, [*_rows(outs, width)], *rest[:-1])
 
     def fake(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
         return [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
 
     def update(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> list[Tensor]:
-        return run(fake(grads, leaves), grads, leaves, *rest)
+        plain = [leaf.contiguous() for leaf in leaves]
+        outs = [*map(torch.empty_like, plain)]
+        run(outs, grads, plain, *rest)
+        return outs
 
     def update_(grads: list[Tensor], leaves: list[Tensor], *rest: Any) -> None:
-        run(leaves, grads, leaves, *rest)
+        plain = [leaf.contiguous() for leaf in leaves]
+        run(plain, grads, plain, *rest)
+        for leaf, written in zip(leaves, plain, strict=True):
+            if leaf is not written:
+                leaf.copy_(written)
+        _note_writes(leaves)
 
     arguments = "Tensor[] grads, Tensor{}[] leaves, Tensor numbers, Tensor? keep, str source"
     define_operator(f"update({arguments.format('')}) -> Tensor[]", {"CPU": update}, fake=fake)
@@ -211,7 +217,7 @@ def _define() -> bool:
 DEFINITIONS.append(("update", _define))
 
 
-def _rows(leaves: list[Tensor], width: int) -> Iterator[list[Tensor]]:
+def _rows(leaves: Sequence[Tensor], width: int) -> Iterator[Sequence[Tensor]]:
     return (leaves[at : at + width] for at in range(0, len(leaves), width))
 
 
@@ -230,5 +236,8 @@ def _run(
     run = native.program(source)
     assert run is not None
     run([grad.numel() // models for grad in grads], models, [pointers, numbers, keep])
-    # Autograd does not notice writes by the kernel.
-    torch.autograd.graph.increment_version([leaf for column in outs for leaf in column if not leaf.is_inference()])
+
+
+def _note_writes(leaves: Sequence[Tensor]) -> None:
+    """Tell autograd of writes by the kernel, which it does not notice."""
+    torch.autograd.graph.increment_version([leaf for leaf in leaves if not leaf.is_inference()])

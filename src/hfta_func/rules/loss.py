@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from hfta_func import _torch
+from hfta_func._types import StateError
+from hfta_func.calls.recompute import WRITTEN, recalls
 from hfta_func.rules._layout import align, each, expand, models_first
 from hfta_func.rules._lowering import member_shape
+from hfta_func.rules._operator import Operator
 from hfta_func.rules._registry import Call, Result, register, register_looped
 
 aten: Any = torch.ops.aten
@@ -21,6 +24,71 @@ _NONE, _MEAN = 0, 1
 _cross_entropy = _torch.operator("cross_entropy_loss")
 _MANY = 1024
 """With so many classes, a loss is much of a step."""
+_PART, _PARTS = 1 << 15, 16
+"""Numbers of logits that are as fast to read again as to keep, and parts of them that a loss is at most computed in."""
+
+
+def _parts(*tensors: Tensor) -> Any:
+    """Some rows of each tensor at a time."""
+    rows, classes = tensors[0].shape
+    size = max(1, _PART // classes, -(-rows // _PARTS))
+    return zip(*(x.split(size) for x in tensors), strict=True)
+
+
+def _losses(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    # [R,C], [R] -> [R]
+    parts = _parts(logits, target)
+    return torch.cat([_cross_entropy(x, classes, None, _NONE, ignore_index) for x, classes in parts])
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    logits, target, ctx.ignore_index = inputs
+    ctx.save_for_backward(target)
+    # What autograd saves has two holders until the backward pass of this operator is over.
+    ctx.logits, ctx.written = logits, _torch.writes(logits)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    """The gradient by PyTorch's kernels, in the memory of the logits if nothing else reads them any more."""
+    (target,), logits = ctx.saved_tensors, ctx.logits
+    if _torch.writes(logits) != ctx.written:
+        raise StateError(WRITTEN)
+    is_last = recalls() is None and not torch.is_grad_enabled()
+    if is_last:
+        logits = logits.detach()
+        del ctx.logits
+    into = logits if is_last and _torch.is_sole_holder(logits) else torch.empty_like(logits)
+    parts, total = [], grad.new_ones(())
+    for x, classes, lost, out in _parts(logits, target, grad, into):
+        scores = x.log_softmax(1)
+        hit = aten.nll_loss_backward.default(lost, scores, classes, None, _NONE, ctx.ignore_index, total)
+        if torch.is_grad_enabled():
+            parts.append(aten._log_softmax_backward_data.default(hit, scores, 1, x.dtype))
+        else:
+            aten._log_softmax_backward_data.out(hit, scores, 1, x.dtype, out=out)
+    return torch.cat(parts) if parts else into, None, None
+
+
+_in_parts = Operator(
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index) -> Tensor", _losses, _setup, _backward
+)
+
+
+def cross_entropy_in_parts(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
+    """Losses ``[R]`` of logits ``[R,C]`` and classes ``[R]``, in a block of :class:`Recalls`, which keeps only the logits.
+
+    None if PyTorch's operator is to be called.
+    """
+    is_known = logits.dim() == 2 and not target.is_floating_point() and logits.dtype in (torch.float32, torch.float64)
+    if (
+        recalls() is None
+        or not logits.requires_grad
+        or not is_known
+        or logits.device.type != "cpu"
+        or not logits.numel()
+    ):
+        return None
+    return _in_parts(logits.contiguous(), target, ignore_index)
 
 
 @register("cross_entropy_loss", "loss")
@@ -50,8 +118,11 @@ def cross_entropy_loss(
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
     smoothed = 0.0 if member_weights is not None else label_smoothing
-    if weight is None and not label_smoothing and rows.are_wide:
+    is_plain = weight is None and not label_smoothing
+    if is_plain and rows.are_wide:
         losses = _of_many_classes(rows, target, counted, ignore_index)
+    elif is_plain and (in_parts := cross_entropy_in_parts(rows.input, rows.of(target), ignore_index)) is not None:
+        losses = rows.split(in_parts)
     else:
         losses = rows.split(_cross_entropy(rows.input, rows.of(target), shared_weights, _NONE, ignore_index, smoothed))
     weights = counted if weight is None else _weights(weight, weight_dim, target, counted)

@@ -32,14 +32,42 @@ def batch_norm(call: Call, *args: Any) -> Result:
 def _batch_norm(x: Tensor, *args: Any) -> tuple[Tensor]:
     """PyTorch's operator, whose output the backward pass may compute again."""
     weight, bias, _, _, training, _, eps, cudnn = args
-    y = torch.batch_norm(x, *args)
-    if training and (running := recalls()) is not None:
-        # By the same kernel, to the same bits: the derivative of a maximum compares with the output that is computed again.
-        def again(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-            return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn)
+    if not training or (running := recalls()) is None:
+        return (torch.batch_norm(x, *args),)
+    if x.device.type == "cpu" and x.dim() > 2 and x.requires_grad and weight is not None and x.dtype == weight.dtype:
+        with _torch.single_level_functions():
+            y = _InLessMemory.apply(x, *args[:-1])
+    else:
+        y = torch.batch_norm(x, *args)
 
-        running.note(again, [x, weight, bias], y)
+    # By the same kernel, to the same bits: the derivative of a maximum compares with the output that is computed again.
+    def again(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn)
+
+    running.note(again, [x, weight, bias], y)
     return (y,)
+
+
+class _InLessMemory(_torch.SingleLevelFunction):
+    """Batch normalisation whose gradient is allocated once; PyTorch's kernel allocates it twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *args: Any) -> Tensor:
+        y, *stats = _native(x, weight, bias, *args)
+        ctx.save_for_backward(x, weight, *stats)
+        ctx.eps = args[-1]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd = ctx.saved_tensors
+        given = weight, None, None, mean, invstd, True, ctx.eps, [False, True, True]
+        _, dweight, dbias = torch.ops.aten.native_batch_norm_backward.default(grad, x, *given)
+        # ((x - mean) * invstd * dweight / -n - dbias / n + grad) * invstd * weight
+        count, ones = x.numel() // x.shape[1], (1,) * (x.dim() - 2)
+        vectors = mean, invstd * dweight / -count, dbias / count, invstd * weight
+        mean, slope, shift, scale = (vector.reshape(-1, *ones) for vector in vectors)
+        return (x - mean).mul_(slope).sub_(shift).add_(grad).mul_(scale), dweight, dbias, *(None,) * 5
 
 
 @register("instance_norm", "norm")

@@ -87,6 +87,11 @@ class Compact:
         self._kept: Tensor | None = None
         self._within = False
 
+    @property
+    def status(self) -> str:
+        """See :class:`Trainer`."""
+        return self._trainer.status
+
     def follow(self, loader: Any) -> None:
         """See :class:`Trainer`."""
         self._kept = None

@@ -67,6 +67,11 @@ class ExecutorTrainer:
         self.kept: Tensor | None = None
         """The members of the loader's batches that are trained; all if None."""
 
+    @property
+    def status(self) -> str:
+        """See :class:`Trainer`."""
+        return f"{type(self._executor).__qualname__}: {'compiled while they train' if self._compile else 'replayed or eager'}"
+
     def close(self) -> None:
         """See :class:`Trainer`."""
         self._executor.forget()

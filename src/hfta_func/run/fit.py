@@ -168,12 +168,12 @@ def fit(
                 if not ended and not pressed():
                     save()
             if ended:
-                bar.set_postfix_str(_summary(run.end_epoch()))
+                bar.set_postfix_str(f"{trainer.status.partition(':')[0]}, {_summary(run.end_epoch())}")
                 for callback in callbacks:
                     if run.follow(callback):
                         trainer.follow(run.loader)
             save()
-    run.history.interrupted = pressed()
+    run.history.interrupted, run.history.status = pressed(), trainer.status
     run.history.profile = None if recording is None else profile_of(recording)
     return Result(run.result, run.history)
 

@@ -51,6 +51,7 @@ class History:
         epochs: Metrics of each epoch by name, on the CPU.
         failures: The first :class:`FailedStep` of each member in each epoch, ordered by epoch and member.
         interrupted: Whether Ctrl-C ended the last :func:`fit`.
+        status: What trained in the last :func:`fit`, how and why, such as ``"replayed: 64 operators"``.
         columns: Columns of its frames by name, one value per member, such as the hyperparameters of an :class:`Experiment`.
     """
 
@@ -60,7 +61,7 @@ class History:
         self.since = torch.zeros_like(self.members)
         self.epochs: list[Metrics] = []
         self.failures: list[FailedStep] = []
-        self.interrupted, self.profile = False, cast(Any, None)
+        self.interrupted, self.profile, self.status = False, cast(Any, None), ""
         self.columns: Mapping[str, Sequence[Any]] = {}
 
     def __len__(self) -> int:
@@ -337,10 +338,9 @@ class Running:
         return self._mapped(lambda value: value)
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        sums, failed = (
-            {name: function(value) for name, value in metrics.items()} for metrics in (self.sums, self.failed)
-        )
-        return {"batches": self.batches, "sums": sums, "failed": failed}
+        parts = {"sums": self.sums, "failed": self.failed}
+        mapped = {part: {name: function(value) for name, value in one.items()} for part, one in parts.items()}
+        return {"batches": self.batches, **mapped}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore the sums of :meth:`state_dict`."""

@@ -272,7 +272,7 @@ _ALONE = {"data", "update", "idle"}
 """Phases that one cure is for, whatever they consist of."""
 _CURES = {
     "eager": "make_train_step(replay=True) and fit run recorded operators instead, hfta_func.compile a graph; or more models",
-    "replayed": "hfta_func.compile(step) or fit(compile=True) leaves less of it, and more models share it",
+    "replayed": "hfta_func.compile(step) or fit(compile=True) goes on with a graph if that is faster; more models share it",
     "compiled": "step.many takes several steps in a call, and more models share it",
     "data": "keep the data on the device in an ArrayLoader, or load it by processes, DatasetLoader(num_workers=2)",
     "update": "make the step with donate=True, which writes in place, or compile it",

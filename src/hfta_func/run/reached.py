@@ -95,7 +95,7 @@ class Reached:
         kind = type(value)
         if kind in _PLAIN or isinstance(value, enum.Enum):
             return self._note(kind.__qualname__, value)
-        key = (id(value), frozenset(value[1])) if kind is _Names else id(value)
+        key = (id(value[0]), value[1]) if kind is _Names else id(value)
         if key in self._numbers:
             return self._note("again", self._numbers[key])
         self._numbers[key] = len(self._numbers)

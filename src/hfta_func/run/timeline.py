@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -106,6 +108,34 @@ def spans(events: Iterable[Any]) -> list[Span]:
     return outermost
 
 
+def _is_matched(span: Span) -> bool:
+    """Whether an operator of a record is looked up: no marker, view or copy."""
+    return "::" in span.name and not span.is_node and not _CHEAP.match(span.operator)
+
+
+def _aligned(names: list[str], others: list[str]) -> dict[int, int]:
+    """The longest common subsequence of two lists of names: numbers in the second by those in the first.
+
+    References:
+        Hunt and Szymanski, "A fast algorithm for computing longest common subsequences", 1977.
+    """
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for number in reversed(range(len(others))):
+        numbers[others[number]].append(number)
+    # For each length of a common subsequence the least number that it may end at, and the pairs of that one.
+    ends: list[int] = []
+    pairs: list[tuple[int, int, Any]] = []
+    for at, name in enumerate(names):
+        for number in numbers[name]:
+            length = bisect.bisect_left(ends, number)
+            pair = at, number, pairs[length - 1] if length else None
+            ends[length : length + 1], pairs[length : length + 1] = [number], [pair]
+    aligned, last = {}, pairs[-1] if pairs else None
+    while last is not None:
+        aligned[last[0]], last = last[1:]
+    return aligned
+
+
 class Timeline:
     """Self time by line, for each of the iterations that were recorded.
 
@@ -127,12 +157,19 @@ class Timeline:
         self._iterations: list[dict[Where, list[float]]] = []
         self.counts: dict[str, int] = {"operator": 0, "marker": 0, "module": 0}
         self._origins: dict[int, Where] = {}
+        self._names: list[str] = []
+        self._like_of: dict[int, int] = {}
         self._next, self._latest = 0, _ENTERING
 
     def add(self, iteration: Span, costs: Mapping[str, float]) -> None:
         """Add an iteration; ``costs`` are the seconds that recording an event of each kind takes."""
         self._next, self._latest, self._costs = 0, _ENTERING, costs
         self._iterations.append({})
+        if self._like is not None:
+            replayed = (span for outer in iteration if outer.mark == GRADIENTS for span in outer.inside)
+            names = [span.operator for span in replayed if _is_matched(span)]
+            if names != self._names:
+                self._names, self._like_of = names, _aligned(names, [name for name, _ in self._like])
         marks = [span for span in iteration.inside if span.mark == STEP]
         begin = marks[0].start if marks else iteration.end
         self._visit(iteration, Where("data"), until=(begin, Where("loop")))
@@ -179,7 +216,7 @@ class Timeline:
             origin = self._origins.get(span.sequence, _AUTOGRAD)
             return self._chosen(origin._replace(phase="backward"))
         if self._like is not None and is_outermost and around == _ENTERING:
-            where = self._recorded(span.operator)
+            where = self._recorded(span)
         else:
             where = self._operator(span, around)
         seconds, launches = (0.0, span.is_kernel) if self._device is None else self._device.get(span.id, (0.0, 0))
@@ -216,16 +253,16 @@ class Timeline:
         known = (inner.operator for inner in span if (around.module, inner.operator) in self._lowerings)
         return self._chosen(around._replace(operator=next(known, span.operator)))
 
-    def _recorded(self, name: str) -> Where:
-        """Where the next operator of a record belongs: to what called the next one of its name when it was recorded.
+    def _recorded(self, span: Span) -> Where:
+        """Where the next operator of a record belongs: to what called it when it was recorded.
 
-        Views and copies, which PyTorch spells in several ways, belong to the operator before.
+        What the record spells in another way, such as views and copies, belongs to the operator before.
         """
         assert self._like is not None
-        rest = () if _CHEAP.match(name) else range(self._next, len(self._like))
-        number = next((number for number in rest if self._like[number][0] == name), None)
-        if number is not None:
-            self._next, self._latest = number + 1, self._like[number][1]
+        if _is_matched(span):
+            if self._next in self._like_of:
+                self._latest = self._like[self._like_of[self._next]][1]
+            self._next += 1
         return self._latest
 
     def _chosen(self, where: Where) -> Where:

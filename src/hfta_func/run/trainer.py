@@ -40,6 +40,11 @@ class Trainer(Protocol):
 
     kept: Tensor | None
 
+    @property
+    def status(self) -> str:
+        """What trains, how, and why."""
+        ...
+
     def segment(
         self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
     ) -> tuple[TrainState, bool]:
@@ -81,6 +86,12 @@ class LocalTrainer:
         self.step, self._batches, self._loader = step, batches, loader
         self._left: Iterator[Any] | None = None
         self.kept: Tensor | None = None
+
+    @property
+    def status(self) -> str:
+        """See :class:`Trainer`."""
+        status = getattr(self.step, "status", "eager: not a training step")
+        return status if isinstance(status, str) else "; ".join(f"{name} {one}" for name, one in status.items())
 
     def follow(self, loader: Iterable[Any]) -> None:
         """See :class:`Trainer`."""

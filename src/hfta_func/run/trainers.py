@@ -64,6 +64,12 @@ class AutoTrainer:
         # In worker processes: steps and seconds, without the first piece, in which a new process does much once.
         self._tried, self._took = -1, 0.0
         self.kept: Tensor | None = None
+        self._compared = "worker processes have not been tried"
+
+    @property
+    def status(self) -> str:
+        """See :class:`Trainer`."""
+        return f"{self._current.status}; {self._compared}"
 
     def follow(self, loader: Any) -> None:
         """See :class:`Trainer`."""
@@ -97,7 +103,11 @@ class AutoTrainer:
         self._current = self._parallel
         if self._tried >= (self._wanted() if self._dealt else 1):
             self._is_decided = True
-            if self._took / self._tried >= statistics.median(self._times):
+            parallel, local = self._took / self._tried, statistics.median(self._times)
+            self._compared = (
+                f"a step took {1e3 * local:.1f} ms in this process, {1e3 * parallel:.1f} in worker processes"
+            )
+            if parallel >= local:
                 self._parallel.close()
                 self._parallel, self._current = None, self._local
                 # Goes on where the workers have stopped.

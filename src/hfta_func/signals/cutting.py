@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfta_func._types import BatchError
 from hfta_func.signals.signal import Signal, naming
@@ -103,9 +103,7 @@ def windows(
 def _without_gaps(signal: Signal, size: int, step: int) -> Tensor:
     """The first samples of windows without gaps."""
     begins = torch.arange(0, len(signal) - size + 1, step, device=signal.values.device)
-    if len(begins) and signal.valid is not None:
-        counts = nn.functional.pad(signal.valid.cumsum(0), (1, 0))
-        begins = begins[counts[begins + size] - counts[begins] == size]
+    begins = begins[torch.searchsorted(signal.gaps, begins) == torch.searchsorted(signal.gaps, begins + size)]
     if not len(begins):
         raise BatchError(
             f"{signal!r} has no whole window of {size / signal.rate:g} s without a gap; leave the person out, fill gaps, or "

@@ -10,29 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func._types import BatchError
-from hfta_func.signals.signal import Signal, for_each, naming, zeroed
+from hfta_func.signals.signal import Signal, for_each, naming, numbers
 
 
-def _blocks(leaf: Tensor, size: int) -> Tensor:
-    """``[..., T] -> [..., ceil(T / size), size]``, with zeros behind the last sample; a view if no zero is needed."""
-    padding = -leaf.shape[-1] % size
-    return (nn.functional.pad(leaf, (0, padding)) if padding else leaf).unflatten(-1, (-1, size))
+def _blocks(leaf: Tensor, size: int) -> list[Tensor]:
+    """Views of a leaf ``[C, T]``: ``[C, T // size, size]`` and, if samples are left, ``[C, 1, T % size]``."""
+    rest = leaf.shape[-1] % size
+    whole, behind = leaf.split([leaf.shape[-1] - rest, rest], -1)
+    return [whole.unflatten(-1, (-1 if len(whole.T) else 0, size)), *([behind.unsqueeze(-2)] if rest else [])]
 
 
 def _sums(leaf: Tensor, size: int) -> Tensor:
-    """The sum of each block, ``[..., T] -> [..., ceil(T / size)]``."""
-    blocks = _blocks(leaf, size)
+    """The sum of each block, ``[C, T] -> [C, ceil(T / size)]``."""
     # Sums of a few numbers are slow, products are not.
-    return blocks @ blocks.new_ones(size) if size <= 64 else blocks.sum(-1)
+    parts = (part @ part.new_ones(part.shape[-1]) if size <= 16 else part.sum(-1) for part in _blocks(leaf, size))
+    return torch.cat([*parts], -1)
 
 
 def _counts(signal: Signal, size: int) -> Tensor:
     """The number of samples in each block, in the signal's precision."""
-    if signal.valid is not None:
-        known = signal.valid.to(signal.values.dtype) if size <= 64 else signal.valid
-        return _sums(known, size).to(signal.values.dtype)
     counts = signal.values.new_full((-(-len(signal) // size),), size)
     counts[-1] -= -len(signal) % size
+    blocks, missing = torch.unique_consecutive(signal.gaps // size, return_counts=True)
+    counts[blocks] -= missing
     return counts
 
 
@@ -63,11 +63,16 @@ def resample(signal: Any, rate: float) -> Any:
         low = (at + 1e-6).long()
         high = torch.where(at - low > 1e-6, low + 1, low).clamp(max=len(signal) - 1)
         values = torch.lerp(signal.values[:, low], signal.values[:, high], (at - low).to(signal.values.dtype))
-        valid = None if signal.valid is None else signal.valid[low] & signal.valid[high]
-        return signal.made(zeroed(values, valid), valid, rate=rate)
+        missing = signal.values.new_zeros(len(signal), dtype=torch.bool).index_fill_(0, signal.gaps, True)
+        gaps = numbers(missing[low] | missing[high])
+        return signal.made(values.index_fill_(1, gaps, 0), gaps, rate=rate)
     whole = round(ratio)
     if abs(ratio - whole) < 1e-9 * ratio:
+        if whole == 1:
+            return signal
         sums, counts = _sums(signal.values, whole), _counts(signal, whole)
+        gaps = torch.unique_consecutive(signal.gaps // whole)
+        gaps = gaps[counts[gaps] == 0]
     else:
         # Sample i is in period floor(i / ratio).
         count = math.floor((len(signal) - 1) / ratio + 1e-6) + 1
@@ -75,9 +80,9 @@ def resample(signal: Any, rate: float) -> Any:
         edges = edges.clamp(max=len(signal))
         totals = nn.functional.pad(signal.values.cumsum(-1, dtype=torch.float64), (1, 0))
         sums = totals[:, edges].diff().to(signal.values.dtype)
-        known = edges if signal.valid is None else nn.functional.pad(signal.valid.cumsum(0), (1, 0))[edges]
-        counts = known.diff()
-    return signal.made(sums / counts.clamp(min=1), counts > 0, rate=rate)
+        counts = (edges - torch.searchsorted(signal.gaps, edges)).diff()
+        gaps = numbers(counts == 0)
+    return signal.made(sums.div_(counts.clamp_(min=1)), gaps, rate=rate)
 
 
 def join(*signals: Any) -> Any:
@@ -116,23 +121,25 @@ def _joined(first: Signal, *others: Signal) -> Signal:
         spans = ", ".join(f"{each.start:g} to {each.end:g} s" for each in (first, *others))
         raise BatchError(f"signals have no time in common: {spans}; give times by one clock")
     first = first.samples(low, high)
-    parts = [(first.values, first.valid), *(_held(other, first) for other in others)]
-    masks = [valid for _, valid in parts if valid is not None]
-    valid = torch.stack(masks).all(0) if masks else None
-    values = torch.cat([values for values, _ in parts])
-    return first.made(zeroed(values, valid), valid)
+    held = [_held(other, first) for other in others]
+    missing = first.values.new_zeros(len(first), dtype=torch.bool)
+    for gaps in (first.gaps, *(gaps for _, gaps in held)):
+        missing.index_fill_(0, gaps, True)
+    gaps = numbers(missing)
+    values = torch.cat([first.values, *(values for values, _ in held)])
+    return first.made(values.index_fill_(1, gaps, 0), gaps)
 
 
-def _held(signal: Signal, at: Signal) -> tuple[Tensor, Tensor | None]:
-    """The latest samples of a signal at the times of another, which lie inside of it."""
+def _held(signal: Signal, at: Signal) -> tuple[Tensor, Tensor]:
+    """The latest samples of a signal at the times of another, which lie inside of it, and which of them are missing."""
     ratio, offset = at.rate / signal.rate, (at.start - signal.start) * at.rate
     whole, skipped = round(ratio), round(offset)
-    tensors = signal.values if signal.valid is None else torch.cat([signal.values, signal.valid[None]])
     if whole and abs(ratio - whole) < 1e-9 and abs(offset - skipped) < 1e-3:
-        held = tensors[..., None].expand(-1, -1, whole).flatten(1)[:, skipped : skipped + len(at)]
-    else:
-        held = tensors[:, ((at.times - signal.start) * signal.rate + 1e-3).long().clamp(max=len(signal) - 1)]
-    return (held, None) if signal.valid is None else (held[:-1], held[-1].bool())
+        values = signal.values[..., None].expand(-1, -1, whole).flatten(1)[:, skipped : skipped + len(at)]
+        gaps = (signal.gaps[:, None] * whole + torch.arange(whole, device=values.device)).flatten() - skipped
+        return values, gaps[(gaps >= 0) & (gaps < len(at))]
+    latest = ((at.times - signal.start) * signal.rate + 1e-3).long().clamp(max=len(signal) - 1)
+    return signal.values[:, latest], numbers(torch.isin(latest, signal.gaps))
 
 
 @for_each
@@ -157,27 +164,26 @@ def fill(
     """
     if not (value == "mean" or isinstance(value, int | float)):
         raise BatchError(f"value is {value!r}; give a number, or 'mean'")
-    if signal.valid is None:
+    gaps = signal.gaps
+    if not len(gaps):
         return signal
-    if value == "mean" and not bool(signal.valid.any()):
+    if value == "mean" and len(gaps) == len(signal):
         raise BatchError(f"all of {signal!r} is gaps, which have no mean; leave it out, or fill by a number")
-    missing = ~signal.valid
+    filled, values = torch.ones_like(gaps, dtype=torch.bool), signal.values.clone()
     if within is not None:
-        # Stretches of gaps and of samples by turns.
-        edges = (missing[1:] != missing[:-1]).nonzero().flatten() + 1
-        edges = nn.functional.pad(nn.functional.pad(edges, (1, 0)), (0, 1), value=len(signal))
-        begins, ends = edges[:-1], edges[1:]
-        for begin, end in torch.stack([begins, ends], 1)[ends - begins > within * signal.rate + 1e-6].tolist():
-            missing[begin:end] = False
-    at, values = missing.nonzero().flatten(), signal.values.clone()
+        # Of each gap the number of its samples.
+        lengths = torch.unique_consecutive(gaps - torch.arange(len(gaps), device=gaps.device), return_counts=True)[1]
+        filled &= (lengths <= within * signal.rate + 1e-6).repeat_interleave(lengths)
     if value == "mean":
         size = len(signal) if window is None else signal.whole(window, "window")
-        counts = _counts(signal, size)
-        at = at[counts[at // size] > 0]
-        values[:, at] = (_sums(signal.values, size) / counts)[:, at // size]
+        counts, block = _counts(signal, size), gaps // size
+        if not bool(counts.all()):
+            filled &= counts[block] > 0
+        at = numbers(filled)
+        values[:, gaps[at]] = (_sums(signal.values, size) / counts).index_select(1, block[at])
     else:
-        values[:, at] = value
-    return signal.made(values, signal.valid.index_fill(0, at, True))
+        values[:, gaps[filled]] = value
+    return signal.made(values, gaps[~filled])
 
 
 @for_each
@@ -198,20 +204,19 @@ def normalise(signal: Any, window: float | None = None) -> Any:
         tensor([[-1.,  1., -1.,  1.]])
     """
     size = len(signal) if window is None else signal.whole(window, "window")
-    blocks, counts = _blocks(signal.values, size), _counts(signal, size)
-    std, mean = torch.std_mean(blocks, -1, correction=0)
-    gapped = (counts < size).nonzero().flatten()
-    if len(gapped):
-        known = signal.valid if signal.valid is not None else signal.values.new_ones(len(signal), dtype=torch.bool)
-        count, some = counts[gapped].clamp(min=1), blocks[:, gapped]
-        mean[:, gapped] = some.sum(-1) / count
-        centred = (some - mean[:, gapped, None]) * _blocks(known, size)[gapped]
-        std[:, gapped] = (centred.square().sum(-1) / count).sqrt()
+    counts = _counts(signal, size).clamp(min=1)
+    mean, values = _sums(signal.values, size) / counts, torch.empty_like(signal.values)
+    parts = _blocks(values, size)
+    numbers_of = [part.shape[-2] for part in parts]
+    for part, blocks, of_each in zip(parts, _blocks(signal.values, size), mean.split(numbers_of, -1), strict=True):
+        torch.sub(blocks, of_each[..., None], out=part)
+    values.index_fill_(1, signal.gaps, 0)
+    std = torch.cat([torch.linalg.vector_norm(part, dim=-1) for part in parts], -1) / counts.sqrt()
     # What rounding leaves of a constant is no deviation.
     flat = std <= 8 * torch.finfo(std.dtype).eps * mean.abs()
-    scale = torch.where(flat, 0, 1 / std)[..., None]
-    values = torch.sub(blocks, mean[..., None]).mul_(scale).flatten(1)[:, : len(signal)]
-    return signal.made(zeroed(values, signal.valid), signal.valid)
+    for part, of_each in zip(parts, torch.where(flat, 0, 1 / std).split(numbers_of, -1), strict=True):
+        part.mul_(of_each[..., None])
+    return signal.made(values, signal.gaps)
 
 
 @for_each
@@ -254,11 +259,14 @@ def bandpass(signal: Any, low: float, high: float, *, taps: int | None = None) -
     padded = len(signal) + size - 1
     spectrum = torch.fft.rfft(signal.values.double(), padded) * torch.fft.rfft(filter, padded)
     values = torch.fft.irfft(spectrum, padded)[:, half : half + len(signal)]
-    known = torch.ones(len(signal), device=values.device) if signal.valid is None else signal.valid.float()
-    reach = nn.functional.pad(known.double().cumsum(0), (1, 0))
-    valid = torch.zeros(len(signal), dtype=torch.bool, device=values.device)
-    valid[half : len(signal) - half] = reach[size:] - reach[:-size] == size
-    return signal.made(zeroed(values.to(signal.values.dtype), valid), valid)
+    # A sample at less than half a filter from a gap or an end.
+    missing = values.new_zeros(len(signal) + 1, dtype=torch.int64)
+    begins, ends = (signal.gaps - half).clamp(min=0), (signal.gaps + half + 1).clamp(max=len(signal))
+    missing.index_add_(0, begins, torch.ones_like(begins)).index_add_(0, ends, -torch.ones_like(ends))
+    missing = missing.cumsum(0)[:-1]
+    missing[:half] = missing[len(signal) - half :] = 1
+    gaps = numbers(missing > 0)
+    return signal.made(values.to(signal.values.dtype).index_fill_(1, gaps, 0), gaps)
 
 
 @for_each

@@ -6,16 +6,16 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hfta_func._kernels.breaks import breaks
 from hfta_func._types import BatchError
+from hfta_func.step.allocator import keep_memory_once
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Signal:
     """Samples at equal distances in time, some of which may be missing.
 
@@ -23,7 +23,7 @@ class Signal:
         values: Samples ``[T]``, or ``[C, T]`` for several channels. NaN in any channel is a gap in all of them.
         rate: Samples per second.
         start: Time of the first sample in seconds.
-        valid: Booleans ``[T]``, False in gaps, where the signal holds zeros. It becomes None if there is no gap.
+        valid: Booleans ``[T]``, False in gaps, where the signal holds zeros.
 
     Raises:
         BatchError: if shapes do not fit, there is no sample, or the rate is not positive and finite.
@@ -36,32 +36,32 @@ class Signal:
 
     values: Tensor
     rate: float
-    start: float = 0.0
-    valid: Tensor | None = None
+    start: float
+    gaps: Tensor
+    """The numbers of all missing samples, ascending; work on gaps takes time by their number, not by that of samples."""
 
-    def __post_init__(self) -> None:
-        values = torch.as_tensor(self.values)
+    def __init__(self, values: Any, rate: float, start: float = 0.0, valid: Any | None = None) -> None:
+        # Each function makes signals as large as those that were freed before.
+        keep_memory_once()
+        values = torch.as_tensor(values)
         values = values if values.is_floating_point() else values.float()
         values = values[None] if values.dim() == 1 else values
-        valid = None if self.valid is None else torch.as_tensor(self.valid, device=values.device)
+        valid = None if valid is None else torch.as_tensor(valid, device=values.device)
         if values.dim() != 2 or not values.numel():
             raise BatchError(f"values is {[*values.shape]}; a signal needs samples [T], or [C, T] for several channels")
         if valid is not None and (valid.dtype != torch.bool or valid.shape != values.shape[1:]):
             raise BatchError(
                 f"valid is {[*valid.shape]} of {valid.dtype}; give [{values.shape[1]}] booleans, one per sample"
             )
-        if not (math.isfinite(self.rate) and self.rate > 0 and math.isfinite(self.start)):
-            raise BatchError(f"rate is {self.rate} and start {self.start}; give finite numbers, and a positive rate")
+        if not (math.isfinite(rate) and rate > 0 and math.isfinite(start)):
+            raise BatchError(f"rate is {rate} and start {start}; give finite numbers, and a positive rate")
         # A sum is cheaper than a mask, and NaN wherever a sample is.
         if bool(values.sum().isnan()):
             known = ~values.isnan().any(0)
             valid = known if valid is None else valid & known
-        if valid is not None:
-            valid = without_gaps(valid)
-        if valid is not None:
-            values = values.masked_fill(~valid, 0)
-        for name, value in {"values": values, "valid": valid}.items():
-            object.__setattr__(self, name, value)
+        gaps = torch.empty(0, dtype=torch.int64, device=values.device) if valid is None else numbers(~valid)
+        self.values = values.index_fill(1, gaps, 0) if len(gaps) else values
+        self.rate, self.start, self.gaps = rate, start, gaps
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -69,10 +69,15 @@ class Signal:
 
     def __repr__(self) -> str:
         channels = f"{len(self.values)} channel{'s' * (len(self.values) > 1)}"
-        missing = (
-            "" if self.valid is None else f", {1 - self.valid.float().mean().item():.1%} missing".replace("%", " %")
-        )
+        missing = f", {100 * len(self.gaps) / len(self):.1f} % missing" if len(self.gaps) else ""
         return f"Signal({channels}, {len(self)} samples at {self.rate:g} Hz, {self.start:g} to {self.end:g} s{missing})"
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Booleans ``[T]``, False in gaps; None if there is no gap."""
+        if not len(self.gaps):
+            return None
+        return self.gaps.new_ones(len(self), dtype=torch.bool).index_fill_(0, self.gaps, False)
 
     @property
     def end(self) -> float:
@@ -104,18 +109,14 @@ class Signal:
 
     def samples(self, low: int, high: int) -> Signal:
         """The samples ``low`` to ``high - 1``, without a copy."""
-        valid = None if self.valid is None else self.valid[low:high]
-        return self.made(self.values[:, low:high], valid, start=self.start + low / self.rate)
+        first, last = torch.searchsorted(self.gaps, self.gaps.new_tensor([low, high])).tolist()
+        return self.made(self.values[:, low:high], self.gaps[first:last] - low, start=self.start + low / self.rate)
 
-    def made(
-        self, values: Tensor, valid: Tensor | None, *, rate: float | None = None, start: float | None = None
-    ) -> Signal:
+    def made(self, values: Tensor, gaps: Tensor, *, rate: float | None = None, start: float | None = None) -> Signal:
         """A signal of samples ``[C, T]`` that hold zeros in gaps, by default with this one's rate and start."""
         made = object.__new__(Signal)
-        valid = None if valid is None else without_gaps(valid)
-        fields = {"rate": self.rate if rate is None else rate, "start": self.start if start is None else start}
-        for name, value in {"values": values, "valid": valid, **fields}.items():
-            object.__setattr__(made, name, value)
+        made.values, made.gaps = values, gaps
+        made.rate, made.start = self.rate if rate is None else rate, self.start if start is None else start
         return made
 
     def whole(self, seconds: float, name: str) -> int:
@@ -150,52 +151,46 @@ def from_timestamps(times: Any, values: Any, rate: float) -> Signal:
     times = torch.as_tensor(times, dtype=torch.float64, device=values.values.device)
     if times.shape != (len(values),):
         raise BatchError(f"times is {[*times.shape]} for {len(values)} samples; give one time per sample")
-    if not bool(times.sum().isfinite()):
+    skips = breaks(times, 0.25 / rate, 1.5 / rate)
+    if not math.isfinite(times[0].item() + times[-1].item()) or (skips is None and bool(times.isnan().any())):
         raise BatchError("times must be finite; leave out samples without a time")
-    steps = times.diff() * rate
-    if len(steps) and not float(steps.min()) > 0.25:
-        at = int(steps.argmin())
+    if skips is None:
+        at = int(times.diff().argmin())
         first, second = times[at].item(), times[at + 1].item()
         cure = (
             "sort them" if second < first else "keep one sample of each time" if second == first else "give that rate"
         )
-        said = "" if second <= first else f", which say {rate / float(steps.median()):.6g} Hz, not {rate:g}"
+        said = "" if second <= first else f", which say {1 / float(times.diff().median()):.6g} Hz, not {rate:g}"
         raise BatchError(f"samples {at} and {at + 1} are at {first:.9g} and {second:.9g} s{said}; {cure}")
-    # A stretch without gaps is copied as a whole, wherever its first sample is.
-    breaks = (steps > 1.5).nonzero().flatten() + 1
-    begins = torch.cat([breaks.new_zeros(1), breaks])
-    ends = torch.cat([breaks, breaks.new_tensor([len(values)])])
-    places = ((times[begins] - times[0]) * rate).round().long()
-    drift = ((times[ends - 1] - times[0]) * rate - (places + ends - 1 - begins)).abs()
-    if (
-        len(breaks) * 2 > len(steps)
-        or float(drift.max()) > 0.75
-        or bool((places[1:] < (places + ends - begins)[:-1]).any())
-    ):
+    # Stretches without gaps are copied as wholes, wherever their first samples are.
+    begins = torch.cat([skips.new_zeros(1), skips])
+    lengths = torch.cat([skips, skips.new_tensor([len(times)])]) - begins
+    at = ((times[begins] - times[0]) * rate).round().long()
+    drift = ((times[begins + lengths - 1] - times[0]) * rate - (at + lengths - 1)).abs()
+    missing = at[1:] - (at + lengths)[:-1]
+    if len(skips) * 2 > len(times) - 1 or float(drift.max()) > 0.75 or bool((missing < 0).any()):
         raise BatchError(
-            f"times of samples say {rate / float(steps.median()):.6g} Hz, but rate is {rate:g}; give the "
+            f"times of samples say {1 / float(times.diff().median()):.6g} Hz, but rate is {rate:g}; give the "
             f"rate of the times, and resample afterwards"
         )
-    if not len(breaks):
-        return values.made(values.values, values.valid, start=times[0].item())
-    size = int(places[-1] + ends[-1] - begins[-1])
-    grid, valid = values.values.new_zeros(len(values.values), size), times.new_zeros(size, dtype=torch.bool)
-    for begin, end, place in zip(begins.tolist(), ends.tolist(), places.tolist(), strict=True):
-        grid[:, place : place + end - begin] = values.values[:, begin:end]
-        valid[place : place + end - begin] = True if values.valid is None else values.valid[begin:end]
-    return values.made(grid, valid, start=times[0].item())
+    if not len(skips):
+        return values.made(values.values, values.gaps, start=times[0].item())
+    zeros = values.values.new_zeros(len(values.values), int(missing.max()))
+    first, *stretches = values.values.split(lengths.tolist(), 1)
+    parts = (
+        part for size, stretch in zip(missing.tolist(), stretches, strict=True) for part in (zeros[:, :size], stretch)
+    )
+    grid = torch.cat([first, *parts], 1)
+    between = torch.arange(int(missing.sum()), device=times.device) + skips.repeat_interleave(missing)
+    if len(values.gaps):
+        moved = values.gaps + (at - begins)[torch.searchsorted(skips, values.gaps, right=True)]
+        between = torch.cat([between, moved]).sort().values
+    return values.made(grid, between, start=times[0].item())
 
 
-def without_gaps(valid: Tensor) -> Tensor | None:
-    """None if there is no gap."""
-    # Many times as fast as `all`.
-    return None if bool(valid.view(torch.uint8).min()) else valid
-
-
-def zeroed(values: Tensor, valid: Tensor | None) -> Tensor:
-    """Samples ``[C, T]``, into whose gaps zeros are written."""
-    # Gaps are few, so that their places are written faster than a mask is read.
-    return values if valid is None else values.index_fill_(1, (~valid).nonzero().flatten(), 0)
+def numbers(mask: Tensor) -> Tensor:
+    """Where a mask ``[T]`` is true."""
+    return mask.nonzero().flatten()
 
 
 @contextlib.contextmanager

@@ -80,11 +80,5 @@ def stream(
 
 def _behind(signal: Signal, chunk: Signal) -> Signal:
     """A signal with a chunk behind it."""
-    valid = None
-    if not (signal.valid is None and chunk.valid is None):
-        masks = (
-            each.values.new_ones(len(each), dtype=torch.bool) if each.valid is None else each.valid
-            for each in (signal, chunk)
-        )
-        valid = torch.cat([*masks])
-    return signal.made(torch.cat([signal.values, chunk.values], 1), valid)
+    gaps = torch.cat([signal.gaps, chunk.gaps + len(signal)])
+    return signal.made(torch.cat([signal.values, chunk.values], 1), gaps)

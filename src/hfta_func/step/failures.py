@@ -68,11 +68,11 @@ def _diagnose_by_kernel(leaves: Sequence[Tensor]) -> Tensor | None:
     run = nonfinite.program(dtype) if plain and models else None
     if run is None:
         return None
-    failed = torch.zeros(2, models, dtype=torch.int64)
+    failure = torch.zeros(models, dtype=torch.int64)
     # The kernel reads each member's values in any order, so a transposed gradient needs no copy.
     dense = [leaf if _is_dense(leaf) else leaf.contiguous() for leaf in leaves]
-    run([leaf.numel() // models for leaf in leaves], models, [dense, failed])
-    return torch.where(failed[0] > 0, int(Failure.LOSS), int(Failure.GRADIENT) * failed[1])
+    run([leaf.numel() // models for leaf in leaves], models, [dense, failure])
+    return failure
 
 
 def _is_dense(leaf: Tensor) -> bool:

@@ -108,6 +108,8 @@ class Replay:
                 decision = self._record(shape, state, batch)
                 if decision is not None:
                     return self._step.finish(state, *decision)
+            elif shape.is_timed and self.left is not None:
+                self.status = "eager: a record does not pay for the calls that are left"
             start = time.perf_counter()
             result = self._step.eagerly(state, batch)
             shape.note(time.perf_counter() - start)
@@ -285,9 +287,14 @@ class _Shape:
         """Note how long an ordinary call has taken."""
         self._calls, self._least = self._calls + 1, min(self._least, seconds)
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether it is known how long a call takes, of what can be recorded."""
+        return self.why_not is None and self._calls >= _FIRST
+
     def is_worth_it(self, left: int | None) -> bool:
         """Whether a tape is expected to save more than it costs: over the calls that are left, or as many as there were."""
-        if self.why_not is not None or self._calls < _FIRST:
+        if not self.is_timed:
             return False
         cost = _TRACING + _STEPS * self._least + (0.0 if is_tracer_loaded() else _IMPORTS)
         python = min(self._least, _PYTHON)
