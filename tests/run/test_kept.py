@@ -235,7 +235,7 @@ def test_an_update_is_written_in_place_if_nothing_else_becomes_of_it(outputs: li
     later = torch.ops.aten.neg.default, (slots[5] if outputs[-1] == 6 else slots[0],), {}
     calls = [Call(*update, slots[4:6], False, False), Call(*later, slots[6], False, False)]
     tape: Any = types.SimpleNamespace(
-        inputs=slots[:4], outputs=[slots[one] for one in outputs], calls=calls, constants={}
+        inputs=slots[:4], outputs=[slots[one] for one in outputs], calls=calls, numbers={}
     )
     twins = ahead._in_place(tape, 2)
     assert twins == ({0: torch.ops.hfta_func.update_.default} if in_place else {})
