@@ -1,7 +1,7 @@
 """How long a step takes to compile for the first time, what its step takes then, and how a later process begins.
 
-Every row is a process of its own with empty caches, apart from the headers that PyTorch precompiles once for a machine.
-Python and C++ are seconds of processors, which depend little on what else runs. ``python -m benchmarks compiling``.
+Every row is a process of its own with empty caches, apart from headers that PyTorch precompiles once for a machine. Seconds
+in Python and in C++ are those of processors, which depend little on other work. ``python -m benchmarks compiling``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ def measured(spec: Spec) -> dict[str, dict[str, float]]:
             done = subprocess.run(
                 [sys.executable, "-m", "benchmarks.compiling", json.dumps([way, spec])],
                 cwd=ROOT,
-                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/{way}", "HFTA_FUNC_CACHE": f"{cache}/kept"},
+                env={
+                    **os.environ,
+                    "TORCHINDUCTOR_CACHE_DIR": f"{cache}/{WAYS.index(way)}",
+                    "HFTA_FUNC_CACHE": f"{cache}/kept",
+                },
                 capture_output=True,
                 text=True,
             )
