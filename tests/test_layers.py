@@ -27,18 +27,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 # other, so that families of operators and optimizers stay apart.
 FILES_IN = {
     "_kernels": ["native", "operators", "noise", "nonfinite", "rows"],
-    "_torch": [
-        "_release",
-        "levels",
-        "dispatcher",
-        "compiler",
-        "guards",
-        "modules",
-        "recorded",
-        "tape",
-        "reads",
-        "ahead",
-    ],
+    "_torch": ["_release", "levels", "dispatcher", "compiler", "guards", "modules", "recorded", "tape", "reads", "ahead"],
     "optim": ["_base", "_kernel", "_leafwise"],
     "calls": [
         "body",

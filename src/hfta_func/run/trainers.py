@@ -104,9 +104,7 @@ class AutoTrainer:
         if self._tried >= (self._wanted() if self._dealt else 1):
             self._is_decided = True
             parallel, local = self._took / self._tried, statistics.median(self._times)
-            self._compared = (
-                f"a step took {1e3 * local:.1f} ms in this process, {1e3 * parallel:.1f} in worker processes"
-            )
+            self._compared = f"a step took {1e3 * local:.1f} ms in this process, {1e3 * parallel:.1f} in worker processes"
             if parallel >= local:
                 self._parallel.close()
                 self._parallel, self._current = None, self._local
