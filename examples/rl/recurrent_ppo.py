@@ -1,6 +1,6 @@
 """Proximal policy optimisation with memory, on a CartPole whose velocities are not seen: many seeds as one program.
 
-``python -m examples.rl.recurrent_ppo --seeds 16 --lr 3e-3 --iterations 200 --out out/recurrent``
+``python -m examples.rl.recurrent_ppo --seeds 16 --lr 1e-3 --iterations 200 --out out/recurrent``
 """
 
 import torch
@@ -12,6 +12,8 @@ from examples.rl import common
 from hfta_func import rl
 
 T, N, MEMORY = 32, 8, 32
+# Positions are small and values large; what a GRU reads and what its memory is read for should be near 1.
+SEEN, UNIT = 10, 20
 
 
 class Agent(nn.Module):
@@ -25,7 +27,11 @@ class Agent(nn.Module):
 
     def forward(self, x, memory):
         """The memory after a step."""
-        return self.cell(self.eyes(x[..., ::2]).tanh(), memory)
+        return self.cell(self.eyes(SEEN * x[..., ::2]).tanh(), memory)
+
+    def value(self, memory):
+        """The return that is expected."""
+        return UNIT * self.critic(memory)[..., 0]
 
 
 def act(agent, given):
@@ -33,7 +39,7 @@ def act(agent, given):
     memory = agent(*given)
     choice = Categorical(logits=agent.actor(memory))
     action = choice.sample()
-    return action, {"log_prob": choice.log_prob(action), "after": memory, "value": agent.critic(memory)[..., 0]}
+    return action, {"log_prob": choice.log_prob(action), "after": memory, "value": agent.value(memory)}
 
 
 def loss_fn(agent, batch):
@@ -43,18 +49,18 @@ def loss_fn(agent, batch):
         memories.append(agent(batch["observation"][:, t], memory))
         memory = torch.where(batch["done"][:, t, None], 0, memories[-1])
     memories = torch.stack(memories, 1)
-    choice, value = Categorical(logits=agent.actor(memories)), agent.critic(memories)[..., 0]
+    choice, value = Categorical(logits=agent.actor(memories)), agent.value(memories)
     ratio = (choice.log_prob(batch["action"]) - batch["log_prob"]).exp()
     gain = (batch["advantage"] - batch["advantage"].mean()) / (batch["advantage"].std() + 1e-8)
     clipped = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-    return 0.5 * (value - batch["target"]).square().mean() - clipped - 0.01 * choice.entropy().mean()
+    return 0.5 * ((value - batch["target"]) / UNIT).square().mean() - clipped - 0.01 * choice.entropy().mean()
 
 
 def make(env, lr, discount=0.99, minibatches=2, epochs=4):
     """The training step of an array of agents, and a function that makes its first state."""
     agent = Agent(env)
     policy = rl.make_policy(agent, act)
-    value = rl.make_policy(agent, lambda agent, given: agent.critic(agent(*given))[..., 0])
+    value = rl.make_policy(agent, lambda agent, given: agent.value(agent(*given)))
 
     def collect(state):
         def turn(carry, _):
@@ -99,7 +105,7 @@ def best(agent, x, memory):
 
 def main(argv=None):
     """Train, print returns, and play."""
-    return common.main(argv, __doc__, Agent, make, best, envs=["CartPole"], lr=3e-3, iterations=200)
+    return common.main(argv, __doc__, Agent, make, best, envs=["CartPole"], lr=1e-3, iterations=200)
 
 
 if __name__ == "__main__":

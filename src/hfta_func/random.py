@@ -190,18 +190,13 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
     # The 53 highest bits as a signed word: -2^52 stands for 0 and 2^52 for 1, which no word reaches.
     if isinstance(p, Tensor):
         return _signed_shift(bits(key, shape), 11) < (p.double() * 2.0**53).round().to(torch.int64) - (1 << 52)
-    limit = limit_of(p)
+    limit = noise.limit_of(p)
     start, stride, padding = key = stream(key) if isinstance(key, Tensor) else key
     if noise.is_fast(start):
         position = None if padding is None else padding.draw("draw", shape)
         below = noise.words_below(start, stride, shape, limit)
         return below if position is None else _at(below, position)
     return _signed_shift(bits(key, shape), 11) < limit
-
-
-def limit_of(p: float) -> int:
-    """What the 53 highest bits of a word, as a signed number, are below with probability ``p``."""
-    return round(p * 2.0**53) - (1 << 52)
 
 
 def randint(key: Tensor | Stream, low: int, high: int, shape: Sequence[int]) -> Tensor:

@@ -54,8 +54,7 @@ def on_policy(example, name, seed, lr, iterations, epochs=4, discount=0.99, deca
                 outcome = games.step(action)
                 done = outcome["terminated"] | outcome["truncated"]
                 after, final = more.pop("after", None), outcome["next_observation"]
-                following = agent.critic(agent(final, after)) if is_recurrent else agent.critic(final)
-                next_values.append(following[..., 0])
+                next_values.append(agent.value(agent(final, after)) if is_recurrent else agent.critic(final)[..., 0])
                 steps.append(
                     {"observation": observation, "action": action, "memory": memory, "done": done, **outcome, **more}
                 )

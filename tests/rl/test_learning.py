@@ -17,7 +17,7 @@ SEEDS = range(8)
 # Iterations and learning rate, and a return that agents do not reach without learning.
 RUNS = {
     "ppo, discrete": (ppo, ppo.Agent, "CartPole", 3e-3, 25, 80),
-    "ppo, recurrent": (recurrent_ppo, recurrent_ppo.Agent, "CartPole", 3e-3, 80, 50),
+    "ppo, recurrent": (recurrent_ppo, recurrent_ppo.Agent, "CartPole", 1e-3, 100, 60),
     "dqn": (dqn, dqn.make_model, "CartPole", 1e-3, 600, 40),
     "sac": (sac, sac.Agent, "Pendulum", 1e-3, 600, -600),
     "td3": (td3, td3.Agent, "Pendulum", 1e-3, 600, -600),

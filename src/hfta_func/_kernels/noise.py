@@ -103,6 +103,11 @@ def words_below(start: Tensor, stride: Tensor, shape: Sequence[int], limit: int)
     return torch.ops.hfta_func.words_below(start, stride, shape, limit)
 
 
+def limit_of(p: float) -> int:
+    """What the 53 highest bits of a word, as a signed number, are below with probability ``p``."""
+    return round(p * 2.0**53) - (1 << 52)
+
+
 def drop(x: Tensor, start: Tensor, stride: Tensor, limit: int, scale: float) -> Tensor:
     """``x * words_below(start, stride, x.shape[start.dim() :], limit) * scale`` of float32."""
     return torch.ops.hfta_func.drop(x, start, stride, limit, scale)

@@ -63,7 +63,7 @@ class _Noting(routed):
             result = input * keep * scale
             self._note(lambda input, keep: input * keep * scale, ((input, keep), {}), result, True)
             return result
-        func = functools.partial(_dropped, limit=random.limit_of(1 - p), scale=scale)
+        func = functools.partial(_dropped, limit=noise.limit_of(1 - p), scale=scale)
         with contextlib.nullcontext() if self._interpreter is None else self._interpreter.lower():
             result = func(*plain)
             if torch.is_grad_enabled():
