@@ -110,6 +110,8 @@ class Recorder(_Mode):
 
     def _note_fixed(self, tensor: Tensor, slot: Slot, is_made: bool) -> None:
         """Note a result that is the same in each replay unless it is written: made of numbers alone, or a view of such."""
+        if self._compiling:
+            return  # the compiler of a graph computes with such numbers instead of reading them
         storage = tensor.untyped_storage()._cdata
         if storage in self._fixed_storages or (is_made and tensor.numel() <= _SMALL):
             self._fixed_storages.add(storage)
