@@ -66,6 +66,13 @@ class Settings:
         return 2 * self.weight
 
 
+class Pair(NamedTuple):
+    """A named tuple that a loss holds."""
+
+    first: float
+    second: float
+
+
 class Way(NamedTuple):
     """A way to read a Python value, and a change of it."""
 
@@ -95,11 +102,12 @@ def ways() -> dict[str, Way]:
         nonlocal weight
         weight = torch.zeros(2)
 
-    table = functools.partial(inner, 2.0)
+    table, pairs = functools.partial(inner, 2.0), [Pair(1.0, 2.0)]
     return {
         "attribute": Way(loss(lambda: held.weight), lambda: setattr(held, "weight", 3.0)),
         "property": Way(loss(lambda: held.twice), lambda: setattr(Settings, "twice", property(lambda self: 9.0))),
         "deep": Way(loss(lambda: held.inner["list"][1]["deep"]), lambda: held.inner["list"][1].update(deep=3.0)),
+        "named tuple": Way(loss(lambda: pairs[0].second), lambda: pairs.__setitem__(0, Pair(1.0, 3.0))),
         "list": Way(loss(lambda: listed[0]), lambda: listed.__setitem__(0, 4.0)),
         "equal list": Way(loss(lambda: count["one"]), lambda: count.update(one=1)),
         "default": Way(loss(inner), lambda: setattr(inner, "__defaults__", (5.0,))),

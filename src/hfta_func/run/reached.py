@@ -6,6 +6,7 @@ import builtins
 import enum
 import functools
 import hashlib
+import inspect
 import operator
 import os
 import re
@@ -31,9 +32,9 @@ _FOLLOWED = (list, tuple, dict, set, frozenset, staticmethod, classmethod, prope
 _NATIVE = (
     *(types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType),
     *(types.MemberDescriptorType, types.ClassMethodDescriptorType, type(torch.ops.aten.mul), type(torch.ops.aten)),
-    type(torch.ops.aten.mul.Tensor),
+    *(type(torch.ops.aten.mul.Tensor), type(inspect.FullArgSpec.args)),
 )
-"""Functions in C, and operators."""
+"""Functions in C, fields of named tuples, and operators."""
 _DEFINITIONS = tuple(
     os.path.join(os.path.dirname(path), "")
     for path in (torch.__file__, os.path.dirname(__file__), os.path.join(sysconfig.get_path("stdlib"), "os.py"))
