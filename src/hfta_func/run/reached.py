@@ -166,7 +166,7 @@ class Reached:
         attributes = getattr(value, "__dict__", None)
         slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(value, name)]
         if kind.__module__ == "builtins":
-            if not isinstance(value, _FOLLOWED):
+            if kind is not object and not isinstance(value, _FOLLOWED):
                 raise _UnknownError(f"a {kind.__qualname__}")
             return
         if attributes is None and not slots and not isinstance(value, (tuple, Mapping, weakref.ref, functools.partial)):
