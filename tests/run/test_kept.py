@@ -148,7 +148,7 @@ def test_a_change_is_noticed_and_has_another_digest(name: str, monkeypatch: pyte
         (torch.Generator(), "a Generator"),
         ({object}, "a set of objects"),
         (lambda: globals()["SCALE"], "<lambda> calls globals"),
-        ([*range(300), object()], "a object"),
+        ([*range(300), iter((1,))], "a tuple_iterator"),
         ([[number] for number in range(500)], "more than 400"),
     ],
 )
