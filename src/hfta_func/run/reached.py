@@ -214,9 +214,14 @@ class Reached:
         picked = sorted(name for name in names if name in space)
         self._note(space.get("__name__"), picked)
         missing = [name for name in names if name not in space and hasattr(builtins, name)]
+        of_version = _is_definition(space.get("__file__"))
         self._watch(lambda: (*map(space.get, picked), *(space.get(name) for name in missing)))
         for name in picked:
             value = space[name]
+            if of_version and not isinstance(value, (types.FunctionType, types.ModuleType, type, *_NATIVE, *_PLAIN)):
+                # A version's own data, which may bear a name that the code has for something else.
+                self._note(type(value).__qualname__)
+                continue
             inner = vars(value) if isinstance(value, types.ModuleType) else None
             self._follow(value if inner is None or inner is space else _Names(inner, names))
 
