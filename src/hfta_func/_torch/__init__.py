@@ -23,20 +23,14 @@ from hfta_func._torch.dispatcher import load_decompositions, num_dispatch_modes,
 from hfta_func._torch.dispatcher import operators_without, out_of_place, parts, refusing_writes, replace_apply
 from hfta_func._torch.dispatcher import replace_validation, set_fallback_enabled, single_level_functions, taken_apart
 from hfta_func._torch.dispatcher import why_not_looped, without_views, writes, written_by
-from hfta_func._torch.inductor import quick_compiler
+from hfta_func._torch.inductor import quick_compiler, replaced
 from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
 from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, device_type, get_unwrapped
 from hfta_func._torch.levels import gradient, inside_transform, inside_vmap, interpreters, is_batched, is_captured
 from hfta_func._torch.levels import is_sole_holder, is_walked, is_wrapped, level_of, levels_above, outside_transforms
 from hfta_func._torch.levels import peek_interpreter, pytree, remove_batch_dim, restore_vmap, traced_add_batch_dim
-from hfta_func._torch.levels import (
-    traced_unwrap_for_grad,
-    unwrap_batched,
-    unwrap_leaves,
-    values_of,
-    vmap_level,
-    wrap_leaves,
-)
+from hfta_func._torch.levels import traced_unwrap_for_grad, unwrap_batched, unwrap_leaves, values_of, vmap_level
+from hfta_func._torch.levels import wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, call_with, forget_flat_weights, has_hooks
 from hfta_func._torch.modules import has_step_hooks, is_compiled, is_nestable, marker, places_of, reparametrized
 from hfta_func._torch.modules import run_uncompiled, takes_data, tensors_of, weight_hooks

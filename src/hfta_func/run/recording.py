@@ -18,7 +18,7 @@ from torch.autograd.profiler import profile as profiler
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hfta_func import random
-from hfta_func._torch import marker, original
+from hfta_func._torch import marker, original, replaced
 from hfta_func._tree import leaves, tree_map
 from hfta_func.calls.body import Body, path_in
 from hfta_func.files import atomic
@@ -61,16 +61,6 @@ def _commit(commit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
 def _marking_modules() -> Iterator[None]:
     paths: dict[nn.Module, str] = {}
     open_marks: list[Any] = []
@@ -106,8 +96,8 @@ def marking(kind: str) -> Iterator[None]:
     places += [(owner, "__call__", GRADIENTS) for owner in (Gradients, replay.Replay)]
     with contextlib.ExitStack() as stack:
         for owner, name, phase in places:
-            stack.enter_context(_replaced(owner, name, _marked(phase, getattr(owner, name))))
-        stack.enter_context(_replaced(train, "commit", _commit(train.commit)))
+            stack.enter_context(replaced(owner, name, _marked(phase, getattr(owner, name))))
+        stack.enter_context(replaced(train, "commit", _commit(train.commit)))
         if kind == "eager":
             stack.enter_context(_marking_modules())
         yield
@@ -214,7 +204,7 @@ class Recording:
         self.kind = kind_of(self.step)
         with contextlib.ExitStack() as stack:
             # A record made now would hold the markers.
-            stack.enter_context(_replaced(replay, "_FIRST", math.inf))
+            stack.enter_context(replaced(replay, "_FIRST", math.inf))
             stack.enter_context(marking(self.kind))
             self.recorded.append(stack.enter_context(profiled(device)))
             self._active = stack.pop_all()
@@ -243,7 +233,7 @@ class Recording:
 def reference(step: Any, state: Any, batch: Any) -> tuple[list[Span], list[_choice.Choice]]:
     """The events of one eager step with their shapes, and how its operators were lowered."""
     eager, device = original(step), leaves(state)[0].device
-    with _replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._step.eagerly(*inputs)):
+    with replaced(replay.Replay, "__call__", lambda replay, *inputs: replay._step.eagerly(*inputs)):
         choices = _choice.explain(eager, tree_map(torch.clone, state), batch)
         with marking("eager"), profiled(device, shapes=True) as recorded:
             inputs = tree_map(torch.clone, state)
