@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pathlib
 import random
@@ -85,6 +86,9 @@ def ways() -> dict[str, Way]:
     held, listed, count = Settings(), [1.0], {"one": 1.0}
     helper.VALUE, helper.inner = 1.0, types.ModuleType("inner")
     helper.inner.VALUE = 1.0
+    log = logging.Logger("log")
+    log.addHandler(logging.NullHandler())
+    log.handlers[0].filters = {object()}  # type: ignore[assignment]
     weight = torch.ones(())
 
     def inner(value: float = 1.0, *, other: float = 1.0) -> float:
@@ -118,6 +122,7 @@ def ways() -> dict[str, Way]:
         "import": Way(loss(imports), lambda: setattr(helper, "VALUE", 6.0)),
         "function of PyTorch": Way(loss(lambda: torch.cos(weight)), lambda: setattr(torch, "cos", torch.sin)),
         "method of PyTorch": Way(loss(lambda: 1.0), lambda: setattr(nn.Linear, "forward", lambda self, x: x)),
+        "level of a log": Way(loss(lambda: log.level + 1), lambda: log.setLevel(30)),
         "tensor": Way(loss(lambda: weight), set_weight),
         "hook on all modules": Way(loss(lambda: 1.0), lambda: nn.modules.module.register_module_forward_hook(print)),
     }

@@ -7,6 +7,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import logging
 import operator
 import os
 import re
@@ -121,6 +122,10 @@ class Reached:
             self._note(getattr(value, "__qualname__", str(value)))
         elif isinstance(value, Tensor):
             self._visit_tensor(value)
+        elif isinstance(value, logging.Logger):
+            # Its handlers hold half of a program, none of which a step computes with.
+            self._note(value.name, value.getEffectiveLevel())
+            self._watch(lambda: (value.getEffectiveLevel(),))
         elif id(value) in self._parts:
             self._follow(kind)
             for name, attribute in vars(value).items():
