@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from benchmarks import _code
-from benchmarks.modes import MANY, MODES, ONE_THREAD, PER_CORE, PROCESSES, REPLAYED, SERIAL, WORKERS
+from benchmarks.modes import IN_FIT, MANY, MODES, ONE_THREAD, PER_CORE, PROCESSES, REPLAYED, SERIAL, WORKERS
 from benchmarks.sweep import UNLIKE
 from hfta_func.plot import COLORS
 
 TIMES, DAGGER, WIDTH = "\N{MULTIPLICATION SIGN}", "\N{DAGGER}", 128
 ARRAY = [mode for mode in MODES if mode.startswith("array")]
-EAGER, COMPILED = ["array", "array auto", WORKERS[0]], ["array compiled", REPLAYED[1], MANY, WORKERS[1]]
+EAGER, COMPILED = ["array", "array auto", IN_FIT, WORKERS[0]], ["array compiled", REPLAYED[1], MANY, WORKERS[1]]
 """The ways to train an array of which tables show the best."""
 STOCK = [mode for mode in MODES if mode.startswith("stock")]
 LOOPS = [ONE_THREAD, "serial foreach", "serial, default optimizer", "serial, default allocator"]
@@ -45,6 +45,7 @@ STYLES = {
     "array compiled": (COLORS[0], "--"),
     REPLAYED[1]: ("navy", "--"),
     "array auto": (COLORS[0], "-."),
+    IN_FIT: ("teal", "-"),
     MANY: ("black", ":"),
     WORKERS[0]: ("black", "-"),
     WORKERS[1]: ("black", "--"),

@@ -18,6 +18,8 @@ from hfta_func.run.graphs import graph, options
 SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "processes", "process per core"
 """What all others are compared with; the same on one thread, which small models may be faster on; a process for each model;
 a process for each core, with its share of the models."""
+IN_FIT = "array in fit"
+"""An array as :func:`hfta_func.fit` trains it if nothing else is said: steps are replayed, and write no state in place."""
 MANY, STEPS = "array many compiled", 8
 """An array whose calls take so many steps each, a multiple of the batches that come round."""
 WORKERS = "array workers", "array workers compiled"
@@ -116,6 +118,7 @@ MODES: dict[str, Callable[[Job], Run]] = {
     SERIAL: serial,
     "array": array,
     "array auto": lambda job: array(job, chunk_size="auto"),
+    IN_FIT: lambda job: array(job, donate=False, replay=True),
     "array compiled": lambda job: array(job, compiled=True),
     REPLAYED[1]: lambda job: array(job, compiled=True, replayed=True),
     MANY: many,
@@ -140,6 +143,7 @@ MODES: dict[str, Callable[[Job], Run]] = {
 NOT_FOR = {
     MANY: tuple(name for name in WORKLOADS if name != "mlp"),
     "array auto": ("dcgan",),
+    IN_FIT: ("dcgan",),
     REPLAYED[1]: ("dcgan",),
     "serial foreach": ("resnet", "transformer", "bert"),
 }

@@ -35,7 +35,7 @@ from benchmarks._tables import (
 from benchmarks.adapters import BASES
 from benchmarks.gpu import ledger
 from benchmarks.gpu import tables as gpu
-from benchmarks.modes import MANY, PER_CORE, PROCESSES, REPLAYED, SERIAL, WORKERS
+from benchmarks.modes import IN_FIT, MANY, PER_CORE, PROCESSES, REPLAYED, SERIAL, WORKERS
 from benchmarks.ops import ratio as op_ratio
 from benchmarks.optim import M_SOLO
 from benchmarks.workloads import WORKLOADS
@@ -70,6 +70,7 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
 COLUMNS = {
     "array": ["array"],
     "array, auto": ["array auto"],
+    "array in `fit`": [IN_FIT],
     "array per core": [WORKERS[0]],
     "compiled": ["array compiled"],
     "compiled, CUDA graph": [REPLAYED[1]],

@@ -27,7 +27,7 @@ from benchmarks import _code
 from benchmarks._gpu import watched
 from benchmarks._measure import RESULTS, machine, table
 from benchmarks._processes import TURN, Measured
-from benchmarks.modes import MANY, MODES, NOT_FOR, PER_CORE, PROCESSES, REPLAYED, SERIAL, WORKERS
+from benchmarks.modes import IN_FIT, MANY, MODES, NOT_FOR, PER_CORE, PROCESSES, REPLAYED, SERIAL, WORKERS
 from benchmarks.worker import Worker
 from benchmarks.workloads import WORKLOADS, Spec, batch_size
 from hfta_func.run.memory import free_bytes
@@ -40,7 +40,18 @@ ROUNDING, COARSE, MOVED = 1e-4, 3e-2, 0.1
 of a GPU, and the second one, before which Adam makes full steps of rounding noise. Tests hold the two together in float64."""
 ALIKE = 0.3
 """By how much the mean of all members' first losses may differ from the loop's, whatever they draw."""
-CHECKED = (PROCESSES, PER_CORE, "serial foreach", "stock vmap", "array", "array auto", WORKERS[0], "JAX", "HFTA")
+CHECKED = (
+    PROCESSES,
+    PER_CORE,
+    "serial foreach",
+    "stock vmap",
+    "array",
+    "array auto",
+    IN_FIT,
+    WORKERS[0],
+    "JAX",
+    "HFTA",
+)
 COMPILED = ("array compiled", REPLAYED[1], MANY, WORKERS[1])
 UNLIKE = ("dense",)
 """Trains one model on the samples of all."""

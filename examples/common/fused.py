@@ -55,8 +55,7 @@ def prepare(
             task.loss_fn,
             OPTIMIZERS[task.optimizer](flags.per_model(), len(loader)),
             autocast=torch.bfloat16 if flags.amp else None,
-            donate=True,
-            **options,
+            **{"donate": True, **options},
         )
         params, buffers = initial(task.factory, flags.seeds, device)
         return step, step.init(params, buffers, seeds=flags.seeds), loader

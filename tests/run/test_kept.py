@@ -119,6 +119,10 @@ def ways() -> dict[str, Way]:
         "partial": Way(loss(table), lambda: setattr(inner, "__code__", (lambda value=1.0, *, other=1.0: 7.0).__code__)),
         "module": Way(loss(lambda: helper.VALUE), lambda: setattr(helper, "VALUE", 6.0)),
         "module in a module": Way(loss(lambda: helper.inner.VALUE), lambda: setattr(helper.inner, "VALUE", 6.0)),
+        "text": Way(loss(lambda: getattr(helper, "VALUE")), lambda: setattr(helper, "VALUE", 6.0)),  # noqa: B009
+        "added method": Way(
+            lambda model, batch: model[0].added() * model(batch).mean(), lambda: setattr(helper, "VALUE", 6.0)
+        ),
         "import": Way(loss(imports), lambda: setattr(helper, "VALUE", 6.0)),
         "function of PyTorch": Way(loss(lambda: torch.cos(weight)), lambda: setattr(torch, "cos", torch.sin)),
         "method of PyTorch": Way(loss(lambda: 1.0), lambda: setattr(nn.Linear, "forward", lambda self, x: x)),
@@ -131,6 +135,7 @@ def ways() -> dict[str, Way]:
 @pytest.mark.parametrize("name", ways())
 def test_a_change_is_noticed_and_has_another_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "helper", helper)
+    monkeypatch.setattr(nn.Linear, "added", lambda self: helper.VALUE, raising=False)
     for place, attribute in ((torch, "cos"), (nn.Linear, "forward"), (Settings, "twice")):
         monkeypatch.setattr(place, attribute, vars(place)[attribute])
     way, model = ways()[name], make()
@@ -161,6 +166,14 @@ def test_what_cannot_be_followed_is_not_kept(value: Any, why: str, monkeypatch: 
     monkeypatch.setattr(reached, "_MOST", 400)
     values = Reached(lambda model, batch: value, model=make())
     assert values.digest is None and why in str(values.why_not)
+
+
+def test_what_others_add_to_modules_matters_where_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "added", lambda self: globals(), raising=False)
+    assert Reached(loss_fn, model=make()).digest is not None
+    assert "calls globals" in str(Reached(lambda model, batch: model.added(), model=make()).why_not)
+    monkeypatch.setattr(nn.Module, "__call__", lambda self: globals())
+    assert "calls globals" in str(Reached(loss_fn, model=make()).why_not)
 
 
 def test_modules_that_hold_each_other_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import inspect
 import logging
 import operator
 import os
+import pathlib
 import re
 import sys
 import sysconfig
@@ -43,6 +44,8 @@ _DEFINITIONS = tuple(
 """Folders of what changes only with a version, which the digest of a machine holds."""
 _ELSEWHERE = frozenset(("globals", "locals", "__import__", "import_module", "_getframe"))
 """Names in code that reads what cannot be followed."""
+_BY_TEXT = frozenset("getattr hasattr vars __dict__ __getattribute__ attrgetter methodcaller".split())
+"""Names in code whose texts may be names, too."""
 _ASIDE = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __annotations__ __annotate__ __annotate_func__ __annotations_cache__ "
     "__abstractmethods__ _abc_impl __static_attributes__ __firstlineno__ __orig_bases__ __parameters__".split()
@@ -72,9 +75,11 @@ class Reached:
         self._kept: list[Any] = []
         self._watched: list[tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]] = []
         self._left = [model, *reversed(roots)]
+        self._read = set[str]()
+        self._patches: list[tuple[str, Any]] = []
         self._parts = {*map(id, model.modules())}
         try:
-            while self._left:
+            while self._left or self._take_patches():
                 self._visit(self._left.pop())
             self.digest = self._hash.hexdigest()
         except _UnknownError as error:
@@ -92,6 +97,15 @@ class Reached:
 
     def _watch(self, look: Callable[[], Iterable[Any]]) -> None:
         self._watched.append((look, (*look(),)))
+
+    def _take_patches(self) -> bool:
+        """Go on with what others have added to PyTorch's classes and somebody reads, if there is any."""
+        taken = [patch for patch in self._patches if patch[0] in self._read]
+        self._patches = [patch for patch in self._patches if patch[0] not in self._read]
+        for name, value in taken:
+            self._note(name)
+            self._follow(value)
+        return bool(taken)
 
     def _visit(self, value: Any) -> None:
         kind = type(value)
@@ -186,12 +200,18 @@ class Reached:
                 continue
             self._numbers[base] = len(self._numbers)
             self._watch(functools.partial(tuple, vars(base).values()))
-            of_version = _is_definition(getattr(sys.modules.get(base.__module__), "__file__", None))
+            file = getattr(sys.modules.get(base.__module__), "__file__", None)
             for name, value in [*vars(base).items()]:
-                # A method of PyTorch's classes that somebody has replaced.
-                if name not in _ASIDE and not (of_version and _is_definition(_file_of(value))):
+                if name in _ASIDE:
+                    continue
+                if file is None or not _is_definition(file):
                     self._note(name)
                     self._follow(value)
+                elif not _is_definition(_file_of(value)):
+                    # Somebody has replaced a method, which PyTorch reads, or added one.
+                    self._patches.append((name, value))
+                    if name.startswith("__") or name in _names_of(file):
+                        self._read.add(name)
 
     def _visit_function(self, function: types.FunctionType) -> None:
         self._note(function.__module__, function.__qualname__)
@@ -203,6 +223,7 @@ class Reached:
         self._note(_of_code(function.__code__))
         self._follow(vars(function))
         names = _names_in(function.__code__)
+        self._read |= names
         if names & _ELSEWHERE:
             raise _UnknownError(f"{function.__qualname__} calls {min(names & _ELSEWHERE)}")
         space = function.__globals__
@@ -268,6 +289,11 @@ def _file_of(value: Any) -> str | None:
     return function.__code__.co_filename if isinstance(function, types.FunctionType) else torch.__file__
 
 
+@functools.cache
+def _names_of(path: str) -> frozenset[str]:
+    return _names_in(compile(pathlib.Path(path).read_bytes(), path, "exec")) if path.endswith(".py") else frozenset()
+
+
 def _slots(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ())
     return () if kind.__module__ == "builtins" else (slots,) if isinstance(slots, str) else slots
@@ -283,7 +309,9 @@ def _contents(cells: Iterable[Any]) -> Iterable[Any]:
 
 def _names_in(code: types.CodeType) -> frozenset[str]:
     inner = (_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+    names = frozenset(code.co_names).union(*inner)
+    texts = (one for one in code.co_consts if isinstance(one, str)) if names & _BY_TEXT else ()
+    return names.union(texts)
 
 
 def _of_code(code: types.CodeType) -> Any:
