@@ -1,8 +1,9 @@
-"""Multilayer perceptrons of different width and depth: one padded array, an array for each size, and a loop.
+"""Multilayer perceptrons of different width and depth: padded arrays, an array for each size, and a loop.
 
 Each draws its depth, width, dropout rate, learning rate and weight decay, as configurations of a search for tables do, and
-trains on a table of scikit-learn. Seconds of an epoch of all, side by side in one run, and until the first epoch is done,
-compiling included. Before anything is shown, the losses of the first steps are compared. The loop has PyTorch's fused AdamW.
+trains on a table of scikit-learn. Seconds of an epoch of all, side by side in one run once steps are replayed, and until the
+first epoch is done, compiling included. Before anything is shown, the losses of the first steps are compared. The loop has
+PyTorch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import math
 import random
 import statistics
 import time
@@ -26,6 +28,8 @@ from benchmarks._measure import add_to, interleaved, machine, seconds, table
 
 DEPTHS = 1, 2, 3, 4
 TOLERANCE = 1e-3
+WARMUP = 16
+"""Epochs of eager arrays before those that are timed, in which steps are recorded."""
 
 
 class Config(NamedTuple):
@@ -84,13 +88,13 @@ def models_of(chosen: list[Config]) -> list[nn.Module]:
 
 
 class Arrays:
-    """All models as one padded array, or as an array for each size."""
+    """All models as arrays of those that ``kind`` makes the same of, padded unless that is their size."""
 
-    def __init__(self, chosen: list[Config], padded: bool, compile: bool, replay: bool):
-        models, self.parts = models_of(chosen), []
+    def __init__(self, chosen: list[Config], kind: Callable[[Config], Any], compile: bool, replay: bool):
+        models, self.parts, padded = models_of(chosen), [], kind is not _size
         groups: dict[Any, list[int]] = {}
         for member, config in enumerate(chosen):
-            groups.setdefault(None if padded else (config.depth, config.width), []).append(member)
+            groups.setdefault(kind(config), []).append(member)
         for members in groups.values():
             own = [models[member] for member in members]
             model = hfta.padded(own) if padded else own[0]
@@ -111,6 +115,18 @@ class Arrays:
             part[2], metrics = run(state, batch)
             losses[members] = metrics["loss"]
         return losses
+
+
+def _size(config: Config) -> Any:
+    return config.depth, config.width
+
+
+KINDS: dict[str, Callable[[Config], Any]] = {
+    "arrays by size": _size,
+    "padded array": lambda config: None,
+    "padded arrays, widths within 2x": lambda config: math.ceil(math.log2(config.width)),
+}
+"""Which models are an array."""
 
 
 class Loop:
@@ -142,7 +158,7 @@ def measure(chosen: list[Config], ways: dict[str, Callable[[], Any]], batch: int
     batches = [*zip(inputs.split(batch), classes.split(batch), strict=True)][: len(inputs) // batch]
     # Noise is the members' own, not PyTorch's, so losses are compared without it.
     quiet = [config._replace(rate=0.0) for config in chosen]
-    expected, padded = Loop(quiet), Arrays(quiet, True, False, False)
+    expected, padded = Loop(quiet), Arrays(quiet, KINDS["padded array"], False, False)
     agrees = all(bool((expected.step(b) - padded.step(b)).abs().max() <= TOLERANCE) for b in batches[:3])
     runs, first = {}, {}
     for name, make in ways.items():
@@ -157,6 +173,9 @@ def measure(chosen: list[Config], ways: dict[str, Callable[[], Any]], batch: int
             run.step(each)
 
     timers = {name: functools.partial(seconds, functools.partial(epoch, run), 1) for name, run in runs.items()}
+    for name in timers:
+        for _ in range(WARMUP if name in KINDS else 0):
+            timers[name]()
     times = interleaved(timers, rounds, warmup=1)
     return {name: {"first": first[name], "seconds": times[name], "agrees": agrees} for name in runs}
 
@@ -183,8 +202,8 @@ def main(argv: list[str] | None = None) -> int:
     ways: dict[str, Callable[[], Any]] = {"loop": lambda: Loop(chosen)}
     for compiled in (False, True) if args.compile else (False,):
         suffix = ", compiled" if compiled else ""
-        for name, padded in (("arrays by size", False), ("padded array", True)):
-            ways[name + suffix] = functools.partial(Arrays, chosen, padded, compiled, args.replay and not compiled)
+        for name, kind in KINDS.items():
+            ways[name + suffix] = functools.partial(Arrays, chosen, kind, compiled, args.replay and not compiled)
     found = measure(chosen, ways, args.batch, args.rounds)
     rows = []
     for name, one in found.items():
