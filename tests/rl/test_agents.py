@@ -18,6 +18,7 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func import rl, tune
+from hfta_func.step import replay
 
 SEEDS = [3, 4, 5]
 
@@ -78,6 +79,19 @@ def test_an_agent_of_an_array_is_the_agent_alone(name, iterations):
         assert_same(own["return"], metrics["return"][:, [1]], tolerance)
         other, permuted = start(name, [2, 0, 1])
         assert_same(other.loop(permuted, iterations)[0], hfta.take(state, [2, 0, 1]))
+
+
+@pytest.mark.exhaustive(unless="recurrent")
+@pytest.mark.parametrize("name", RUNS)
+def test_the_steps_of_an_agent_are_replayed(name, monkeypatch):
+    for cost in ("_IMPORTS", "_TRACING", "_STEPS"):
+        monkeypatch.setattr(replay, cost, 0)
+    step, state = start(name, [0, 1, 2])
+    expected, metrics = step.loop(state, 3)
+    replayed = step.replayed()
+    found, own = replayed.loop(state, 3)
+    assert replayed.status.startswith("replayed"), replayed.status
+    assert_same((found, own), (expected, metrics))
 
 
 class Brief:
