@@ -175,6 +175,59 @@ def test_an_agent_that_diverges_leaves_the_others_bit_identical(name, path):
     assert_same(hfta.take(found, [0, 2]), hfta.take(expected, [0, 2]))
 
 
+def iterating(plan, **options):
+    """An array of three whose iteration from step 4 on is as planned: at a 1 gradients fail, at a 2 losses."""
+    model = nn.Linear(1, 1)
+
+    def collect(state):
+        return state.carry, (plan * (state.step == 4)).unsqueeze(-1), {"seen": state.step + 0.0}
+
+    def loss_fn(model, x):
+        return (model.weight - model.weight.detach() + 1 - x).sqrt().sum()
+
+    step = hfta.make_train_step(model, loss_fn, hfta.sgd(lr=0.1), collect=collect, **options)
+    return step, step.init(*hfta.stack_params([model] * 3), seeds=SEEDS)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "freeze"])
+def test_a_failure_is_the_first_one_of_an_iteration(nonfinite):
+    step, state = iterating(torch.tensor([[0.0, 0, 0], [0, 2, 0], [0, 1, 1], [0, 0, 0]]), nonfinite=nonfinite)
+    result = hfta.fit(step, state, [None] * 2, epochs=1, progress=False)
+    assert [(one.member, one.step, one.cause) for one in result.history.failures] == [
+        (1, 5, "loss"),
+        (2, 6, "gradient"),
+    ]
+    assert sorted(result.history.epochs[0]) == ["finite", "loss", "seen"]
+    assert result.history["finite"].tolist() == [[1.0, 0.5, 0.5]]
+    state, _ = step(state)
+    state, metrics = step(state)
+    assert metrics["failure"].tolist() == [0, 1, 2] and metrics["failed_step"].tolist() == [4, 5, 6]
+
+
+@pytest.mark.exhaustive
+def test_a_failure_is_the_first_one_of_an_iteration_in_a_graph():
+    for donate in (False, True):
+        step, state = iterating(torch.tensor([[0.0, 0, 0], [0, 2, 0], [0, 1, 1], [0, 0, 0]]), donate=donate)
+        call = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
+        for _ in range(2):
+            state, metrics = call(state, None)
+        assert metrics["failure"].tolist() == [0, 1, 2] and metrics["failed_step"].tolist() == [4, 5, 6]
+
+
+def test_what_collect_reports_hides_nothing():
+    model = nn.Linear(1, 1)
+    step = hfta.make_train_step(
+        model,
+        lambda model, x: model(x).sum(),
+        hfta.sgd(lr=0.1),
+        collect=lambda state: (state.carry, torch.ones(2, 3, 1), {"loss": state.step}),
+    )
+    state = step.init(*hfta.stack_params([model] * 3), seeds=SEEDS)
+    for call in (step, step.loop):
+        with pytest.raises(hfta.LossError, match="collect reports 'loss', which the step reports too; give it another"):
+            call(state)
+
+
 def test_what_a_step_carries():
     model = nn.Linear(2, 1)
     step = hfta.make_train_step(model, lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))
