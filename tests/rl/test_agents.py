@@ -55,6 +55,8 @@ def _short(monkeypatch):
     for example in (ppo, dqn, sac, td3, recurrent_ppo):
         for name in SIZES.keys() & vars(example).keys():
             monkeypatch.setattr(example, name, SIZES[name])
+    # PyTorch's softplus rounds otherwise in the last elements of a tensor, those that fill no register.
+    monkeypatch.setattr(sac, "BATCH", 16)
 
 
 def assert_same(found, expected, tolerance=0.0):
@@ -62,13 +64,20 @@ def assert_same(found, expected, tolerance=0.0):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-@pytest.mark.soak(ids="-13$|continuous|recurrent")
-@pytest.mark.exhaustive(unless="discrete-1$")
-@pytest.mark.parametrize("iterations", [1, 13])
+def two_passes(x):
+    return ((x - x.mean()).square().sum() / (x.numel() - 1)).sqrt()
+
+
+@pytest.mark.soak(ids="13|continuous|recurrent|1e-10")
+@pytest.mark.exhaustive(unless="0.0-1-ppo, discrete")
 @pytest.mark.parametrize("name", RUNS)
-def test_an_agent_of_an_array_is_the_agent_alone(name, iterations):
-    # One matrix product for all members rounds otherwise than one for each, as do norms of gradients, which PPO clips.
-    tolerance = 1e-10 if "ppo" in name else 0.0
+@pytest.mark.parametrize("iterations", [1, 13])
+@pytest.mark.parametrize("tolerance", [0.0, 1e-10])
+def test_an_agent_of_an_array_is_the_agent_alone(name, iterations, tolerance, monkeypatch):
+    """To the bit, over 52 updates, where every product is by itself: one for all members rounds otherwise."""
+    if tolerance == 0:
+        # Of one result, which is what an agent alone has, PyTorch's own takes two passes, and of several it takes one.
+        monkeypatch.setattr(torch.Tensor, "std", two_passes)
     with hfta.rules.override(all="loop"):
         step, state = start(name, [0, 1, 2])
         state, metrics = step.loop(state, iterations)

@@ -96,7 +96,7 @@ def rollout(
         return running, {"observation": observation, "action": action, **outcome, **more}
 
     running, happened = scan(step, running, length=steps)
-    return running, tree_map(lambda leaf: leaf.transpose(0, 1), happened)
+    return running, tree_map(lambda leaf: leaf.transpose(0, 1).contiguous(), happened)
 
 
 def gae(
