@@ -237,6 +237,28 @@ def test_what_collect_reports_hides_nothing():
             call(state)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda carry: {"y": carry["x"]}, r"result has carry\['y'\] but its argument does not; return"),
+        (lambda carry: {"x": carry["x"].double()}, r"carry\['x'\] is torch.float32\[3\] but torch.float64\[3\] after"),
+        (lambda carry: {"x": torch.zeros(3, 7)}, r"carry\['x'\] is torch.float32\[3\] but torch.float32\[3, 7\] after"),
+    ],
+)
+def test_what_collect_carries_keeps_its_structure(change, message):
+    model = nn.Linear(1, 1)
+    step = hfta.make_train_step(
+        model,
+        lambda model, x: model(x).sum(),
+        hfta.sgd(lr=0.1),
+        collect=lambda state: (change(state.carry), torch.ones(2, 3, 1)),
+    )
+    state = step.init(*hfta.stack_params([model] * 3), seeds=SEEDS, carry={"x": torch.zeros(3)})
+    for call in (step, step.loop):
+        with pytest.raises(hfta.TraceError, match=message):
+            call(state)
+
+
 def test_what_a_step_carries():
     model = nn.Linear(2, 1)
     step = hfta.make_train_step(model, lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1))

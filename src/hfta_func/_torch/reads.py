@@ -59,6 +59,8 @@ _SETTINGS = {
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+# What it computes does not depend on who traces it.
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HELPERS = {"torch": torch, "sys": sys}
 # Flags of CPython's classes: whose attributes can be set are those made at run time, unless they are immutable.
 _IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9
@@ -196,7 +198,7 @@ def _traced(given: dict[str, Any]) -> tuple[Any, Any]:
         if not graph.side_effects.is_empty():
             raise NotReplayableError("it changes objects of Python")
         for code in graph.tracing_context.traced_code:
-            for name in () if code.co_filename.startswith(_TORCH) else _UNSEEN.keys() & set(code.co_names):
+            for name in () if code.co_filename.startswith((_TORCH, _PACKAGE)) else _UNSEEN.keys() & set(code.co_names):
                 raise NotReplayableError(f"{code.co_name} {_UNSEEN[name]}")
         return graph, outcome.build_guards(_call.__code__).guard_manager
 

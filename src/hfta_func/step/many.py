@@ -12,7 +12,7 @@ from torch import Tensor
 from hfta_func._torch import Compiled, can_look, inside_transform
 from hfta_func._tree import leaves, tree_map, where, write
 from hfta_func._types import BatchError, LossError, Tree
-from hfta_func.calls.scan import scan
+from hfta_func.calls.scan import check_kept, scan
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.members import Members
 from hfta_func.step.options import Options
@@ -103,7 +103,7 @@ class Loop(ManySteps):
             ``collect`` returns, ``[iterations, M, ...]``.
 
         Raises:
-            StateError: if ``collect`` returns a carry of another structure; it names the leaf.
+            TraceError: if ``collect`` returns a carry of another structure, shape or dtype; it names the leaf.
             LossError: if ``collect`` reports a metric of a name that the step reports, too.
             Exception: what the steps and ``collect`` raise.
         """
@@ -138,6 +138,7 @@ class Loop(ManySteps):
         collect: Any = self.options.collect
         with torch.set_grad_enabled(inside_transform()):
             carry, batches, *reports = collect(state)
+            check_kept(state.carry, carry)
             if not can_look(state.active) or not bool(state.active.all()):
                 carry = where(state.active, carry, state.carry)
         state, metrics = self._take(step, state._replace(carry=carry), batches)
