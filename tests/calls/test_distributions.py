@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from hfta_func import random
 from hfta_func.calls.routing import routed
+from hfta_func.step import replay
 
 M, SIZE = 3, 4
 PRIOR = D.Normal(0.0, 1.0, validate_args=True)
@@ -112,6 +113,26 @@ def test_a_loss_with_a_distribution(name: str, place: str) -> None:
         found = two_steps(LOSSES[name], weights[own], seeds[own], "array")
         torch.testing.assert_close(found[0], expected[member], rtol=1e-4, atol=1e-5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.sampled(every=8)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_with_a_distribution_is_replayed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cost in ("_IMPORTS", "_TRACING", "_STEPS"):
+        monkeypatch.setattr(replay, cost, 0)
+    step, plain = (
+        hfta.make_train_step(Weights(), lambda model, batch: LOSSES[name](model.weight), hfta.sgd(lr=0.01), replay=on)
+        for on in (True, None)
+    )
+    torch.manual_seed(0)
+    state = expected = step.init({"weight": torch.randn(M, SIZE)}, {}, seeds=range(M))
+    for _ in range(6):
+        (state, _), (expected, _) = step(state, None), plain(expected, None)
+        assert torch.equal(state.params["weight"], expected.params["weight"]), step.status
+    assert step.status.startswith("replayed")
+    # Who reads the functions switches no check off: outside of arrays an argument is still refused.
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        D.Normal(0.0, -1.0)
 
 
 @pytest.mark.parametrize("num_models", [1, M])

@@ -130,6 +130,22 @@ def test_episodes_end_and_begin_anew():
     assert rl.episode_metrics(rl.start(environment, hfta.random.keys([0]), 2))["return"].isnan().all()
 
 
+def test_actions_that_begin_at_another_number():
+    environment = type("Shifted", (rl.CartPole,), {"action_space": gymnasium.spaces.Discrete(2, start=1)})()
+    running = rl.start(environment, hfta.random.keys([0, 1]), 3)
+    rl.advance(environment, running, torch.full((2, 3), 2))
+    with pytest.raises(hfta.StateError, match=r"are 0 to 0, but .* has 2 actions"):
+        rl.advance(environment, running, torch.zeros(2, 3).long())
+
+
+def test_what_cannot_be_started():
+    environment = type("Many", (rl.CartPole,), {"action_space": gymnasium.spaces.MultiDiscrete([2, 3])})()
+    with pytest.raises(hfta.StateError, match="have Discrete and Box spaces of actions"):
+        rl.start(environment, hfta.random.keys([0, 1]), 3)
+    with pytest.raises(hfta.StateError, match="num_envs is 0; a member has at least 1 environment"):
+        rl.start(rl.CartPole(), hfta.random.keys([0, 1]), 0)
+
+
 class Reads(rl.CartPole):
     def step(self, state, action, key):
         if (action == 1).all():

@@ -77,6 +77,25 @@ def test_advantages_tell_truncation_from_termination():
     assert not torch.equal(rl.gae(mistaken, value, next_value)[0], rl.gae(steps, value, next_value)[0])
 
 
+def test_discounts_are_one_or_one_per_member():
+    steps = hfta.take(happened(), [0])
+    value = torch.zeros(1, T, N, dtype=torch.float64)
+    for call in (
+        lambda rates: rl.n_step(steps, 2, discount=rates),
+        lambda rates: rl.gae(steps, value, value, discount=rates),
+        lambda rates: rl.discounted(value[:, 0], steps, discount=rates),
+    ):
+        with pytest.raises(hfta.BatchError, match="got 2 numbers for 1 members"):
+            call([0.9, 0.5])
+
+
+def test_a_policy_remembers_nothing_that_a_step_has():
+    policy = rl.make_policy(nn.Linear(4, 1), lambda model, x: (act(model, x)[0], {"reward": x[..., 0]}))
+    running = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N)
+    with pytest.raises(hfta.StateError, match="remembers 'reward', which a step has already"):
+        rl.rollout(rl.CartPole(), policy, agents(), running, 2)
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_n_steps_in_a_row(n):
     steps, rates = happened(1), [0.9, 0.5]
@@ -131,8 +150,11 @@ def test_minibatches_hold_every_row_once_an_epoch():
     assert len({tuple(order.tolist()) for order in epochs.flatten(0, 1)}) == 4
     alone = rl.minibatches(hfta.random.keys([1]), hfta.take(rows, [1]), 3, epochs=2)
     assert torch.equal(alone["x"], batches["x"][:, 1:])
-    with pytest.raises(hfta.BatchError, match=r"\[12\] rows cannot be split into 5"):
-        rl.minibatches(hfta.random.keys([0, 1]), rows, 5)
+    for count in (5, 0):
+        with pytest.raises(hfta.BatchError, match=rf"\[12\] rows cannot be split into {count}"):
+            rl.minibatches(hfta.random.keys([0, 1]), rows, count)
+    with pytest.raises(hfta.BatchError, match=r"keys are \[1\], but there are 2 members"):
+        rl.minibatches(hfta.random.keys([0]), rows, 3)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -151,8 +173,12 @@ def test_a_buffer_keeps_the_latest_rows(donate):
     assert torch.equal(hfta.concat([hfta.take(buffer, 0), hfta.take(buffer, 1)]).rows["x"], buffer.rows["x"])
     with pytest.raises(hfta.BatchError, match="8 rows do not fit into a buffer of 7"):
         rl.written(buffer, {"x": torch.zeros(M, 8, 2)})
-    with pytest.raises(hfta.BatchError, match=r"rows are \[3\], but the buffer's are \[2\]"):
-        rl.written(buffer, {"x": torch.zeros(M, 1, 3)})
+    kind = r"torch.float32\[2, 1, "
+    for shape, dtype in (((M, 1, 3), torch.float32), ((1, 1, 2), torch.float32), ((M, 1, 2), torch.float64)):
+        with pytest.raises(hfta.BatchError, match=rf"rows are {dtype}.*, but the buffer takes {kind}2\]"):
+            rl.written(buffer, {"x": torch.zeros(shape, dtype=dtype)})
+    with pytest.raises(hfta.BatchError, match="capacity is 0; a buffer holds at least 1 row"):
+        rl.replay({"x": torch.zeros(M, 1)}, 0)
 
 
 def test_samples_are_rows_that_were_written():
@@ -167,6 +193,10 @@ def test_samples_are_rows_that_were_written():
     assert torch.equal(rl.sample(own, hfta.random.keys([1]), 4000)[1], index[1:])
     with pytest.raises(hfta.StateError, match="has no priorities"):
         rl.sample_by_priority(buffer, hfta.random.keys([0, 1]), 4)
+    with pytest.raises(hfta.StateError, match="has no priorities"):
+        rl.with_priority(buffer, index, index + 1.0)
+    with pytest.raises(hfta.BatchError, match=r"keys are \[1\], but there are 2 members"):
+        rl.sample(buffer, hfta.random.keys([0]), 4)
 
 
 def test_samples_by_priority():

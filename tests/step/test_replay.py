@@ -773,6 +773,45 @@ def test_refusals_say_why() -> None:
         hfta.make_train_step(nn.Linear(3, 2), reading, hfta.sgd(lr=0.1), replay="yes")  # type: ignore[arg-type]
 
 
+SCALE = {"by": 1.0}
+
+
+def scanning(model: nn.Module, x: Tensor) -> Tensor:
+    def body(place: Tensor, push: Tensor) -> tuple[Tensor, Tensor]:
+        return place * SCALE["by"] + push, place
+
+    return hfta.scan(body, torch.zeros_like(x[0]), model(x))[0].square().mean()
+
+
+def scanning_and_asking(model: nn.Module, x: Tensor) -> Tensor:
+    def body(place: Tensor, push: Tensor) -> tuple[Tensor, None]:
+        return place + (2 * push if torch.compiler.is_compiling() else push), None
+
+    return hfta.scan(body, torch.zeros_like(x[0]), model(x))[0].square().mean()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_loop_in_a_model(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(loss_fn: Any) -> list[str]:
+        step, plain = (
+            hfta.make_train_step(nn.Linear(3, 3), loss_fn, hfta.sgd(lr=0.1), replay=on) for on in (True, None)
+        )
+        a = b = step.init(*hfta.init_params(lambda: nn.Linear(3, 3), range(count)), seeds=range(count))
+        seen = []
+        for number in range(8):
+            if number == 6:
+                monkeypatch.setitem(SCALE, "by", 2.0)
+            x = torch.randn(count, 4, 3)
+            (a, reported), (b, expected) = step(a, x), plain(b, x)
+            assert _equal((a, reported), (b, expected)), (number, step.status)
+            seen.append(step.status)
+        return seen
+
+    seen = run(scanning)
+    assert seen[5].startswith("replayed") and seen[6].startswith("eager"), seen
+    assert run(scanning_and_asking)[-1] == "eager: body asks whether it is compiled"
+
+
 def test_values_that_cannot_be_seen_are_noticed() -> None:
     """A function that the tracer does not look into reads a batch by NumPy, where no operator is recorded."""
 

@@ -8,6 +8,7 @@ import importlib
 import os
 import random
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 from hfta_func._torch._release import private
+from hfta_func._torch.inductor import replaced
+from hfta_func._torch.levels import constant_to_compiler
 from hfta_func._torch.tape import NotReplayableError
 
 _UNSEEN = {
@@ -56,6 +59,8 @@ _SETTINGS = {
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+# What it computes does not depend on who traces it.
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HELPERS = {"torch": torch, "sys": sys}
 # Flags of CPython's classes: whose attributes can be set are those made at run time, unless they are immutable.
 _IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9
@@ -69,6 +74,19 @@ def has_global_hooks() -> bool:
 def is_tracer_loaded() -> bool:
     """Whether tracing needs no more imports, which take seconds."""
     return "torch._dynamo.convert_frame" in sys.modules
+
+
+class _Thread(threading.local):
+    reads = False
+
+
+_thread = _Thread()
+
+
+@constant_to_compiler
+def is_reading() -> bool:
+    """Whether this thread traces a function to find out what it reads."""
+    return _thread.reads
 
 
 class Reads:
@@ -159,9 +177,8 @@ def _traced(given: dict[str, Any]) -> tuple[Any, Any]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         # What the tracer cannot trace it also logs, as an error of a program that has none.
-        log = private("torch._subclasses.fake_tensor", "log")
-        stack.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = True
+        stack.enter_context(replaced(private("torch._subclasses.fake_tensor", "log"), "disabled", True))
+        stack.enter_context(replaced(_thread, "reads", True))
         stack.enter_context(utils.get_metrics_context())
         stack.enter_context(utils.dynamo_timed("replay"))
         stack.enter_context(guards.compile_context(guards.CompileContext(frames.get_compile_id({}))))
@@ -181,7 +198,7 @@ def _traced(given: dict[str, Any]) -> tuple[Any, Any]:
         if not graph.side_effects.is_empty():
             raise NotReplayableError("it changes objects of Python")
         for code in graph.tracing_context.traced_code:
-            for name in () if code.co_filename.startswith(_TORCH) else _UNSEEN.keys() & set(code.co_names):
+            for name in () if code.co_filename.startswith((_TORCH, _PACKAGE)) else _UNSEEN.keys() & set(code.co_names):
                 raise NotReplayableError(f"{code.co_name} {_UNSEEN[name]}")
         return graph, outcome.build_guards(_call.__code__).guard_manager
 

@@ -57,7 +57,7 @@ def scan(
     def iteration(carry: Any, x: Any, index: Any) -> tuple[Any, Any]:
         keys = () if key is None else (random.fold_in(key, index),)
         after, y = body(carry, x, *keys)
-        _check_carry(carry, after)
+        check_kept(carry, after)
         return after, y
 
     modes = [mode for mode in function_modes() if isinstance(mode, (routed, lowered))]
@@ -108,14 +108,15 @@ def _length(xs: Tree, length: int | None) -> int:
     return counts.pop()
 
 
-def _check_carry(before: Any, after: Any) -> None:
+def check_kept(before: Any, after: Any) -> None:
+    """Raise a TraceError if a carry has another structure, shape or dtype after an iteration; it names the leaf."""
     if torch.compiler.is_compiling():
         same = pytree.tree_structure(before) == pytree.tree_structure(after)
         mismatch = None if same else "the carry has another structure after an iteration"
     else:
         mismatch = difference(after, before, "carry", "an iteration's result", "its argument")
     if mismatch is not None:
-        raise TraceError(f"{mismatch}; return a carry of the structure that the body of scan is given")
+        raise TraceError(f"{mismatch}; return a carry of the structure that was given")
     for index, (old, new) in enumerate(zip(leaves(before), leaves(after), strict=True)):
         kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in (old, new)]
         if not isinstance(old, Tensor) or kinds[0] != kinds[1]:

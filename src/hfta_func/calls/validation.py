@@ -7,7 +7,7 @@ raise for all members if those of one are bad. Operators of functions, such as `
 
 from __future__ import annotations
 
-from hfta_func._torch import function_modes, replace_validation, run_operators_eagerly
+from hfta_func._torch import function_modes, is_reading, replace_validation, run_operators_eagerly
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
 
@@ -15,8 +15,8 @@ _restore = ()
 
 
 def inside_array() -> bool:
-    """Whether the code of a member is running, in this thread."""
-    return any(isinstance(mode, lowered | routed) for mode in function_modes())
+    """Whether the code of a member is running, or read, in this thread."""
+    return is_reading() or any(isinstance(mode, lowered | routed) for mode in function_modes())
 
 
 def install() -> None:

@@ -86,7 +86,7 @@ def clip_grad_norm(max_norm: PerModel) -> GradientTransformation:
 
     def rule(grads: Params, params: Params, limit: Tensor) -> Params:
         norms = [torch.linalg.vector_norm(grad.reshape(grad.shape[0], -1), dim=1) for grad in grads.values()]
-        norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        norm = torch.linalg.vector_norm(torch.stack(norms, 1), dim=1)
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         return {path: grad * per_model(factor, grad) for path, grad in grads.items()}
 

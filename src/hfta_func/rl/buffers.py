@@ -11,7 +11,7 @@ from hfta_func import random
 from hfta_func._torch import can_look
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import BatchError, PerModel, StateError, Tree
-from hfta_func.rl.rollouts import rows_at
+from hfta_func.rl.rollouts import check_keys, per_member, rows_at
 
 
 class Replay(NamedTuple):
@@ -38,6 +38,9 @@ def replay(rows: Tree, capacity: int, *, prioritised: bool = False) -> Replay:
         capacity: Number of rows kept for each member.
         prioritised: Whether rows have priorities.
 
+    Raises:
+        BatchError: if the capacity is less than 1.
+
     Example:
         >>> buffer = replay({"x": torch.zeros(2, 1, 3)}, capacity=10)
         >>> buffer = written(buffer, {"x": torch.randn(2, 4, 3)})
@@ -45,6 +48,8 @@ def replay(rows: Tree, capacity: int, *, prioritised: bool = False) -> Replay:
         >>> sampled["x"].shape, buffer.size
         (torch.Size([2, 5, 3]), tensor([4, 4]))
     """
+    if capacity < 1:
+        raise BatchError(f"capacity is {capacity}; a buffer holds at least 1 row")
     empty = tree_map(lambda leaf: leaf.new_zeros(leaf.shape[0], capacity, *leaf.shape[2:]), rows)
     zeros = torch.zeros_like(leaves(empty)[0].reshape(len(leaves(empty)[0]), -1)[:, 0], dtype=torch.int64)
     priority = torch.zeros(len(zeros), capacity, device=zeros.device) if prioritised else ()
@@ -60,15 +65,16 @@ def written(buffer: Replay, rows: Tree, *, donate: bool = False) -> Replay:
         donate: Write the buffer's own tensors, which takes as long for any capacity; the given buffer is then not to be used.
 
     Raises:
-        BatchError: if there are more rows than the buffer holds, or they are of other shapes.
+        BatchError: if there are more rows than the buffer holds, or they are of other shapes or dtypes.
     """
     capacity, n = leaves(buffer.rows)[0].shape[1], leaves(rows)[0].shape[1]
     if n > capacity:
         raise BatchError(f"{n} rows do not fit into a buffer of {capacity}; write fewer at once, or make it larger")
     for old, new in zip(leaves(buffer.rows), leaves(rows), strict=True):
-        if new.shape[2:] != old.shape[2:]:
+        wanted = [len(old), n, *old.shape[2:]]
+        if [*new.shape] != wanted or new.dtype != old.dtype:
             raise BatchError(
-                f"rows are {[*new.shape[2:]]}, but the buffer's are {[*old.shape[2:]]}; write rows of one shape"
+                f"rows are {new.dtype}{[*new.shape]}, but the buffer takes {old.dtype}{wanted}; write rows as it was made for"
             )
     place = (buffer.position.unsqueeze(-1) + torch.arange(n, device=buffer.position.device)) % capacity
     member = torch.arange(len(place), device=place.device).unsqueeze(-1)
@@ -97,8 +103,9 @@ def sample(buffer: Replay, keys: Tensor, n: int) -> tuple[Any, Tensor]:
 
     Raises:
         StateError: if a member's buffer is empty; it names the member.
+        BatchError: if there are not as many keys as members.
     """
-    _check_filled(buffer)
+    _check_filled(buffer, keys)
     index = (random.uniform(keys, (n,), dtype=torch.float64) * buffer.size.unsqueeze(-1)).long()
     return tree_map(lambda leaf: rows_at(leaf, index), buffer.rows), index
 
@@ -124,17 +131,16 @@ def sample_by_priority(
     References:
         Schaul et al., "Prioritized experience replay", ICLR 2016.
     """
-    _check_filled(buffer)
-    if not isinstance(buffer.priority, Tensor):
-        raise StateError("the buffer has no priorities; make it with replay(..., prioritised=True)")
+    _check_filled(buffer, keys)
+    priority = _priorities(buffer)
     powers = [torch.as_tensor(power, dtype=torch.float64).reshape(-1, 1) for power in (exponent, correction)]
-    chance = torch.where(buffer.priority > 0, buffer.priority.double() ** powers[0].to(buffer.priority.device), 0)
+    chance = torch.where(priority > 0, priority.double() ** powers[0].to(priority.device), 0)
     ends = chance.cumsum(1)
     draws = random.uniform(keys, (n,), dtype=torch.float64) * ends[:, -1:]
     index = torch.minimum(torch.searchsorted(ends, draws, right=True), buffer.size.unsqueeze(-1) - 1)
     share = chance.gather(1, index) / ends[:, -1:]
     weight = (buffer.size.unsqueeze(-1) * share) ** -powers[1].to(share.device)
-    weight = (weight / weight.amax(1, keepdim=True)).to(buffer.priority.dtype)
+    weight = (weight / weight.amax(1, keepdim=True)).to(priority.dtype)
     return tree_map(lambda leaf: rows_at(leaf, index), buffer.rows), index, weight
 
 
@@ -145,12 +151,22 @@ def with_priority(buffer: Replay, index: Tensor, priority: Tensor) -> Replay:
         buffer: A buffer with priorities.
         index: Places ``[M, n]``, as sampled.
         priority: Their positive priorities, such as the size of their errors plus a small number.
+
+    Raises:
+        StateError: if there are no priorities.
     """
-    assert isinstance(buffer.priority, Tensor)
-    return buffer._replace(priority=buffer.priority.scatter(1, index, priority.to(buffer.priority.dtype)))
+    old = _priorities(buffer)
+    return buffer._replace(priority=old.scatter(1, index, priority.to(old.dtype)))
 
 
-def _check_filled(buffer: Replay) -> None:
+def _priorities(buffer: Replay) -> Tensor:
+    if not isinstance(buffer.priority, Tensor):
+        raise StateError("the buffer has no priorities; make it with replay(..., prioritised=True)")
+    return buffer.priority
+
+
+def _check_filled(buffer: Replay, keys: Tensor) -> None:
+    check_keys(keys, len(buffer.size))
     if can_look(buffer.size) and not bool((buffer.size > 0).all()):
         member = int((buffer.size == 0).nonzero()[0])
         raise StateError(
@@ -175,7 +191,7 @@ def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> di
     length = steps["reward"].shape[1] - n + 1
     if n < 1 or length < 1:
         raise BatchError(f"{steps['reward'].shape[1]} steps have no {n} in a row; take more, or a smaller n")
-    rate = torch.as_tensor(discount, dtype=steps["reward"].dtype, device=steps["reward"].device).reshape(-1, 1, 1)
+    rate = per_member(discount, steps["reward"])
     result = {name: leaf[:, :length] for name, leaf in steps.items()}
     total, factor = torch.zeros_like(result["reward"]), torch.ones_like(result["reward"])
     going = torch.ones_like(result["terminated"])

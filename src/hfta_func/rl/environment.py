@@ -115,6 +115,8 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         >>> running.observation.shape
         torch.Size([3, 4, 4])
     """
+    if num_envs < 1:
+        raise StateError(f"num_envs is {num_envs}; a member has at least 1 environment")
     keys = random.fold_in(keys, _START)
     state, observation = environment.reset(environment_keys(keys, num_envs))
     if can_look(keys):
@@ -149,7 +151,9 @@ def _check(environment: Environment, state: Tree, keys: Tensor) -> None:
 def sample(space: Any, keys: Tensor) -> Tensor:
     """A random action for each key ``[...]``, of a space of gymnasium."""
     if isinstance(space, spaces.Discrete):
-        return random.randint(keys, 0, int(space.n), ())
+        return int(space.start) + random.randint(keys, 0, int(space.n), ())
+    if not isinstance(space, spaces.Box):
+        raise StateError(f"the action space is {space}; environments have Discrete and Box spaces of actions")
     low, high = (torch.as_tensor(bound, device=keys.device).clamp(-1e3, 1e3) for bound in (space.low, space.high))
     return low + (high - low) * random.uniform(keys, space.shape, dtype=low.dtype)
 
@@ -164,7 +168,7 @@ def check_action(space: Any, action: Tensor, shape: torch.Size) -> None:
             f"the policy's actions are {action.dtype}{[*action.shape]}, but {space} asks for {kind} {wanted}: one action for "
             f"each environment of each member"
         )
-    if discrete and can_look(action) and not bool(((action >= 0) & (action < int(space.n))).all()):
+    if discrete and can_look(action) and not bool(((action >= space.start) & (action < space.start + space.n)).all()):
         raise StateError(
             f"the policy's actions are {action.min()} to {action.max()}, but {space} has {space.n} actions"
         )

@@ -12,7 +12,7 @@ from hfta_func import random
 from hfta_func._tree import tree_map
 from hfta_func._types import StateError
 from hfta_func.rl.environment import Running, check_action
-from hfta_func.rl.rollouts import _ACTING, Policy
+from hfta_func.rl.rollouts import _ACTING, Policy, remembered
 
 
 class GymnasiumEnvs:
@@ -67,7 +67,7 @@ class GymnasiumEnvs:
             observation = running.observation
             action, more = policy(state, observation, random.fold_in(running.keys, running.taken + _ACTING))
             running, outcome = self._advance(running, action)
-            happened.append({"observation": observation, "action": action, **outcome, **more})
+            happened.append(remembered({"observation": observation, "action": action, **outcome}, more))
         return running, tree_map(lambda *parts: torch.stack(parts, 1), *happened)
 
     def _apart(self, values: Any) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._tree import per_model, tree_map
-from hfta_func._types import BatchError, PerModel, Tree
+from hfta_func._types import BatchError, PerModel, StateError, Tree
 from hfta_func.calls.scan import scan
 from hfta_func.models.functional import bind
 from hfta_func.rl.environment import Environment, Running, advance
@@ -76,7 +76,7 @@ def rollout(
         returned to remember.
 
     Raises:
-        StateError: if actions are not of the environment's action space.
+        StateError: if actions are not of the environment's action space, or the policy remembers what a step has already.
 
     Example:
         >>> from hfta_func import rl
@@ -93,10 +93,17 @@ def rollout(
         observation = running.observation
         action, more = policy(state, observation, random.fold_in(running.keys, running.taken + _ACTING))
         running, outcome = advance(environment, running, action)
-        return running, {"observation": observation, "action": action, **outcome, **more}
+        return running, remembered({"observation": observation, "action": action, **outcome}, more)
 
     running, happened = scan(step, running, length=steps)
-    return running, tree_map(lambda leaf: leaf.transpose(0, 1), happened)
+    return running, tree_map(lambda leaf: leaf.transpose(0, 1).contiguous(), happened)
+
+
+def remembered(outcome: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What happened in a step, with what the policy returned to remember."""
+    if hidden := outcome.keys() & more.keys():
+        raise StateError(f"the policy remembers '{min(hidden)}', which a step has already; give it another name")
+    return outcome | more
 
 
 def gae(
@@ -123,7 +130,7 @@ def gae(
         tensor([1.5000, 1.0000])
     """
     terminated, done = steps["terminated"], steps["terminated"] | steps["truncated"]
-    rate, decay = (_per_member(number, value) for number in (discount, decay))
+    rate, decay = (per_member(number, value) for number in (discount, decay))
     surprise = steps["reward"] + torch.where(terminated, 0, rate * next_value) - value
     fading = torch.where(done, 0, rate * decay)
 
@@ -137,8 +144,11 @@ def gae(
     return advantage, advantage + value
 
 
-def _per_member(number: PerModel, like: Tensor) -> Tensor:
+def per_member(number: PerModel, like: Tensor) -> Tensor:
+    """A number, or one per member, to multiply values ``[M, ...]`` by."""
     vector = torch.as_tensor(number, dtype=like.dtype, device=like.device)
+    if vector.dim() and vector.shape != like.shape[:1]:
+        raise BatchError(f"got {vector.numel()} numbers for {len(like)} members; give one number, or one per member")
     return per_model(vector, like) if vector.dim() else vector
 
 
@@ -155,7 +165,7 @@ def minibatches(keys: Tensor, rows: Tree, count: int, *, epochs: int = 1) -> Any
         The tree, ``[epochs * count, M, n / count, ...]``: batches for ``step.many``.
 
     Raises:
-        BatchError: if ``count`` does not divide n.
+        BatchError: if ``count`` does not divide n, or there are not as many keys as members.
 
     Example:
         >>> batches = minibatches(random.keys([0, 1]), torch.arange(6).expand(2, 6), 3, epochs=2)
@@ -165,13 +175,20 @@ def minibatches(keys: Tensor, rows: Tree, count: int, *, epochs: int = 1) -> Any
     sizes: set[int] = set()
     tree_map(lambda leaf: sizes.add(leaf.shape[1]), rows)
     n = max(sizes)
-    if len(sizes) > 1 or n % count:
+    if len(sizes) > 1 or count < 1 or n % count:
         raise BatchError(
             f"{sorted(sizes)} rows cannot be split into {count} minibatches; give a number that divides them"
         )
+    tree_map(lambda leaf: check_keys(keys, len(leaf)), rows)
     shuffles = random.fold_in(keys.unsqueeze(-1), torch.arange(epochs, device=keys.device))
     order = random.permutation(shuffles, n).reshape(len(keys), epochs * n)
     return tree_map(lambda leaf: rows_at(leaf, order).unflatten(1, (epochs * count, -1)).transpose(0, 1), rows)
+
+
+def check_keys(keys: Tensor, count: int) -> None:
+    """Raise a BatchError unless there is a key for each member: one for all would give them the same draws."""
+    if keys.shape != (count,):
+        raise BatchError(f"keys are {[*keys.shape]}, but there are {count} members; give one key per member")
 
 
 def rows_at(leaf: Tensor, index: Tensor) -> Tensor:
@@ -252,7 +269,7 @@ def discounted(past: Tensor, steps: dict[str, Tensor], *, discount: PerModel = 0
     """
 
     def body(past: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        total = past * _per_member(discount, past) + given[0]
+        total = past * per_member(discount, past) + given[0]
         return torch.where(given[1], 0, total), total
 
     done = steps["terminated"] | steps["truncated"]

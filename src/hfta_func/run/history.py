@@ -276,8 +276,8 @@ class Running:
         self.batches += 1
         for name, value in metrics.items():
             if name == "failure":
-                self._fail({"cause": torch.where(active, value, 0), "step": step - 1})
-            else:
+                self._fail({"cause": torch.where(active, value, 0), "step": metrics.get("failed_step", step - 1)})
+            elif name != "failed_step":
                 self._sum(name, value if value.is_floating_point() else value.float())
 
     def part(self, low: int, high: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from hfta_func.step.state import TrainState, expanded_shared
 # Negative, as all numbers are that this package folds into the keys of a state: the others are left to the users.
 NOISE = -(2**62)
 
-_REPORTED = ("loss", "finite", "failure", "loss_scale")
+_REPORTED = ("loss", "finite", "failure", "loss_scale", "failed_step")
 
 
 class StepOutputs(NamedTuple):

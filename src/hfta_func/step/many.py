@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hfta_func._torch import Compiled, can_look, inside_transform
 from hfta_func._tree import leaves, tree_map, where, write
-from hfta_func._types import BatchError, Tree
-from hfta_func.calls.scan import scan
+from hfta_func._types import BatchError, LossError, Tree
+from hfta_func.calls.scan import check_kept, scan
 from hfta_func.step.batch import plain, restored
 from hfta_func.step.members import Members
 from hfta_func.step.options import Options
@@ -103,7 +103,8 @@ class Loop(ManySteps):
             ``collect`` returns, ``[iterations, M, ...]``.
 
         Raises:
-            StateError: if ``collect`` returns a carry of another structure; it names the leaf.
+            TraceError: if ``collect`` returns a carry of another structure, shape or dtype; it names the leaf.
+            LossError: if ``collect`` reports a metric of a name that the step reports, too.
             Exception: what the steps and ``collect`` raise.
         """
         return self._run(
@@ -111,11 +112,18 @@ class Loop(ManySteps):
         )
 
     def once(self, state: TrainState) -> tuple[TrainState, dict[str, Tensor]]:
-        """One iteration as a step of :func:`fit`: metrics ``[M, ...]``, which sum up those of its K steps."""
+        """One iteration as a step of :func:`fit`: metrics ``[M, ...]``, which sum up those of its K steps.
+
+        ``failure`` is each member's first one, ``failed_step`` its step then.
+        """
 
         def call(step: Any, state: TrainState) -> tuple[TrainState, dict[str, Tensor]]:
+            start = state.step.clone()
             after, metrics, reports = self._iterate(step, state)
-            return after, {name: value if name in reports else _summary(value) for name, value in metrics.items()}
+            failure = metrics.pop("failure")
+            first = (failure != 0).int().argmax(0)
+            summed = {name: value if name in reports else _summary(value) for name, value in metrics.items()}
+            return after, summed | {"failure": failure.gather(0, first[None])[0], "failed_step": start + first}
 
         return self._run(state, call)
 
@@ -130,9 +138,12 @@ class Loop(ManySteps):
         collect: Any = self.options.collect
         with torch.set_grad_enabled(inside_transform()):
             carry, batches, *reports = collect(state)
+            check_kept(state.carry, carry)
             if not can_look(state.active) or not bool(state.active.all()):
                 carry = where(state.active, carry, state.carry)
         state, metrics = self._take(step, state._replace(carry=carry), batches)
+        if hidden := metrics.keys() & dict(*reports):
+            raise LossError(f"collect reports '{min(hidden)}', which the step reports too; give it another name")
         return state, metrics | dict(*reports), dict(*reports)
 
 

@@ -152,12 +152,14 @@ class TrainStep(Compiled):
         if not self.trainable:
             where = f" in its '{options.network}'" if options.network else ""
             raise LossError(f"no parameter of the model{where} requires grad, so there is nothing to train")
-        self.optimizer = optimizer
-        self.options = options
+        self.optimizer, self.options = optimizer, options
         self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)
         self._gradients = Gradients(model, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
         self._replay = Replay(self) if options.replay else None
+        if options.collect is not None:
+            # Compilers cannot enter the lock that a property is cached under.
+            self.loop = Loop(self)
 
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
@@ -232,10 +234,9 @@ class TrainStep(Compiled):
         """
         if self.options.replay is not None:
             return self
-        twin = self._twin
-        assert twin._replay is not None
-        twin._replay.left = None if self.options.collect else steps
-        return twin
+        replay: Any = self._twin._replay
+        replay.left = None if self.options.collect else steps
+        return self._twin
 
     @functools.cached_property
     def _twin(self) -> TrainStep:
@@ -307,8 +308,7 @@ class TrainStep(Compiled):
             )
         known = self._shapes.numbers
         buffers, hparams = dict(buffers or {}), expanded(hparams or {}, known)
-        count = num_models((params, buffers))
-        replaced = known & hparams.keys()
+        count, replaced = num_models((params, buffers)), known & hparams.keys()
         check_state((params, {path: leaf for path, leaf in buffers.items() if path not in replaced}), self._shapes)
         carried = {path: buffers.pop(path).double() for path in [*buffers] if path in known}
         # Those made in inference mode can neither be trained nor written.
