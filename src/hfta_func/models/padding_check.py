@@ -247,8 +247,8 @@ def _compare(
         for a, b in zip(alone, padded, strict=True):
             if a.shape != b.shape:
                 raise StackError(
-                    f"a model of true size ({size}) returns {[*a.shape]} but the padded one {[*b.shape]}; give all models one "
-                    f"number of outputs, or stack each size as an array of its own"
+                    f"a model of true size ({size}) returns {[*a.shape]} but the padded one {[*b.shape]}; give all models "
+                    f"one number of outputs, or stack each size as an array of its own"
                 )
     raise StackError(
         f"{where}: its results for a model of true size ({size}) are not those of that model alone, because they depend on "
