@@ -80,13 +80,17 @@ def _readable(
 
     def rewritten(text: str | None) -> str | None:
         text = text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text)
-        return text and text.replace("Callable[[...], ", "Callable[..., ")
+        for shown, written in {"Callable[[...], ": "Callable[..., ", "<factory>": "...", "~typing.": ""}.items():
+            text = text and text.replace(shown, written)
+        return text
 
     return rewritten(signature), rewritten(returns)
 
 
 def _plain_returns(app: Sphinx, what: str, name: str, obj: Any, options: dict[str, bool], lines: list[str]) -> None:
-    """What a function returns is prose here; napoleon would take the words before a colon for a type."""
+    """What functions return and properties are is prose here; napoleon would take the words before a colon for a type."""
+    if what == "property":
+        lines.insert(0, "\\ ")
     for i in reversed(range(len(lines) - 1)):
         if lines[i].strip() == "Returns:":
             indent = len(lines[i + 1]) - len(lines[i + 1].lstrip())

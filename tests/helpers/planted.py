@@ -1128,4 +1128,24 @@ PLANTED = [
         *("calls/scan.py", "call(index, iteration,", "call(0, iteration,"),
         "test_scan.py::test_a_model_that_calls_it_draws_other_numbers_in_each_iteration",
     ),
+    Planted(
+        "softmax counts the units that a member lacks",
+        *("calls/padding.py", "(_reduction(-math.inf, True), _shape)", "(_reduction(0.0, True), _shape)"),
+        "test_padding.py::test_members_are_their_models_alone[pyramid]",
+    ),
+    Planted(
+        "statistics of a norm hold the units that a member lacks",
+        *("calls/padding.py", "centered = torch.where(mask, x - ", "centered = torch.where(mask | True, x - "),
+        "test_padding.py::test_members_are_their_models_alone[blocks]",
+    ),
+    Planted(
+        "weight decay and norms of gradients count the entries that a member lacks",
+        *("models/padding.py", "if mask is None else torch.where(mask, params[path], 0.0)", ""),
+        "test_padding.py::test_members_are_their_models_alone[mlp]",
+    ),
+    Planted(
+        "a padded model is refused for rounding",
+        *("models/padding_check.py", "self._compare(*given, torch.float64)", "raise error"),
+        "test_padding.py::test_rounding_is_no_difference",
+    ),
 ]

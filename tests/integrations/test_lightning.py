@@ -197,6 +197,8 @@ def test_metrics_of_torchmetrics_and_other_callbacks_are_refused():
         array.fit(TRAIN, max_epochs=1, accumulate_grad_batches=2, progress=False)
     with pytest.raises(hfta.HyperparameterError, match="precision is '64-true'; it must be '32-true'"):
         array.fit(TRAIN, max_epochs=1, precision="64-true", progress=False)
+    with pytest.raises(TypeError, match=r"fit has no argument accelerator; leave it out, or see docs"):
+        array.fit(TRAIN, max_epochs=1, accelerator="gpu")
     with pytest.raises(hfta.StackError, match="got a Classifier; pass its class"):
         hfta.lightning(Classifier(), seeds=2)
     with pytest.raises(hfta.StackError, match="several dataloaders"):

@@ -244,7 +244,7 @@ def assert_alone(models, optimizer=clipped_sgd, steps=2, compiled=False, **optio
 
 
 @pytest.mark.sampled(every=5)
-@pytest.mark.exhaustive(unless="^(mlp|blocks|noise|mean|images, two groups)$")
+@pytest.mark.exhaustive(unless="^(mlp|blocks|noise|mean|pyramid|images, two groups)$")
 @pytest.mark.parametrize("name", CASES)
 def test_members_are_their_models_alone(name):
     assert_alone(models_of(name))
@@ -433,8 +433,19 @@ REFUSED = {
     "positions": (lambda w: Layer(w, lambda h: h.flip(-1)), (3, 5), r"'outer' \(Linear\) cannot be padded"),
     "chunks": (lambda w: Layer(w, lambda h: h[..., ::2].repeat_interleave(2, -1)), (4, 6), None),
     "median": (lambda w: Layer(w, lambda h: h.median(-1, True)[0], 1), (3, 5), r"'outer' \(Linear\) cannot be padded"),
+    "size in code": (
+        lambda w: Layer(w, lambda h: h / h.shape[-1]),
+        *((3, 5), r"'outer' \(Linear\) cannot be padded, or the code that computes its input: its results"),
+    ),
+    "batch norm over units": (
+        lambda w: nn.Sequential(nn.Linear(5, w), nn.Unflatten(1, (1, w)), nn.BatchNorm1d(1), nn.Flatten(), nn.Linear(w, 2)),
+        *((3, 5), r"'2' \(BatchNorm1d\) cannot be padded"),
+    ),
     "sorted": (lambda w: Layer(w, lambda h: h.sort(-1)[0]), (3, 5), r"'outer' \(Linear\) cannot be padded"),
-    "outputs": (lambda w: nn.Linear(5, w), (2, 3), "cannot be padded"),
+    "outputs": (
+        lambda w: nn.Linear(5, w),
+        *((2, 3), r"'weight' \[2, 5\].* returns \[6, 2\] but the padded one \[6, 3\]; give all models one number of outputs"),
+    ),
     "code": (lambda w: Layer(w, lambda h: h.softmax(-1) if h.shape[-1] > 4 else h), (3, 5), "does not call the same"),
 }  # fmt: skip
 
@@ -454,7 +465,21 @@ def test_what_cannot_be_padded_is_named(name):
         run(*hfta.stack_params(models, pad=model), x)
 
 
+def test_rounding_is_no_difference():
+    for seed in range(2):
+        torch.manual_seed(seed)
+        # A norm over two units makes them 1 and -1; where they are close, it enlarges their rounding.
+        models = [mlp(width, 2, 0.0, norm=nn.LayerNorm) for width in (2, 16)]
+        apply = hfta.functional(model := hfta.padded(models))
+        run = hfta.vmap(lambda params, buffers, x: apply(params, buffers, x)[0], (0, 0, None))  # noqa: B023
+        assert run(*hfta.stack_params(models, pad=model), torch.randn(32, 5)).isfinite().all()
+
+
 def test_bad_input():
+    with pytest.raises(
+        hfta.StackError, match=r"model 1: 'out_features' is 3 but in model 0 it is 2; .*pad=True pads sizes"
+    ):
+        hfta.stack_params([nn.Linear(5, 2), nn.Linear(5, 3)])
     models = [mlp(3, 1, 0.1), mlp(4, 2, 0.1)]
     model = hfta.padded(models)
     with pytest.raises(hfta.StackError, match=r"model 1 has a size that the padded model was not made of"):

@@ -216,6 +216,12 @@ def test_data_that_is_not_a_tensor_yet():
         ({}, {"seeds": SEEDS}, hfta.BatchError, r"leaves of shapes \[\].*at least one"),
         (torch.zeros(0, 3), {"seeds": SEEDS}, hfta.BatchError, r"\[\[0, 3\]\].*at least one"),
         (
+            [0.5] * 9,
+            {"seeds": SEEDS},
+            hfta.BatchError,
+            r"has 9 leaves of shapes \[\[\](, \[\]){7}\]; .*pass tensors or arrays",
+        ),
+        (
             (torch.zeros(4, 3), torch.zeros(5)),
             {"seeds": SEEDS},
             hfta.BatchError,

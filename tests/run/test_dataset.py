@@ -306,7 +306,7 @@ WRONG = {
         (Noisy(), 4),
         {"rows": [[0], [], [1]]},
         hfta.HyperparameterError,
-        "model 1: .* so the model has no data",
+        "model 1: .* which are no rows",
     ),
     "a part of a process": (
         (Noisy(), 4),

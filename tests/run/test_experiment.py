@@ -98,8 +98,12 @@ def test_a_grid_is_the_product():
     found = hfta.grid(lr=torch.tensor([1.0, 2.0]), p=(0.0, 0.5, 0.7), seeds=[4, 9])
     assert found["lr"] == [1.0] * 6 + [2.0] * 6 and found["p"] == [0.0, 0.0, 0.5, 0.5, 0.7, 0.7] * 2
     assert found["seeds"] == [4, 9] * 6 and hfta.grid(lr=[1]) == {"lr": [1], "seeds": [0]}
-    for wrong in ({"lr": 0.1}, {"lr": []}, {"lr": "ab"}, {"lr": [1], "seeds": 0}):
-        with pytest.raises(hfta.HyperparameterError, match="a grid needs a list with at least one value"):
+    for wrong, shown in (
+        ({"lr": 0.1}, "lr is 0.1"),
+        ({"lr": []}, r"lr is \[\]"),
+        ({"lr": [1], "seeds": 0}, "seeds is 0"),
+    ):
+        with pytest.raises(hfta.HyperparameterError, match=f"{shown}; a grid needs a list with at least one value"):
             hfta.grid(**wrong)
 
 
@@ -113,12 +117,19 @@ def test_a_grid_is_the_product():
         (lambda: {"*.q": 0.1}, r"'\*.q' matches no number of the model; it has "),
         (lambda: {"p": [0.1, 0.2]}, "p has 2 values for 4 models"),
         (lambda: {"make_model": make_model()}, "factory is a module"),
+        (lambda: {"loss_fn": {"a": mse}}, "dict is no function of a model and a batch; write one"),
+        (lambda: {"loss_fn": nn.MSELoss()}, "MSELoss is no function of a model and a batch"),
+        (lambda: {"loss_fn": nn.functional.mse_loss}, "mse_loss is no function of a model and a batch"),
     ],
 )  # fmt: skip
 def test_bad_experiments(call, message):
     parts = {"make_model": make_model, "loss_fn": mse, "optimizer": hfta.sgd, "seeds": 4, **call()}
     with pytest.raises(ValueError, match=message):
         hfta.Experiment(**parts)
+    with pytest.raises(
+        TypeError, match=r"optimizer is SGD, not .*; from_torch makes one of M optimizers of torch.optim"
+    ):
+        hfta.Experiment(make_model, mse, torch.optim.SGD, seeds=4, lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,7 @@ def test_bad_experiments(call, message):
         (
             (DATA, 8),
             {"evaluate": (mse, DATA, [[0], [], [1], [2]])},
-            "model 1: rows.1. is .0., so the model has no data",
+            "model 1: rows.1. has shape .0., which are no rows",
         ),
         ((DATA, 8), {"evaluate": (mse, [])}, "model 0 has no row to evaluate"),
         ((DATA, 8), {"evaluate": (X[:0], X[:0, :1])}, "model 0 has no row to evaluate"),

@@ -103,6 +103,8 @@ def test_errors_name_the_cure(monkeypatch):
         bands(frame, "loss")
     with pytest.raises(ValueError, match=r"no column 'lr'; it has"):
         bands(frame, "accuracy", by="lr")
+    with pytest.raises(ValueError, match=r"frame is a History; pass a pandas frame, such as history.frame\(\)"):
+        bands(history(numpy.array([[0.2, 0.6]])), "accuracy")
     with pytest.raises(ValueError, match=r"no column 'member'"):
         bands(pandas.DataFrame(), "accuracy")
     with pytest.raises(ValueError, match=r"level is 90; it is the fraction"):

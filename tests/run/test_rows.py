@@ -125,7 +125,7 @@ def test_members_train_as_they_do_alone():
     ("options", "message"),
     [
         ({"rows": [[0], [1]]}, "rows is 2 lists for 4 models"),
-        ({"rows": [[0], [1], [], [2]]}, r"model 2: rows\[2\] is \[0\], so the model has no data"),
+        ({"rows": [[0], [1], [], [2]]}, r"model 2: rows\[2\] has shape \[0\], which are no rows"),
         ({"rows": [[0], [1], [2], [11]]}, "model 3: row 11 does not exist; the data has rows 0 to 10"),
         ({"rows": [[0], [1], [-1], [2]]}, "model 2: row -1 does not exist"),
         ({"rows": [[0], [1.5], [1], [2]]}, r"model 1: rows\[1\] is torch.float32; give row numbers"),

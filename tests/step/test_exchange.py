@@ -339,13 +339,14 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: _refused(make=Unknown), r"test_exchange.Unknown has no counterpart"),
     (
         lambda: _refused(lambda m, o: {"optimizers": [*o[:2], torch.optim.Adam(m[2].parameters())]}),
-        r"model 2: class and groups is \('Adam', 1\) but in model 0 it is \('SGD', 1\)",
+        r"model 2: the optimizer is Adam \(groups: 1\) but in model 0 it is SGD \(groups: 1\)",
     ),
     (lambda: _refused(lambda m, o: o[1].register_step_pre_hook(lambda *_: None) and {}), "model 1: .* step hooks"),
     (lambda: _refused(lambda m, o: o[1].register_step_post_hook(lambda *_: None) and {}), "model 1: .* step hooks"),
     (lambda: _refused(lambda m, o: {"models": m[::-1]}), r"model 0: .* a parameter \[1, 2\] .* same order"),
     (lambda: _refused(lambda m, o: {"models": m[:2]}), "got 3 optimizers, 2 models and 3 schedulers; pass one of each"),
     (lambda: _refused(lambda m, o: {"models": [], "optimizers": []}), "got 0 optimizers"),
+    (lambda: _refused(lambda m, o: {"optimizers": o[0]}), "optimizers is one SGD; pass a list of one per model"),
     (
         lambda: _refused(lambda m, o: {"optimizers": [*o[:2], torch.optim.SGD([m[2].weight], lr=0.1)]}),
         r"model 2: what not all hold in group 0 is \[\] but in model 0 it is \['bias'\]",

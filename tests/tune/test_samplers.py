@@ -234,6 +234,11 @@ def test_names_that_a_space_cannot_have() -> None:
         tune.run(build, lambda trial: trial.suggest_float("error", 0, 1), trials=2, **OPTIONS)
     with pytest.raises(ValueError, match="enqueue names 'rate', but the space has lr, momentum"):
         tune.run(build, FLAT, trials=2, enqueue=[{"rate": 0.1}], **OPTIONS)
+    options = OPTIONS | {"nonfusible": ["kind"]}
+    with pytest.raises(ValueError, match="enqueue names 'momentun', but this trial has lr, kind, momentum"):
+        tune.run(build_kinds, kinds, trials=2, enqueue=[{"kind": "sgd", "momentun": 0.1}], **options)
+    with pytest.raises(ValueError, match=r"the space returned \{'lr': .*suggest values by the trial"):
+        tune.run(build_kinds, lambda trial: {"lr": trial.suggest_float("lr", 0, 1)}, trials=2, **options)
     with pytest.raises(
         RuntimeError, match=r"build reads fixed\['kind'\], which members differ in; pass nonfusible=\['kind'\]"
     ):

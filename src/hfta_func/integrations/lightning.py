@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import itertools
 import math
 import operator
@@ -172,6 +173,8 @@ class LightningArray:
             StackError: if optimizers, schedulers or callbacks cannot be those of an array.
             TraceError: if a step reads ``self.trainer``, ``batch_idx`` or the value of a tensor.
         """
+        for name in options.keys() - inspect.signature(fit).parameters:
+            raise TypeError(f"an array's fit has no argument {name}; leave it out, or see docs/howto/lightning.md")
         check_choice("gradient_clip_algorithm", gradient_clip_algorithm, (*_CLIPS,))
         check_choice("precision", precision, (*_PRECISIONS,))
         members, package = self._members, self._base.__module__.removesuffix(".core.module")

@@ -178,7 +178,7 @@ def _check_module(
         if is_real and may_differ(module, name) and may_differ(first, name):
             numbers[label] = a, b
             continue
-        free = "; if this is no size, write it as a float" if type(a) is int and type(b) is int else ""
+        free = "; pad=True pads sizes, and other numbers must be floats" if type(a) is int and type(b) is int else ""
         raise StackError(f"model {member}: {_setting_difference(a, b, label, compared, {})}{free}")
     return numbers
 

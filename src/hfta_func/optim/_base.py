@@ -86,7 +86,10 @@ def check_transformation(name: str, value: Any) -> None:
     """Raise a TypeError unless ``value``, called ``name``, is an optimizer of this package or a part of one."""
     if not isinstance(value, GradientTransformation):
         what = value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else type(value).__qualname__
-        raise TypeError(f"{name} is {what}, not a GradientTransformation; call one of hfta_func, e.g. hfta.sgd(lr=0.1)")
+        raise TypeError(
+            f"{name} is {what}, not a GradientTransformation; call one of hfta_func, e.g. hfta.sgd(lr=0.1); "
+            f"from_torch makes one of M optimizers of torch.optim"
+        )
 
 
 def apply_updates(params: Params, updates: Params) -> Params:

@@ -285,7 +285,7 @@ _CURES = {
 """Advice by what PyTorch says of autograd functions and some others."""
 
 
-_SHARED = "; of a buffer that is equal in all models they are known if it is one for all: share_frozen=True"
+_SHARED = "; buffers that are equal in all models can be read with share_frozen=True, which makes them one"
 
 
 def advice(error: RuntimeError) -> Exception | None:

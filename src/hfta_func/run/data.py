@@ -321,7 +321,7 @@ def _tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
     """The data as tensors; raises a BatchError unless all have as many rows, and at least one."""
     try:
         data = tree_map(lambda leaf: torch.as_tensor(leaf, device=device), data)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise BatchError(
             f"the data is no tree of tensors: {error}; pass tensors with one row per sample, such as (inputs, targets), or "
             f"make a DatasetLoader of a data set"
@@ -330,8 +330,8 @@ def _tensors_of(data: Tree, device: torch.device | str | None) -> Tree:
     sizes = [tensor.shape[0] for tensor in tensors if tensor.dim()]
     if not tensors or len(sizes) < len(tensors) or len(set(sizes)) > 1 or sizes[0] == 0:
         raise BatchError(
-            f"the data has leaves of shapes {[list(tensor.shape) for tensor in tensors]}; every leaf needs one row "
-            f"per sample, and at least one"
+            f"the data has {len(tensors)} leaves of shapes {[list(tensor.shape) for tensor in tensors[:8]]}; every leaf "
+            f"needs one row per sample, and at least one, so pass tensors or arrays of equal length"
         )
     return data
 

@@ -48,7 +48,9 @@ def grid(*, seeds: int | Sequence[int] | Tensor = 1, **values: Sequence[Any] | T
     axes = {**values, "seeds": range(seeds) if isinstance(seeds, int) else seeds}
     for name, axis in axes.items():
         if not _column(axis):
-            raise HyperparameterError(f"{name} is {axis!r}; a grid needs a list with at least one value")
+            raise HyperparameterError(
+                f"{name} is {values.get(name, seeds)!r}; a grid needs a list with at least one value"
+            )
     combinations = zip(*itertools.product(*map(_column, axes.values())), strict=True)
     return {name: [*column] for name, column in zip(axes, combinations, strict=True)}
 
@@ -113,7 +115,8 @@ class Experiment:
         models = [build(factory, numbers[0], size) for size in sizes]
         self.model = padded(models) if pad else models[0]
         self.metric = metric or _validation(loss_fn)
-        made: Any = optimizer(**of_optimizer) if callable(optimizer) else optimizer
+        is_function = callable(optimizer) and not isinstance(optimizer, type)
+        made: Any = optimizer(**of_optimizer) if is_function else optimizer
         self.step: TrainStep = make_train_step(self.model, loss_fn, made, **(options or {}))
         self._base = {"share_frozen": self.step.options.share_frozen}
         made_by: Any = {**self._base, "shared_params": self.step.options.shared_params, **of_model}

@@ -31,7 +31,7 @@ class Profile(NamedTuple):
 
     Args:
         kind: How the step ran: ``"eager"``, ``"replayed"`` or ``"compiled"``.
-        num_models: M.
+        num_models: Number of members.
         lines: The parts of a step, in its order; their seconds add up to :attr:`seconds`.
         unprofiled: Seconds of a step that was not profiled.
         profiled: Seconds of a profiled step, with what profiling costs.

@@ -71,7 +71,7 @@ def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, d
         index = torch.as_tensor(numbers, device=device)
         if index.dim() != 1 or not len(index):
             raise HyperparameterError(
-                f"model {member}: rows[{member}] is {list(index.shape)}, so the model has no data; give a list of row numbers"
+                f"model {member}: rows[{member}] has shape {list(index.shape)}, which are no rows; give a list of row numbers"
             )
         if index.dtype.is_floating_point or index.dtype == torch.bool:
             raise HyperparameterError(

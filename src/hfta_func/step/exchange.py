@@ -101,6 +101,8 @@ def from_torch(
         >>> state.hyperparams["lr"]["value"]
         tensor([0.1000, 0.2000, 0.3000], dtype=torch.float64)
     """
+    if isinstance(optimizers, Optimizer):
+        raise StackError(f"optimizers is one {type(optimizers).__name__}; pass a list of one per model")
     optimizers, named = list(optimizers), [dict(model.named_parameters()) for model in models]
     followed = [None] * len(optimizers) if schedulers is None else list(schedulers)
     sizes = len(optimizers), len(named), len(followed)
@@ -111,7 +113,7 @@ def from_torch(
     for member, why in enumerate(map(_why_not, optimizers, followed, named)):
         if why:
             raise StackError(f"model {member}: {why}")
-    _check_same("class and groups", [(type(each).__name__, len(each.param_groups)) for each in optimizers])
+    _check_same("the optimizer", [f"{type(each).__name__} (groups: {len(each.param_groups)})" for each in optimizers])
     make = _FUNCTIONS[type(optimizers[0])]
     ahead = [_read_ahead(*pair, make, steps) for pair in zip(optimizers, followed, strict=True)]
     label: dict[str, str | None] = {path: None for path, param in named[0].items() if param.requires_grad}

@@ -59,7 +59,7 @@ def at_random(num_models: int, count: int, seed: int = 0) -> Groups:
     The mean-square distance to the average of all falls in expectation by ``(count - 1) / (M - 1)`` per round.
 
     Args:
-        num_models: M.
+        num_models: Number of members.
         count: How many groups.
         seed: Decides them, with the round.
 

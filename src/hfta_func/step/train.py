@@ -150,7 +150,7 @@ class TrainStep(Compiled):
         trained = {path for path, param in parameters.items() if param.requires_grad and covers(options.network, path)}
         self.trainable = frozenset(trained - self._sharing.paths)
         if not self.trainable:
-            where = f" in its '{options.network}'" if options.network else ""
+            where = f" in '{options.network}' of {[*dict(model.named_children())]}" if options.network else ""
             raise LossError(f"no parameter of the model{where} requires grad, so there is nothing to train")
         self.optimizer, self.options = optimizer, options
         self._check = Check(self._shapes, self.trainable, self._opt_state, options, self._sharing.check)

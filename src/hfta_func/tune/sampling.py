@@ -71,15 +71,21 @@ class SamplerSession:
         return require("optuna", "tune").distributions.distribution_to_json(self.space[name])
 
     def ask(self) -> dict[str, Any]:
-        """The parameters of the next trial."""
-        for waiting in self.study.get_trials(deepcopy=False, states=(_state("waiting"),)):
-            if waiting.number >= self._enqueued:
-                self.events.append(["enqueue", waiting.system_attrs["fixed_params"]])
-                self._enqueued = waiting.number + 1
+        """The parameters of the next trial; raises a ValueError if it lacks a name that was enqueued for it."""
+        waiting = self.study.get_trials(deepcopy=False, states=(_state("waiting"),))
+        for other in waiting:
+            if other.number >= self._enqueued:
+                self.events.append(["enqueue", other.system_attrs["fixed_params"]])
+                self._enqueued = other.number + 1
         trial = self.study.ask(None if self._suggest else self.space)
         if self._suggest:
-            self._suggest(trial)
+            if isinstance(returned := self._suggest(trial), Mapping):
+                raise ValueError(
+                    f"the space returned {returned!r}; suggest values by the trial, and set constants in build"
+                )
             self.space |= trial.distributions
+            for name in waiting[0].system_attrs["fixed_params"].keys() - trial.params if waiting else ():
+                raise ValueError(f"enqueue names {name!r}, but this trial has {', '.join(trial.params)}")
         self._trials.append(trial)
         params = {name: trial.params[name] for name in self.space if name in trial.params}
         self.events.append(["ask", params])
