@@ -198,14 +198,8 @@ class ExecutorTrainer:
                 batches = dumps([take_batch(dims, batch, where) for batch in (self._left or [])[:limit]], folder)
             orders[number] = {
                 "state": take(state, slice(low, high)) if buffers is None else buffers.part(low, high),
-                **{
-                    "sums": running.part(low, high),
-                    "positions": where,
-                    "position": position,
-                    "batches": batches,
-                    "skip": 0,
-                    "limit": limit,
-                },
+                **{"sums": running.part(low, high), "positions": where, "position": position},
+                **{"batches": batches, "skip": 0, "limit": limit},
                 "control": None if control is None else (control, number),
             }
         return orders
@@ -249,7 +243,10 @@ class ExecutorTrainer:
                 continue
             part = calls[call]
             if isinstance(answer, Exception):
-                raise _of_members(answer, *parts[part][:2])
+                low, high, _ = parts[part]
+                if isinstance(answer, WorkerError):
+                    raise WorkerError(f"models {low} to {high - 1}: {answer}")
+                raise renumbered(answer, range(low, high))
             answers[part] = answer
         return ticked, answers
 
@@ -278,13 +275,6 @@ class ExecutorTrainer:
             if buffers is not None:
                 buffers.level(*parts[part][:2])
         return results
-
-
-def _of_members(error: Exception, low: int, high: int) -> BaseException:
-    """The error of the members ``low`` to ``high - 1``, as one of the whole array."""
-    if isinstance(error, WorkerError):
-        return WorkerError(f"models {low} to {high - 1}: {error}")
-    return renumbered(error, range(low, high))
 
 
 def _parts(size: int, executor: Executor) -> Parts:
