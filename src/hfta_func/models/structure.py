@@ -304,12 +304,8 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, types.FunctionType):
         named = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
         return {**named, "__closure__": tuple(part for cell in value.__closure__ or () for part in contents(cell))}
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    attributes = [item for kind in type(value).__mro__ for item in vars(kind).items()]
+    slots = [name for name, attribute in attributes if isinstance(attribute, types.MemberDescriptorType)]
     plain = type(value).__eq__ is object.__eq__ and (slots or hasattr(value, "__dict__"))
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return {**held, **getattr(value, "__dict__", {})} if plain else None
-
-
-def _slots_of(kind: type) -> list[str]:
-    """The names of the attributes that a class holds in slots."""
-    return [name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType)]

@@ -136,6 +136,9 @@ def sweep() -> None:
                     _remove_if_dead(entry)
 
 
+_sweep_once = functools.cache(sweep)
+
+
 def _remove_if_dead(entry: os.DirEntry[str]) -> None:
     # Folders of other users, and those that are just being made or removed, are left alone.
     if sys.platform == "win32":
@@ -146,11 +149,6 @@ def _remove_if_dead(entry: os.DirEntry[str]) -> None:
         with open(os.path.join(entry.path, _OWNER), "r+b") as file:
             if lock(file):
                 shutil.rmtree(entry.path, ignore_errors=True)
-
-
-@functools.cache
-def _sweep_once() -> None:
-    sweep()
 
 
 class Pickler(cloudpickle.Pickler):
