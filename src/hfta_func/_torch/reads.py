@@ -19,30 +19,16 @@ from hfta_func._torch._release import private
 from hfta_func._torch.tape import NotReplayableError
 
 _UNSEEN = {
-    **dict.fromkeys(
-        (
-            "is_compiling",
-            "is_dynamo_compiling",
-            "is_exporting",
-            "is_torchdynamo_compiling",
-            "is_tracing",
-            "is_scripting",
-        ),
-        "asks whether it is compiled",
-    ),
+    **dict.fromkeys(("is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling"), "asks whether it is compiled"),
+    **dict.fromkeys(("is_exporting", "is_tracing", "is_scripting"), "asks whether it is compiled"),
     **dict.fromkeys(("environ", "getenv"), "reads the environment"),
 }
 """Names in code that takes another path while it is traced, or reads what the tracer does not look at again."""
 
 
 _GLOBAL_HOOKS = [
-    private("torch.nn.modules.module", name)
-    for name in (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
+    private("torch.nn.modules.module", f"_global_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
 ]
 # Arrays and generators of NumPy are not traced, and every number is a constant.
 _SETTINGS = {

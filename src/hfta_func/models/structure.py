@@ -35,13 +35,7 @@ _BACKWARD_HOOKS = tuple(name for name in _HOOKS if "backward" in name)
 def check_same_structure(
     model: nn.Module, first: nn.Module, member: int, varied: Collection[str] = ()
 ) -> dict[str, tuple[float, float]]:
-    """Compare ``model``, the given member, with member 0.
-
-    Args:
-        model: The member.
-        first: Member 0.
-        member: Its index.
-        varied: Paths of numbers in which other members differ.
+    """Compare ``model``, a member, with member 0; ``varied`` are paths of numbers in which other members differ.
 
     Returns:
         The numbers in which the two differ, by path: the member's and member 0's number.
