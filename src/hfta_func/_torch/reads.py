@@ -78,7 +78,8 @@ class Reads:
         except NotReplayableError:
             raise
         except Exception as error:
-            raise NotReplayableError(_first_line(error)) from None
+            lines = (line.strip() for line in str(error).splitlines())
+            raise NotReplayableError(next(filter(None, lines), type(error).__name__)) from None
         # Tensors and arrays that are no arguments: the tracer compares what they are like, not which they are.
         names = {guard.name for guard in graph.guards if guard.create_fn_name() == "TENSOR_MATCH"}
         self._tensors = [
@@ -180,7 +181,3 @@ def _hidden(codes: Iterable[Any]) -> Iterator[tuple[dict[str, Any], set[str]]]:
         names = {name for code in codes if code.co_filename == path for name in code.co_names}
         if hidden := {name for name in names if hasattr(builtins, name) and name not in space}:
             yield space, hidden
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

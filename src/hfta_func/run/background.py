@@ -241,8 +241,8 @@ class _Graph:
         if self._worker is None:
             # One thread cannot lend any, so that both share its processor evenly.
             evenly = torch.get_num_threads() == 1 and self._crowded(state)
-            may = len(self._eager) >= _FIRST and self._repays(state, left, _WORTH, _AFTER)
-            if may and (not evenly or self._affords(state, left)) and not Compiler.busy():
+            may = self._may_pay(state, left) and (not evenly or self._affords(state, left))
+            if may and not Compiler.busy():
                 self._since, self._estimate = time.monotonic(), _seconds_to_compile(state)
                 self._worker = Compiler(self._step, state, batch, self._name, yields=not evenly)
             return None
@@ -259,6 +259,9 @@ class _Graph:
         self._ended, self._lends, self._run = True, False, None
         if why is not None:
             warnings.warn(f"the step is not compiled and goes on eagerly: {why}", CompileWarning, stacklevel=5)
+
+    def _may_pay(self, state: Any, left: int | None) -> bool:
+        return len(self._eager) >= _FIRST and self._repays(state, left, _WORTH, _AFTER)
 
     def _affords(self, state: Any, left: int | None) -> bool:
         """Whether training can do without a processor while another process compiles."""

@@ -144,13 +144,8 @@ def fit(
             stack.enter_context(atomic.holding(resume))
             if os.path.exists(resume):
                 run.load(resume)
-        bar = tqdm(
-            total=epochs * length or None,
-            initial=len(run.history) * length + run.running.batches,
-            disable=not progress,
-            unit="step",
-            dynamic_ncols=True,
-        )
+        done = len(run.history) * length + run.running.batches
+        bar = tqdm(total=epochs * length or None, initial=done, disable=not progress, unit="step", dynamic_ncols=True)
         bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, epochs * length or None, executor)
         stack.callback(trainer.close)
