@@ -76,12 +76,11 @@ def _mix(z: Tensor) -> Tensor:
 
 def _hash(z: Tensor) -> Tensor:
     """The mixer for keys, stored because a chain of mixers written out would grow eightfold with every link."""
-    return noise.mix(z) if noise.is_fast(z) else _stored(_mix(z))
-
-
-def _stored(z: Tensor) -> Tensor:
-    """A strided view, which makes inductor store the value instead of repeating its expression wherever it is read."""
-    return z.as_strided(z.shape, z.stride()) if torch.compiler.is_compiling() else z
+    if noise.is_fast(z):
+        return noise.mix(z)
+    mixed = _mix(z)
+    # Inductor stores a strided view, instead of repeating its expression wherever it is read.
+    return mixed.as_strided(mixed.shape, mixed.stride()) if torch.compiler.is_compiling() else mixed
 
 
 def fold_in(key: Tensor, data: Tensor | int) -> Tensor:
@@ -279,9 +278,9 @@ def normal(key: Tensor | Stream, shape: Sequence[int], *, dtype: torch.dtype = t
     position = (tail << (23 - octave)) & ((1 << 23) - 1)
     segment, within = (octave << _STEPS) + _signed_shift(position, _WITHIN), position & ((1 << _WITHIN) - 1)
     # index_select, because under vmap indexing with a tensor without axes reads its value.
-    start, slope = (
-        table.index_select(0, segment.flatten()).reshape(segment.shape) for table in _normal_tables(draws.device)
-    )
+    _keep_normal_tables(draws.device)
+    tables = _NORMAL.get(draws.device) or [table.to(draws.device) for table in _NORMAL[torch.device("cpu")]]
+    start, slope = (table.index_select(0, segment.flatten()).reshape(segment.shape) for table in tables)
     magnitude = (start << _WITHIN) + slope * within
     signed = torch.where(draws < 0, -magnitude, magnitude)
     return (signed.to(torch.float64) * 2.0 ** -(_FRACTION + _WITHIN)).to(dtype)
@@ -303,11 +302,6 @@ def _quantiles() -> tuple[Tensor, Tensor]:
 
 _NORMAL = {torch.device("cpu"): _quantiles()}
 """Start and slope of every segment, by device."""
-
-
-def _normal_tables(device: torch.device) -> tuple[Tensor, ...]:
-    _keep_normal_tables(device)
-    return _NORMAL.get(device) or tuple(table.to(device) for table in _NORMAL[torch.device("cpu")])
 
 
 # The compiler calls it while it traces, so that graphs use the tables on the device.

@@ -22,30 +22,16 @@ from hfta_func._torch.levels import constant_to_compiler
 from hfta_func._torch.tape import NotReplayableError
 
 _UNSEEN = {
-    **dict.fromkeys(
-        (
-            "is_compiling",
-            "is_dynamo_compiling",
-            "is_exporting",
-            "is_torchdynamo_compiling",
-            "is_tracing",
-            "is_scripting",
-        ),
-        "asks whether it is compiled",
-    ),
+    **dict.fromkeys(("is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling"), "asks whether it is compiled"),
+    **dict.fromkeys(("is_exporting", "is_tracing", "is_scripting"), "asks whether it is compiled"),
     **dict.fromkeys(("environ", "getenv"), "reads the environment"),
 }
 """Names in code that takes another path while it is traced, or reads what the tracer does not look at again."""
 
 
 _GLOBAL_HOOKS = [
-    private("torch.nn.modules.module", name)
-    for name in (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
+    private("torch.nn.modules.module", f"_global_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
 ]
 # Arrays and generators of NumPy are not traced, and every number is a constant.
 _SETTINGS = {
@@ -110,7 +96,8 @@ class Reads:
         except NotReplayableError:
             raise
         except Exception as error:
-            raise NotReplayableError(_first_line(error)) from None
+            lines = (line.strip() for line in str(error).splitlines())
+            raise NotReplayableError(next(filter(None, lines), type(error).__name__)) from None
         # Tensors and arrays that are no arguments: the tracer compares what they are like, not which they are.
         names = {guard.name for guard in graph.guards if guard.create_fn_name() == "TENSOR_MATCH"}
         self._tensors = [
@@ -211,7 +198,3 @@ def _hidden(codes: Iterable[Any]) -> Iterator[tuple[dict[str, Any], set[str]]]:
         names = {name for code in codes if code.co_filename == path for name in code.co_names}
         if hidden := {name for name in names if hasattr(builtins, name) and name not in space}:
             yield space, hidden
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

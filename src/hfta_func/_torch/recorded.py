@@ -50,14 +50,10 @@ def simplified(calls: Sequence[Call], outputs: Sequence[Slot], constants: Iterab
             if call.operator is _aten.t.default:
                 transposed[result] = args[0]
             kept.append(call._replace(args=args, kwargs=kwargs, result=result))
-    return _needed(kept, outputs)
-
-
-def _needed(calls: Sequence[Call], outputs: Sequence[Slot]) -> list[Call]:
-    """The calls that write, or whose results are used."""
-    used, kept = set(outputs), []
-    for call in reversed(calls):
+    # Those that write, or whose results are used.
+    used, needed = set(outputs), []
+    for call in reversed(kept):
         if call.writes or used.intersection(slots_in(call.result)):
             used.update(slots_in((call.args, call.kwargs)))
-            kept.append(call)
-    return kept[::-1]
+            needed.append(call)
+    return needed[::-1]

@@ -102,7 +102,7 @@ class Recorder(_Mode):
             result = func(*args, **kwargs)
         finally:
             set_compiling(self._compiling)
-        made = pytree.tree_map(lambda leaf: self._slot_of_result(leaf), result)
+        made = pytree.tree_map(self._slot_of_result, result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
         if isinstance(result, Tensor):
             self._note_fixed(result, made, func in _MADE)

@@ -97,16 +97,14 @@ def _stacked(trees: list[Any]) -> Any:
     return pytree.tree_map(lambda *x: torch.stack(x) if isinstance(x[0], Tensor) else x[0], *trees)
 
 
-def _flex_attention(call: Call, *args: Any, **kwargs: Any) -> Any:
-    return call(None, _torch.math_attention, *args, **kwargs)
-
-
 OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.ops.higher_order.cond: _cond,
     torch.ops.higher_order.while_loop: _while_loop,
     torch.ops.higher_order.map_impl: _map,
     torch.ops.higher_order.scan: _scan,
-    torch.ops.higher_order.flex_attention: _flex_attention,
+    torch.ops.higher_order.flex_attention: lambda call, *args, **kwargs: call(
+        None, _torch.math_attention, *args, **kwargs
+    ),
 }
 """For each operator, a function that is given a :data:`Call` and the arguments; PyTorch 2.14 adds options for compilers."""
 if (_switch_operator := getattr(torch.ops.higher_order, "switch", None)) is not None:

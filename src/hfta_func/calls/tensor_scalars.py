@@ -184,13 +184,10 @@ def _pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: Any = 1e-6, 
 
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: Any = 1e-8) -> Tensor:
     x1, x2 = torch.broadcast_tensors(x1, x2)
-    unit1, unit2 = (x / _at_least(torch.linalg.vector_norm(x, 2, dim=dim, keepdim=True), eps) for x in (x1, x2))
-    return (unit1 * unit2).sum(dim)
-
-
-def _at_least(norm: Tensor, eps: Any) -> Tensor:
+    norms = (torch.linalg.vector_norm(x, 2, dim=dim, keepdim=True) for x in (x1, x2))
     # The gradient ignores the bound, as PyTorch's does.
-    return norm + torch.where(norm < eps, eps - norm, 0).detach()
+    norm1, norm2 = (norm + torch.where(norm < eps, eps - norm, 0).detach() for norm in norms)
+    return (x1 / norm1 * (x2 / norm2)).sum(dim)
 
 
 def _layer_norm(

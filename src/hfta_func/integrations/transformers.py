@@ -28,16 +28,8 @@ from hfta_func.step.train import make_train_step
 _COLLATING = -(2**61) - 6
 
 _PER_MEMBER = {
-    *(
-        "learning_rate",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "lr_scheduler_type",
-        "max_grad_norm",
-    ),
-    *("lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "seed", "data_seed", "label_smoothing_factor"),
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "warmup_steps"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "seed", "data_seed", "label_smoothing_factor"),
 }
 _WITHOUT_EFFECT = {"output_dir", "logging_dir", "run_name", "report_to", "hub_model_id", "project"}
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hfta_func._tree import num_models, take
 from hfta_func._types import HyperparameterError, Params, StackError, require
 from hfta_func.models.sharing import base_of, check_same_base
+from hfta_func.models.sizes import tensors_by_path
 
 _NAME = "default"
 _FREE = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "init_lora_weights"}
@@ -226,16 +227,12 @@ def _given(models: list[Any]) -> tuple[nn.Module, list[Any]]:
 
 
 def _check_bases(base: nn.Module, first: nn.Module, number: int) -> None:
-    tensors, first_tensors = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (base, first))
-    if _shapes(tensors) != _shapes(first_tensors):
-        path = next(
-            path
-            for path in {**first_tensors, **tensors}
-            if _shapes(tensors).get(path) != _shapes(first_tensors).get(path)
-        )
-        raise StackError(f"model {number}: '{path}' of the base is not of the shape of model 0's; use one base")
-    for path, tensor in tensors.items():
-        check_same_base(tensor, first_tensors[path], path, number)
+    tensors, first_tensors = map(tensors_by_path, (base, first))
+    for path in {**first_tensors, **tensors}:
+        tensor, other = tensors.get(path), first_tensors.get(path)
+        if tensor is None or other is None or tensor.shape != other.shape:
+            raise StackError(f"model {number}: '{path}' of the base is not of the shape of model 0's; use one base")
+        check_same_base(tensor, other, path, number)
 
 
 def _check_configs(configs: Sequence[Any]) -> None:

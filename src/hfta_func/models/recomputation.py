@@ -50,9 +50,9 @@ class _Noting(routed):
             # With several members, the batching rule does this.
             func = _cross_entropy
         result = super().__torch_function__(func, types, args, kwargs)
-        if (noted := self._noted.get(func)) is not None and isinstance(result, Tensor):
-            given, elementwise = noted(args, kwargs or {})
-            self._note(func, given, result, elementwise)
+        if (elementwise := self._noted.get(func)) is not None and isinstance(result, Tensor):
+            given = args, kwargs or {}
+            self._note(func, _in_batch(*given) if func is F.batch_norm else given, result, elementwise)
         return result
 
     def dropped(self, input: Tensor, stream: random.Stream, p: float, shape: Sequence[int], scale: float) -> Tensor:
@@ -142,32 +142,21 @@ def _dropped(input: Tensor, start: Tensor, stride: Tensor, *, limit: int, scale:
     return _drop(input, start, stride, limit, scale)
 
 
-def _elementwise(args: Any, kwargs: Any) -> Any:
-    return (args, kwargs), True
-
-
-def _as_it_is(args: Any, kwargs: Any) -> Any:
-    return (args, kwargs), False
-
-
-def _without_running_statistics(args: Any, kwargs: Any) -> Any:
-    """Batch normalisation with the statistics of the batch, without updates of running statistics."""
+def _in_batch(args: Any, kwargs: Any) -> Any:
+    """The arguments of batch normalisation with the statistics of the batch, without updates of running statistics."""
     given = inspect.signature(F.batch_norm).bind(*args, **kwargs)
     if given.arguments.get("training"):
         given.arguments |= {"running_mean": None, "running_var": None}
-    return (given.args, given.kwargs), False
+    return given.args, given.kwargs
 
 
 _ACTIVATIONS = (
     "celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "relu", "relu6",
     "selu", "sigmoid", "silu", "softplus", "softsign", "tanh", "tanhshrink",
 )  # fmt: skip
-_CHEAP: dict[Any, Callable[[Any, Any], Any]] = {
-    **{function: _elementwise for name in _ACTIVATIONS for function, _ in spellings(name)},
-    **{
-        function: _as_it_is for name in ("contiguous", "flatten", "prelu", "reshape") for function, _ in spellings(name)
-    },
+_CHEAP = {
+    **{function: True for name in _ACTIVATIONS for function, _ in spellings(name)},
+    **{function: False for name in ("contiguous", "flatten", "prelu", "reshape") for function, _ in spellings(name)},
 }
-"""Functions whose results cost about as much to compute as to read, each with a function that returns the arguments to repeat
-the call with, and whether the call is elementwise."""
-_CHEAP_ALONE = {**_CHEAP, F.batch_norm: _without_running_statistics, F.layer_norm: _as_it_is}
+"""Functions whose results cost about as much to compute as to read, and whether they are elementwise."""
+_CHEAP_ALONE = {**_CHEAP, F.batch_norm: False, F.layer_norm: False}

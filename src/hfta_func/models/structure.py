@@ -35,13 +35,7 @@ _BACKWARD_HOOKS = tuple(name for name in _HOOKS if "backward" in name)
 def check_same_structure(
     model: nn.Module, first: nn.Module, member: int, varied: Collection[str] = ()
 ) -> dict[str, tuple[float, float]]:
-    """Compare ``model``, the given member, with member 0.
-
-    Args:
-        model: The member.
-        first: Member 0.
-        member: Its index.
-        varied: Paths of numbers in which other members differ.
+    """Compare ``model``, a member, with member 0; ``varied`` are paths of numbers in which other members differ.
 
     Returns:
         The numbers in which the two differ, by path: the member's and member 0's number.
@@ -304,12 +298,8 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, types.FunctionType):
         named = {name: getattr(value, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
         return {**named, "__closure__": tuple(part for cell in value.__closure__ or () for part in contents(cell))}
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    attributes = [item for kind in type(value).__mro__ for item in vars(kind).items()]
+    slots = [name for name, attribute in attributes if isinstance(attribute, types.MemberDescriptorType)]
     plain = type(value).__eq__ is object.__eq__ and (slots or hasattr(value, "__dict__"))
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return {**held, **getattr(value, "__dict__", {})} if plain else None
-
-
-def _slots_of(kind: type) -> list[str]:
-    """The names of the attributes that a class holds in slots."""
-    return [name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType)]

@@ -207,12 +207,6 @@ class _Numbers:
         """Whether derivatives with respect to these numbers are needed."""
         return any(value.requires_grad for value in self.at.values())
 
-    def _by_member(self) -> list[dict[str, float]]:
-        if not self._members:
-            rows = zip(*torch.stack([*self.at.values()]).tolist(), strict=True)
-            self._members = [dict(zip(self.at, row, strict=True)) for row in rows]
-        return self._members
-
     def like(self, leaf: Tensor) -> dict[str, Tensor]:
         """The numbers as tensors that broadcast over a leaf, made once for each dtype and number of axes."""
         leaf = _wide(leaf)
@@ -230,7 +224,10 @@ class _Numbers:
         size = leaf[0].numel()
         if size < _MEMBER_SIZE or not can_look(self.at["step"]):
             return []
-        members = [*enumerate(self._by_member())]
+        if not self._members:
+            rows = zip(*torch.stack([*self.at.values()]).tolist(), strict=True)
+            self._members = [dict(zip(self.at, row, strict=True)) for row in rows]
+        members = [*enumerate(self._members)]
         if not elementwise or leaf.dim() == 1 or size <= _PIECE_SIZE:
             return [((slice(member, member + 1),), k) for member, k in members]
         length = max(1, leaf.shape[1] * _PIECE_SIZE // size)

@@ -50,15 +50,8 @@ def nadam(
     References:
         Dozat, "Incorporating Nesterov momentum into Adam", ICLR workshop 2016.
     """
-    hyperparams = Hyperparams(
-        NAdamState,
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        eps=eps,
-        weight_decay=weight_decay,
-        momentum_decay=momentum_decay,
-    )
+    numbers = {"eps": eps, "weight_decay": weight_decay, "momentum_decay": momentum_decay}
+    hyperparams = Hyperparams(NAdamState, lr=lr, beta1=betas[0], beta2=betas[1], **numbers)
 
     def prepare(at: dict[str, Tensor], count: Tensor, product: Tensor) -> tuple[Tensor]:
         mu, after = (at["beta1"] * (1 - 0.5 * 0.96 ** (t * at["momentum_decay"])) for t in (count, count + 1))

@@ -340,10 +340,3 @@ def _zeros(tree: Params) -> Params:
 def _lerp(old: Params, new: Params, share: Tensor) -> Params:
     """``(1 - share) * old + share * new``, with one share per member."""
     return {path: torch.lerp(old[path], leaf, per_model(share, leaf)) for path, leaf in new.items()}
-
-
-def __getattr__(name: str) -> Any:
-    # The name that pickles of earlier versions have.
-    if name == "KnobState":
-        return HyperparamState
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -137,7 +137,7 @@ def _is_loop(case: Case, mask: tuple[bool, ...]) -> bool:
     members = [[x[m] if per_member else x for x, per_member in zip(inputs, mask, strict=True)] for m in range(_M)]
     differentiable = tuple(position for position, x in enumerate(inputs) if x.requires_grad)
     # A gradient inside vmap decomposes operators, and the parts have other rules.
-    inside = gradient(lambda *args: _objective(_tuple(case.func(*args))), differentiable)
+    inside = gradient(lambda *args: objective(as_tuple(case.func(*args))), differentiable)
     funcs = [case.func, inside] if all(mask) and case.inside else [case.func]
     try:
         for member in members:
@@ -145,14 +145,14 @@ def _is_loop(case: Case, mask: tuple[bool, ...]) -> bool:
     except Exception as error:
         raise _UnknownError from error
     expected = [
-        [torch.stack(column) for column in zip(*(_tuple(func(*m)) for m in members), strict=True)] for func in funcs
+        [torch.stack(column) for column in zip(*(as_tuple(func(*m)) for m in members), strict=True)] for func in funcs
     ]
     in_dims = tuple(0 if per_member else None for per_member in mask)
-    batched = [list(_tuple(torch.func.vmap(func, in_dims)(*inputs))) for func in funcs]
+    batched = [list(as_tuple(torch.func.vmap(func, in_dims)(*inputs))) for func in funcs]
 
     floating = [inputs[position] for position in differentiable]
     for results in (expected, batched):
-        outside = torch.autograd.grad(_objective(results[0]), floating, allow_unused=True, materialize_grads=True)
+        outside = torch.autograd.grad(objective(results[0]), floating, allow_unused=True, materialize_grads=True)
         results.append(list(outside))
     tolerance = _TOLERANCE_SINGLE if case.single else _TOLERANCE
     return all(
@@ -170,14 +170,16 @@ def _draw(one: tuple[int, ...] | Integers, per_member: bool, generator: torch.Ge
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def _tuple(outputs: Any) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    """The outputs of a call, of which one may stand alone."""
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
-def _objective(outputs: Iterable[Tensor]) -> Tensor:
-    """A number whose gradient weights all entries differently."""
-    return torch.stack([(x.square() * _weights(x.shape)).sum() for x in outputs if x.is_floating_point()]).sum()
-
-
-def _weights(shape: torch.Size) -> Tensor:
-    return torch.linspace(0.5, 1.5, shape.numel(), dtype=torch.float64).reshape(shape)
+def objective(outputs: Iterable[Tensor]) -> Tensor:
+    """A number whose gradient reaches every entry of every output with another weight."""
+    total = torch.zeros((), dtype=torch.float64)
+    for output in outputs:
+        if output.is_floating_point():
+            weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device)
+            total = total.to(output.device) + (output * output * weights.reshape(output.shape)).sum()
+    return total

@@ -275,15 +275,8 @@ def _broadcasting(op: str) -> None:
 
 
 for _op in (
-    *("binary_cross_entropy_with_logits", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss"),
-    *(
-        "margin_ranking_loss",
-        "mse_loss",
-        "poisson_nll_loss",
-        "smooth_l1_loss",
-        "soft_margin_loss",
-        "triplet_margin_loss",
-    ),
+    *("binary_cross_entropy_with_logits", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "mse_loss"),
+    *("margin_ranking_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss"),
 ):
     _broadcasting(_op)
 

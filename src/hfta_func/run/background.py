@@ -137,9 +137,9 @@ class BackgroundStep:
         self._calls += 1
         batch = batch if iterations is None else iterations
         given = leaves((batch, getattr(state, "step", None)))
-        key = tuple(
-            [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in given if _is_known(leaf)]
-        )
+        # A graph depends on the shapes of tensors, and on integers.
+        known = [leaf for leaf in given if isinstance(leaf, (Tensor, int))]
+        key = tuple([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in known])
         digest = self._digest(state)
         if digest is not None:
             inputs, layout = optree.tree_flatten((state, batch))  # pyright: ignore[reportArgumentType]
@@ -164,11 +164,6 @@ class BackgroundStep:
         if self._reached is None or not self._reached.holds():
             self._reached, self._changes = kept.reached_by(self._step), self._changes + 1
         return self._reached.digest
-
-
-def _is_known(leaf: Any) -> bool:
-    """Whether a graph depends on a leaf's shape, or its value."""
-    return isinstance(leaf, (Tensor, int))
 
 
 def _seconds_to_compile(state: Any) -> float:
@@ -266,9 +261,7 @@ class _Graph:
             warnings.warn(f"the step is not compiled and goes on eagerly: {why}", CompileWarning, stacklevel=5)
 
     def _may_pay(self, state: Any, left: int | None) -> bool:
-        if len(self._eager) < _FIRST:
-            return False
-        return self._repays(state, left, _WORTH, _AFTER)
+        return len(self._eager) >= _FIRST and self._repays(state, left, _WORTH, _AFTER)
 
     def _affords(self, state: Any, left: int | None) -> bool:
         """Whether training can do without a processor while another process compiles."""

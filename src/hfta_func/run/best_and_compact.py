@@ -12,7 +12,7 @@ from hfta_func._tree import concat, leaves, num_models, put, take, tree_map, whe
 from hfta_func._types import SIGNS, CheckpointError, HFTAError, direction_of
 from hfta_func.run.history import History, Mode, Running, present
 from hfta_func.run.parts import renumbered
-from hfta_func.run.trainer import SegmentHooks, Trainer
+from hfta_func.run.trainer import SegmentEnd, SegmentHooks, Trainer
 from hfta_func.step.state import TrainState
 
 _FEW = 0.75
@@ -97,9 +97,7 @@ class Compact:
         self._kept = None
         self._trainer.follow(loader)
 
-    def segment(
-        self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
-    ) -> tuple[TrainState, bool]:
+    def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""
         if not self._within:
             self._kept = self._choose(state)

@@ -243,8 +243,9 @@ def _difference(
     pairs = numpy.array(finite)
     differences = pairs[:, 0] - pairs[:, 1]
     mean, deviation, low, high = _mean(numpy, stats, differences, level, resamples, seed)
-    rounding = _rounding(numpy, pairs)
-    # A rounding error would look like a difference.
+    # The largest rounding error of a sum of differences, which would look like one: metrics are mostly float32.
+    dtype = numpy.float32 if (pairs == pairs.astype(numpy.float32)).all() else numpy.float64
+    rounding = float(len(pairs) * numpy.finfo(dtype).eps * numpy.abs(pairs).max())
     mean, low, high = (0.0 if abs(value) * len(pairs) <= rounding else value for value in (mean, low, high))
     wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
     return Difference(
@@ -274,12 +275,6 @@ def _mean(
     random = numpy.random.default_rng(seed)
     result = stats.bootstrap((values,), numpy.mean, confidence_level=level, n_resamples=resamples, rng=random)
     return mean, deviation, float(result.confidence_interval.low), float(result.confidence_interval.high)
-
-
-def _rounding(numpy: Any, pairs: Any) -> float:
-    """The largest rounding error of a sum of differences: metrics are mostly float32, though stored as float64."""
-    dtype = numpy.float32 if (pairs == pairs.astype(numpy.float32)).all() else numpy.float64
-    return float(len(pairs) * numpy.finfo(dtype).eps * numpy.abs(pairs).max())
 
 
 def _permuted(numpy: Any, differences: Any, rounding: float, resamples: int, seed: int) -> float:

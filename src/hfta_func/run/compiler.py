@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import pickle
 import queue
 import time
 import weakref
@@ -22,7 +21,7 @@ from hfta_func.run.graphs import graph, options
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import Process, cores
 from hfta_func.workers.settings import SETTINGS, settle
-from hfta_func.workers.wire import one_line_error
+from hfta_func.workers.wire import loads, one_line_error
 
 
 class Compiler:
@@ -119,11 +118,6 @@ def _sent(order: Any, base: Iterable[Tensor]) -> bytes:
     return buffer.getvalue()
 
 
-class _Received(pickle.Unpickler):
-    def persistent_load(self, pid: Any) -> Any:
-        return pid.tensor()
-
-
 class StepCompiler:
     """Compiles a step: the function that is sent to the worker.
 
@@ -142,7 +136,7 @@ class StepCompiler:
         """
         error: Exception | None = None
         try:
-            order = _Received(io.BytesIO(self._order)).load()
+            order = loads(self._order)
             settle(order)
             if chosen is not None:
                 before, seconds = graph_hits(), _seconds(order, chosen)

@@ -121,7 +121,7 @@ class ArrayLoader:
                 f"batches_per_epoch is {count!r}; it must be at least 1, and for a loader that shuffles its rows"
             )
         longest = self.rows if self._rows_of is None else max(map(len, self._rows_of.by_member))
-        self._length = count or self._batches_in(longest)
+        self._length = count or (longest // batch_size if drop_last else -(-longest // batch_size))
         self._is_stream = count is not None or self._rows_of is not None
 
     def held_out(self) -> Any:
@@ -226,9 +226,6 @@ class ArrayLoader:
     def __len__(self) -> int:
         """Batches in one epoch."""
         return self._length
-
-    def _batches_in(self, rows: int) -> int:
-        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         return self.iter_of(self)

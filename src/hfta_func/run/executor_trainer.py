@@ -17,7 +17,7 @@ from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Running
 from hfta_func.run.parts import PartWorker, StateBuffers, loader_positions, renumbered, shares
-from hfta_func.run.trainer import SegmentHooks, Step
+from hfta_func.run.trainer import SegmentEnd, SegmentHooks, Step
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor, Inline
@@ -94,9 +94,7 @@ class ExecutorTrainer:
         if old is not None:
             self._executor.forget(old)
 
-    def segment(
-        self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
-    ) -> tuple[TrainState, bool]:
+    def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""
         hooks.begin()
         if self._function is None:
@@ -118,9 +116,7 @@ class ExecutorTrainer:
         left = None if limit is None else limit - (running.batches - before)
         return self._piece(state, running, left, hooks, self._executor, self._function)
 
-    def _piece_locally(
-        self, state: TrainState, running: Running, limit: int, hooks: SegmentHooks
-    ) -> tuple[TrainState, bool]:
+    def _piece_locally(self, state: TrainState, running: Running, limit: int, hooks: SegmentHooks) -> SegmentEnd:
         """Train some steps in this process while workers start: part by part and with their threads, to the same bits."""
         assert self._local is not None and self._owned is not None
         threads, start = torch.get_num_threads(), time.perf_counter()
@@ -140,7 +136,7 @@ class ExecutorTrainer:
         hooks: SegmentHooks,
         executor: Executor,
         function: PartWorker,
-    ) -> tuple[TrainState, bool]:
+    ) -> SegmentEnd:
         """Have an executor train the next batches."""
         device, parts = state.keys.device, _parts(num_models(state), self._executor)
         buffers = self._shared(state) if executor.shares else None
@@ -198,14 +194,8 @@ class ExecutorTrainer:
                 batches = dumps([take_batch(dims, batch, where) for batch in (self._left or [])[:limit]], folder)
             orders[number] = {
                 "state": take(state, slice(low, high)) if buffers is None else buffers.part(low, high),
-                **{
-                    "sums": running.part(low, high),
-                    "positions": where,
-                    "position": position,
-                    "batches": batches,
-                    "skip": 0,
-                    "limit": limit,
-                },
+                **{"sums": running.part(low, high), "positions": where, "position": position},
+                **{"batches": batches, "skip": 0, "limit": limit},
                 "control": None if control is None else (control, number),
             }
         return orders
@@ -249,7 +239,10 @@ class ExecutorTrainer:
                 continue
             part = calls[call]
             if isinstance(answer, Exception):
-                raise _of_members(answer, *parts[part][:2])
+                low, high, _ = parts[part]
+                if isinstance(answer, WorkerError):
+                    raise WorkerError(f"models {low} to {high - 1}: {answer}")
+                raise renumbered(answer, range(low, high))
             answers[part] = answer
         return ticked, answers
 
@@ -278,13 +271,6 @@ class ExecutorTrainer:
             if buffers is not None:
                 buffers.level(*parts[part][:2])
         return results
-
-
-def _of_members(error: Exception, low: int, high: int) -> BaseException:
-    """The error of the members ``low`` to ``high - 1``, as one of the whole array."""
-    if isinstance(error, WorkerError):
-        return WorkerError(f"models {low} to {high - 1}: {error}")
-    return renumbered(error, range(low, high))
 
 
 def _parts(size: int, executor: Executor) -> Parts:

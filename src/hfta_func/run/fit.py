@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
 import signal
@@ -143,13 +144,8 @@ def fit(
             stack.enter_context(atomic.holding(resume))
             if os.path.exists(resume):
                 run.load(resume)
-        bar = tqdm(
-            total=epochs * length or None,
-            initial=len(run.history) * length + run.running.batches,
-            disable=not progress,
-            unit="step",
-            dynamic_ncols=True,
-        )
+        done = len(run.history) * length + run.running.batches
+        bar = tqdm(total=epochs * length or None, initial=done, disable=not progress, unit="step", dynamic_ncols=True)
         bar = stack.enter_context(bar)
         trainer = make_trainer(step, run, workers, compile, epochs * length or None, executor)
         stack.callback(trainer.close)
@@ -158,7 +154,9 @@ def fit(
             recording = stack.enter_context(Recording(trainer.step))
             trainer.step, tick = recording.over(trainer.step), lambda: (bar.update(), recording.turn())
         trainer = Compact(trainer) if compact else trainer
-        hooks = SegmentHooks(_once(lambda: checkpoint.check(run.state, run.state_dict()), resume), tick, pressed)
+        # What no file can hold is refused before the first step, when a loader knows its position, and not after an epoch.
+        check = functools.cache(lambda: checkpoint.check(run.state, run.state_dict()))
+        hooks = SegmentHooks(check if resume is not None else lambda: None, tick, pressed)
         while len(run.history) < epochs and not pressed() and bool(run.state.active.any()):
             bar.set_description(f"epoch {len(run.history) + 1}/{epochs}")
             ended = False
@@ -176,20 +174,6 @@ def fit(
     run.history.interrupted, run.history.status = pressed(), trainer.status
     run.history.profile = None if recording is None else profile_of(recording)
     return Result(run.result, run.history)
-
-
-def _once(check: Callable[[], object], resume: PathLike | None) -> Callable[[], None]:
-    """A function that checks, when it is first called, that the run can be written to a file if there is one.
-
-    What no file can hold is refused before the first step and not after an epoch; a loader may only know its position then.
-    """
-    left = [] if resume is None else [check]
-
-    def begin() -> None:
-        while left:
-            left.pop()()
-
-    return begin
 
 
 @contextlib.contextmanager

@@ -90,7 +90,10 @@ class History:
             StateError: if some of several members with one seed are gone, because it is not known which.
         """
         old, new = self.seeds[self.members].tolist(), keys.tolist()
-        before = [-1] * len(new) if origins is None else _first_of_each(origins)
+        # Of several copies of a member, the first one is that member and the others are new.
+        before = (
+            [-1 if place in origins[:at] else place for at, place in enumerate(origins)] if origins else [-1] * len(new)
+        )
         if before == [*range(len(old))] or (origins is None and old == new):
             return None
         indices_of = {key: [index for index, other in enumerate(old) if other == key] for key in set(new)}
@@ -227,11 +230,6 @@ class History:
 
 def _one_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
     return frame.drop_duplicates("member").sort_values("member", ignore_index=True)
-
-
-def _first_of_each(origins: Sequence[int]) -> list[int]:
-    """The origins; of several copies of a member, the first one is that member and the others are new."""
-    return [-1 if place in origins[:index] else place for index, place in enumerate(origins)]
 
 
 def present(history: History, metric: str) -> Tensor:

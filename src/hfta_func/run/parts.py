@@ -62,11 +62,7 @@ class SharedPart(NamedTuple):
 
 
 class StateBuffers:
-    """Two copies of a state in shared memory: workers read one and write the other, so that a call can be repeated.
-
-    Args:
-        state: The first state.
-    """
+    """Two copies of a state in shared memory: workers read one and write the other, so that a call can be repeated."""
 
     def __init__(self, state: TrainState):
         self._layout, self._latest = _layout(state), state

@@ -72,13 +72,7 @@ def features(operator: Operator) -> tuple[float, ...]:
 
 
 class Predictor:
-    """Predicts a device from what was measured on one of its kind: products and traffic grow by the rates of both.
-
-    Args:
-        device: The device.
-        known: What was measured.
-        threads: Threads of a CPU.
-    """
+    """Predicts a device from what was measured on one of its kind: products and traffic grow by the rates of both."""
 
     def __init__(self, device: Device, known: Measured, threads: int):
         self._device, self._known, self._threads = device, known, threads

@@ -87,10 +87,8 @@ class Profile(NamedTuple):
         return text_table(rows, "<<<>>>")
 
     def __str__(self) -> str:
-        return "\n".join([self._head(), self._table(), *self._notes(), self.advice])
-
-    def _head(self) -> str:
-        return f"{self.num_models} models, {self.kind}: {1e3 * self.seconds:.3f} ms a step"
+        head = f"{self.num_models} models, {self.kind}: {1e3 * self.seconds:.3f} ms a step"
+        return "\n".join([head, self._table(), *self._notes(), self.advice])
 
     def _table(self) -> str:
         rows = [("phase", "module", "operator", "lowering", "ms", "%", "ms in kernels", "kernels")]

@@ -113,13 +113,11 @@ def _convolution(shapes: Any, inputs: Any) -> int:
     stride, padding, dilation, transposed = inputs[3:7]
     if transposed:
         return 2 * math.prod(x) * math.prod(weight[1:])
-    axes = zip(x[2:], weight[2:], *(_each(option, len(x) - 2) for option in (stride, padding, dilation)), strict=True)
+    # One number for all axes, or one each.
+    each = (list(option) * ((len(x) - 2) // len(option)) for option in (stride, padding, dilation))
+    axes = zip(x[2:], weight[2:], *each, strict=True)
     pixels = math.prod((size + 2 * pad - apart * (taps - 1) - 1) // step + 1 for size, taps, step, pad, apart in axes)
     return 2 * x[0] * weight[0] * pixels * math.prod(weight[1:])
-
-
-def _each(option: Sequence[int], axes: int) -> Sequence[int]:
-    return list(option) * axes if len(option) == 1 else option
 
 
 def _convolution_backward(shapes: Any, inputs: Any) -> int:

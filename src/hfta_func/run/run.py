@@ -18,6 +18,7 @@ from hfta_func.run.best_and_compact import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
 from hfta_func.run.history import Callback, History, Metrics, Running
+from hfta_func.run.trainer import SegmentEnd
 from hfta_func.step.state import TrainState
 
 
@@ -49,7 +50,7 @@ class Run:
         self.batches: Iterable[Any] = self.loader
         self.history, self.running = History(state.keys), Running()
 
-    def join(self, segment: tuple[TrainState, bool]) -> bool:
+    def join(self, segment: SegmentEnd) -> bool:
         """Go on from a segment that a trainer has trained; returns whether it has ended the epoch."""
         self.state, ended = segment
         return ended

@@ -15,6 +15,8 @@ from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+SegmentEnd = tuple[TrainState, bool]
+"""The state after a segment, and whether the epoch has ended."""
 
 
 class SegmentHooks(NamedTuple):
@@ -45,9 +47,7 @@ class Trainer(Protocol):
         """What trains, how, and why."""
         ...
 
-    def segment(
-        self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
-    ) -> tuple[TrainState, bool]:
+    def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
         """Train on the next batches of the epoch, to its end or up to a number of them.
 
         Args:
@@ -100,9 +100,7 @@ class LocalTrainer:
     def close(self) -> None:
         """See :class:`Trainer`."""
 
-    def segment(
-        self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
-    ) -> tuple[TrainState, bool]:
+    def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""
         self._left = self._begin() if self._left is None else self._left
         for count, batch in enumerate(self._left, start=1):

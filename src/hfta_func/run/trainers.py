@@ -18,7 +18,7 @@ from hfta_func.run.data import ArrayLoader
 from hfta_func.run.executor_trainer import ExecutorTrainer
 from hfta_func.run.history import Running
 from hfta_func.run.run import Run
-from hfta_func.run.trainer import LocalTrainer, SegmentHooks, Step, Trainer
+from hfta_func.run.trainer import LocalTrainer, SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor
 from hfta_func.workers.local import processes
@@ -83,9 +83,7 @@ class AutoTrainer:
         if self._parallel is not None:
             self._parallel.close()
 
-    def segment(
-        self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
-    ) -> tuple[TrainState, bool]:
+    def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""
         before = running.batches
         while True:
@@ -117,9 +115,7 @@ class AutoTrainer:
         """Steps of a trial."""
         return max(2, math.ceil(_TRIAL / statistics.median(self._times)))
 
-    def _piece(
-        self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks
-    ) -> tuple[TrainState, bool]:
+    def _piece(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
         trainer = self._current
         trainer.kept = self.kept
         if self._is_decided or trainer is self._local:

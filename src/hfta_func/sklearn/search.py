@@ -91,12 +91,8 @@ class ArraySearchCV(base.MetaEstimatorMixin, base.BaseEstimator):
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         inner = self.estimator.__sklearn_tags__()
-        tags.estimator_type, tags.classifier_tags, tags.regressor_tags = (
-            inner.estimator_type,
-            inner.classifier_tags,
-            inner.regressor_tags,
-        )
-        tags.input_tags, tags.target_tags = inner.input_tags, inner.target_tags
+        for name in ("estimator_type", "classifier_tags", "regressor_tags", "input_tags", "target_tags"):
+            setattr(tags, name, getattr(inner, name))
         return tags
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> ArraySearchCV:

@@ -22,7 +22,7 @@ from hfta_func.step.batch import check_batch, leaf_dims, plain
 from hfta_func.step.check import require
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.gradients import autocasting, check_metrics, num_positional
-from hfta_func.step.members import Members, first_member, with_batch
+from hfta_func.step.members import Members, of_first, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared
 
@@ -84,7 +84,7 @@ class EvalStep(Compiled):
         self._takes_hparams = num_positional(metric_fn) >= 3
         metrics = with_batch(metric_fn, self._takes_hparams)
         self._metrics = bind(model, metrics, training=False, share_frozen=options.share_frozen)
-        self._members = Members(self._run_first, reads=options.chunk_size == 1)
+        self._members = Members(of_first(self._run, options.batch_dims), reads=options.chunk_size == 1)
 
     def __reduce__(self) -> Any:
         return EvalStep, self._made_from
@@ -136,10 +136,6 @@ class EvalStep(Compiled):
         metrics = self._members.guard(keys, measure, state.params, shared)
         self._members.has_run(keys)
         return metrics
-
-    def _run_first(self, members: tuple[Any, ...], batch: Tree) -> None:
-        members, batch = first_member(self.options.batch_dims, members, batch)
-        self._run(batch, members, batch)
 
     def _run(
         self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree

@@ -22,7 +22,7 @@ from hfta_func.rules.vmap import advice
 from hfta_func.step import amp
 from hfta_func.step.batch import copied, leaf_dims, plain
 from hfta_func.step.chunks import Chunks
-from hfta_func.step.members import Members, first_member, with_batch
+from hfta_func.step.members import Members, of_first, with_batch
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState, expanded_shared
 
@@ -56,7 +56,7 @@ class Gradients:
         self._loss = bind(model, loss, options.checkpoint, renorms=True, share_frozen=options.share_frozen)
         self._trainable = trainable
         self._options = options
-        self.members = Members(self._run_first, reads=options.chunk_size == 1)
+        self.members = Members(of_first(self._run, options.batch_dims), reads=options.chunk_size == 1)
 
     def __call__(self, state: TrainState, batch: Tree) -> StepOutputs:
         """Losses, gradients, metrics and buffers of every member."""
@@ -93,10 +93,6 @@ class Gradients:
         shared = {path: param for path, param in everything.items() if path not in state.params}
         given = filled(state.buffers, state.hparams)
         return keys, trained, shared, frozen, given, state.hparams, scale
-
-    def _run_first(self, members: tuple[Any, ...], batch: Tree) -> None:
-        members, batch = first_member(self._options.batch_dims, members, batch)
-        self._run(batch, members, batch)
 
     def _run(
         self,

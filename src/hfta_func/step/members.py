@@ -90,10 +90,14 @@ class Members:
             self._has_run = True
 
 
-def first_member(batch_dims: Tree, members: tuple[Any, ...], batch: Tree) -> tuple[tuple[Any, ...], Tree]:
-    """The members' tensors and the batch of the first member alone."""
-    first = tree_map(lambda leaf: leaf[:1].detach().clone(), members)
-    return first, take_batch(batch_dims, batch, slice(0, 1))
+def of_first(run: Callable[[Tree, Any, Tree], Any], batch_dims: Tree) -> Callable[[Any, Tree], Any]:
+    """A rehearsal for :class:`Members`: ``run(batch, members, batch)`` with what belongs to the first member alone."""
+
+    def rehearse(members: Any, batch: Tree) -> Any:
+        batch = take_batch(batch_dims, batch, slice(0, 1))
+        return run(batch, tree_map(lambda leaf: leaf[:1].detach().clone(), members), batch)
+
+    return rehearse
 
 
 def with_batch(func: Callable[..., Any], takes_hparams: bool) -> Callable[..., Any]:

@@ -31,13 +31,7 @@ NOISE = -(2**62) - 2**61
 
 
 def select_update_mode(options: Options, optimizer: GradientTransformation, rewrites_params: bool) -> Way:
-    """The way to update that the options ask for.
-
-    Args:
-        options: The step's options.
-        optimizer: The step's optimizer.
-        rewrites_params: Whether the model writes its parameters, so that gradients are computed in a copy of them.
-    """
+    """The way to update that the options ask for; of a model that ``rewrites_params`` gradients are computed in a copy."""
     way = rounded if options.stochastic_rounding else in_place if options.donate and not rewrites_params else plain
     return way if is_of_package(optimizer) else _with_noise(way)
 

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from hfta_func._tree import leaves, paths, take, tree_map
+from hfta_func._tree import leaves, paths, take, tree_map, where
 from hfta_func._types import Params
 from hfta_func.optim import GradientTransformation, apply_updates, update_, with_hyperparams
 from hfta_func.testing._laws import assert_close, law
@@ -147,23 +147,14 @@ def _check_mask(optimizer: GradientTransformation, gradients: Any, start: Params
     masked_params, held = tree_map(torch.clone, (start, optimizer.init(start)))
     keep = torch.arange(len(next(iter(start.values())))) != 1
     for grads in gradients:
-        update_(
-            optimizer,
-            {k: torch.where(_like(keep, v), v, torch.nan) for k, v in grads.items()},
-            held,
-            masked_params,
-            keep,
-        )
+        spoiled = where(keep, grads, tree_map(lambda leaf: torch.full_like(leaf, torch.nan), grads))
+        update_(optimizer, spoiled, held, masked_params, keep)
     first = start, optimizer.init(start)
     for path, got, before, after in zip(
         paths(first, "(params, state)"), leaves((masked_params, held)), leaves(first), leaves(expected), strict=True
     ):
         assert torch.equal(got[1], before[1]), f"model 1: {path} is {got[1]}, not {before[1]}, though it is masked"
         assert_close(got[keep], after[keep], f"{path} of the others", rtol)
-
-
-def _like(mask: Tensor, leaf: Tensor) -> Tensor:
-    return mask.reshape(-1, *[1] * (leaf.dim() - 1))
 
 
 def _check_compiled(

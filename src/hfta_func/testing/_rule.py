@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import LoopWarning
+from hfta_func.rules._check import as_tuple, objective
 from hfta_func.rules.vmap import vmap
 from hfta_func.testing._laws import assert_close, law
 
@@ -35,7 +36,7 @@ def assert_rule(op: Callable[..., Any], inputs: Sequence[Any], *, rtol: float = 
         >>> from hfta_func.testing import assert_rule
         >>> assert_rule(torch.nn.functional.linear, [torch.randn(3, 4, 2), torch.randn(3, 5, 2)])
     """
-    args = [_double(x) for x in inputs]
+    args = [x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
     positions = [position for position, x in enumerate(args) if isinstance(x, Tensor)]
     with warnings.catch_warnings():
         warnings.simplefilter("error", LoopWarning)
@@ -55,10 +56,10 @@ def assert_rule(op: Callable[..., Any], inputs: Sequence[Any], *, rtol: float = 
 def _check_compositions(op: Callable[..., Any], args: list[Any], batched: set[int], rtol: float) -> None:
     expected = _loop(op, args, batched)
     dims = tuple(0 if position in batched else None for position in range(len(args)))
-    mapped = vmap(lambda *values: _tuple(op(*values)), dims)
+    mapped = vmap(lambda *values: as_tuple(op(*values)), dims)
     with law("the model axis may be anywhere"):
         last = [x.movedim(0, -1) if isinstance(x, Tensor) else x for x in args]
-        anywhere = vmap(lambda *values: _tuple(op(*values)), tuple(None if dim is None else -1 for dim in dims))
+        anywhere = vmap(lambda *values: as_tuple(op(*values)), tuple(None if dim is None else -1 for dim in dims))
         assert_close(anywhere(*last), expected, "output", rtol)
     with law("an array of one is the operator"):
         one = [x[:1] if isinstance(x, Tensor) else x for x in args]
@@ -69,7 +70,7 @@ def _check_compositions(op: Callable[..., Any], args: list[Any], batched: set[in
         both = tuple(torch.stack(column) for column in zip(expected, flipped, strict=True))
         assert_close(vmap(mapped, dims)(*pair), both, "output", rtol)
     wanted = tuple(position for position in sorted(batched) if args[position].is_floating_point())
-    inner = torch.func.grad(lambda *values: _weighted(_tuple(op(*values))), wanted)
+    inner = torch.func.grad(lambda *values: objective(as_tuple(op(*values))), wanted)
     if wanted and (alone := _alone(_loop, inner, args, batched)) is not None:
         with law("gradients inside vmap are the loop's"):
             assert_close(vmap(inner, dims)(*args), alone, "gradient", rtol)
@@ -84,14 +85,6 @@ def _check_compositions(op: Callable[..., Any], args: list[Any], batched: set[in
         torch.compiler.reset()
 
 
-def _double(x: Any) -> Any:
-    return x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-def _tuple(output: Any) -> tuple[Tensor, ...]:
-    return tuple(output) if isinstance(output, (tuple, list)) else (output,)
-
-
 def _given(args: Sequence[Any], batched: set[int]) -> list[Any]:
     """The arguments of all members: of a tensor that they share, the first member's."""
     return [x[0] if isinstance(x, Tensor) and position not in batched else x for position, x in enumerate(args)]
@@ -99,12 +92,14 @@ def _given(args: Sequence[Any], batched: set[int]) -> list[Any]:
 
 def _array(op: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tuple[Tensor, ...]:
     dims = tuple(0 if position in batched else None for position in range(len(args)))
-    return _tuple(vmap(lambda *values: _tuple(op(*values)), dims)(*_given(args, batched)))
+    return as_tuple(vmap(lambda *values: as_tuple(op(*values)), dims)(*_given(args, batched)))
 
 
 def _loop(op: Callable[..., Any], args: Sequence[Any], batched: set[int]) -> tuple[Tensor, ...]:
     count, given = len(args[min(batched)]), _given(args, batched)
-    rows = [_tuple(op(*(x[i] if position in batched else x for position, x in enumerate(given)))) for i in range(count)]
+    rows = [
+        as_tuple(op(*(x[i] if position in batched else x for position, x in enumerate(given)))) for i in range(count)
+    ]
     return tuple(torch.stack(column) for column in zip(*rows, strict=True))
 
 
@@ -116,22 +111,12 @@ def _alone(function: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def _weighted(outputs: Sequence[Tensor]) -> Tensor:
-    """A number whose gradient reaches every entry of every output with another weight."""
-    total = torch.zeros((), dtype=torch.float64)
-    for output in outputs:
-        if output.is_floating_point():
-            weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device)
-            total = total.to(output.device) + (output * output * weights.reshape(output.shape)).sum()
-    return total
-
-
 def _grads(run: Callable[..., Any], op: Any, args: Sequence[Any], batched: set[int]) -> list[Tensor]:
     """By every input of floating point, as ``run`` computes the outputs."""
     leaves = [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
     wanted, total = (
         [x for x in leaves if isinstance(x, Tensor) and x.requires_grad],
-        _weighted(run(op, leaves, batched)),
+        objective(run(op, leaves, batched)),
     )
     if not total.requires_grad:
         return []

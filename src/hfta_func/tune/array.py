@@ -70,12 +70,7 @@ class Segment(NamedTuple):
 
 
 class Trainer:
-    """Trains members of one architecture; a copy in another process builds step, loader and data there.
-
-    Args:
-        build: See :data:`Build`.
-        fixed: The values of the non-fusible names.
-    """
+    """Trains members of one architecture, that of the ``fixed`` values; a copy in another process builds all parts there."""
 
     label = "build"
 

@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the status: 0, 1 after an error, 130 after Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
-        return args.command(args)
+        print(args.command(args))
+        return 0
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         print(f"hfta-func: {text}", file=sys.stderr)
@@ -91,17 +92,25 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--tensorboard", action="store_true", help="write a run per trial to the folder's tensorboard, for TensorBoard"
     )
-    status = command("status", _status, "Show what a running study does, from its folder.")
+    status = command(
+        "status", lambda args: shown(read(args.folder)), "Show what a running study does, from its folder."
+    )
     status.add_argument("folder", help="the folder, <file>.study for studies of this command line")
-    plan = command("plan", _plan, "Measure how many models of a file's study fit into an array.")
+
+    def planned(args: argparse.Namespace) -> hfta.Plan:
+        return hfta.plan(*_array(args, args.sizes[0]), limit=args.limit, sizes=args.sizes)
+
+    plan = command("plan", planned, "Measure how many models of a file's study fit into an array.")
     study(plan)
     plan.add_argument("--limit", type=int, default=64, help="the largest number of models considered (default: 64)")
     plan.add_argument(
         "--sizes", type=int, nargs="+", default=[1, 4, 16], help="numbers of models to measure (default: 1 4 16)"
     )
-    explain = command("explain", _explain, "Show how each operator of a file's step runs, and why.")
+    text = "Show how each operator of a file's step runs, and why."
+    explain = command("explain", lambda args: hfta.rules.explain(*_array(args, args.models)), text)
     study(explain)
-    profile = command("profile", _profile, "Show where the time of a file's step goes.")
+    text = "Show where the time of a file's step goes."
+    profile = command("profile", lambda args: hfta.profile(*_array(args, args.models), trace=args.trace), text)
     study(profile)
     profile.add_argument("--trace", help="also write a trace for Perfetto, a file .json or .json.gz")
     for parser_of_array in (explain, profile):
@@ -140,7 +149,7 @@ def _module(path: str) -> dict[str, Any]:
     return names
 
 
-def _tune(args: argparse.Namespace) -> int:
+def _tune(args: argparse.Namespace) -> str:
     module = _module(args.file)
     known = set(inspect.signature(run).parameters) - {"build", "space", "progress", "callbacks", "resume", "executor"}
     options = {name: module[name] for name in known if name in module}
@@ -168,16 +177,11 @@ def _tune(args: argparse.Namespace) -> int:
     with _logged(folder):
         study = run(module["build"], module["space"], resume=folder, progress=False, callbacks=callbacks, **options)
     study.write(folder)
-    print(_summary(study))
     if study.interrupted:
+        print(_summary(study))
         print(f"interrupted; the same command goes on from {folder}", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _status(args: argparse.Namespace) -> int:
-    print(shown(read(args.folder)))
-    return 0
+        raise KeyboardInterrupt
+    return _summary(study)
 
 
 @contextlib.contextmanager
@@ -258,31 +262,16 @@ def _array(args: argparse.Namespace, count: int) -> tuple[Any, Any, Any]:
     return group.array.step, group.array.state, next(iter(group.array.loader))
 
 
-def _plan(args: argparse.Namespace) -> int:
-    print(hfta.plan(*_array(args, args.sizes[0]), limit=args.limit, sizes=args.sizes))
-    return 0
-
-
-def _explain(args: argparse.Namespace) -> int:
-    print(hfta.rules.explain(*_array(args, args.models)))
-    return 0
-
-
-def _profile(args: argparse.Namespace) -> int:
-    print(hfta.profile(*_array(args, args.models), trace=args.trace))
-    return 0
-
-
-def _cache(args: argparse.Namespace) -> int:
+def _cache(args: argparse.Namespace) -> str:
     graphs = kept.kept()
     for name, _, _ in graphs if args.clear else ():
         kept.drop(name)
-    print(text_table([(name, f"{size / 2**20:.1f} MiB", time.ctime(used)) for name, size, used in graphs], "<><"))
-    print(f"{len(graphs)} graphs{' removed' * args.clear}, at most {kept.MOST_BYTES >> 20:,} MiB in {kept.folder()}")
-    return 0
+    table = text_table([(name, f"{size / 2**20:.1f} MiB", time.ctime(used)) for name, size, used in graphs], "<><")
+    sums = f"{len(graphs)} graphs{' removed' * args.clear}, at most {kept.MOST_BYTES >> 20:,} MiB in {kept.folder()}"
+    return f"{table}\n{sums}"
 
 
-def _doctor(args: argparse.Namespace) -> int:
+def _doctor(args: argparse.Namespace) -> str:
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
@@ -298,8 +287,7 @@ def _doctor(args: argparse.Namespace) -> int:
         ("rules", _rules()),
         ("allocator", _allocator()),
     ]
-    print(text_table(rows, "<<"))
-    return 0
+    return text_table(rows, "<<")
 
 
 def _kernels() -> str:

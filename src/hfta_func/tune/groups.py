@@ -95,7 +95,7 @@ class Group:
                 f"build returned a state of {count} models for {len(numbers)} members; give it one model for each of "
                 f"members['seed']"
             )
-        loader = made.loader
+        loader, step = made.loader, inspect.unwrap(made.step)
         if isinstance(loader, hfta.ArrayLoader) and not loader.shared:
             if len(loader.keys) != count:
                 raise hfta.StateError(
@@ -103,7 +103,9 @@ class Group:
                     f"members['seed']"
                 )
             self._keys |= dict(zip(numbers, loader.keys, strict=True))
-        elif not _takes_shared_batches(made.step):
+        elif not (
+            getattr(getattr(step, "options", None), "collect", None) or getattr(step, "batch_dims", None) is None
+        ):
             raise hfta.StateError(
                 f"build returned a {type(loader).__qualname__} for a step whose members have batches of their own; return an "
                 f"ArrayLoader, or make the step with batch_dims=None"
@@ -234,9 +236,3 @@ def group_key(config: Mapping[str, Any], nonfusible: Iterable[str]) -> tuple[Any
 
 def _shapes(state: Any) -> Any:
     return optree.tree_structure(state), [(leaf.shape[1:], leaf.dtype) for leaf in optree.tree_leaves(state)]
-
-
-def _takes_shared_batches(step: Any) -> bool:
-    step = inspect.unwrap(step)
-    collects = getattr(getattr(step, "options", None), "collect", None) is not None
-    return collects or getattr(step, "batch_dims", None) is None

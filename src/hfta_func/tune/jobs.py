@@ -43,11 +43,7 @@ class Job(NamedTuple):
 
 
 class Jobs:
-    """All arrays that train.
-
-    Args:
-        executor: The executor that trains them.
-    """
+    """All arrays that train, by one executor."""
 
     def __init__(self, executor: Executor):
         self.executor = executor

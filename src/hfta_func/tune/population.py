@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func._types import SIGNS, Direction
+from hfta_func._types import SIGNS, Direction, require
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.groups import Group, group_key
 from hfta_func.tune.jobs import Jobs, Trained
 from hfta_func.tune.member import Member, check_alive, check_copies, counted
-from hfta_func.tune.tables import frame_of, rows_of
+from hfta_func.tune.tables import rows_of
 from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ class Population:
 
     def frame(self) -> pandas.DataFrame:
         """A pandas frame with one row per member and epoch: number, status, configuration, epoch and metrics."""
-        return frame_of(
+        return require("pandas", "plot").DataFrame(
             [
                 {"member": member.number, "status": member.status, **member.config, "epoch": epoch, **metrics}
                 for member in self.members

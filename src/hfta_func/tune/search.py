@@ -15,12 +15,7 @@ from hfta_func.tune.study import Study, Trial
 
 
 class Search:
-    """Asks for trials, trains them and decides, until all trials have ended.
-
-    Args:
-        study: The study.
-        options: What it searches and how.
-    """
+    """Asks for trials of a study, trains them and decides, until all have ended."""
 
     def __init__(self, study: Study, options: StudyOptions):
         self.study, self.scheduler, self.cohorts = study, options.scheduler or Scheduler(), options.cohorts

@@ -21,12 +21,7 @@ _EVERY = 1.0
 
 
 class Status:
-    """Writes every second what a study does, to a file in its folder.
-
-    Args:
-        folder: The study's folder.
-        search: The study's search.
-    """
+    """Writes every second what a study does, to a file in its folder."""
 
     def __init__(self, folder: PathLike, search: Search):
         self._path = os.path.join(folder, _NAME)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import hfta_func as hfta
-from hfta_func._types import SIGNS
+from hfta_func._types import SIGNS, require
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.member import counted
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, named
-from hfta_func.tune.tables import frame_of, write_tables
+from hfta_func.tune.tables import write_tables
 
 if TYPE_CHECKING:
     import optuna
@@ -173,7 +173,7 @@ class Study:
         Raises:
             ImportError: if pandas is not installed.
         """
-        return frame_of(self._rows())
+        return require("pandas", "plot").DataFrame(self._rows())
 
     def _rows(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []

@@ -6,14 +6,10 @@ import csv
 import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hfta_func._types import require
 from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
-
-if TYPE_CHECKING:
-    import pandas
 
 
 def rows_of(table: Any) -> list[Mapping[str, Any]]:
@@ -28,15 +24,6 @@ def rows_of(table: Any) -> list[Mapping[str, Any]]:
         return rows_of([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
     # Numbers of NumPy become those of Python, which JSON can hold.
     return [{name: value.item() if hasattr(value, "item") else value for name, value in row.items()} for row in table]
-
-
-def frame_of(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
-    """A pandas frame.
-
-    Raises:
-        ImportError: if pandas is not installed.
-    """
-    return require("pandas", "plot").DataFrame(rows)
 
 
 def write_tables(

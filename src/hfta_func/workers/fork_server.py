@@ -109,11 +109,7 @@ class ForkServer:
             self._process.wait()
 
     def fork(self, quiet: bool) -> Forked | None:
-        """A new process, None if the server has died.
-
-        Args:
-            quiet: Whether its output is discarded.
-        """
+        """A new process, whose output is discarded if ``quiet``; None if the server has died."""
         (child_stdin, stdin), (stdout, child_stdout), (status, server_status) = os.pipe(), os.pipe(), os.pipe()
         stderr = os.open(os.devnull, os.O_WRONLY) if quiet else os.dup(2)
         sent = [child_stdin, child_stdout, stderr, server_status]

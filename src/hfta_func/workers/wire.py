@@ -30,19 +30,12 @@ _PREFIX, _OWNER = "hfta-", "owner.lock"
 
 @dataclasses.dataclass(frozen=True)
 class SharedTensorRef:
-    """A reference to a tensor in a file that several processes map into their memory; a leaf of a tree.
-
-    Args:
-        path: Path of the file.
-        dtype: The tensor's dtype.
-        shape: The tensor's shape.
-        kind: Type of the device that the tensor is for.
-    """
+    """A reference to a tensor in a file that several processes map into their memory; a leaf of a tree."""
 
     path: str
     dtype: torch.dtype
     shape: torch.Size
-    kind: str
+    kind: str  # type of the device that the tensor is for
 
     def tensor(self) -> Tensor:
         """The tensor; on the CPU, all processes see what one writes."""
@@ -136,6 +129,9 @@ def sweep() -> None:
                     _remove_if_dead(entry)
 
 
+_sweep_once = functools.cache(sweep)
+
+
 def _remove_if_dead(entry: os.DirEntry[str]) -> None:
     # Folders of other users, and those that are just being made or removed, are left alone.
     if sys.platform == "win32":
@@ -148,18 +144,8 @@ def _remove_if_dead(entry: os.DirEntry[str]) -> None:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
-@functools.cache
-def _sweep_once() -> None:
-    sweep()
-
-
 class Pickler(cloudpickle.Pickler):
-    """Pickles anything, functions of a notebook included.
-
-    Args:
-        file: The file to write to.
-        folder: Gets the large tensors; without a folder, all tensors become plain bytes.
-    """
+    """Pickles anything, functions of a notebook included; large tensors go to a folder, or without one become plain bytes."""
 
     def __init__(self, file: IO[bytes], folder: Folder | None):
         super().__init__(file)
