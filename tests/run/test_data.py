@@ -216,7 +216,7 @@ def test_data_that_is_not_a_tensor_yet():
         (DATA, {"seeds": SEEDS, "batch_size": 0}, hfta.HyperparameterError, "batch_size is 0; it must be at least 1"),
         ({}, {"seeds": SEEDS}, hfta.BatchError, r"leaves of shapes \[\].*at least one"),
         (
-            pandas.DataFrame({"x": [0.5, 1.0]}),
+            pandas.DataFrame(torch.zeros(4, 3).numpy()),
             {"seeds": SEEDS},
             hfta.BatchError,
             "no tree of tensors: .*; pass tensors",
