@@ -3,6 +3,7 @@
 import json
 
 import optree
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -214,6 +215,12 @@ def test_data_that_is_not_a_tensor_yet():
         (DATA, {"seeds": [1, 2.5]}, hfta.HyperparameterError, r"model 1: seed 2\.5 is not a 64-bit integer"),
         (DATA, {"seeds": SEEDS, "batch_size": 0}, hfta.HyperparameterError, "batch_size is 0; it must be at least 1"),
         ({}, {"seeds": SEEDS}, hfta.BatchError, r"leaves of shapes \[\].*at least one"),
+        (
+            pandas.DataFrame(torch.zeros(4, 3).numpy()),
+            {"seeds": SEEDS},
+            hfta.BatchError,
+            "no tree of tensors: .*; pass tensors",
+        ),
         (torch.zeros(0, 3), {"seeds": SEEDS}, hfta.BatchError, r"\[\[0, 3\]\].*at least one"),
         (
             [0.5] * 9,
