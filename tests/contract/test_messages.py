@@ -171,6 +171,10 @@ REFUSED: dict[str, tuple[str, Call]] = {
     "save": (MEMORY, saved),
     "storage": (MEMORY, lambda m, x: x * x.untyped_storage().size()),
     "share_memory_": (MEMORY, lambda m, x: x.detach().share_memory_() + x),
+    "memory format": (
+        "a format that arrays leave out",
+        lambda m, x: x * x.view(1, 1, 3, 4).is_contiguous(memory_format=torch.channels_last),
+    ),
     "csr": (LAYOUT, lambda m, x: x.to_sparse_csr().to_dense()),
     "mkldnn": (LAYOUT, lambda m, x: x.detach().to_mkldnn().to_dense() + x),
     "nested": (
@@ -299,6 +303,15 @@ def test_what_is_wrong_alone_is_told_as_alone(name: str) -> None:
     for count in (1, 3):
         for way in ("step", "replayed"):
             assert told(lambda: array(func, way, count)) == alone  # noqa: B023
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_derivative_in_what_is_recomputed(count: int) -> None:
+    def func(m: Any, x: Tensor) -> Tensor:
+        derivative = torch.func.grad(lambda x: (x**2).sum())
+        return torch.utils.checkpoint.checkpoint(derivative, x, use_reentrant=False)
+
+    assert "takes a derivative by torch.func in what is recomputed" in told(lambda: array(func, "step", count))
 
 
 @pytest.mark.parametrize("count", [1, 3])

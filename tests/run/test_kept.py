@@ -83,7 +83,7 @@ class Way(NamedTuple):
 
 def ways() -> dict[str, Way]:
     """Each reads something else."""
-    held, listed, count = Settings(), [1.0], {"one": 1.0}
+    held, listed, count = Settings(), [1.0, 0.0], {"one": 1.0}
     helper.VALUE, helper.inner = 1.0, types.ModuleType("inner")
     helper.inner.VALUE = 1.0
     log = logging.Logger("log")
@@ -113,6 +113,7 @@ def ways() -> dict[str, Way]:
         "deep": Way(loss(lambda: held.inner["list"][1]["deep"]), lambda: held.inner["list"][1].update(deep=3.0)),
         "named tuple": Way(loss(lambda: pairs[0].second), lambda: pairs.__setitem__(0, Pair(1.0, 3.0))),
         "list": Way(loss(lambda: listed[0]), lambda: listed.__setitem__(0, 4.0)),
+        "sign of a zero": Way(loss(lambda: listed[1]), lambda: listed.__setitem__(1, -0.0)),
         "equal list": Way(loss(lambda: count["one"]), lambda: count.update(one=1)),
         "default": Way(loss(inner), lambda: setattr(inner, "__defaults__", (5.0,))),
         "keyword": Way(loss(inner), lambda: inner.__kwdefaults__.update(other=5.0)),

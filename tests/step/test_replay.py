@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func._torch import Recorder, Tape
+from hfta_func._torch import Reads, Recorder, Tape
 from hfta_func.step import replay
 
 pytestmark = [
@@ -539,6 +539,53 @@ def test_what_functions_read_from_python(name: str, restored: None) -> None:
 
 def _rows(**options: Any) -> dict[str, Any]:
     return options
+
+
+UNCOMPARED: dict[str, tuple[Any, Callable[[Any], Any], Any]] = {
+    "the keys of a dict": ({"a": 1.0}, lambda holder: len([*holder.value]), {"a": 1.0, "b": 1.0}),
+    "the keys of a dict, in another order": ({"a": 1, "b": 1}, lambda holder: len([*holder.value]), {"b": 1, "a": 1}),
+    "the sign of a zero": (0.0, lambda holder: math.copysign(1.0, holder.value), -0.0),
+    "the sign of an imaginary zero": (0j, lambda holder: holder.value.imag, complex(0.0, -0.0)),
+    "a zero in a tuple": ((1, 0.0), lambda holder: holder.value[1], (1, -0.0)),
+    "the kind of a number in a set": (frozenset((1,)), lambda holder: len(holder.value), frozenset((True,))),
+}
+"""What PyTorch's tracer takes to be the same: a value, what is read of it, and another value."""
+
+
+@pytest.mark.parametrize("name", UNCOMPARED)
+def test_values_that_the_tracer_does_not_compare(name: str) -> None:
+    value, read, other = UNCOMPARED[name]
+    holder = types.SimpleNamespace(value=value)
+    reads = Reads(lambda x: x * read(holder), (torch.ones(2),))
+    assert reads.hold()
+    if isinstance(value, dict):
+        value.clear()
+        value.update(other)
+    else:
+        holder.value = other
+    assert not reads.hold()
+
+
+def test_all_attributes_of_an_object_are_counted() -> None:
+    holder = types.SimpleNamespace(value=1.0)
+    reads = Reads(lambda x: x * len(vars(holder)), (torch.ones(2),))
+    assert reads.hold()
+    holder.other = 1.0
+    assert not reads.hold()
+
+
+def test_zeros_without_memory() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.func.hessian(lambda row: (row**3).sum())(model(x)[0]).square().mean()
+
+    step, plain = _steps(lambda: nn.Linear(3, 2, dtype=torch.float64), loss_fn)
+    state = other = _state(step, lambda: nn.Linear(3, 2, dtype=torch.float64))
+    for _ in range(6):
+        x = torch.randn(M, 4, 3, dtype=torch.float64)
+        state, metrics = step(state, x)
+        other, expected = plain(other, x)
+        assert _equal((state, metrics), (other, expected))
+    assert step.status == "eager: a tensor of zeros has no memory"
 
 
 class Net(nn.Module):

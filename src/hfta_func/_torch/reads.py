@@ -104,10 +104,17 @@ class Reads:
             (compile(name, "<source>", "eval"), self._value(name)) for name in sorted(names) if "['args']" not in name
         ]
         # What the tracer takes for granted: classes, arguments' defaults, and names of builtins that modules may hide.
-        values = [*self._looked_at(graph)]
+        # Of dicts of hooks, of which a model has hundreds, it looks whether they are empty.
+        kept = (guard.name for guard in graph.guards if guard.create_fn_name() != "EMPTY_NN_MODULE_HOOKS_DICT")
+        looked_at = {name: value for name in kept for value in self._values(name)}
+        values = [*looked_at.values()]
         self._classes = [(kind, (*vars(kind).values(),)) for kind in _classes(values)]
         self._functions = [(one, _defaults(one)) for one in values if isinstance(one, types.FunctionType)]
         self._hidden = [*_hidden(graph.tracing_context.traced_code)]
+        # It looks neither at the keys of a dict that is unpacked, nor at what differs but is equal, as -0.0 and 0.0 are.
+        self._dicts = [(one, (*one,)) for one in _dicts(values, graph.tracing_context.traced_code)]
+        ambiguous = [(name, repr(value)) for name, value in looked_at.items() if _is_ambiguous(value)]
+        self._constants = [(compile(name, "<source>", "eval"), text) for name, text in ambiguous]
 
     def hold(self) -> bool:
         """Whether the values are as they were."""
@@ -118,17 +125,18 @@ class Reads:
             and all([_identical(vars(kind).values(), values) for kind, values in self._classes])
             and all([_identical(_defaults(one), values) for one, values in self._functions])
             and all([names.isdisjoint(space) for space, names in self._hidden])
+            and all([_identical(table, keys) for table, keys in self._dicts])
+            and all([repr(self._value(source)) == text for source, text in self._constants])
         )
 
     def _value(self, source: Any) -> Any:
         return eval(source, {"G": globals(), "L": self._locals, **_HELPERS})
 
-    def _looked_at(self, graph: Any) -> Iterator[Any]:
-        """All objects that the tracer compares in some way."""
-        for guard in graph.guards:
-            # Some names are expressions of the tracer's own, about parts of objects that have names, too.
-            with contextlib.suppress(Exception):
-                yield self._value(guard.name)
+    def _values(self, name: str) -> Iterator[Any]:
+        """The object that the tracer compares in some way and calls so."""
+        # Some names are expressions of the tracer's own, about parts of objects that have names, too.
+        with contextlib.suppress(Exception):
+            yield self._value(name)
 
 
 def _classes(values: Iterable[Any]) -> list[type]:
@@ -136,6 +144,23 @@ def _classes(values: Iterable[Any]) -> list[type]:
     kinds = (one if isinstance(one, type) else type(one) for one in values)
     every = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
     return [kind for kind in every if kind.__flags__ & _HEAP_TYPE and not kind.__flags__ & _IMMUTABLE_TYPE]
+
+
+def _dicts(values: Iterable[Any], codes: Iterable[Any]) -> Iterator[dict[Any, Any]]:
+    """The dicts among the values, and those of attributes if code asks for all of them."""
+    asks = any("vars" in code.co_names for code in codes)
+    for value in values:
+        if isinstance(value, dict):
+            yield value
+        elif asks and isinstance(getattr(value, "__dict__", None), dict):
+            yield vars(value)
+
+
+def _is_ambiguous(value: Any) -> bool:
+    """Whether an equal value may be another one."""
+    return isinstance(value, frozenset) or (
+        isinstance(value, float | complex) and (value == 0 or isinstance(value, complex))
+    )
 
 
 def _defaults(function: types.FunctionType) -> tuple[Any, ...]:

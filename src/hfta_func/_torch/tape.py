@@ -17,6 +17,7 @@ from hfta_func._torch.recorded import Call, Slot, simplified, slots_in
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 _below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
 _set_grad_mode = private("torch._C", "_set_grad_enabled")
+_is_zeros = private("torch", "_is_zerotensor")
 _functions = [private("torch._C", name) for name in ("_VariableFunctions", "_nn", "TensorBase")]
 _aten = torch.ops.aten
 
@@ -126,6 +127,9 @@ class Recorder(_Mode):
         """The slot of a tensor; anything else as it is."""
         if not isinstance(leaf, Tensor):
             return leaf
+        if _is_zeros(leaf):
+            # Forward-mode derivatives make some; a kernel that a mode calls would read their memory.
+            self._refuse("a tensor of zeros has no memory")
         if leaf not in self._slots:
             if type(leaf) not in (Tensor, torch.nn.Parameter):
                 self._refuse(f"a {type(leaf).__qualname__} has operators of its own")

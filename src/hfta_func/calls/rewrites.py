@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hfta_func._torch import BatchNorm, is_batched, is_nestable
+from hfta_func._types import TraceError
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
 from hfta_func.calls.higher_order import OPERATORS
 from hfta_func.calls.nan_linalg import GUARDED
@@ -130,6 +131,16 @@ def _without_layout(func: Callable[..., Any]) -> Callable[..., Any]:
     return plain
 
 
+def _is_contiguous(tensor: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Refuses to tell of a memory format that is left out."""
+    if memory_format in (torch.channels_last, torch.channels_last_3d):
+        raise TraceError(
+            f"asks whether a tensor is {memory_format}, a format that arrays leave out because it changes no values; do not "
+            f"branch on it, or choose by an attribute of the model"
+        )
+    return tensor.is_contiguous(memory_format=memory_format)
+
+
 def _made_like(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Asks for the gradient of the new tensor inside ``vmap``, not of its wrapper, which has no history."""
     plain = _without_layout(func)
@@ -185,6 +196,7 @@ LOWERED: dict[Any, Callable[..., Any]] = {
     **{func: _without_layout(func) for func in (Tensor.contiguous, Tensor.clone, torch.clone)},
     **{func: _made_like(func) for func in (torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like)},
     **{func: _without_layout(func) for func in (getattr(Tensor, name) for name in _CASTS)},
+    Tensor.is_contiguous: _is_contiguous,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.cross_entropy: _cross_entropy,
     F.ctc_loss: _ctc_loss,

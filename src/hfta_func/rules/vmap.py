@@ -271,6 +271,8 @@ _CURES = {
     "the rules were installed; call Function.apply where it is used, or hfta_func.rules.install() before its import",
     "may have escaped": "uses a tensor of a member below vmap, where an autograd function without a batching rule runs; pass "
     "it to apply as an argument",
+    "support saved tensor hooks": "takes a derivative by torch.func in what is recomputed (checkpoint=, "
+    "torch.utils.checkpoint), which PyTorch cannot; take it by torch.autograd.grad, or recompute other modules",
     "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",
     "access storage of": "needs the memory of a tensor (copy.deepcopy, pickle, torch.save, storage()), but those of all "
     "members lie in one; copy a tensor by x.clone() and a module in __init__, save the state outside, or make the step with "

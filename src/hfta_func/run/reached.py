@@ -271,7 +271,9 @@ def _identical(values: Iterable[Any], before: tuple[Any, ...]) -> bool:
     return len(now) == len(before) and (
         all(map(operator.is_, now, before))
         or all(
-            a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b) for a, b in zip(now, before, strict=True)
+            # Zeros of both signs are equal.
+            a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b and repr(a) == repr(b))
+            for a, b in zip(now, before, strict=True)
         )
     )
 
