@@ -65,7 +65,7 @@ def test_in_one_graph():
 
 
 def test_it_can_be_sent_to_other_processes():
-    step = hfta.make_train_step(nn.Linear(4, 2), torch.nn.functional.mse_loss, hfta.sgd(lr=0.1))
+    step = hfta.make_train_step(nn.Linear(4, 2), loss_fn, hfta.sgd(lr=0.1))
     assert type(pickle.loads(pickle.dumps(step.many))) is type(step.many)
 
 
