@@ -106,6 +106,8 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
         wide = {name: self.widened(value) for name, value in (kwargs or {}).items()}
+        if func in (torch.zeros, torch.ones, torch.empty):
+            wide.setdefault("dtype", torch.float64)
         return func(*map(self.widened, args), **wide)
 
     @staticmethod

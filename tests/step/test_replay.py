@@ -585,7 +585,7 @@ def test_zeros_without_memory() -> None:
         state, metrics = step(state, x)
         other, expected = plain(other, x)
         assert _equal((state, metrics), (other, expected))
-    assert step.status == "eager: a tensor of zeros has no memory"
+    assert step.status.startswith("eager: ")  # because such zeros are not recorded, or earlier, if tensordict is imported
 
 
 class Net(nn.Module):
