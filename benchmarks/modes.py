@@ -18,8 +18,9 @@ from hfta_func.run.graphs import graph, options
 SERIAL, ONE_THREAD, PROCESSES, PER_CORE = "serial", "serial, one thread", "processes", "process per core"
 """What all others are compared with; the same on one thread, which small models may be faster on; a process for each model;
 a process for each core, with its share of the models."""
-IN_FIT = "array in fit"
-"""An array as :func:`hfta_func.fit` trains it if nothing else is said: steps are replayed, and write no state in place."""
+IN_FIT, RUN = "array in fit", 5000
+"""An array as :func:`hfta_func.fit` trains it for so many steps if nothing else is said: these are replayed, and write no
+state in place."""
 MANY, STEPS = "array many compiled", 8
 """An array whose calls take so many steps each, a multiple of the batches that come round."""
 WORKERS = "array workers", "array workers compiled"
@@ -59,9 +60,10 @@ def stock(job: Job, compiled: bool = False) -> Run:
     return run._replace(step=step)
 
 
-def array(job: Job, compiled: bool = False, replayed: bool = False, **own: Any) -> Run:
-    """An array that changes its state in place; ``own`` are options of its step."""
+def array(job: Job, compiled: bool = False, replayed: bool = False, steps: int | None = None, **own: Any) -> Run:
+    """An array that changes its state in place; of ``steps`` that are replayed; ``own`` are options of its step."""
     step, state = job.array(**own)
+    step = step if steps is None else step.replayed(steps)
     run = _compiled(step, state, replayed) if compiled else step
 
     def train(batch: Any) -> Tensor:
@@ -118,7 +120,7 @@ MODES: dict[str, Callable[[Job], Run]] = {
     SERIAL: serial,
     "array": array,
     "array auto": lambda job: array(job, chunk_size="auto"),
-    IN_FIT: lambda job: array(job, donate=False, replay=True),
+    IN_FIT: lambda job: array(job, steps=RUN, donate=False),
     "array compiled": lambda job: array(job, compiled=True),
     REPLAYED[1]: lambda job: array(job, compiled=True, replayed=True),
     MANY: many,
