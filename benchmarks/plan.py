@@ -141,17 +141,17 @@ def measure(
 
 
 def fitted(cells: Iterable[Cell], rows: Iterable[Row], device: str) -> Measured:
-    """What was measured, with the seconds of what this process does between operators, fitted to steps."""
-    known = Measured(device, torch.get_num_threads(), (0.0,) * 4, [*rows])
+    """What was measured, with what kernels take within steps and this process between them, fitted to steps."""
+    known = Measured(device, torch.get_num_threads(), 1.0, (0.0,) * 4, [*rows])
     if find_device(device).kind == "cuda":
         # What this process does is that of a CPU.
         return known
-    alone, work, rest = Predictor(find_device(device), known, known.threads), [], []
+    alone, work = Predictor(find_device(device), known, known.threads), []
     for one in cells:
-        seconds = min(one.times)
-        work.append([amount / seconds for amount in host_work(one.walk, one.leaves)])
-        rest.append(1 - alone.step(one.walk, one.leaves)[0] / seconds)
-    return known._replace(host=tuple(float(f"{each:.3g}") for each in nnls(np.array(work), np.array(rest))[0]))
+        amounts = alone.step(one.walk, one.leaves)[0], *host_work(one.walk, one.leaves)
+        work.append([amount / min(one.times) for amount in amounts])
+    within, *host = (float(f"{each:.3g}") for each in nnls(np.array(work), np.ones(len(work)))[0])
+    return known._replace(within=within, host=tuple(host))
 
 
 def left_out(cells: list[Cell], singles: dict[Key, Single], device: str) -> list[list[str]]:
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", type=int, default=[*MODELS], help="each M")
     parser.add_argument("--rounds", type=int, default=3, help="how often steps and operators are measured, at least 2")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--here", default="EPYC 7763", help="this machine's CPU, or its GPU, in the table of devices")
+    parser.add_argument("--here", default="EPYC 9755", help="this machine's CPU, or its GPU, in the table of devices")
     parser.add_argument("--other", default="Xeon 8480+", help="that of the machine whose rows are committed")
     parser.add_argument("--write", action="store_true", help="put what was measured where hfta.plan reads it")
     args = parser.parse_args(argv)
@@ -207,13 +207,15 @@ def main(argv: list[str] | None = None) -> int:
         print(table(head, left_out(cells, singles, args.here)))
     known = fitted(cells, [single.row for single in singles.values()], args.here)
     if args.device == "cpu":
-        print(f"\nseconds of an operator forward, one backward, a rule, a leaf: {known.host}")
+        print(f"\nkernels take {known.within} times as long within a step as alone")
+        print(f"seconds of an operator forward, one backward, a rule, a leaf: {known.host}")
         print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other)))
     if args.write:
         held = json.loads(FILE.read_text()) if FILE.exists() else {}
         rows = sorted([row.name, row.features, row.seconds, row.extra] for row in known.rows)
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
         kinds = {**{kind: json.dumps(one) for kind, one in held.items() if kind != args.device}}
-        kinds[args.device] = f"[{json.dumps(known.device)}, {known.threads}, {json.dumps(known.host)}, [\n{lines}]]"
+        about = ", ".join(json.dumps(one) for one in known[:-1])
+        kinds[args.device] = f"[{about}, [\n{lines}]]"
         FILE.write_text("{" + ",\n".join(f"{json.dumps(kind)}: {text}" for kind, text in kinds.items()) + "}\n")
     return 0

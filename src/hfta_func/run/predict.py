@@ -39,6 +39,7 @@ class Measured(NamedTuple):
 
     device: str
     threads: int
+    within: float  # how many times as long kernels take within a step, where data come from memory, as alone
     host: tuple[float, ...]  # seconds of this process for each of host_work
     rows: Sequence[Row]
 
@@ -46,8 +47,8 @@ class Measured(NamedTuple):
 @functools.cache
 def measured(kind: str) -> Measured:
     """What was measured on a kind of device."""
-    device, threads, host, rows = json.loads(FILE.read_text()).get(kind, ("", 1, [0.0] * 4, ()))
-    return Measured(device, threads, tuple(host), [Row(row[0], tuple(row[1]), *row[2:]) for row in rows])
+    device, threads, within, host, rows = json.loads(FILE.read_text()).get(kind, ("", 1, 1.0, [0.0] * 4, ()))
+    return Measured(device, threads, within, tuple(host), [Row(row[0], tuple(row[1]), *row[2:]) for row in rows])
 
 
 def host_work(walk: Walk, num_leaves: int) -> tuple[float, ...]:
@@ -104,7 +105,7 @@ class Predictor:
         if self._device.kind == "cuda":
             # This process runs ahead of a GPU, or the GPU waits.
             return max(seconds + _GAP * len(kernels), waiting / self._faster + _LAUNCH * len(kernels)), peak
-        return seconds + waiting / self._faster, peak
+        return seconds * self._known.within + waiting / self._faster, peak
 
     def _predict(self, name: str, wanted: tuple[float, ...], dtype: torch.dtype) -> tuple[float, float]:
         """Seconds of an operator, and bytes that it allocates besides its results."""
