@@ -126,7 +126,7 @@ class Predictor:
             # What the smallest takes besides does not grow with the work.
             work = (row.seconds - start) * _least(wanted, *source) / _least(row.features, *source)
             weight = 1 / max(distance, 1e-3) ** 2
-            logs, weights = logs + weight * math.log(start + work), weights + weight
+            logs, weights = logs + weight * math.log(max(start + work, 1e-9)), weights + weight
         seconds = math.exp(logs / weights)
         fits = self._device.kind == "cpu" and 2 ** wanted[1] <= _CACHE * self._threads
         ratio = 1 / self._faster if fits else least / _least(wanted, *source)
