@@ -135,7 +135,7 @@ def test_operators_are_predicted_by_those_that_were_measured() -> None:
     here, there = find_device("EPYC 7763"), find_device("Xeon 6248")
     small, middle, large = map(_product, (8, 512, 2048))
     rows = [Row("bmm", features(small), 2e-6, 0.0), Row("bmm", features(middle), 4e-3, 0.5)]
-    known = Measured(here.name, 2, (0.0,) * 4, rows)
+    known = Measured(here.name, 2, 1.0, (0.0,) * 4, rows)
 
     def seconds(device: Any, operator: Operator) -> float:
         return Predictor(device, known, 2)._predict("bmm", features(operator), torch.float32)[0]
@@ -147,9 +147,21 @@ def test_operators_are_predicted_by_those_that_were_measured() -> None:
     assert Predictor(here, known, 2)._predict("bmm", features(middle), torch.float32)[1] == pytest.approx(
         0.5 * middle.bytes, rel=0.01
     )
-    alone = Predictor(find_device("T4"), Measured("", 1, (0.0,) * 4, ()), 2)
+    alone = Predictor(find_device("T4"), Measured("", 1, 1.0, (0.0,) * 4, ()), 2)
     least = max(large.flops / 8.1e12, large.bytes / 320e9)
     assert alone._predict("bmm", features(large), torch.float32)[0] == pytest.approx(2 * least, rel=0.01)
+
+
+def test_kernels_take_longer_within_a_step_and_this_process_does_not() -> None:
+    step, state, x = setting()
+    walked, known = walk(step, state, x), predict.measured("cpu")
+
+    def seconds(within: float, *host: float) -> float:
+        return Predictor(find_device(known.device), known._replace(within=within, host=host), 1).step(walked, 4)[0]
+
+    idle, busy = (0.0,) * 4, (1e-3,) * 4
+    assert seconds(3.0, *idle) == pytest.approx(3 * seconds(1.0, *idle))
+    assert seconds(3.0, *busy) - seconds(3.0, *idle) == pytest.approx(seconds(1.0, *busy) - seconds(1.0, *idle))
 
 
 def test_the_table_of_devices_is_sound() -> None:
