@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 
 from benchmarks._measure import RESULTS, ROOT
 from benchmarks._tables import ARRAY, STYLES, TIMES, counts, markdown
-from benchmarks.modes import PER_CORE, PROCESSES, SERIAL
+from benchmarks.modes import IN_FIT, PER_CORE, PROCESSES, SERIAL
 from benchmarks.workloads import WORKLOADS
 
 KEY = "cpu-small"
@@ -58,8 +58,8 @@ def pays(rows: dict[str, Any], mode: str, other: str) -> int | None:
 
 
 def chosen(sizes: dict[str, Any]) -> str:
-    """The number of models at which most of the modes were measured; the largest of several."""
-    return max(sizes, key=lambda count: (len(_rows(sizes[count])), int(count)))
+    """The number of models at which steps as in ``fit`` and most of the modes were measured; the largest of several."""
+    return max(sizes, key=lambda count: (IN_FIT in _rows(sizes[count]), len(_rows(sizes[count])), int(count)))
 
 
 def _rows(part: dict[str, Any]) -> dict[str, Any]:
