@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import hfta_func as hfta
 from cases import MATRIX_OPTIMIZERS, OPTIMIZERS, OptimizerCase, theirs
@@ -425,3 +426,13 @@ def test_what_has_not_stepped_goes_back_as_it_was() -> None:
     _, state = optimizer.update({path: torch.ones_like(leaf) for path, leaf in params.items()}, state, params)
     _, (scheduler, *_) = hfta.to_torch(optimizer, state, models, schedulers)
     assert scheduler.last_epoch == 1
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_hooks_of_all_optimizers_are_refused(register):
+    handle = register(lambda *_: None)
+    try:
+        with pytest.raises(hfta.HFTAError, match=r"model 0: .* step hooks"):
+            _refused(lambda models, optimizers: {})
+    finally:
+        handle.remove()

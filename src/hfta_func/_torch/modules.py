@@ -111,9 +111,15 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+_hooks_of_all = (
+    private("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
+    private("torch.optim.optimizer", "_global_optimizer_post_hooks"),
+)
+
+
 def has_step_hooks(optimizer: optim.Optimizer) -> bool:
-    """Whether a hook runs before or after each step of an optimizer."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether a hook runs before or after each step of an optimizer, or of all optimizers."""
+    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_hooks_of_all))
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:
