@@ -12,6 +12,8 @@ from benchmarks.sweep import UNLIKE
 from hfta_func.plot import COLORS
 
 TIMES, DAGGER, WIDTH = "\N{MULTIPLICATION SIGN}", "\N{DAGGER}", 128
+ALL_OLDER = " The code may have changed since."
+SOME_OLDER = f" Rows with {DAGGER} were measured with code that may have changed since."
 ARRAY = [mode for mode in MODES if mode.startswith("array")]
 EAGER, COMPILED = ["array", "array auto", IN_FIT, WORKERS[0]], ["array compiled", REPLAYED[1], MANY, WORKERS[1]]
 """The ways to train an array of which tables show the best."""
@@ -118,6 +120,14 @@ def is_older(part: dict[str, Any]) -> bool:
     return any(_code.is_older(mode, row) for mode, rows in measured([part]).items() for row in rows)
 
 
+def unmarked(page: str) -> str:
+    """A page without layout and without what says which rows are older than the code, as the next change of code adds it."""
+    text = " ".join(page.split())
+    for remark in (ALL_OLDER, SOME_OLDER, f" {DAGGER}"):
+        text = text.replace(remark, "")
+    return text
+
+
 def mark(part: dict[str, Any], parts: Sequence[dict[str, Any]]) -> str:
     """The mark of a workload whose rows are older than the code, if other workloads' rows are not."""
     return f" {DAGGER}" if is_older(part) and not all(map(is_older, parts)) else ""
@@ -137,9 +147,9 @@ def about(parts: Sequence[dict[str, Any]], machine: str = "") -> str:
     text = f"{machine}{each if machine else each.capitalize()}, measured on {days} at {', '.join(commits)}; {loops}."
     older = [is_older(part) for part in parts]
     if all(older):
-        text += " The code may have changed since."
+        text += ALL_OLDER
     elif any(older):
-        text += f" Rows with {DAGGER} were measured with code that may have changed since."
+        text += SOME_OLDER
     return textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 

@@ -128,7 +128,7 @@ def test_ratios_in_the_readme_were_measured():
 
 @pytest.mark.exhaustive
 def test_tables_of_speed_show_the_committed_results(monkeypatch, capsys):
-    """And say so where the code that was measured is another one; ``python -m benchmarks report`` writes them."""
+    """``python -m benchmarks report`` writes them."""
     monkeypatch.syspath_prepend(ROOT)
     report = importlib.import_module("benchmarks.report")
     assert report.main(["--check"]) == 0, capsys.readouterr().out

@@ -49,7 +49,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HELPERS = {"torch": torch, "sys": sys}
 # Flags of CPython's classes: whose attributes can be set are those made at run time, unless they are immutable.
-_IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9
+_IMMUTABLE_TYPE, HEAP_TYPE = 1 << 8, 1 << 9
 
 
 def has_global_hooks() -> bool:
@@ -143,7 +143,7 @@ def _classes(values: Iterable[Any]) -> list[type]:
     """The classes among the values and those of the others, with their bases."""
     kinds = (one if isinstance(one, type) else type(one) for one in values)
     every = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
-    return [kind for kind in every if kind.__flags__ & _HEAP_TYPE and not kind.__flags__ & _IMMUTABLE_TYPE]
+    return [kind for kind in every if kind.__flags__ & HEAP_TYPE and not kind.__flags__ & _IMMUTABLE_TYPE]
 
 
 def _dicts(values: Iterable[Any], codes: Iterable[Any]) -> Iterator[dict[Any, Any]]:

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import optree
 import torch
@@ -62,10 +62,14 @@ def by_renew(init: Callable[[Params], Tree], run: Renew) -> GradientTransformati
     return GradientTransformation(init, update, run)
 
 
+def _is_ours(make: Any) -> TypeGuard[functools.partial[Any]]:
+    return isinstance(make, functools.partial) and (make.func.__module__ or "").startswith("hfta_func.")
+
+
 def is_of_package(transformation: GradientTransformation) -> bool:
     """Whether only constructors of this package have made a transformation and its parts; these draw no random numbers."""
     make, parts = recipe(transformation)
-    if not isinstance(make, functools.partial) or not make.func.__module__.startswith("hfta_func."):
+    if not _is_ours(make):
         return False
     arguments: Any = parts, make.keywords
     inner = optree.tree_leaves(arguments, is_leaf=lambda part: isinstance(part, GradientTransformation))
@@ -75,7 +79,7 @@ def is_of_package(transformation: GradientTransformation) -> bool:
 def is_closed(value: GradientTransformation | Schedule) -> bool:
     """Whether an optimizer or schedule is made by this package alone, of numbers: it reads only its state."""
     make, parts = recipe(value)
-    if not isinstance(make, functools.partial) or not make.func.__module__.startswith("hfta_func."):
+    if not _is_ours(make):
         return False
     kinds, arguments = (GradientTransformation, Schedule), (parts, make.keywords)
     inner = optree.tree_leaves(arguments, is_leaf=lambda part: isinstance(part, kinds))  # pyright: ignore

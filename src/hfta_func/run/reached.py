@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import has_global_hooks
+from hfta_func._torch import HEAP_TYPE, has_global_hooks
 
 _MOST = 10_000
 """Objects to look at; a function that can reach more is not looked at."""
@@ -184,7 +184,7 @@ class Reached:
             self._watch(lambda: (value.cell_contents,))
         attributes = getattr(value, "__dict__", None)
         slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(value, name)]
-        if kind.__module__ == "builtins":
+        if _is_builtin(kind):
             if kind is not object and not isinstance(value, _FOLLOWED):
                 raise _UnknownError(f"a {kind.__qualname__}")
             return
@@ -196,7 +196,7 @@ class Reached:
     def _visit_class(self, kind: type) -> None:
         self._note(kind.__qualname__)
         for base in kind.__mro__:
-            if base in self._numbers or base.__module__ == "builtins":
+            if base in self._numbers or _is_builtin(base):
                 continue
             self._numbers[base] = len(self._numbers)
             self._watch(functools.partial(tuple, vars(base).values()))
@@ -296,9 +296,14 @@ def _names_of(path: str) -> frozenset[str]:
     return _names_in(compile(pathlib.Path(path).read_bytes(), path, "exec")) if path.endswith(".py") else frozenset()
 
 
+def _is_builtin(kind: type) -> bool:
+    """Whether a class is Python's own; classes of code that runs without a ``__name__`` are put there, too."""
+    return kind.__module__ == "builtins" and not kind.__flags__ & HEAP_TYPE
+
+
 def _slots(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ())
-    return () if kind.__module__ == "builtins" else (slots,) if isinstance(slots, str) else slots
+    return () if _is_builtin(kind) else (slots,) if isinstance(slots, str) else slots
 
 
 def _contents(cells: Iterable[Any]) -> Iterable[Any]:

@@ -202,7 +202,7 @@ def check_metrics(metrics: dict[str, Any]) -> dict[str, Tensor]:
 def num_positional(func: Callable[..., Any]) -> int:
     """How many arguments a loss or a metric takes by position; raises a LossError for what is no function of a model."""
     kind = func if inspect.isfunction(func) else type(func)
-    if not callable(func) or kind.__module__.startswith("torch.nn."):
+    if not callable(func) or (kind.__module__ or "").startswith("torch.nn."):
         cure = "write one, such as lambda model, batch: mse_loss(model(batch[0]), batch[1])"
         raise LossError(f"{getattr(kind, '__qualname__', kind)} is no function of a model and a batch; {cure}")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
