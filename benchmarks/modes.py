@@ -145,9 +145,8 @@ MODES: dict[str, Callable[[Job], Run]] = {
 NOT_FOR = {
     MANY: tuple(name for name in WORKLOADS if name != "mlp"),
     "array auto": ("dcgan",),
-    IN_FIT: ("dcgan",),
     REPLAYED[1]: ("dcgan",),
     "serial foreach": ("resnet", "transformer", "bert"),
 }
 """Workloads that a mode is not for: those whose graph takes long to compile, and whose calls are little of a step; a step of
-its own has no ``chunk_size`` and is not replayed; Adadelta has no kernels but ``foreach``."""
+its own has no ``chunk_size``; Adadelta has no kernels but ``foreach``."""

@@ -22,6 +22,7 @@ from examples.common.losses import accuracy, cross_entropy
 from examples.common.task import Batch, Task, autocast, find_device
 from examples.dcgan import fused as gan
 from examples.dcgan import main as dcgan
+from examples.dcgan.model import on_fake, on_real
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
@@ -170,14 +171,16 @@ class GANJob:
 
         return Run(step, lambda: [part.state_dict() for part in pair.parts().values()])
 
-    def array(self, **options: Any) -> tuple[Callable[..., Any], Any]:
-        """Step and state of all members.
+    def array(self, donate: bool = True, **options: Any) -> tuple[Callable[..., Any], Any]:
+        """Step and state of all members: the example's own, which is donated its state, or a joint step of two networks.
 
         Raises:
-            RuntimeError: if there are options, which a step of its own does not have.
+            RuntimeError: if there are other options, which a step of its own does not have.
         """
         if options:
             raise RuntimeError(f"the example's own step does not have {', '.join(options)}")
+        if not donate:
+            return self._joint()
         step, state = gan.prepare(self.generator, self.discriminator, self.noise, self.flags)
 
         def both(state: gan.GANState, batch: Batch) -> tuple[gan.GANState, dict[str, Tensor]]:
@@ -185,6 +188,25 @@ class GANJob:
             return state, {"loss": losses["loss_d"] + losses["loss_g"]}
 
         return both, state
+
+    def _joint(self) -> tuple[JointGAN, hfta.TrainState]:
+        make, seeds, autocast = (
+            (self.discriminator, self.generator),
+            self.flags.seeds,
+            torch.bfloat16 if self.flags.amp else None,
+        )
+        each = [
+            zip("dg", own, strict=True)
+            for own in zip(*(fused.initial(f, seeds, self.device) for f in make), strict=True)
+        ]
+        params, buffers = (
+            {f"{name}.{path}": leaf for name, own in pairs for path, leaf in own.items()} for pairs in each
+        )
+        model = nn.ModuleDict({name: factory() for name, factory in zip("dg", make, strict=True)})
+        optimizer = fused.adam(self.flags.per_model(), 1)
+        steps = [hfta.make_train_step(model, loss, optimizer, autocast=autocast) for loss in (_loss_d, _loss_g)]
+        step = hfta.joint(**dict(zip("dg", steps, strict=True)))
+        return JointGAN(step, self.noise), step.init(params, buffers, seeds=seeds)
 
     def stock(self, compiled: bool) -> Run:
         """All members under ``torch.func.vmap``."""
@@ -196,6 +218,33 @@ class GANJob:
             return (state,), metrics["loss"]
 
         return carry(update, (state,), compiled)
+
+
+class JointGAN:
+    """A joint step, both of whose losses have the same latent vectors, as :class:`examples.dcgan.main.Pair` has."""
+
+    def __init__(self, step: hfta.JointStep, noise: int):
+        self.step, self.noise = step, noise
+
+    def __call__(self, state: hfta.TrainState, batch: Batch) -> tuple[hfta.TrainState, dict[str, Tensor]]:
+        """Train both networks, and report the sum of their losses."""
+        keys, real = hfta.random.fold_in(state.keys, state.step), batch[0]
+        latent = hfta.random.normal(keys, (real.shape[1], self.noise, 1, 1), dtype=real.dtype)
+        state, metrics = self.step(state, (real, latent))
+        return state, {"loss": metrics["d.loss"] + metrics["g.loss"]}
+
+    def replayed(self, steps: int) -> JointGAN:
+        """As :meth:`hfta.JointStep.replayed`."""
+        return JointGAN(self.step.replayed(steps), self.noise)
+
+
+def _loss_d(model: Any, batch: Batch) -> Tensor:
+    real, latent = batch
+    return on_real(model.d(real)) + on_fake(model.d(model.g(latent)))
+
+
+def _loss_g(model: Any, batch: Batch) -> Tensor:
+    return on_real(model.d(model.g(batch[1])))
 
 
 def compiled_mode(compiled: bool | str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
 import threading
@@ -21,6 +22,9 @@ from rule_cases import CONV, RULE_CASES, RuleCase
 from rule_checks import check_against_loop, member_inputs
 
 CONVOLUTION = ("convolution", "convolution_input_grad", "convolution_weight_grad")
+
+
+OPTIONS = ("stride", "padding", "output_padding", "groups", "dilation")
 
 
 @pytest.mark.sampled(every=4)
@@ -72,6 +76,29 @@ def test_a_forced_lowering_is_what_runs(
     assert forwards == expected
     # The gradient of a plain convolution belongs to PyTorch.
     assert backwards == (expected if lowering in ("channels_last", "loop") else [])
+
+
+@pytest.mark.parametrize("options", [(2, 1, 1, 1, 2), (3, 0, 2, 2, 1), (1, 2, 0, 1, 1), (2, 1, 0, 1, 1)])
+@pytest.mark.parametrize("lowering", ["channels_last", None])
+def test_transposed_convolutions_with_channels_innermost(lowering: str | None, options: tuple[int, ...]) -> None:
+    groups = options[3]
+    inputs = torch.randn(8, 8, 16, 16), torch.randn(8, 2, 3, 3), torch.randn(2 * groups)
+    inputs = tuple(x.double() for x in inputs)
+    func = functools.partial(torch.conv_transpose2d, **dict(zip(OPTIONS, options, strict=True)))
+    with hfta.rules.override(conv=lowering) if lowering else contextlib.nullcontext():
+        stacked = [torch.stack([x] * 2) for x in inputs]
+        choices = {choice.op: choice.lowering for choice in hfta.rules.explain(hfta.vmap(func), *stacked)}
+        assert choices["convolution"] == "channels_last"
+        check_against_loop(RuleCase("conv_transpose2d", func, lambda: inputs), (True,) * 3)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_one_pixel_is_spread_without_adding_windows_up(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.functional, "fold")
+    with hfta.rules.override(conv="matmul"):
+        inputs = torch.randn(2, 4, 3, 3).double(), torch.randn(6, 4 // groups, 3, 3).double()
+        func = functools.partial(torch.conv2d, groups=groups)
+        check_against_loop(RuleCase("conv2d", func, lambda: inputs), (True, True))
 
 
 @pytest.mark.parametrize("lowering", ["matmul", "windows", "loop"])

@@ -118,9 +118,12 @@ class _Convolution(NamedTuple):
         return few and len(self.x) > 3 and self.x[0] * self.pixels >= 2**14
 
     def has_few_channels_in(self) -> bool:
-        """Whether at most 4 channels come in, under filters of 9 taps or more, on images that are not small."""
-        few = self.x[1] <= 4 and not self.transposed
-        return few and len(self.x) > 3 and math.prod(self.weight[2:]) >= 9 and self.x[0] * self.pixels >= 2**11
+        """Whether at most 4 channels come in, under filters of 9 taps or more, on images that are not small; or transposed,
+        go out.
+        """
+        channels = self.weight[1] * self.groups if self.transposed else self.x[1]
+        pixels = self.pixels * math.prod(self.stride) if self.transposed else self.pixels
+        return channels <= 4 and len(self.x) > 3 and math.prod(self.weight[2:]) >= 9 and self.x[0] * pixels >= 2**11
 
 
 def _convolution(case: Case) -> _Convolution:
@@ -162,9 +165,7 @@ _LARGE = Row(
     "512 KB of filters per member: in a loop they stay in the cache",
 )
 _FEW = Row(_on("cpu", _Convolution.has_few_channels), "loop", "few channels, which grouped kernels do not fill")
-_FEW_IN = Row(
-    _on("cpu", _Convolution.has_few_channels_in), "channels_last", "few input channels: pixels are contiguous"
-)
+_FEW_IN = Row(_on("cpu", _Convolution.has_few_channels_in), "channels_last", "few channels: pixels are contiguous")
 # A kernel converts what it reads and writes to a layout of its own, which takes longer than so few products.
 # An exported program keeps its convolutions, which other runtimes know.
 _WINDOWS = Row(

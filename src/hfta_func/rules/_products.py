@@ -64,7 +64,7 @@ def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequenc
     columns = bmm(_rows(channels, geometry), _matrix(weight, geometry))
     if is_pointwise(kernel, geometry):
         return _channels_first(columns, channels.shape[:2], small, geometry)
-    if math.prod(small) == 1 and space == list(kernel) and not any(geometry.padding):
+    if math.prod(small) == 1 and list(space) == list(kernel) and not any(geometry.padding):
         # [MG,N,IK] -> [M,G,N,I,K] -> [M,N,GI,K]
         columns = columns.reshape(num_models, geometry.groups, batch, weight.shape[2], *space)
         return columns.transpose(1, 2).flatten(2, 3)

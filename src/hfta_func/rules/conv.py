@@ -206,9 +206,23 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> T
         biases = [None] * x.shape[0] if bias is None else bias.unbind()
         members = zip(x.unbind(), weight.unbind(), biases, strict=True)
         return torch.stack([_convolution(*member, *geometry) for member in members])
-    bias = None if bias is None else bias.flatten()
-    convolution = _plain if lowering == "channels_last" else _convolution
-    return _unfold_members(convolution(*_fold_members(lowering, x, weight), bias, *_grouped(geometry, x)), x)
+    bias, folded, grouped = (
+        None if bias is None else bias.flatten(),
+        _fold_members(lowering, x, weight),
+        _grouped(geometry, x),
+    )
+    run = _convolution if lowering == "grouped" else _scattered if geometry.transposed else _plain
+    return _unfold_members(run(*folded, bias, *grouped), x)
+
+
+def _scattered(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """A transposed convolution as the gradient of another's input, whose kernels are faster with channels innermost."""
+    geometry = Geometry(*options)
+    space = _products.transposed_space(x.shape[2:], weight.shape[2:], geometry)
+    like = x.new_empty((x.shape[0], weight.shape[1] * geometry.groups, *space))
+    ordinary = geometry._replace(transposed=False, output_padding=[0] * len(space))
+    y = _convolution_backward(x, like, weight, None, *ordinary, [True, False, False])[0]
+    return y if bias is None else y.add_(align(bias, None, y.dim() - 1, len(space)))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
