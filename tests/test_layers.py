@@ -47,7 +47,6 @@ FILES_IN = {
         "routing",
         "scan",
         "scalar_args",
-        "validation",
         "captured",
     ],
     "rules": [
