@@ -119,7 +119,15 @@ def _withdraw() -> None:
     _libraries.clear()
     _unruled.clear()
     _loop.cache_clear()
-    _restore_python_kernels()
+    # Under dispatch modes, and so under the compiler, Python kernels come from a table of the last ones registered, which
+    # outlives their libraries. So PyTorch's are registered again.
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for operator in map(_torch.operator, RULES):
+            if operator in _torch.decompositions:
+                library.impl(operator, _torch.decompositions[operator], BATCHED, allow_override=True)
+    _torch.destroy(library)
 
 
 def _loop_the_rest() -> None:
@@ -245,21 +253,6 @@ def uninstall() -> None:
             _withdraw()
             _installed = False
         _torch.mark_graphs(_RULES, None)
-
-
-def _restore_python_kernels() -> None:
-    """Register PyTorch's own Python kernels again.
-
-    Under dispatch modes, and so under the compiler, Python kernels come from a table of the last ones registered, which
-    outlives their libraries.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for operator in map(_torch.operator, RULES):
-            if operator in _torch.decompositions:
-                library.impl(operator, _torch.decompositions[operator], BATCHED, allow_override=True)
-    _torch.destroy(library)
 
 
 def _kernel(
