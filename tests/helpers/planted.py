@@ -1047,7 +1047,7 @@ PLANTED = [
     ),
     Planted(
         "a record of an update that reads Python is used",
-        *("step/replay.py", "is_closed(step.optimizer) and", ""),
+        *("step/replay.py", "closed and (looks", "(looks"),
         "test_replay.py::test_updates[a schedule that reads a global]",
     ),
     Planted(

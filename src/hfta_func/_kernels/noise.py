@@ -134,9 +134,6 @@ def _defined() -> bool:
     def drawn(dtype: torch.dtype, start: Tensor, stride: Tensor, shape: Sequence[int], *more: int) -> Tensor:
         return start.new_empty((*start.shape, *shape), dtype=dtype)
 
-    def drawn_streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-        return key.new_empty((*key.shape, count)), key.new_empty((*key.shape, count))
-
     _define("mix(Tensor z) -> Tensor", draw_mixed, torch.empty_like)
     draws = "(Tensor start, Tensor stride, SymInt[] shape"
     for name, dtype, run in (("words", torch.int64, words), ("words_below", torch.bool, below)):
@@ -147,7 +144,13 @@ def _defined() -> bool:
         draw_dropped,
         lambda x, *_: x.new_empty(x.shape),
     )
-    _define("streams(Tensor key, int first, int count) -> (Tensor, Tensor)", draw_streams, drawn_streams)
+    _define(
+        "streams(Tensor key, int first, int count) -> (Tensor, Tensor)",
+        *(
+            draw_streams,
+            lambda key, first, count: (key.new_empty((*key.shape, count)), key.new_empty((*key.shape, count))),
+        ),
+    )
     return True
 
 
@@ -161,15 +164,13 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
             if all(dim is None for _, dim in pairs):
                 # Nothing is mapped at this level; an outer level may map.
                 return operator(*(x for x, _ in pairs))
-            outputs = operator(*(_expanded(x, dim, num_models) for x, dim in pairs))
+            given = (
+                x if not isinstance(x, Tensor) else x.expand(num_models, *x.shape) if dim is None else x.movedim(dim, 0)
+                for x, dim in pairs
+            )
+            outputs = operator(*given)
         if isinstance(outputs, Tensor):
             return add_batch_dim(outputs, 0, level)
         return tuple(add_batch_dim(output, 0, level) for output in outputs)
 
     operator = define_operator(schema, {"CPU": kernel, "FuncTorchBatched": batched}, fake=fake)
-
-
-def _expanded(value: Any, dim: int | None, num_models: int) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.expand(num_models, *value.shape) if dim is None else value.movedim(dim, 0)

@@ -65,18 +65,16 @@ class Compiled:
     @property
     def _torchdynamo_orig_callable(self) -> Callable[..., Any]:
         if "_function" not in vars(self):
-            self._function: Any = _with_new_code(self, f"{type(self).__name__}_{next(self._numbers)}")
+            call: Any = self
+
+            def function(*args: Any, **kwargs: Any) -> Any:
+                return call(*args, **kwargs)
+
+            code = function.__code__.replace(co_name=f"{type(self).__name__}_{next(self._numbers)}")
+            copy: Any = types.FunctionType(code, function.__globals__, code.co_name, closure=function.__closure__)
+            copy.__wrapped__ = self
+            self._function = copy
         return self._function
-
-
-def _with_new_code(call: Any, name: str) -> Any:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    code = function.__code__.replace(co_name=name)
-    copy: Any = types.FunctionType(code, function.__globals__, name, closure=function.__closure__)
-    copy.__wrapped__ = call
-    return copy
 
 
 def tell_compiler_of_overrides(functions: Iterable[Any]) -> None:

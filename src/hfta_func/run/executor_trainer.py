@@ -10,14 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Running
 from hfta_func.run.parts import PartWorker, StateBuffers, loader_positions, renumbered, shares
-from hfta_func.run.trainer import SegmentEnd, SegmentHooks, Step
+from hfta_func.run.trainer import SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor, Inline
@@ -35,7 +34,7 @@ _PIECE = 0.2
 """Seconds for which this process trains before it looks again whether the workers have started."""
 
 
-class ExecutorTrainer:
+class ExecutorTrainer(Trainer):
     """The :class:`Trainer` of an array that an executor trains, a part of the members in each call.
 
     Progress is seen, and Ctrl-C heeded, after every step by workers of this machine, and after every segment by others.
@@ -64,8 +63,6 @@ class ExecutorTrainer:
         self._states: StateBuffers | None = None
         # By number of parts: how many steps each has made, and after which one all stop.
         self._controls: dict[int, SharedTensorRef] = {}
-        self.kept: Tensor | None = None
-        """The members of the loader's batches that are trained; all if None."""
 
     @property
     def status(self) -> str:
@@ -166,12 +163,11 @@ class ExecutorTrainer:
 
     def _shared(self, state: TrainState) -> StateBuffers:
         """A state in shared memory, where workers read it."""
-        if self._states is not None and self._states.fits(state):
-            self._states.put(state)
-            return self._states
-        if self._states is not None:
-            self._states.close()
-        self._states = StateBuffers(state)
+        if self._states is None or not self._states.fits(state):
+            if self._states is not None:
+                self._states.close()
+            self._states = StateBuffers(state)
+        self._states.put(state)
         return self._states
 
     def _orders(

@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -275,12 +275,14 @@ def _doctor(args: argparse.Namespace) -> str:
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    devices = [f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in gpus]
     rows = [
         ("hfta_func", hfta.__version__),
         ("Python", platform.python_version()),
         *((name, _version(name)) for name in ("torch", "optree", "safetensors", "optuna", "torch_xla")),
         ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {threads}"),
-        ("devices", ", ".join(_devices()) or "none besides the processor"),
+        ("devices", ", ".join(devices) or "none besides the processor"),
         ("compiler", compiler or "none; torch.compile needs g++ or clang++ on a CPU"),
         ("compiled graphs", f"{cache} ({_writable(cache)})"),
         ("kernels in C", _kernels()),
@@ -307,12 +309,6 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _devices() -> Iterable[str]:
-    for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
-        yield f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
 
 
 def _writable(path: str) -> str:

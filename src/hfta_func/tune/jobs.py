@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import hfta_func as hfta
-from hfta_func.tune.array import Segment
 from hfta_func.tune.groups import Group
 from hfta_func.workers.executor import Executor, Inline
 
@@ -89,7 +88,13 @@ class Jobs:
                 else:
                     self._halve(job, numbers, answer)
             else:
-                _note(trained, numbers, answer)
+                for index, number in enumerate(numbers):
+                    trained.metrics[number] = [
+                        {name: row[index] for name, row in each.items()} for each in answer.epochs
+                    ]
+                    trained.seconds[number] = answer.seconds / len(numbers)
+                trained.states.append((numbers, answer.state))
+                _log.info("members %s have trained %.2f s", spans(numbers), answer.seconds)
                 if answer.interrupted:
                     # Ctrl-C ends both halves of an array.
                     self.stop()
@@ -122,16 +127,6 @@ class Jobs:
         """Forget the arrays that train, and train in this process from now on."""
         self.stop()
         self.executor = Inline()
-
-
-def _note(trained: Trained, numbers: tuple[int, ...], segment: Segment) -> None:
-    for index, number in enumerate(numbers):
-        trained.metrics[number] = [
-            {name: values[index] for name, values in metrics.items()} for metrics in segment.epochs
-        ]
-        trained.seconds[number] = segment.seconds / len(numbers)
-    trained.states.append((numbers, segment.state))
-    _log.info("members %s have trained %.2f s", spans(numbers), segment.seconds)
 
 
 def spans(numbers: Sequence[int]) -> str:
