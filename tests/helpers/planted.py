@@ -317,7 +317,7 @@ PLANTED = [
     ),
     Planted(
         "gradients stay scaled",
-        *("step/amp.py", "grad * per_model(inverse, grad)", "grad"),
+        *("step/gradients.py", "grad * per_model(inverse, grad)", "grad"),
         "test_step.py::test_gradients_are_those_of_the_loss_whatever_the_scale",
     ),
     Planted(
@@ -689,7 +689,11 @@ PLANTED = [
     ),
     Planted(
         "processes train inactive members on, on the batches of others",
-        *("run/parts.py", "slice(low, high) if kept is None else kept[low:high].cpu()", "slice(low, high)"),
+        *(
+            "run/executor_trainer.py",
+            "slice(low, high) if self.kept is None else self.kept[low:high].cpu()",
+            "slice(low, high)",
+        ),
         "test_following.py::test_inactive_members_are_left_out[executor-own]",
     ),
     Planted(

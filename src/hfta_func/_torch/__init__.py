@@ -9,14 +9,14 @@ have run on a later release, raise ``NEWEST`` in ``_release.py``.
 from hfta_func._torch.ahead import Library, compile_ahead, load_ahead
 from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_untested, tested
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
-from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, in_graph, intercept_checkpoint
+from hfta_func._torch.compiler import expected, graph_hits, in_graph, intercept_checkpoint
 from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, math_attention, operator_scan, original
 from hfta_func._torch.compiler import run_operators_eagerly, set_compiling, stand_for, stays
 from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, trace_functions, trace_history
 from hfta_func._torch.compiler import traced_lines, until_compiled, untraced
 from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, apply_at_level, apply_in_transforms
 from hfta_func._torch.dispatcher import apply_replaced, autocast_operators, before_autocast, below_autograd
-from hfta_func._torch.dispatcher import below_batching, counter, decompositions, default_generators, destroy, draws
+from hfta_func._torch.dispatcher import below_batching, counter, decompositions, destroy
 from hfta_func._torch.dispatcher import function_modes, has_kernel, has_native_lstm, has_tangents, implement, is_alias
 from hfta_func._torch.dispatcher import is_autocasting, is_derivative_of_operator, is_fallback_enabled
 from hfta_func._torch.dispatcher import leaving_out_validation, load_decompositions, num_dispatch_modes, num_libraries

@@ -154,11 +154,6 @@ def stays(tensor: Any) -> None:
     private("torch._dynamo", "mark_static_address")(tensor)
 
 
-def eager_unless_compiled() -> Any:
-    """A context in which a call runs eagerly if it would need a new compilation."""
-    return torch.compiler.set_stance("eager_on_recompile")
-
-
 def traced_lines() -> list[tuple[str, int]]:
     """File and line of the code that the compiler is tracing and of its callers, innermost first."""
     stack = private("torch._guards", "TracingContext").extract_stack()

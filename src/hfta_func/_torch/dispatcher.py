@@ -154,11 +154,6 @@ def why_not_looped(operator: Any) -> str | None:
     return None
 
 
-def draws(operator: Any) -> bool:
-    """Whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
-
-
 def operator(name: str) -> Any:
     """An operator by its name, which names the library unless that is ``aten``.
 
@@ -235,12 +230,6 @@ def has_native_lstm(dtype: torch.dtype) -> bool:
     """Whether PyTorch has a kernel for all steps of an LSTM on this processor for inputs of a dtype."""
     names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     return dtype not in names or private("torch", f"ops.mkldnn.{names[dtype]}")()
-
-
-def default_generators(device: torch.device) -> list[torch.Generator]:
-    """The generators that a draw on a device uses if none is passed."""
-    generators = [torch.default_generator]
-    return [*generators, torch.cuda.default_generators[device.index]] if device.type == "cuda" else generators
 
 
 @contextlib.contextmanager

@@ -260,7 +260,8 @@ def _kernel(
 ) -> Callable[..., Any]:
     operator = _torch.operator(op)
     replaced = torch.library.get_kernel(operator, key)
-    only, is_random, written = TABLE[op][0].lowering, _torch.draws(operator), _torch.written_by(operator)[0]
+    only, written = TABLE[op][0].lowering, _torch.written_by(operator)[0]
+    is_random = torch.Tag.nondeterministic_seeded in operator.tags
     makes_new = not any(result.alias_info for result in operator._schema.returns)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Running
-from hfta_func.run.parts import PartWorker, StateBuffers, loader_positions, renumbered, shares
+from hfta_func.run.parts import PartWorker, StateBuffers, renumbered, shares
 from hfta_func.run.trainer import SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
@@ -184,7 +184,7 @@ class ExecutorTrainer(Trainer):
         position = self._loader.state_dict() if self._dealt else None
         control = None if buffers is None else self._control(len(parts))
         for number, (low, high, _) in enumerate(parts):
-            where = loader_positions(self.kept, low, high)
+            where = slice(low, high) if self.kept is None else self.kept[low:high].cpu()
             batches = None
             if not self._dealt:
                 batches = dumps([take_batch(dims, batch, where) for batch in (self._left or [])[:limit]], folder)

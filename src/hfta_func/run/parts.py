@@ -28,11 +28,6 @@ def shares(size: int, count: int) -> list[tuple[int, int]]:
     return [*itertools.pairwise(edges)]
 
 
-def loader_positions(kept: Tensor | None, low: int, high: int) -> slice | Tensor:
-    """Where members of a part are in the loader's batches, if those at ``kept`` are trained, or all."""
-    return slice(low, high) if kept is None else kept[low:high].cpu()
-
-
 def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
     """The error of a part, whose members have these numbers in the whole array, as one of the whole."""
     if isinstance(error, HFTAError) and error.args:

@@ -14,7 +14,7 @@ from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.groups import Group, group_key
-from hfta_func.tune.jobs import Jobs, Trained
+from hfta_func.tune.jobs import Job, Jobs
 from hfta_func.tune.member import Member, check_alive, check_copies, counted, rows_of
 from hfta_func.workers.executor import Executor, Inline
 
@@ -195,7 +195,7 @@ class Population:
         self.jobs.start(group, chosen, {number: self.members[number].epoch for number in chosen}, epochs, limit)
         return True
 
-    def _record(self, trained: Trained) -> None:
+    def _record(self, trained: Job) -> None:
         self.interrupted = trained.interrupted
         alive = {number for number in trained.numbers if self.members[number].status == "alive"}
         for numbers, state in trained.states:
