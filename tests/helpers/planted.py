@@ -999,7 +999,7 @@ PLANTED = [
         "a process at work counts as one that has ended",
         *(
             "run/compiler.py",
-            'if is_first and "options" in self._answer:',
+            'if before is None and "options" in self._answer:',
             "if False:",
         ),
         "test_background.py::test_the_other_process_says_at_once_that_there_is_a_graph",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._tree import Origins
+from hfta_func._tree import followed
 from hfta_func._types import CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
@@ -74,13 +74,13 @@ class Run:
         Returns:
             Whether the members, and so the loader, are others.
         """
-        origins = Origins(self.state.keys)
-        with origins():
+        with followed(self.state.keys) as places_of:
             members = callback(self.state, self.history)
-        if members is None:
-            return False
-        check_state(members)
-        self.state, positions = members, self.history.follow(members.keys, origins.of(members.keys))
+            if members is None:
+                return False
+            check_state(members)
+            places = places_of(members.keys)
+        self.state, positions = members, self.history.follow(members.keys, places)
         if positions is None:
             return False
         self.loader = self._loader_of(positions)

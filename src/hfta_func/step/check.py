@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
@@ -56,23 +57,16 @@ def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) ->
         raise HyperparameterError(f"'{wrong[0]}' is no number of the model; {numbers_text(known, wrong[0])}")
 
 
+@dataclasses.dataclass(eq=False)
 class Check:
     """``check(state, batch)`` raises unless both fit the step; see :meth:`TrainStep.__call__`."""
 
-    def __init__(
-        self,
-        shapes: Shapes,
-        trainable: frozenset[str],
-        init: Callable[[Params, Params], Tree],
-        options: Options,
-        check_shared: Callable[[TrainState], None],
-    ):
-        self._shapes = shapes
-        self._trainable = trainable
-        self._init = init
-        self._options = options
-        self._check_shared = check_shared
-        self._expected: Any = None
+    _shapes: Shapes
+    _trainable: frozenset[str]
+    _init: Callable[[Params, Params], Tree]
+    _options: Options
+    _check_shared: Callable[[TrainState], None]
+    _expected: Any = None
 
     def __call__(self, state: TrainState, batch: Tree) -> None:
         """Raise a StateError or a BatchError that names what does not fit."""
