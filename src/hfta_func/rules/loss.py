@@ -119,8 +119,9 @@ def cross_entropy_loss(
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
     smoothed = 0.0 if member_weights is not None else label_smoothing
-    is_plain = weight is None and not label_smoothing
-    if is_plain and rows.are_wide:
+    is_plain, on_cpu = weight is None and not label_smoothing, rows.members.device.type == "cpu"
+    many = rows.shape[rows.axis] >= _MANY and rows.members.dtype in (torch.float32, torch.float64)
+    if is_plain and many and on_cpu and torch.compiler.is_compiling():
         losses = _of_many_classes(rows, target, counted, ignore_index)
     elif is_plain and (in_parts := cross_entropy_in_parts(rows.input, rows.of(target), ignore_index)) is not None:
         losses = rows.split(in_parts)
@@ -287,12 +288,6 @@ class _Rows:
         self.axis = 2 if self.has_batch else 1  # of the classes
         self.is_inner = self.has_batch and dim == 1
         self.input = self.of(self.members)
-
-    @property
-    def are_wide(self) -> bool:
-        """Whether a compiler is to be told how to compute losses of many classes on a CPU."""
-        many = self.shape[self.axis] >= _MANY and self.members.dtype in (torch.float32, torch.float64)
-        return many and torch.compiler.is_compiling() and self.members.device.type == "cpu"
 
     def of(self, x: Tensor) -> Tensor:
         """``[M,N,...] -> [MN,...]``."""

@@ -182,7 +182,16 @@ class ExecutorTrainer(Trainer):
         """The arguments of each part's call, by number of the part."""
         dims, orders = getattr(self._step, "batch_dims", 0), {}
         position = self._loader.state_dict() if self._dealt else None
-        control = None if buffers is None else self._control(len(parts))
+        count, control = len(parts), None
+        if buffers is not None:
+            # Where that many parts count their steps.
+            assert self._folder is not None
+            if count not in self._controls:
+                self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
+            control = self._controls[count]
+            cells = control.tensor()
+            cells[:] = 0
+            cells[-1] = NEVER
         for number, (low, high, _) in enumerate(parts):
             where = slice(low, high) if self.kept is None else self.kept[low:high].cpu()
             batches = None
@@ -195,16 +204,6 @@ class ExecutorTrainer(Trainer):
                 "control": None if control is None else (control, number),
             }
         return orders
-
-    def _control(self, count: int) -> SharedTensorRef:
-        """Where that many parts count their steps."""
-        assert self._folder is not None
-        if count not in self._controls:
-            self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
-        cells = self._controls[count].tensor()
-        cells[:] = 0
-        cells[-1] = NEVER
-        return self._controls[count]
 
     def _train(
         self,
