@@ -133,6 +133,7 @@ FILES_IN = {
     "cluster": ["ray_actors", "torchrun_ranks", "sites", "trainable"],
     "tune": [
         *(
+            "tables",
             "array",
             "groups",
             "folder",

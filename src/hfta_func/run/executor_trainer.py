@@ -15,11 +15,12 @@ from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Running
-from hfta_func.run.parts import PartWorker, StateBuffers, renumbered, shares
+from hfta_func.run.parts import PartWorker, StateBuffers, renumbered
 from hfta_func.run.trainer import SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor, Inline
+from hfta_func.workers.local import shares
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import cores
 from hfta_func.workers.wire import Folder, SharedTensorRef, dumps

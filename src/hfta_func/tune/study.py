@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import inspect
-import io
 import math
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,12 +14,12 @@ from torch import nn
 
 import hfta_func as hfta
 from hfta_func._types import SIGNS, require
-from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
 from hfta_func.tune.member import counted
 from hfta_func.tune.options import StudyOptions
 from hfta_func.tune.population import Population
 from hfta_func.tune.sampling import SamplerSession, named
+from hfta_func.tune.tables import write_tables
 
 if TYPE_CHECKING:
     import optuna
@@ -194,16 +191,7 @@ class Study:
 
     def write(self, folder: PathLike) -> None:
         """Write the rows of :meth:`frame` to ``history.csv``, and :attr:`trajectory` to ``trajectory.csv``, in a folder."""
-        rows = self._rows()
-        os.makedirs(folder, exist_ok=True)
-        for name, head, body in (
-            ("history", [*rows[0]] if rows else [], [[*row.values()] for row in rows]),
-            ("trajectory", ["seconds", "trial", self.metrics[0]], self.trajectory),
-        ):
-            text = io.StringIO(newline="")
-            csv.writer(text).writerows([head, *body])
-            # Replaced as a whole, because others read it while the study runs.
-            atomic.write(os.path.join(folder, f"{name}.csv"), text.getvalue().encode())
+        write_tables(folder, self._rows(), self.metrics[0], self.trajectory)
 
     def by_seed(self) -> dict[int, dict[int, float]]:
         """The first objective of every complete trial by its number and seed, for :func:`hfta_func.compare`, best first."""
