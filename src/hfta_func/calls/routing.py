@@ -21,8 +21,6 @@ from hfta_func import random
 from hfta_func._torch import (
     constant_to_compiler,
     depth,
-    function_modes,
-    is_reading,
     levels_above,
     tell_compiler_of_overrides,
     traced_add_batch_dim,
@@ -33,7 +31,7 @@ from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.higher_order import OPERATORS
-from hfta_func.calls.rewrites import LOWERED, lowered, lowered_for_compiler
+from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
 
@@ -275,8 +273,3 @@ def _tell_compiler() -> bool:
     _REPLACED.update(inner)
     tell_compiler_of_overrides([*HANDLERS, *inner])
     return True
-
-
-def inside_array() -> bool:
-    """Whether the code of a member is running, or read, in this thread."""
-    return is_reading() or any(isinstance(mode, lowered | routed) for mode in function_modes())

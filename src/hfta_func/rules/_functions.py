@@ -23,10 +23,16 @@ from hfta_func._types import LoopWarning, RandomnessError, TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.captured import tensors_in, with_tensors
 from hfta_func.calls.made import refuse_write
-from hfta_func.calls.routing import inside_array, routed
+from hfta_func.calls.rewrites import lowered
+from hfta_func.calls.routing import routed
 from hfta_func.rules._function_graphs import apply_to_all
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def inside_array() -> bool:
+    """Whether the code of a member is running, or read, in this thread."""
+    return _torch.is_reading() or any(isinstance(mode, lowered | routed) for mode in _torch.function_modes())
 
 
 def applied() -> contextlib.AbstractContextManager[None]:

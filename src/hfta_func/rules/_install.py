@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._types import LoopWarning
-from hfta_func.calls.routing import inside_array
 from hfta_func.rules import _aliasing, _autocast, _check, _choice, _function_graphs, _functions
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
@@ -71,8 +70,8 @@ def install() -> None:
         early = {op: _kernel(op, *entry) for op, entry in RULES.items() if entry.key != BATCHED}
         # Distributions check values, which differ between members; operators of functions would compile these.
         for change in (
-            _torch.leaving_out_validation(inside_array),
-            _torch.run_operators_eagerly(inside_array),
+            _torch.leaving_out_validation(_functions.inside_array),
+            _torch.run_operators_eagerly(_functions.inside_array),
             _functions.applied(),
             _autocast.casting(_replace, early),
         ):

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import add_batch_dim, remove_batch_dim, vmap_level, writes
+from hfta_func._torch import add_batch_dim, default_generators, remove_batch_dim, vmap_level, writes
 from hfta_func._types import HFTAError, RandomnessError, TraceError
 from hfta_func.calls.autodiff import CALLS_BACKWARD, rehearsing
 from hfta_func.calls.body import user_code_location
@@ -195,7 +195,7 @@ def _mapped_flat(
             # An array of one refuses what an array of many models refuses.
             _mapped_level(flat, leaves, dims, 1, randomness)
             known.mapped = True
-        outputs = _alone(flat, leaves, dims, known.tried or not known.reads)
+        outputs = (_alone if known.tried or not known.reads else _alone_without_draws)(flat, leaves, dims)
     else:
         outputs = _mapped_level(flat, leaves, dims, count, randomness)
     if known is not None:
@@ -228,21 +228,24 @@ def _mapped_level(
         return tuple(remove_batch_dim(output, level, count, 0) for output in outputs)
 
 
-def _alone(
-    func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...], may_draw: bool
+def _alone_without_draws(
+    func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-    """One member without ``vmap``, as fast as a solo run; unless it may, it must not draw from PyTorch's generators."""
-    device = leaves[0].device
-    generators = [] if may_draw else [torch.default_generator]
-    if generators and device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    before = [(generator, generator.get_state()) for generator in generators]
-    outputs = func(*(leaf if dim is None else leaf.squeeze(dim) for leaf, dim in zip(leaves, dims, strict=True)))
-    _check_outputs(outputs)
-    for generator, state in before:
+    """As :func:`_alone`, but it refuses draws from PyTorch's global generator."""
+    generators = default_generators(leaves[0].device)
+    before = [generator.get_state() for generator in generators]
+    outputs = _alone(func, leaves, dims)
+    for generator, state in zip(generators, before, strict=True):
         if not torch.equal(generator.get_state(), state):
             generator.set_state(state)
             raise RandomnessError(f"the model or the loss {_UNROUTED}")
+    return outputs
+
+
+def _alone(func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """One member without ``vmap``, as fast as a solo run."""
+    outputs = func(*(leaf if dim is None else leaf.squeeze(dim) for leaf, dim in zip(leaves, dims, strict=True)))
+    _check_outputs(outputs)
     return tuple(output.unsqueeze(0) for output in outputs)
 
 
