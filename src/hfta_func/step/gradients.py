@@ -89,10 +89,8 @@ class Gradients:
         frozen = {path: param for path, param in params.items() if path not in self._trainable}
         keys = random.fold_in(state.keys, state.step + NOISE)
         scale = () if self._options.scaling is None else state.loss_scale.scale
-        everything = expanded_shared(state)
-        shared = {path: param for path, param in everything.items() if path not in state.params}
         given = filled(state.buffers, state.hparams)
-        return keys, trained, shared, frozen, given, state.hparams, scale
+        return keys, trained, expanded_shared(state), frozen, given, state.hparams, scale
 
     def _run(
         self,

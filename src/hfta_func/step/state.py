@@ -65,16 +65,14 @@ def stacked(state: Any) -> Stacked:
         >>> [model[1].p for model in unstack_params(models[0], *stacked(state))]
         [0.1, 0.2]
     """
-    return Stacked(expanded_shared(state), filled(state.buffers, getattr(state, "hparams", {})))
+    return Stacked({**state.params, **expanded_shared(state)}, filled(state.buffers, getattr(state, "hparams", {})))
 
 
 def expanded_shared(state: Any) -> Params:
-    """The parameters of a state or a :class:`Stacked`, ``[M, ...]``; what members share is seen M times, not copied."""
+    """The parameters that members of a state share and train, ``[M, ...]``: seen M times, not copied."""
     shared = getattr(state, "shared", ())
-    if not isinstance(shared, Shared):
-        return state.params
-    count = state.keys.shape[0]
-    return {**state.params, **{path: param.expand(count, *param.shape) for path, param in shared.params.items()}}
+    params = shared.params if isinstance(shared, Shared) else {}
+    return {path: param.expand(state.keys.shape[0], *param.shape) for path, param in params.items()}
 
 
 def refuse_shared(state: Any, option: str) -> None:
