@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from hfta_func._torch import can_look, writes
-from hfta_func._tree import difference
 from hfta_func._types import HyperparameterError, Params, StateError, Tree
 from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, check_optimizer
 
 
 def require(state: Any, *others: type) -> None:
@@ -91,6 +90,4 @@ class Check:
         if self._expected is None:
             trained = {path: param.to("meta") for path, param in state.params.items() if path in self._trainable}
             self._expected = self._init(trained, state.buffers)
-        mismatch = difference(state.opt_state, self._expected, "state.opt_state", "the state", "this step's optimizer")
-        if mismatch is not None:
-            raise StateError(f"the state belongs to another optimizer: {mismatch}; make a state with step.init(...)")
+        check_optimizer(state.opt_state, self._expected, "state.opt_state", "optimizer")
