@@ -28,7 +28,7 @@ APART = {("optim", "calls"), ("optim", "rules"), ("optim", "models")}
 FILES_IN = {
     "_kernels": ["native", "operators", "noise", "nonfinite", "rows"],
     "_torch": [
-        *("_release", "inductor", "levels", "dispatcher", "compiler", "guards", "modules", "recorded", "tape", "reads"),
+        *("_release", "inductor", "levels", "dispatcher", "compiler", "modules", "recorded", "tape", "reads"),
         "ahead",
     ],
     "optim": ["_base", "_kernel", "_leafwise"],
@@ -47,7 +47,6 @@ FILES_IN = {
         "routing",
         "scan",
         "scalar_args",
-        "validation",
         "captured",
     ],
     "rules": [

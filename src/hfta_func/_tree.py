@@ -103,8 +103,8 @@ def take(tree: T, index: int | slice | Sequence[int] | Tensor) -> T:
         if is_shared(leaf):
             return tree_map(torch.clone, leaf)
         selected = leaf.index_select(0, chosen.to(leaf.device))
-        if (origins := _origins.get()) is not None and origins.of(leaf) is not None:
-            origins.note(selected, [origins.of(leaf)[index] for index in chosen.tolist()])
+        if (places := _places_of(leaf)) is not None:
+            _note(selected, [places[index] for index in chosen.tolist()])
         return selected
 
     return optree.tree_map(taken, tree, is_leaf=is_shared)  # pyright: ignore
@@ -181,44 +181,37 @@ def concat(trees: Sequence[T]) -> T:
                     f"{column[0].dtype}{list(column[0].shape[1:])}; join arrays of the same model and dtype"
                 )
         joined.append(torch.cat(column))
-        if (origins := _origins.get()) is not None:
-            origins.note(joined[-1], [at for leaf in column for at in origins.of(leaf) or [-1] * len(leaf)])
+        if _followed.get() is not None:
+            _note(joined[-1], [at for leaf in column for at in _places_of(leaf) or [-1] * len(leaf)])
     return optree.tree_unflatten(optree.tree_structure(trees[0]), joined)  # pyright: ignore
 
 
-class Origins:
-    """The members, by their places in a tensor, that :func:`take` and :func:`concat` make other tensors of.
+_Known = dict[int, tuple[Tensor, list[int]]]
+_followed: contextvars.ContextVar[_Known | None] = contextvars.ContextVar("followed", default=None)
+"""By id, tensors of members that are followed, with their places; kept, so that no other tensor gets the id of one."""
 
-    Members may have equal seeds and be equal in all values, so that what they hold does not tell which they are.
 
-    Args:
-        leaf: The tensor ``[M]`` that the members are followed by.
+@contextlib.contextmanager
+def followed(leaf: Tensor) -> Iterator[Callable[[Tensor], list[int] | None]]:
+    """A block that follows members by a tensor ``[M]`` of theirs, through :func:`take` and :func:`concat`.
+
+    It yields a function that tells the place that each member of another tensor had, -1 for new ones; None if it was made in
+    another way. Members may have equal seeds and be equal in all values, so that what they hold does not tell which they are.
     """
-
-    def __init__(self, leaf: Tensor):
-        # The tensors are kept, so that no other one gets the id of one.
-        self._known = {id(leaf): (leaf, [*range(len(leaf))])}
-
-    def note(self, leaf: Tensor, places: list[int]) -> None:
-        """Note the places that the members of a new tensor have in the first one, -1 for others."""
-        if max(places) >= 0:
-            self._known[id(leaf)] = leaf, places
-
-    def of(self, leaf: Tensor) -> Any:
-        """What was noted of a tensor; None if it was made in another way."""
-        return self._known.get(id(leaf), (None, None))[1]
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """A block in which members are followed."""
-        token = _origins.set(self)
-        try:
-            yield
-        finally:
-            _origins.reset(token)
+    token = _followed.set({id(leaf): (leaf, [*range(len(leaf))])})
+    try:
+        yield _places_of
+    finally:
+        _followed.reset(token)
 
 
-_origins: contextvars.ContextVar[Origins | None] = contextvars.ContextVar("origins", default=None)
+def _places_of(leaf: Tensor) -> list[int] | None:
+    return (_followed.get() or {}).get(id(leaf), (None, None))[1]
+
+
+def _note(leaf: Tensor, places: list[int]) -> None:
+    if (known := _followed.get()) is not None and max(places) >= 0:
+        known[id(leaf)] = leaf, places
 
 
 def per_model(value: Tensor, leaf: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 
+_kernels: Any = torch.ops.hfta_func
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Significand bits; a dtype represents multiples of ``2**-digits`` in [0, 1) exactly."""
 
@@ -77,7 +78,7 @@ def _mix(z: Tensor) -> Tensor:
 def _hash(z: Tensor) -> Tensor:
     """The mixer for keys, stored because a chain of mixers written out would grow eightfold with every link."""
     if noise.is_fast(z):
-        return noise.mix(z)
+        return _kernels.mix(z)
     mixed = _mix(z)
     # Inductor stores a strided view, instead of repeating its expression wherever it is read.
     return mixed.as_strided(mixed.shape, mixed.stride()) if torch.compiler.is_compiling() else mixed
@@ -124,7 +125,7 @@ def stream(key: Tensor) -> Stream:
 def streams(key: Tensor, first: int, count: int) -> list[Stream]:
     """The streams of a key ``[...]`` folded with ``first``, ``first + 1`` and so on, made together."""
     if noise.is_fast(key):
-        starts, strides = noise.streams(key, first, count)
+        starts, strides = _kernels.streams(key, first, count)
     else:
         starts, strides, _ = stream(fold_in(key.unsqueeze(-1), torch.arange(first, first + count, device=key.device)))
     return [*map(Stream, starts.unbind(-1), strides.unbind(-1))]
@@ -146,7 +147,7 @@ def bits(key: Tensor | Stream, shape: Sequence[int]) -> Tensor:
     if position is not None and not noise.is_fast(start):
         return _mix(start + stride * (position + 1))
     if noise.is_fast(start):
-        words = noise.words(start, stride, shape)
+        words = _kernels.words(start, stride, shape)
         return words if position is None else _at(words, position)
     expand = (*start.shape, *(1,) * len(shape))
     index = torch.arange(1, math.prod(shape) + 1, device=start.device).reshape(shape)
@@ -193,7 +194,7 @@ def bernoulli(key: Tensor | Stream, p: float | Tensor, shape: Sequence[int]) -> 
     start, stride, padding = key = stream(key) if isinstance(key, Tensor) else key
     if noise.is_fast(start):
         position = None if padding is None else padding.draw("draw", shape)
-        below = noise.words_below(start, stride, shape, limit)
+        below = _kernels.words_below(start, stride, shape, limit)
         return below if position is None else _at(below, position)
     return _signed_shift(bits(key, shape), 11) < limit
 

@@ -317,7 +317,7 @@ PLANTED = [
     ),
     Planted(
         "gradients stay scaled",
-        *("step/amp.py", "grad * per_model(inverse, grad)", "grad"),
+        *("step/gradients.py", "grad * per_model(inverse, grad)", "grad"),
         "test_step.py::test_gradients_are_those_of_the_loss_whatever_the_scale",
     ),
     Planted(
@@ -689,7 +689,11 @@ PLANTED = [
     ),
     Planted(
         "processes train inactive members on, on the batches of others",
-        *("run/parts.py", "slice(low, high) if kept is None else kept[low:high].cpu()", "slice(low, high)"),
+        *(
+            "run/executor_trainer.py",
+            "slice(low, high) if self.kept is None else self.kept[low:high].cpu()",
+            "slice(low, high)",
+        ),
         "test_following.py::test_inactive_members_are_left_out[executor-own]",
     ),
     Planted(
@@ -988,14 +992,14 @@ PLANTED = [
     ),
     Planted(
         "calls of a graph do not notice another choice of lowerings",
-        *("_torch/guards.py", 're.compile(r"_pytree|', 're.compile(r"|_pytree|'),
+        *("_torch/inductor.py", 're.compile(r"_pytree|', 're.compile(r"|_pytree|'),
         "test_background.py::test_a_graph_notices_what_its_user_changes",
     ),
     Planted(
         "a process at work counts as one that has ended",
         *(
             "run/compiler.py",
-            'if is_first and "options" in self._answer:',
+            'if before is None and "options" in self._answer:',
             "if False:",
         ),
         "test_background.py::test_the_other_process_says_at_once_that_there_is_a_graph",
@@ -1047,7 +1051,7 @@ PLANTED = [
     ),
     Planted(
         "a record of an update that reads Python is used",
-        *("step/replay.py", "is_closed(step.optimizer) and", ""),
+        *("step/replay.py", "closed and (looks", "(looks"),
         "test_replay.py::test_updates[a schedule that reads a global]",
     ),
     Planted(

@@ -88,39 +88,19 @@ def is_fast(key: Tensor) -> bool:
     return not observed and key.device.type == "cpu" and _defined()
 
 
-def mix(z: Tensor) -> Tensor:
-    """The mixer of every word."""
-    return torch.ops.hfta_func.mix(z)
-
-
-def words(start: Tensor, stride: Tensor, shape: Sequence[int]) -> Tensor:
-    """Words ``int64[..., *shape]`` of streams ``[...]``."""
-    return torch.ops.hfta_func.words(start, stride, shape)
-
-
-def words_below(start: Tensor, stride: Tensor, shape: Sequence[int], limit: int) -> Tensor:
-    """Whether the highest 53 bits of each word, as a signed number, are below a limit: ``bool[..., *shape]``."""
-    return torch.ops.hfta_func.words_below(start, stride, shape, limit)
-
-
 def limit_of(p: float) -> int:
     """What the 53 highest bits of a word, as a signed number, are below with probability ``p``."""
     return round(p * 2.0**53) - (1 << 52)
 
 
-def drop(x: Tensor, start: Tensor, stride: Tensor, limit: int, scale: float) -> Tensor:
-    """``x * words_below(start, stride, x.shape[start.dim() :], limit) * scale`` of float32."""
-    return torch.ops.hfta_func.drop(x, start, stride, limit, scale)
-
-
-def streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Starts and strides ``int64[..., count]`` of keys ``[...]`` folded with ``first``, ``first + 1`` and so on."""
-    return torch.ops.hfta_func.streams(key, first, count)
-
-
 @functools.cache
 def _defined() -> bool:
-    """Define the operators; False if the kernels cannot be compiled."""
+    """Define the operators; False if the kernels cannot be compiled.
+
+    ``mix`` is the mixer of every word. ``words`` are those of streams, and ``words_below`` says whether their 53 highest
+    bits, as a signed number, are below a limit; ``drop`` multiplies by that and by a scale. ``streams`` are those of a key
+    folded with ``first``, ``first + 1`` and so on.
+    """
     programs: list[Any] = [native.program(source) for source in (_MIXED, _WORDS, _BELOW, _STREAMS, _DROPPED)]
     if None in programs:
         return False
@@ -129,18 +109,14 @@ def _defined() -> bool:
     number: Any = functools.lru_cache(maxsize=256)(lambda value, dtype: torch.tensor(value, dtype=dtype))
 
     def draw_mixed(z: Tensor) -> Tensor:
-        out = torch.empty(z.shape, dtype=torch.int64)
-        mixed([z.numel()], 1, [z.contiguous(), out])
+        mixed([z.numel()], 1, [z.contiguous(), out := torch.empty(z.shape, dtype=torch.int64)])
         return out
 
     def draw(dtype: torch.dtype, run: Any, start: Tensor, stride: Tensor, shape: Sequence[int], *more: int) -> Tensor:
         out = torch.empty((*start.shape, *shape), dtype=dtype)
         if out.numel():
-            run(
-                [math.prod(shape)],
-                start.numel(),
-                [start.contiguous(), stride.contiguous(), out, *map(torch.tensor, more)],
-            )
+            given = [start.contiguous(), stride.contiguous(), out, *map(torch.tensor, more)]
+            run([math.prod(shape)], start.numel(), given)
         return out
 
     def draw_dropped(x: Tensor, start: Tensor, stride: Tensor, limit: int, scale: float) -> Tensor:
@@ -158,9 +134,6 @@ def _defined() -> bool:
     def drawn(dtype: torch.dtype, start: Tensor, stride: Tensor, shape: Sequence[int], *more: int) -> Tensor:
         return start.new_empty((*start.shape, *shape), dtype=dtype)
 
-    def drawn_streams(key: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-        return key.new_empty((*key.shape, count)), key.new_empty((*key.shape, count))
-
     _define("mix(Tensor z) -> Tensor", draw_mixed, torch.empty_like)
     draws = "(Tensor start, Tensor stride, SymInt[] shape"
     for name, dtype, run in (("words", torch.int64, words), ("words_below", torch.bool, below)):
@@ -171,7 +144,13 @@ def _defined() -> bool:
         draw_dropped,
         lambda x, *_: x.new_empty(x.shape),
     )
-    _define("streams(Tensor key, int first, int count) -> (Tensor, Tensor)", draw_streams, drawn_streams)
+    _define(
+        "streams(Tensor key, int first, int count) -> (Tensor, Tensor)",
+        *(
+            draw_streams,
+            lambda key, first, count: (key.new_empty((*key.shape, count)), key.new_empty((*key.shape, count))),
+        ),
+    )
     return True
 
 
@@ -185,15 +164,13 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
             if all(dim is None for _, dim in pairs):
                 # Nothing is mapped at this level; an outer level may map.
                 return operator(*(x for x, _ in pairs))
-            outputs = operator(*(_expanded(x, dim, num_models) for x, dim in pairs))
+            given = (
+                x if not isinstance(x, Tensor) else x.expand(num_models, *x.shape) if dim is None else x.movedim(dim, 0)
+                for x, dim in pairs
+            )
+            outputs = operator(*given)
         if isinstance(outputs, Tensor):
             return add_batch_dim(outputs, 0, level)
         return tuple(add_batch_dim(output, 0, level) for output in outputs)
 
     operator = define_operator(schema, {"CPU": kernel, "FuncTorchBatched": batched}, fake=fake)
-
-
-def _expanded(value: Any, dim: int | None, num_models: int) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.expand(num_models, *value.shape) if dim is None else value.movedim(dim, 0)

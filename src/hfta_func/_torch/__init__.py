@@ -9,21 +9,21 @@ have run on a later release, raise ``NEWEST`` in ``_release.py``.
 from hfta_func._torch.ahead import Library, compile_ahead, load_ahead
 from hfta_func._torch._release import NEWEST, OLDEST, check_version, cure, is_untested, tested
 from hfta_func._torch.compiler import Compiled, allow_recurrent_layers, checkpoint, compiled_from_cache, dotted_path
-from hfta_func._torch.compiler import eager_unless_compiled, expected, graph_hits, in_graph, intercept_checkpoint
+from hfta_func._torch.compiler import expected, graph_hits, in_graph, intercept_checkpoint
 from hfta_func._torch.compiler import is_compiler_loaded, mark_graphs, math_attention, operator_scan, original
 from hfta_func._torch.compiler import run_operators_eagerly, set_compiling, stand_for, stays
 from hfta_func._torch.compiler import tell_compiler_of_overrides, trace_checkpoint, trace_functions, trace_history
 from hfta_func._torch.compiler import traced_lines, until_compiled, untraced
 from hfta_func._torch.dispatcher import AUTOCAST, SingleLevelFunction, after, apply_at_level, apply_in_transforms
-from hfta_func._torch.dispatcher import autocast_operators, before_autocast, below_autograd, below_batching, counter
-from hfta_func._torch.dispatcher import decompositions, default_generators, destroy, draws, function_modes
-from hfta_func._torch.dispatcher import has_kernel, has_native_lstm, has_tangents, implement, is_alias
+from hfta_func._torch.dispatcher import apply_replaced, autocast_operators, before_autocast, below_autograd
+from hfta_func._torch.dispatcher import below_batching, counter, decompositions, default_generators, destroy
+from hfta_func._torch.dispatcher import function_modes, has_kernel, has_native_lstm, has_tangents, implement, is_alias
 from hfta_func._torch.dispatcher import is_autocasting, is_derivative_of_operator, is_fallback_enabled
-from hfta_func._torch.dispatcher import load_decompositions, num_dispatch_modes, num_libraries, operator
-from hfta_func._torch.dispatcher import operators_without, out_of_place, parts, refusing_writes, replace_apply
-from hfta_func._torch.dispatcher import replace_validation, set_fallback_enabled, single_level_functions, taken_apart
-from hfta_func._torch.dispatcher import why_not_looped, without_views, writes, written_by
-from hfta_func._torch.inductor import quick_compiler, replaced
+from hfta_func._torch.dispatcher import leaving_out_validation, load_decompositions, num_dispatch_modes, num_libraries
+from hfta_func._torch.dispatcher import operator, operators_without, out_of_place, parts, refusing_writes
+from hfta_func._torch.dispatcher import set_fallback_enabled, single_level_functions, taken_apart, why_not_looped
+from hfta_func._torch.dispatcher import without_views, writes, written_by
+from hfta_func._torch.inductor import may_change, quick_compiler, replaced
 from hfta_func._torch.levels import RandomnessType, TransformType, VmapInterpreter, add_batch_dim, batch_dim, can_look
 from hfta_func._torch.levels import constant_to_compiler, current_interpreter, depth, device_type, get_unwrapped
 from hfta_func._torch.levels import gradient, inside_transform, inside_vmap, interpreters, is_batched, is_captured

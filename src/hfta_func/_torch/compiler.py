@@ -65,18 +65,16 @@ class Compiled:
     @property
     def _torchdynamo_orig_callable(self) -> Callable[..., Any]:
         if "_function" not in vars(self):
-            self._function: Any = _with_new_code(self, f"{type(self).__name__}_{next(self._numbers)}")
+            call: Any = self
+
+            def function(*args: Any, **kwargs: Any) -> Any:
+                return call(*args, **kwargs)
+
+            code = function.__code__.replace(co_name=f"{type(self).__name__}_{next(self._numbers)}")
+            copy: Any = types.FunctionType(code, function.__globals__, code.co_name, closure=function.__closure__)
+            copy.__wrapped__ = self
+            self._function = copy
         return self._function
-
-
-def _with_new_code(call: Any, name: str) -> Any:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    code = function.__code__.replace(co_name=name)
-    copy: Any = types.FunctionType(code, function.__globals__, name, closure=function.__closure__)
-    copy.__wrapped__ = call
-    return copy
 
 
 def tell_compiler_of_overrides(functions: Iterable[Any]) -> None:
@@ -98,11 +96,10 @@ def until_compiled(end: Callable[[], None]) -> None:
     handler.register_end_callback(once)
 
 
-def allow_recurrent_layers(allowed: bool) -> bool:
-    """Set whether the compiler takes recurrent layers into graphs; returns the previous setting."""
-    before = private("torch._dynamo", "config.allow_rnn")
-    torch._dynamo.config.allow_rnn = allowed
-    return before
+def allow_recurrent_layers() -> contextlib.AbstractContextManager[None]:
+    """A block in which the compiler takes recurrent layers into graphs."""
+    private("torch._dynamo", "config.allow_rnn")
+    return replaced(private("torch._dynamo", "config"), "allow_rnn", True)
 
 
 def set_compiling(compiling: bool) -> bool:
@@ -157,11 +154,6 @@ def stays(tensor: Any) -> None:
     private("torch._dynamo", "mark_static_address")(tensor)
 
 
-def eager_unless_compiled() -> Any:
-    """A context in which a call runs eagerly if it would need a new compilation."""
-    return torch.compiler.set_stance("eager_on_recompile")
-
-
 def traced_lines() -> list[tuple[str, int]]:
     """File and line of the code that the compiler is tracing and of its callers, innermost first."""
     stack = private("torch._guards", "TracingContext").extract_stack()
@@ -187,10 +179,11 @@ math_attention = private("torch._higher_order_ops.flex_attention", "math_attenti
 _compiling: Any = private("torch._higher_order_ops.utils", "_set_compilation_env.__wrapped__")
 
 
-def run_operators_eagerly(is_inside: Callable[[], bool]) -> Callable[[], None]:
-    """Keep operators of functions, such as ``torch.cond``, from compiling these where ``is_inside()`` holds.
+@contextlib.contextmanager
+def run_operators_eagerly(is_inside: Callable[[], bool]) -> Iterator[None]:
+    """A block in which operators of functions, such as ``torch.cond``, do not compile these where ``is_inside()`` holds.
 
-    The code is replaced, because other modules hold the function. Returns a function that restores it.
+    The code is replaced, because other modules hold the function.
     """
     code = _compiling.__code__
     original = types.FunctionType(code, _compiling.__globals__)
@@ -202,12 +195,10 @@ def run_operators_eagerly(is_inside: Callable[[], bool]) -> Callable[[], None]:
         with torch.compiler.set_stance("force_eager"):
             yield
 
-    def restore() -> None:
-        _compiling.__code__, _compiling.__kwdefaults__ = code, None
-
     _compiling.__kwdefaults__ = {"_is_inside": is_inside, "_original": original}
     _compiling.__code__ = replacement.__code__
-    return restore
+    yield
+    _compiling.__code__, _compiling.__kwdefaults__ = code, None
 
 
 def intercept_checkpoint(handler: Callable[..., Any]) -> None:
@@ -222,11 +213,11 @@ def trace_checkpoint(call: Any) -> Any:
     return before
 
 
-def trace_functions(call: Any) -> Any:
-    """Make the compiler trace autograd functions by ``call(self, tx, args, kwargs)``; returns the previous function."""
+def trace_functions(call: Any) -> contextlib.AbstractContextManager[None]:
+    """A block in which the compiler traces autograd functions by ``call(before, self, tx, args, kwargs)``."""
     variable = private("torch._dynamo.variables.misc", "AutogradFunctionVariable")
-    before, variable.call_apply = variable.call_apply, call
-    return before
+    before = variable.call_apply
+    return replaced(variable, "call_apply", lambda self, *given: call(before, self, *given))
 
 
 def in_graph(variable: Any, tx: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -246,8 +237,9 @@ def in_graph(variable: Any, tx: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return results
 
 
-def trace_history() -> Callable[[], None]:
-    """Make the compiler answer ``requires_grad``, ``is_leaf`` and ``data`` of members' tensors; returns a function to end it.
+@contextlib.contextmanager
+def trace_history() -> Iterator[None]:
+    """A block in which the compiler answers ``requires_grad``, ``is_leaf`` and ``data`` of members' tensors.
 
     It would read them from the wrapper of ``vmap``, which has no history.
     """
@@ -269,12 +261,9 @@ def trace_history() -> Callable[[], None]:
         is_plain = not is_batched(self.as_proxy().node.meta.get("example_value"))
         return data(self, tx) if is_plain else self.call_method(tx, "detach", [], {})
 
-    def restore() -> None:
-        for name, other in before.items():
-            delattr(variable, name) if other is None else setattr(variable, name, other)
-        variable.method_attr_data = data
-
     for name, other in before.items():
         setattr(variable, name, reading(name.removeprefix("method_attr_"), other))
-    variable.method_attr_data = detached
-    return restore
+    with replaced(variable, "method_attr_data", detached):
+        yield
+    for name, other in before.items():
+        delattr(variable, name) if other is None else setattr(variable, name, other)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_func._torch._release import private
+from hfta_func._torch.inductor import replaced
 from hfta_func._torch.levels import TransformType, current_interpreter, inside_vmap, is_walked, is_wrapped
 
 # The decompositions that PyTorch registers at the first vmap, and the table that they come from.
@@ -152,11 +154,6 @@ def why_not_looped(operator: Any) -> str | None:
     return None
 
 
-def draws(operator: Any) -> bool:
-    """Whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
-
-
 def operator(name: str) -> Any:
     """An operator by its name, which names the library unless that is ``aten``.
 
@@ -241,8 +238,9 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
     return [*generators, torch.cuda.default_generators[device.index]] if device.type == "cuda" else generators
 
 
-def replace_validation(is_left_out: Callable[[], bool]) -> Callable[[], None]:
-    """Leave out the checks of distributions where ``is_left_out()`` holds; returns a function that restores them."""
+@contextlib.contextmanager
+def leaving_out_validation(is_left_out: Callable[[], bool]) -> Iterator[None]:
+    """A context in which distributions have no checks where ``is_left_out()`` holds."""
     kind: Any = torch.distributions.Distribution
     init, check = kind.__init__, kind._validate_sample
 
@@ -253,33 +251,28 @@ def replace_validation(is_left_out: Callable[[], bool]) -> Callable[[], None]:
         if not is_left_out():
             check(self, value)
 
-    def restore() -> None:
-        kind.__init__, kind._validate_sample = init, check
-
-    kind.__init__, kind._validate_sample = __init__, _validate_sample
-    return restore
+    with replaced(kind, "__init__", __init__), replaced(kind, "_validate_sample", _validate_sample):
+        yield
 
 
-def replace_apply(apply: Callable[..., Any], batch: Callable[..., Any]) -> Callable[[], None]:
-    """Call ``apply(original, function, *args)`` for ``function.apply(*args)`` of every autograd function.
+@contextlib.contextmanager
+def apply_replaced(apply: Callable[..., Any], batch: Callable[..., Any]) -> Iterator[None]:
+    """A context with ``apply(original, function, *args)`` in place of ``function.apply(*args)`` of every autograd function.
 
     ``batch(original, interpreter, function, *args)`` then runs under ``vmap`` for a function that has ``setup_context``.
-    Returns a function that restores what was there before.
     """
     method, table = torch.autograd.Function.__dict__["apply"], _in_transforms.functorch_table
-    replace, rule = _replace_code if isinstance(method, classmethod) else _replace_method, table[TransformType.Vmap]
-    restore_apply = replace(torch.autograd.Function, method, apply)
-
-    def restore() -> None:
-        restore_apply()
+    replacing = _code_replaced if isinstance(method, classmethod) else _method_replaced
+    rule = table[TransformType.Vmap]
+    with replacing(torch.autograd.Function, method, apply):
+        table[TransformType.Vmap] = functools.partial(batch, rule)
+        yield
         table[TransformType.Vmap] = rule
 
-    table[TransformType.Vmap] = functools.partial(batch, rule)
-    return restore
 
-
-def _replace_code(__class__: Any, method: Any, apply: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the code and not the method, because models keep methods: ``relu = ReLU.apply``."""
+@contextlib.contextmanager
+def _code_replaced(__class__: Any, method: Any, apply: Callable[..., Any]) -> Iterator[None]:
+    """With other code and not another method, because models keep methods: ``relu = ReLU.apply``."""
     func, code = method.__func__, method.__func__.__code__
     original = types.FunctionType(code, func.__globals__, func.__name__, None, func.__closure__)
 
@@ -288,29 +281,26 @@ def _replace_code(__class__: Any, method: Any, apply: Callable[..., Any]) -> Cal
         assert issubclass(cls, __class__)
         return _apply(cls, *args, **kwargs)
 
-    def restore() -> None:
-        func.__code__, func.__kwdefaults__ = code, None
-
     func.__kwdefaults__ = {"_apply": functools.partial(apply, original)}
     func.__code__ = replacement.__code__.replace(co_filename=code.co_filename)
-    return restore
+    yield
+    func.__code__, func.__kwdefaults__ = code, None
 
 
-def _replace_method(kind: Any, method: Any, apply: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the method, which PyTorch 2.14 and later write in C++; methods that models have kept stay as they are."""
+@contextlib.contextmanager
+def _method_replaced(kind: Any, method: Any, apply: Callable[..., Any]) -> Iterator[None]:
+    """With another method, for PyTorch 2.14 and later, where it is C++; methods that models have kept stay as they are."""
 
     def replacement(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
         return apply(
             lambda function, *args, **kwargs: method.__get__(None, function)(*args, **kwargs), cls, *args, **kwargs
         )
 
-    def restore() -> None:
-        kind.apply = method
-
     # The compiler knows methods of autograd functions by name.
     replacement.__name__ = "apply"
     kind.apply = classmethod(replacement)
-    return restore
+    yield
+    kind.apply = method
 
 
 def apply_in_transforms(function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -331,18 +321,13 @@ def apply_at_level(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         return inherited.apply(*args, **kwargs)
 
 
-def before_autocast(call: Callable[[], None]) -> Callable[[], None]:
-    """Call ``call()`` whenever autocast is entered; returns a function that ends it."""
-    kind: Any = torch.autocast
-    enter = kind.__enter__
+def before_autocast(call: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """A context in which ``call()`` runs whenever autocast is entered."""
+    enter = torch.autocast.__enter__
 
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
         call()
         return enter(self)
 
-    def restore() -> None:
-        kind.__enter__ = enter
-
-    kind.__enter__ = entered
-    return restore
+    return replaced(torch.autocast, "__enter__", entered)

@@ -1,4 +1,4 @@
-"""The compiler of graphs, made to do the same in less time."""
+"""The compiler of graphs, and the graphs, made to do the same in less time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ import contextlib
 import functools
 import importlib
 import os
+import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hfta_func._torch._release import private
 
+_CODE = re.compile(
+    r"(G\['__import_(torch|hfta_func)(_dot_\w+)?'\]|__import__\('torch'\))(?!\w)|G\['__builtins_dict___\d+'\]"
+)
+"""Guards on definitions of PyTorch, this package and Python."""
+_DEFINITIONS = frozenset(
+    ("CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT")
+)
+"""The types of guards that a function, a class or a module is the same object."""
+_CONSTANTS = re.compile(r"_pytree|hfta_func.*\.(_?[A-Z][A-Z0-9_]*\b|__(kw)?defaults__)")
+"""Guards on values that are never assigned again: PyTorch's registry of trees, this package's constants and defaults."""
+_COPIES = re.compile(r"call\b.*\b(_first\[0\]\.(_modules|places)|_shapes|_holders|_trainable)(?!\w)")
+"""Guards on a step's copy of the model, and on facts about it."""
 _CALLS = (".wrapper.o", ".main.o")
 """How names of files end that hold a graph's calls; the compiler's next file holds its kernels."""
 
@@ -96,3 +109,18 @@ def _together(build: Callable[..., None], threads: concurrent.futures.Executor) 
         build(builder)
 
     return begin
+
+
+def may_change(guards: Sequence[Any]) -> list[bool]:
+    """Which of the compiler's checks before every call of a graph are needed.
+
+    There are thousands, which take a third of the time of a small step. Definitions of PyTorch and this package, and a step's
+    copy of a model, never change; settings, users' code, states and batches do.
+    """
+    return [
+        not (
+            _COPIES.match(guard.name)
+            or (_CODE.match(guard.name) and (guard.guard_type in _DEFINITIONS or _CONSTANTS.search(guard.name)))
+        )
+        for guard in guards
+    ]

@@ -106,14 +106,22 @@ class Reads:
         # What the tracer takes for granted: classes, arguments' defaults, and names of builtins that modules may hide.
         # Of dicts of hooks, of which a model has hundreds, it looks whether they are empty.
         kept = (guard.name for guard in graph.guards if guard.create_fn_name() != "EMPTY_NN_MODULE_HOOKS_DICT")
-        looked_at = {name: value for name in kept for value in self._values(name)}
+        looked_at: dict[str, Any] = {}
+        for name in kept:
+            # Some names are expressions of the tracer's own, about parts of objects that have names, too.
+            with contextlib.suppress(Exception):
+                looked_at[name] = self._value(name)
         values = [*looked_at.values()]
         self._classes = [(kind, (*vars(kind).values(),)) for kind in _classes(values)]
         self._functions = [(one, _defaults(one)) for one in values if isinstance(one, types.FunctionType)]
         self._hidden = [*_hidden(graph.tracing_context.traced_code)]
         # It looks neither at the keys of a dict that is unpacked, nor at what differs but is equal, as -0.0 and 0.0 are.
         self._dicts = [(one, (*one,)) for one in _dicts(values, graph.tracing_context.traced_code)]
-        ambiguous = [(name, repr(value)) for name, value in looked_at.items() if _is_ambiguous(value)]
+        ambiguous = (
+            (name, repr(value))
+            for name, value in looked_at.items()
+            if isinstance(value, frozenset | complex) or (isinstance(value, float) and value == 0)
+        )
         self._constants = [(compile(name, "<source>", "eval"), text) for name, text in ambiguous]
 
     def hold(self) -> bool:
@@ -132,12 +140,6 @@ class Reads:
     def _value(self, source: Any) -> Any:
         return eval(source, {"G": globals(), "L": self._locals, **_HELPERS})
 
-    def _values(self, name: str) -> Iterator[Any]:
-        """The object that the tracer compares in some way and calls so."""
-        # Some names are expressions of the tracer's own, about parts of objects that have names, too.
-        with contextlib.suppress(Exception):
-            yield self._value(name)
-
 
 def _classes(values: Iterable[Any]) -> list[type]:
     """The classes among the values and those of the others, with their bases."""
@@ -154,13 +156,6 @@ def _dicts(values: Iterable[Any], codes: Iterable[Any]) -> Iterator[dict[Any, An
             yield value
         elif asks and isinstance(getattr(value, "__dict__", None), dict):
             yield vars(value)
-
-
-def _is_ambiguous(value: Any) -> bool:
-    """Whether an equal value may be another one."""
-    return isinstance(value, frozenset) or (
-        isinstance(value, float | complex) and (value == 0 or isinstance(value, complex))
-    )
 
 
 def _defaults(function: types.FunctionType) -> tuple[Any, ...]:

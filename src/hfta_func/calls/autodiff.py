@@ -86,10 +86,6 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         )
 
 
-def _grad_of_step(tensor: Tensor) -> Tensor | None:
-    return None if _is_given(tensor) else tensor.grad
-
-
 def _refused(text: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise TraceError(f"the model {text}")
@@ -191,7 +187,7 @@ AUTODIFF: dict[Any, Callable[..., Any]] = {
     Tensor.backward: _refused(CALLS_BACKWARD),
     **dict.fromkeys((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook), _refused(_HOOK)),
     Tensor.retain_grad: _refused(f"calls retain_grad(), {_ONE_PASS}; {_AS_VALUE}"),
-    Tensor.grad.__get__: _grad_of_step,  # pyright: ignore
+    Tensor.grad.__get__: lambda tensor: None if _is_given(tensor) else tensor.grad,  # pyright: ignore
     Tensor.requires_grad_: requires_grad_,
     Tensor.requires_grad.__get__: _requires_grad,  # pyright: ignore
     Tensor.is_leaf.__get__: _is_leaf,  # pyright: ignore

@@ -94,14 +94,9 @@ def _determinant(func: Callable[..., Any]) -> Callable[..., Any]:
     return determinant
 
 
-def _lu_factor(A: Tensor, *, pivot: bool = True, **options: Any) -> Any:
-    factor = _without_info(linalg.lu_factor_ex(A, pivot=pivot, **options))
-    return torch.return_types.linalg_lu_factor(factor)  # pyright: ignore
-
-
-def _ldl_factor(A: Tensor, *, hermitian: bool = False, **options: Any) -> Any:
-    factor = _without_info(linalg.ldl_factor_ex(A, hermitian=hermitian, **options))
-    return torch.return_types.linalg_ldl_factor(factor)  # pyright: ignore
+def _factor(name: str) -> Callable[..., Any]:
+    unchecked, kind = getattr(linalg, f"{name}_ex"), getattr(torch.return_types, f"linalg_{name}")
+    return lambda A, **options: kind(_without_info(unchecked(A, **options)))
 
 
 def _matrix_power(input: Tensor, n: int, **options: Any) -> Tensor:
@@ -173,8 +168,7 @@ GUARDED: dict[Any, Callable[..., Any]] = {
     linalg.solve: _solve,
     **{func: _determinant(func) for func in (linalg.slogdet, torch.slogdet, torch.logdet)},
     **{func: _determinant(func) for func in (Tensor.slogdet, Tensor.logdet)},
-    linalg.lu_factor: _lu_factor,
-    linalg.ldl_factor: _ldl_factor,
+    **{getattr(linalg, name): _factor(name) for name in ("lu_factor", "ldl_factor")},
     linalg.tensorinv: _tensorinv,
     linalg.tensorsolve: _tensorsolve,
     linalg.lstsq: _lstsq,

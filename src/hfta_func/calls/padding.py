@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hfta_func._tree import tree_map
 from hfta_func._types import StackError
 from hfta_func.calls.draws import spellings
+from hfta_func.calls.tensor_scalars import affine
 
 
 class Event(NamedTuple):
@@ -196,7 +197,7 @@ def _layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     centered, var, _ = _moments(padded, event, input, range(input.dim() - len(shape), input.dim()))
-    return _affine(centered * (var + eps).rsqrt(), weight, bias)
+    return affine(centered * (var + eps).rsqrt(), weight, bias)
 
 
 def _rms_norm(
@@ -206,7 +207,7 @@ def _rms_norm(
     mask = padded.mask(event, input, dims)
     x = input if mask is None else torch.where(mask, input, 0.0)
     square = _mean(padded, event, torch.mean, x.square(), [*dims], True)
-    return _affine(x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt(), weight, None)
+    return affine(x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt(), weight, None)
 
 
 def _group_norm(
@@ -226,12 +227,7 @@ def _group_norm(
     var = ((centered.square().mean(-1) @ weights / each) @ weights.T)[..., None]
     shape = [channels] + [1] * (input.dim() - 2)
     weight, bias = (value if value is None else value.reshape(shape) for value in (weight, bias))
-    return _affine((centered * (var + eps).rsqrt()).reshape(input.shape), weight, bias)
-
-
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
+    return affine((centered * (var + eps).rsqrt()).reshape(input.shape), weight, bias)
 
 
 def _attention(padded: Padded, event: Sizes, call: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:

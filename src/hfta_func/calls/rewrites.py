@@ -86,18 +86,9 @@ def _ctc_loss(
     return (losses / torch.tensor(target_lengths, device=losses.device).clamp(min=1)).mean() if averaging else losses
 
 
-def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
-    """Never in chunks: that function reads ``requires_grad`` of its arguments, which is unknown under vmap."""
-    return F.linear_cross_entropy(*args, **kwargs)
-
-
 def _chunked(input: Tensor, weight: Tensor, target: Tensor, bias: Any, weights: Any, *args: Any) -> tuple[Tensor]:
     reduction, ignored = args[:2]
     return (F.cross_entropy(F.linear(input, weight, bias), target, weights, ignore_index=ignored, reduction=reduction),)
-
-
-def _chunked_without_reduction(*args: Any) -> Tensor:
-    return _chunked(*args[:5], "none", args[5])[0]
 
 
 def lowered_for_compiler() -> dict[Any, Callable[..., Any]]:
@@ -105,11 +96,11 @@ def lowered_for_compiler() -> dict[Any, Callable[..., Any]]:
     if not hasattr(F, "linear_cross_entropy"):
         return {}
     importlib.import_module("torch.nn.modules.linear_cross_entropy")
-    operators = torch.ops.torch_nn
-    return {
-        operators._linear_cross_entropy_batch_chunked.default: _chunked,
-        operators._linear_cross_entropy_batch_chunked_no_reduction.default: _chunked_without_reduction,
-    }
+    chunked, unreduced = (
+        getattr(torch.ops.torch_nn, f"_linear_cross_entropy_batch_chunked{kind}").default
+        for kind in ("", "_no_reduction")
+    )
+    return {chunked: _chunked, unreduced: lambda *args: _chunked(*args[:5], "none", args[5])[0]}
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -211,4 +202,5 @@ LOWERED: dict[Any, Callable[..., Any]] = {
 """Replacement by function."""
 
 if hasattr(F, "linear_cross_entropy"):
-    LOWERED[F.linear_cross_entropy] = _linear_cross_entropy
+    # Never in chunks: that function reads ``requires_grad`` of its arguments, which is unknown under vmap.
+    LOWERED[F.linear_cross_entropy] = lambda *args, options=None, **kwargs: F.linear_cross_entropy(*args, **kwargs)

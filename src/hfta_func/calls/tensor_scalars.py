@@ -194,7 +194,7 @@ def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: Any = 1e-5
 ) -> Tensor:
     dims = [*range(-len(normalized_shape), 0)]
-    return _affine(_normed(input, dims, eps), weight, bias)
+    return affine(_normed(input, dims, eps), weight, bias)
 
 
 def _group_norm(
@@ -202,7 +202,7 @@ def _group_norm(
 ) -> Tensor:
     grouped = input.unflatten(1, (num_groups, -1))
     normed = _normed(grouped, [*range(2, grouped.dim())], eps).flatten(1, 2)
-    return _affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
+    return affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
 
 
 def _instance_norm(
@@ -217,13 +217,13 @@ def _instance_norm(
         for average, stat in ((running_mean, wide.mean(dims)), (running_var, wide.var(dims))):
             average += (stat.mean(0) - average) * momentum
     normed = _normed(input, dims, eps)
-    return _affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
+    return affine(normed, *(_by_channel(x, input) for x in (weight, bias)))
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
     wide = _wide(input)
     dims = [*range(-len(normalized_shape), 0)]
-    return _affine((wide * (wide.square().mean(dims, keepdim=True) + eps).rsqrt()).to(input.dtype), weight, None)
+    return affine((wide * (wide.square().mean(dims, keepdim=True) + eps).rsqrt()).to(input.dtype), weight, None)
 
 
 def _batch_norm(
@@ -242,7 +242,7 @@ def _batch_norm(
             average += (stat.detach() - average) * momentum
     scale = _by_channel((var + eps).rsqrt(), input)
     normed = (wide - _by_channel(mean, input)) * scale
-    return _affine(normed.to(input.dtype), *(_by_channel(x, input) for x in (weight, bias)))
+    return affine(normed.to(input.dtype), *(_by_channel(x, input) for x in (weight, bias)))
 
 
 def _normed(input: Tensor, dims: list[int], eps: Any) -> Tensor:
@@ -259,7 +259,8 @@ def _by_channel(x: Any, like: Tensor) -> Any:
     return x if x is None else x.reshape(-1, *[1] * (like.dim() - 2))
 
 
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A normalized tensor times its weight plus its bias."""
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, nn
 
 from hfta_func import EvalStep, Stacked, WorkerError, make_eval_step, num_models, stack_params
+from hfta_func._tree import leaves, tree_map
 from hfta_func._types import require
 from hfta_func.cluster import ray_actors
 from hfta_func.workers.local import WorkerPool
@@ -173,7 +173,7 @@ class _Visit:
 
     def __call__(self, load: Callable[[], Any]) -> Any:
         try:
-            return self._scores(_mapped(torch.as_tensor, load()))
+            return self._scores(tree_map(torch.as_tensor, load()))
         except _Refusal as error:
             return f"failed: {error}"
         except Exception as error:
@@ -181,7 +181,7 @@ class _Visit:
             return f"failed: {type(error).__name__}"
 
     def _scores(self, data: Any) -> dict[str, Any]:
-        sizes = {len(leaf) if leaf.dim() else 0 for leaf in optree.tree_leaves(data)}
+        sizes = {len(leaf) if leaf.dim() else 0 for leaf in leaves(data)}
         if len(sizes) != 1:
             raise _Refusal("load returned leaves of unequal numbers of rows")
         (rows,) = sizes
@@ -214,7 +214,7 @@ class _Visit:
     def _measured(self, data: Any, start: int, rows: int) -> dict[str, Tensor]:
         """The metrics of the batch that begins at row ``start``."""
         stop = min(rows, start + self.batch_size)
-        measured = self.step(self.stacked, _mapped(lambda leaf: leaf[start:stop], data))
+        measured = self.step(self.stacked, tree_map(lambda leaf: leaf[start:stop], data))
         if set(measured) != set(self.metrics):
             raise _Refusal(f"metric_fn returned {sorted(measured)}, but {sorted(self.metrics)} were declared")
         for name, values in measured.items():
@@ -238,13 +238,8 @@ class _Refusal(Exception):
     """The site returns no scores; unlike other errors, the text contains no data."""
 
 
-def _mapped(function: Callable[[Any], Tensor], tree: Any) -> Any:
-    mapped: Any = optree.tree_map(function, tree)
-    return mapped
-
-
 def _all_rows(data: Any) -> Tensor:
-    return torch.ones(len(optree.tree_leaves(data)[0]), dtype=torch.bool)
+    return torch.ones(len(leaves(data)[0]), dtype=torch.bool)
 
 
 def _answer(pool: Pool, deadline: float, timeout: float) -> Any:

@@ -96,7 +96,14 @@ def holding(path: PathLike) -> Iterator[None]:
 @contextlib.contextmanager
 def _writing(path: PathLike) -> Iterator[None]:
     try:
-        _check_regular(path)
+        with contextlib.suppress(FileNotFoundError):
+            # An empty path is the current directory.
+            kind = stat.S_IFMT(os.lstat(path or ".").st_mode)
+            if kind == stat.S_IFLNK:
+                raise CheckpointError(f"{path} is a link; pass the file that it leads to, {os.path.realpath(path)}")
+            if kind != stat.S_IFREG:
+                what = "a directory" if kind == stat.S_IFDIR else "a device, pipe or socket"
+                raise CheckpointError(f"{path} is {what}; pass the name of a regular file")
         yield
     except CheckpointError:
         raise
@@ -105,17 +112,6 @@ def _writing(path: PathLike) -> Iterator[None]:
             f"{path} cannot be written: {error.strerror}; its former content is unchanged. Save to an existing, writable "
             f"directory with free space"
         ) from error
-
-
-def _check_regular(path: PathLike) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        # An empty path is the current directory.
-        kind = stat.S_IFMT(os.lstat(path or ".").st_mode)
-        if kind == stat.S_IFLNK:
-            raise CheckpointError(f"{path} is a link; pass the file that it leads to, {os.path.realpath(path)}")
-        if kind != stat.S_IFREG:
-            what = "a directory" if kind == stat.S_IFDIR else "a device, pipe or socket"
-            raise CheckpointError(f"{path} is {what}; pass the name of a regular file")
 
 
 @contextlib.contextmanager

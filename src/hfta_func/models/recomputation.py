@@ -134,7 +134,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
 
 
 _drop = Operator(
-    "dropped(Tensor x, Tensor start, Tensor stride, int limit, float scale) -> Tensor", noise.drop, _setup, _backward
+    "dropped(Tensor x, Tensor start, Tensor stride, int limit, float scale) -> Tensor",
+    *(lambda *args: torch.ops.hfta_func.drop(*args), _setup, _backward),
 )
 
 

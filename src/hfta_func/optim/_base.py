@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -62,28 +62,20 @@ def by_renew(init: Callable[[Params], Tree], run: Renew) -> GradientTransformati
     return GradientTransformation(init, update, run)
 
 
-def _is_ours(make: Any) -> TypeGuard[functools.partial[Any]]:
-    return isinstance(make, functools.partial) and (make.func.__module__ or "").startswith("hfta_func.")
+def is_of_package(value: GradientTransformation | Schedule, *, closed: bool = False) -> bool:
+    """Whether only constructors of this package have made an optimizer and its parts; these draw no random numbers.
 
-
-def is_of_package(transformation: GradientTransformation) -> bool:
-    """Whether only constructors of this package have made a transformation and its parts; these draw no random numbers."""
-    make, parts = recipe(transformation)
-    if not _is_ours(make):
-        return False
-    arguments: Any = parts, make.keywords
-    inner = optree.tree_leaves(arguments, is_leaf=lambda part: isinstance(part, GradientTransformation))
-    return all(is_of_package(part) for part in inner if isinstance(part, GradientTransformation))
-
-
-def is_closed(value: GradientTransformation | Schedule) -> bool:
-    """Whether an optimizer or schedule is made by this package alone, of numbers: it reads only its state."""
+    One that is ``closed`` is made of numbers alone, schedules included: it reads only its state.
+    """
     make, parts = recipe(value)
-    if not _is_ours(make):
+    if not (isinstance(make, functools.partial) and (make.func.__module__ or "").startswith("hfta_func.")):
         return False
-    kinds, arguments = (GradientTransformation, Schedule), (parts, make.keywords)
+    kinds, arguments = (GradientTransformation, *([Schedule] if closed else [])), (parts, make.keywords)
     inner = optree.tree_leaves(arguments, is_leaf=lambda part: isinstance(part, kinds))  # pyright: ignore
-    return all(is_closed(part) if isinstance(part, kinds) else not callable(part) for part in inner)
+    return all(
+        is_of_package(part, closed=closed) if isinstance(part, kinds) else not (closed and callable(part))
+        for part in inner
+    )
 
 
 def check_transformation(name: str, value: Any) -> None:

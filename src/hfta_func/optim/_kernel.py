@@ -92,7 +92,9 @@ class Kernel:
                 return [*columns[1:]]
             results = torch.ops.hfta_func.update(leaves[:width], leaves[width:], _stacked(numbers), keep, source)
             return [*_rows(results, width)]
-        if any(leaf.requires_grad for leaf in leaves) or not all(map(_is_plain, leaves[width:])):
+        # The kernel reads memory.
+        plain = all(type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_contiguous() for leaf in leaves[width:])
+        if any(leaf.requires_grad for leaf in leaves) or not plain:
             return None
         outs = [column if donate else [*map(torch.empty_like, column)] for column in columns[1:]]
         if donate and not apply:
@@ -175,11 +177,6 @@ def _in_one_line(source: str) -> str:
 @functools.cache
 def _as_written(argument: str) -> str:
     return base64.b64decode(argument).decode()
-
-
-def _is_plain(leaf: Tensor) -> bool:
-    """Whether a tensor has the memory layout that the kernel reads."""
-    return type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_contiguous()
 
 
 @constant_to_compiler

@@ -309,7 +309,15 @@ def group_paths(label: Any, groups: Iterable[str], params: Params) -> dict[str, 
     """The paths of the parameters in each group of a :func:`partition`, by its name."""
     paths_of: dict[str, list[str]] = {name: [] for name in groups}
     for path, param in params.items():
-        name = _longest(label, path) if isinstance(label, Mapping) else label(path, param.shape[1:])
+        if isinstance(label, Mapping):
+            matching = [name for name in label if covers(name, path)]
+            if not matching:
+                raise HyperparameterError(
+                    f"'{path}' is in no group; name it, or label all others with '', None to freeze them"
+                )
+            name = label[max(matching, key=len)]
+        else:
+            name = label(path, param.shape[1:])
         if name not in (None, *paths_of):
             raise HyperparameterError(
                 f"'{path}' is labelled '{name}', but the groups are {', '.join(groups)}; add an optimizer for it"
@@ -324,13 +332,6 @@ def group_paths(label: Any, groups: Iterable[str], params: Params) -> dict[str, 
 def covers(name: str, path: str) -> bool:
     """Whether a path is that of the module or parameter ``name``, or inside it; ``""`` covers all."""
     return not name or path == name or path.startswith(f"{name}.")
-
-
-def _longest(labels: Mapping[str, str | None], path: str) -> str | None:
-    matching = [name for name in labels if covers(name, path)]
-    if not matching:
-        raise HyperparameterError(f"'{path}' is in no group; name it, or label all others with '', None to freeze them")
-    return labels[max(matching, key=len)]
 
 
 def _zeros(tree: Params) -> Params:

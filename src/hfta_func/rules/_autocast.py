@@ -7,6 +7,7 @@ an operator that has a rule.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,17 +18,14 @@ from hfta_func.rules._registry import FRONT, MODE
 
 Kernel = Callable[..., Any]
 
-_end: Callable[[], None] | None = None
 
-
-def install(replace: Callable[..., None], early: Mapping[str, Kernel]) -> None:
-    """Put autocast before batching rules once it is used; until then, it would only slow calls down.
+def casting(replace: Callable[..., None], early: Mapping[str, Kernel]) -> contextlib.AbstractContextManager[None]:
+    """A context with autocast before batching rules once it is used; until then, it would only slow calls down.
 
     Args:
         replace: ``replace(op, kernel, key, with_keyset)`` registers a kernel.
         early: The kernels of rules that ``vmap`` meets before it knows whether an argument has a model axis, by operator.
     """
-    global _end
     started = False
 
     def start() -> None:
@@ -37,17 +35,9 @@ def install(replace: Callable[..., None], early: Mapping[str, Kernel]) -> None:
             for op, kinds in _torch.autocast_operators().items():
                 replace(op, *_casting(op, kinds, early.get(op)), True)
 
-    _end = _torch.before_autocast(start)
     if _torch.is_autocasting():
         start()
-
-
-def uninstall() -> None:
-    """No longer wait for autocast."""
-    global _end
-    if _end is not None:
-        _end()
-    _end = None
+    return _torch.before_autocast(start)
 
 
 def _casting(op: str, kinds: list[str], rule: Kernel | None) -> tuple[Kernel, str]:

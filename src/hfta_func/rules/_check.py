@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,12 @@ def settle(register_again: Callable[[], None]) -> None:
 
 def _compare() -> tuple[list[Case], list[str]]:
     """The cases that differ from a loop, and the operators whose loop may cure them."""
-    wrong = [case for case in CASES if not _agrees(case)]
-    return wrong, sorted({op for case in wrong for op in _culprits(case)})
-
-
-def _culprits(case: Case) -> set[str]:
-    """The operators whose loop cures a case: one if one does, else all that have a loop."""
-    ops = _operators(case)
-    return next(({op} for op in sorted(ops) if _agrees(case, {op: "loop"})), ops)
+    wrong, ops = [case for case in CASES if not _agrees(case)], set[str]()
+    for case in wrong:
+        looped = {choice.op for choice in _choice.explain(_agrees, case) if "loop" in known_lowerings(choice.op)}
+        # One if its loop cures the case, else all that have a loop.
+        ops |= next(({op} for op in sorted(looped) if _agrees(case, {op: "loop"})), looped)
+    return wrong, sorted(ops)
 
 
 def _is_remembered() -> bool:
@@ -102,10 +100,14 @@ def _apart(work: Callable[[], Any]) -> Any:
 
 
 def _agrees(case: Case, lowerings: dict[str, str] | None = None) -> bool:
-    lowerings = {**case.lowerings, **(lowerings or {})}
+    lowerings, others = {**case.lowerings, **(lowerings or {})}, len(case.inputs) - 1
+    # Which inputs are per member: all, the first alone, and all others.
+    masks = [(True,) * (others + 1)]
+    if others > 0 and case.shares:
+        masks += [(True, *(False,) * others), (False, *(True,) * others)]
     try:
         with _choice.override(**lowerings) if lowerings else contextlib.nullcontext():
-            return all(_is_loop(case, mask) for mask in _masks(case))
+            return all(_is_loop(case, mask) for mask in masks)
     # A call that PyTorch itself no longer knows says nothing about the rule.
     except _UnknownError:
         return True
@@ -116,19 +118,6 @@ def _agrees(case: Case, lowerings: dict[str, str] | None = None) -> bool:
 
 class _UnknownError(Exception):
     """A call that fails for a member alone."""
-
-
-def _operators(case: Case) -> set[str]:
-    return {choice.op for choice in _choice.explain(_agrees, case) if "loop" in known_lowerings(choice.op)}
-
-
-def _masks(case: Case) -> Iterator[tuple[bool, ...]]:
-    """Which inputs are per member: all, the first alone, and all others."""
-    count = len(case.inputs)
-    yield (True,) * count
-    if count > 1 and case.shares:
-        yield True, *(False,) * (count - 1)
-        yield False, *(True,) * (count - 1)
 
 
 def _is_loop(case: Case, mask: tuple[bool, ...]) -> bool:

@@ -150,11 +150,7 @@ def _pools() -> list[Case]:
 
 def _losses() -> list[Case]:
     of_pairs: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "kl_div": F.kl_div,
-        "l1_loss": F.l1_loss,
-        "mse_loss": F.mse_loss,
-        "smooth_l1_loss": F.smooth_l1_loss,
-        "huber_loss": F.huber_loss,
+        **{loss.__name__: loss for loss in (F.kl_div, F.l1_loss, F.mse_loss, F.smooth_l1_loss, F.huber_loss)},
         "margin_ranking_loss": lambda x, y: F.margin_ranking_loss(x, y, torch.ones(4, 3)),
         "cosine_embedding_loss": lambda x, y: F.cosine_embedding_loss(x, y, torch.ones(4)),
         "soft_margin_loss": lambda x, y: F.soft_margin_loss(x, y.detach().sign()),

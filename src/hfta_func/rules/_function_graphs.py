@@ -7,13 +7,14 @@ by running both passes under ``vmap``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import pathlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -25,11 +26,12 @@ from hfta_func._torch import pytree
 from hfta_func._types import TraceError
 
 
-def trace() -> Callable[[], None]:
-    """Make the compiler put the functions of members into graphs, until what this returns is called."""
+@contextlib.contextmanager
+def traced() -> Iterator[None]:
+    """A block in which the compiler puts the functions of members into graphs."""
     marked: list[str] = []
 
-    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def call(before: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if not _torch.inside_transform():
             return before(self, tx, args, kwargs)
         node, version = _node(self.fn_cls), _version(self.fn_cls)
@@ -45,13 +47,10 @@ def trace() -> Callable[[], None]:
                 f"uncompiled, or draw and read outside of the function"
             ) from error
 
-    def end() -> None:
-        _torch.trace_functions(before)
-        for name in marked:
-            _torch.mark_graphs(name, None)
-
-    before = _torch.trace_functions(call)
-    return end
+    with _torch.trace_functions(call):
+        yield
+    for name in marked:
+        _torch.mark_graphs(name, None)
 
 
 @functools.cache

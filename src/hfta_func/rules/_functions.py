@@ -23,27 +23,22 @@ from hfta_func._types import LoopWarning, RandomnessError, TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.captured import tensors_in, with_tensors
 from hfta_func.calls.made import refuse_write
+from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
-from hfta_func.calls.validation import inside_array
 from hfta_func.rules._function_graphs import apply_to_all
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
-_restore: Callable[[], None] | None = None
 
 
-def install() -> None:
-    """Apply the autograd functions of models as this module does."""
-    global _restore
-    _restore = _torch.replace_apply(_apply, _batch)
+def inside_array() -> bool:
+    """Whether the code of a member is running, or read, in this thread."""
+    return _torch.is_reading() or any(isinstance(mode, lowered | routed) for mode in _torch.function_modes())
 
 
-def uninstall() -> None:
-    """Restore PyTorch's way to apply them."""
-    global _restore
-    if _restore is not None:
-        _restore()
-        _restore = None
-        _warned.clear()
+def applied() -> contextlib.AbstractContextManager[None]:
+    """A context in which the autograd functions of models are applied as this module does."""
+    _warned.clear()
+    return _torch.apply_replaced(_apply, _batch)
 
 
 def _apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:

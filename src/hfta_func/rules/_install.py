@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._types import LoopWarning
-from hfta_func.calls import validation
 from hfta_func.rules import _aliasing, _autocast, _check, _choice, _function_graphs, _functions
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
@@ -25,6 +25,8 @@ _lock = threading.RLock()
 # The libraries that register the rules and the loops of operators without one, by namespace.
 _libraries: dict[str, torch.library.Library] = {}
 _installed = False
+# How PyTorch differs, besides its rules, while they are installed.
+_changes = contextlib.ExitStack()
 # The names of operators without a rule.
 _unruled: set[str] = set()
 # :func:`_torch.num_libraries` when operators without a rule were last looked for.
@@ -64,11 +66,16 @@ def install() -> None:
         except BaseException:
             _withdraw()
             raise
-        validation.install()
-        _functions.install()
         _installed = True
         early = {op: _kernel(op, *entry) for op, entry in RULES.items() if entry.key != BATCHED}
-        _autocast.install(_replace, early)
+        # Distributions check values, which differ between members; operators of functions would compile these.
+        for change in (
+            _torch.leaving_out_validation(_functions.inside_array),
+            _torch.run_operators_eagerly(_functions.inside_array),
+            _functions.applied(),
+            _autocast.casting(_replace, early),
+        ):
+            _changes.enter_context(change)
 
 
 def _register() -> None:
@@ -111,7 +118,15 @@ def _withdraw() -> None:
     _libraries.clear()
     _unruled.clear()
     _loop.cache_clear()
-    _restore_python_kernels()
+    # Under dispatch modes, and so under the compiler, Python kernels come from a table of the last ones registered, which
+    # outlives their libraries. So PyTorch's are registered again.
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for operator in map(_torch.operator, RULES):
+            if operator in _torch.decompositions:
+                library.impl(operator, _torch.decompositions[operator], BATCHED, allow_override=True)
+    _torch.destroy(library)
 
 
 def _loop_the_rest() -> None:
@@ -207,34 +222,24 @@ class no_fallback:
                 _torch.set_fallback_enabled(no_fallback._before)
 
 
-_compiling = False
+_compiling = threading.Event()
 
 
 def _set_up_until_compiled() -> None:
     """Apply settings until compilation ends: rules run after tracing, when the compiler captures operators."""
-    global _compiling
-    if _compiling:
+    if _compiling.is_set():
         return
-    guard = no_fallback()
-
-    def end() -> None:
-        global _compiling
-        _compiling = False
-        copies.__exit__()
-        forget_history()
-        _torch.mark_graphs(_LAYOUT, None)
-        _torch.allow_recurrent_layers(allowed)
-        end_of_functions()
-        guard.__exit__()
-
-    _compiling = True
-    copies = _aliasing.watched(_aliasing.AliasFacts()).__enter__()
+    _compiling.set()
+    settings = contextlib.ExitStack()
+    settings.callback(_compiling.clear)
+    settings.callback(_torch.mark_graphs, _LAYOUT, None)
+    settings.enter_context(no_fallback())
+    settings.enter_context(_function_graphs.traced())
+    settings.enter_context(_torch.trace_history())
     # Recurrent layers belong in graphs, because their rules decompose them.
-    allowed = _torch.allow_recurrent_layers(True)
-    end_of_functions = _function_graphs.trace()
-    forget_history = _torch.trace_history()
-    guard.__enter__()
-    _torch.until_compiled(end)
+    settings.enter_context(_torch.allow_recurrent_layers())
+    settings.enter_context(_aliasing.watched(_aliasing.AliasFacts()))
+    _torch.until_compiled(settings.close)
 
 
 @_between_graphs
@@ -243,27 +248,10 @@ def uninstall() -> None:
     global _installed
     with _lock:
         if _installed:
-            _autocast.uninstall()
+            _changes.close()
             _withdraw()
-            validation.uninstall()
-            _functions.uninstall()
             _installed = False
         _torch.mark_graphs(_RULES, None)
-
-
-def _restore_python_kernels() -> None:
-    """Register PyTorch's own Python kernels again.
-
-    Under dispatch modes, and so under the compiler, Python kernels come from a table of the last ones registered, which
-    outlives their libraries.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for operator in map(_torch.operator, RULES):
-            if operator in _torch.decompositions:
-                library.impl(operator, _torch.decompositions[operator], BATCHED, allow_override=True)
-    _torch.destroy(library)
 
 
 def _kernel(
@@ -271,7 +259,8 @@ def _kernel(
 ) -> Callable[..., Any]:
     operator = _torch.operator(op)
     replaced = torch.library.get_kernel(operator, key)
-    only, is_random, written = TABLE[op][0].lowering, _torch.draws(operator), _torch.written_by(operator)[0]
+    only, written = TABLE[op][0].lowering, _torch.written_by(operator)[0]
+    is_random = torch.Tag.nondeterministic_seeded in operator.tags
     makes_new = not any(result.alias_info for result in operator._schema.returns)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:

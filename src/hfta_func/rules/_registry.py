@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hfta_func._torch import operator
 from hfta_func._types import TraceError
 from hfta_func.rules._lowering import enter
 
@@ -75,8 +76,13 @@ RULES: dict[str, Entry] = {}
 OUTSIDE: dict[str, str] = {}
 """A digest of the code of each rule from outside this package, by operator."""
 
-DECOMPOSED: list[str] = []
-"""Operators that are decomposed into others."""
+DECOMPOSED = (
+    *("_weight_norm", "bilinear", "chain_matmul", "column_stack", "diagflat", "fill_diagonal_"),
+    *("isclose", "istft", "nanquantile", "nanquantile.scalar", "narrow.Tensor"),
+    *("native_channel_shuffle", "tensor_split.tensor_indices_or_sections", "fft_ihfft2", "fft_ihfftn", "moveaxis.int"),
+    *("norm_except_dim", "quantile", "quantile.scalar", "stft", "stft.center", "vander"),
+)
+"""Operators that PyTorch implements with others, which have rules, and decomposes outside of ``vmap`` only."""
 
 
 def register(
@@ -107,9 +113,15 @@ def register_looped(family: str, *ops: str) -> None:
         enter(op, family, "rare: one member after another", "loop")
 
 
-def register_decomposed(*ops: str) -> None:
-    """Decompose operators under ``vmap`` as PyTorch decomposes them outside of it."""
-    DECOMPOSED.extend(ops)
+def register_each(family: str, *ops: str) -> Callable[[Rule], Rule]:
+    """Add a rule for several operators, ``rule(operator, call, *args, **kwargs)``, which is told the one that is called."""
+
+    def add(rule: Rule) -> Rule:
+        for op in ops:
+            register(op, family)(functools.partial(rule, operator(op)))
+        return rule
+
+    return add
 
 
 @functools.cache

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func import _torch
 from hfta_func._torch import current_interpreter, has_tangents
 from hfta_func._types import RandomnessError
 from hfta_func.rules._layout import align, each, fold, split
-from hfta_func.rules._registry import MODE, Call, Result, register
+from hfta_func.rules._registry import MODE, Call, Result, register, register_each
 
 
 @register("scaled_dot_product_attention", "attention", key=MODE)
@@ -67,24 +66,21 @@ def attention(
     return output.squeeze(1) if ranks[0] == 2 and rank == 3 else output, 0
 
 
-def _folded(op: str, count: int) -> None:
-    """A rule for a native operator of attention whose first ``count`` arguments are tensors."""
-    operator = _torch.operator(op)
-
-    @register(op, "attention")
-    def attention_cpu(call: Call, *args: Any, attn_mask: Tensor | None = None, scale: float | None = None) -> Result:
-        """The CPU kernel that a gradient inside ``vmap`` calls: members join the batch."""
-        # [M,N,...] -> [MN,...] -> [M,N,...]
-        num_models = call.num_models
-        folded = each(fold, args[:count], call.dims, 0, num_models)
-        if attn_mask is not None:
-            # [M|1,1|N,1|H,L,T] -> [MN,1|H,L,T]
-            attn_mask = align(attn_mask, call.named_dims.get("attn_mask"), 4)
-            batch = folded[0].shape[0] // num_models
-            attn_mask = attn_mask.expand(num_models, batch, *attn_mask.shape[2:]).flatten(0, 1)
-        outputs = operator(*folded, *args[count:], attn_mask=attn_mask, scale=scale)
-        return tuple(split(output, 0, num_models) for output in outputs), (0,) * len(outputs)
+_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-_folded("_scaled_dot_product_flash_attention_for_cpu", 3)
-_folded("_scaled_dot_product_flash_attention_for_cpu_backward", 6)
+@register_each("attention", _CPU, f"{_CPU}_backward")
+def attention_cpu(
+    operator: Any, call: Call, *args: Any, attn_mask: Tensor | None = None, scale: float | None = None
+) -> Result:
+    """The CPU kernel that a gradient inside ``vmap`` calls: members join the batch."""
+    # [M,N,...] -> [MN,...] -> [M,N,...]
+    num_models = call.num_models
+    folded = each(fold, args, call.dims, 0, num_models)
+    if attn_mask is not None:
+        # [M|1,1|N,1|H,L,T] -> [MN,1|H,L,T]
+        attn_mask = align(attn_mask, call.named_dims.get("attn_mask"), 4)
+        batch = folded[0].shape[0] // num_models
+        attn_mask = attn_mask.expand(num_models, batch, *attn_mask.shape[2:]).flatten(0, 1)
+    outputs = operator(*folded, attn_mask=attn_mask, scale=scale)
+    return tuple(split(output, 0, num_models) for output in outputs), (0,) * len(outputs)

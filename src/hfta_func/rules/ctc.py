@@ -10,66 +10,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func import _torch
 from hfta_func.rules._layout import each, fold, models_first, split
-from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._registry import Call, Result, register_each
 
 _NONE, _MEAN = 0, 1
 
 
-def _loss(overload: str) -> None:
-    # PyTorch's decomposable operator, so that PyTorch chooses between its kernel and cuDNN's.
-    operator = _torch.operator(f"ctc_loss.{overload}")
-
-    @register(f"ctc_loss.{overload}", "loss")
-    def ctc_loss(
-        call: Call,
-        log_probs: Tensor,
-        targets: Tensor,
-        input_lengths: Any,
-        target_lengths: Any,
-        blank: int = 0,
-        reduction: int = _MEAN,
-        zero_infinity: bool = False,
-    ) -> Result:
-        """Losses ``[M,T,N,C] -> [M]`` or ``[M,N]`` with lengths ``[M,N]``, or lists that all members share."""
-        single = log_probs.dim() - (call.dims[0] is not None) == 2
-        log_probs = log_probs.unsqueeze(-2) if single else log_probs
-        joined = _join(call.num_models, (log_probs, targets, input_lengths, target_lengths), call.dims)
-        losses = split(operator(*joined, blank, _NONE, zero_infinity), 0, call.num_models)
-        if reduction == _MEAN:
-            # Each loss is divided by the length of its target before the mean is taken.
-            lengths = torch.as_tensor(joined[3], device=losses.device).reshape(losses.shape)
-            losses = losses / lengths.clamp(min=1)
-        if reduction == _NONE:
-            return losses.squeeze(1) if single else losses, 0
-        return losses.mean(1) if reduction == _MEAN else losses.sum(1), 0
+# PyTorch's decomposable operator, so that PyTorch chooses between its kernel and cuDNN's.
+@register_each("loss", "ctc_loss.IntList", "ctc_loss.Tensor")
+def ctc_loss(
+    operator: Any,
+    call: Call,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = _MEAN,
+    zero_infinity: bool = False,
+) -> Result:
+    """Losses ``[M,T,N,C] -> [M]`` or ``[M,N]`` with lengths ``[M,N]``, or lists that all members share."""
+    single = log_probs.dim() - (call.dims[0] is not None) == 2
+    log_probs = log_probs.unsqueeze(-2) if single else log_probs
+    joined = _join(call.num_models, (log_probs, targets, input_lengths, target_lengths), call.dims)
+    losses = split(operator(*joined, blank, _NONE, zero_infinity), 0, call.num_models)
+    if reduction == _MEAN:
+        # Each loss is divided by the length of its target before the mean is taken.
+        lengths = torch.as_tensor(joined[3], device=losses.device).reshape(losses.shape)
+        losses = losses / lengths.clamp(min=1)
+    if reduction == _NONE:
+        return losses.squeeze(1) if single else losses, 0
+    return losses.mean(1) if reduction == _MEAN else losses.sum(1), 0
 
 
-def _native(overload: str) -> None:
-    """The operators that a gradient inside ``vmap`` decomposes the loss into."""
-    suffix = "" if overload == "default" else f".{overload}"
-    forward, backward = (getattr(getattr(torch.ops.aten, op), overload) for op in ("_ctc_loss", "_ctc_loss_backward"))
-
-    @register(f"_ctc_loss{suffix}", "loss")
-    def ctc_loss_forward(call: Call, *args: Any) -> Result:
-        """Losses ``[M,N]`` of PyTorch's kernel, and what its gradient needs."""
-        outputs = forward(*_join(call.num_models, args[:4], call.dims), *args[4:])
-        return tuple(split(output, 0, call.num_models) for output in outputs), (0, 0)
-
-    @register(f"_ctc_loss_backward{suffix}", "loss")
-    def ctc_loss_backward(call: Call, grad: Tensor, *args: Any) -> Result:
-        """Gradient of the log probabilities ``[M,T,N,C]``."""
-        num_models, (grad_dim, *dims) = call.num_models, call.dims
-        grad, *saved = each(fold, (grad, *args[4:6]), (grad_dim, *dims[4:6]), 0, num_models)
-        joined = _join(num_models, args[:4], dims)
-        return split(backward(grad, *joined, *saved, *args[6:]), 1, num_models), 1
+# The operators that a gradient inside ``vmap`` decomposes the loss into.
+@register_each("loss", "_ctc_loss", "_ctc_loss.Tensor")
+def ctc_loss_forward(operator: Any, call: Call, *args: Any) -> Result:
+    """Losses ``[M,N]`` of PyTorch's kernel, and what its gradient needs."""
+    outputs = operator(*_join(call.num_models, args[:4], call.dims), *args[4:])
+    return tuple(split(output, 0, call.num_models) for output in outputs), (0, 0)
 
 
-for _overload in ("IntList", "Tensor"):
-    _loss(_overload)
-for _overload in ("default", "Tensor"):
-    _native(_overload)
+@register_each("loss", "_ctc_loss_backward", "_ctc_loss_backward.Tensor")
+def ctc_loss_backward(operator: Any, call: Call, grad: Tensor, *args: Any) -> Result:
+    """Gradient of the log probabilities ``[M,T,N,C]``."""
+    num_models, (grad_dim, *dims) = call.num_models, call.dims
+    grad, *saved = each(fold, (grad, *args[4:6]), (grad_dim, *dims[4:6]), 0, num_models)
+    return split(operator(grad, *_join(num_models, args[:4], dims), *saved, *args[6:]), 1, num_models), 1
 
 
 def _join(num_models: int, args: Any, dims: Any) -> list[Any]:

@@ -132,10 +132,6 @@ def _refuse_sparse(sparse: bool) -> None:
         )
 
 
-def _forward(weight: Tensor, rows: Tensor, targets: Tensor, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
-    return torch.ops.aten.embedding.default(weight, rows)
-
-
 def _nested(weight: Tensor, rows: Tensor, targets: Tensor, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
     output = torch.ops.aten.embedding.default(weight, rows, -1, scale_grad_by_freq)
     return torch.where((targets == padding_idx).unsqueeze(-1), output.detach(), output)
@@ -158,6 +154,6 @@ _embedding_bag = _torch.operator("embedding_bag.padding_idx")
 # padding row of the first member, which receives nothing else.
 _padded = Operator(
     "embedding(Tensor weight, Tensor rows, Tensor targets, int padding_idx, bool scale_grad_by_freq) -> Tensor",
-    *(_forward, _setup, _backward),
+    *(lambda weight, rows, *rest: torch.ops.aten.embedding.default(weight, rows), _setup, _backward),
     batched=_nested,
 )

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func import _torch
 from hfta_func.rules._layout import align, each, expand, models_first
 from hfta_func.rules._loop import one_by_one
-from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._registry import Call, Result, register, register_each
 
 
 @register("select_scatter", "indexing")
@@ -70,40 +69,30 @@ def _write_indexed(
     front.index_put_((models, *chosen), values, accumulate)
 
 
-def _index_put(op: str) -> None:
-    operator = _torch.operator(op)
-
-    @register(op, "indexing")
-    def index_put(call: Call, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
-        """One number where a mask is set is written elementwise; other indices by PyTorch's rule where it works."""
-        dims, in_place = call.first_dims(4), op.endswith("_")
-        masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
-        if not masks:
-            axes = [i for i, one in enumerate(indices) if one is not None]
-            gap = len(axes) <= axes[-1] - axes[0]
-            if (
-                not in_place
-                or dims[0] is None
-                or not (gap or (axes[0] > 0 and any(dim is not None for dim in dims[1])))
-            ):
-                return NotImplemented
-            _write_indexed(call.num_models, x, indices, values, accumulate, dims)
-            return x, dims[0]
-        is_number = values.dim() - (dims[2] is not None) == 0
-        if accumulate or not is_number or len(masks) < sum(one is not None for one in indices) or len(masks) > 1:
-            return one_by_one(operator, call.num_models, (x, indices, values, accumulate), dims, {}, {})
-        if in_place and dims[0] is None:
-            raise RuntimeError("vmap: inplace arithmetic of index_put_ into a tensor that all members share")
-        axis = next(i for i, one in enumerate(indices) if one is not None)
-        mask = expand(masks[0].bool(), dims[1][axis], call.num_models)
-        whole = expand(x, dims[0], call.num_models)
-        mask = mask.reshape(call.num_models, *(1,) * axis, *mask.shape[1:], *(1,) * (whole.dim() - mask.dim() - axis))
-        result = torch.where(mask, align(values, dims[2], whole.dim() - 1).to(x.dtype), whole)
-        if not in_place:
-            return result, 0
-        models_first(x, dims[0]).copy_(result)
+@register_each("indexing", "index_put", "index_put_")
+def index_put(operator: Any, call: Call, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    """One number where a mask is set is written elementwise; other indices by PyTorch's rule where it works."""
+    dims, in_place = call.first_dims(4), operator._schema.is_mutable
+    masks = [one for one in indices if one is not None and one.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        axes = [i for i, one in enumerate(indices) if one is not None]
+        gap = len(axes) <= axes[-1] - axes[0]
+        is_wrong = gap or (axes[0] > 0 and any(dim is not None for dim in dims[1]))
+        if not in_place or dims[0] is None or not is_wrong:
+            return NotImplemented
+        _write_indexed(call.num_models, x, indices, values, accumulate, dims)
         return x, dims[0]
-
-
-for _op in ("index_put", "index_put_"):
-    _index_put(_op)
+    is_number = values.dim() - (dims[2] is not None) == 0
+    if accumulate or not is_number or len(masks) < sum(one is not None for one in indices) or len(masks) > 1:
+        return one_by_one(operator, call.num_models, (x, indices, values, accumulate), dims, {}, {})
+    if in_place and dims[0] is None:
+        raise RuntimeError("vmap: inplace arithmetic of index_put_ into a tensor that all members share")
+    axis = next(i for i, one in enumerate(indices) if one is not None)
+    mask = expand(masks[0].bool(), dims[1][axis], call.num_models)
+    whole = expand(x, dims[0], call.num_models)
+    mask = mask.reshape(call.num_models, *(1,) * axis, *mask.shape[1:], *(1,) * (whole.dim() - mask.dim() - axis))
+    result = torch.where(mask, align(values, dims[2], whole.dim() - 1).to(x.dtype), whole)
+    if not in_place:
+        return result, 0
+    models_first(x, dims[0]).copy_(result)
+    return x, dims[0]

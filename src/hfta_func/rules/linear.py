@@ -142,6 +142,20 @@ def grouped_mm(call: Call, x: Tensor, weight: Tensor, offs: Tensor | None = None
     return split(operator(x.flatten(0, 1), weight.flatten(0, 1), ends.flatten(), *rest), 0, num_models), 0
 
 
+@register("linalg_pinv.atol_rtol_tensor", "linalg")
+def pinv(
+    call: Call, x: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = None, hermitian: bool = False
+) -> Result:
+    """All members' matrices at once; PyTorch's rule loses the model axis of an empty shared matrix."""
+    # [M,*S,A,B], [M,*S] -> [M,*S,B,A]
+    x = expand(x, call.dims[0], call.num_models)
+    atol, rtol = (
+        value if value is None else align(value, call.named_dims[name], x.dim() - 3)
+        for name, value in (("atol", atol), ("rtol", rtol))
+    )
+    return torch.ops.aten.linalg_pinv.atol_rtol_tensor(x, atol=atol, rtol=rtol, hermitian=hermitian), 0
+
+
 @register("_trilinear", "linear")
 def trilinear(call: Call, *args: Any) -> Result:
     """A product of three tensors with axes inserted at ``expand``, summed over ``sumdim``, as ``bilinear`` needs it."""

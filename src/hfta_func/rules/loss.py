@@ -6,6 +6,7 @@ letters: M models, N batch, C classes, S space, D features.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hfta_func.calls.recompute import WRITTEN, recalls
 from hfta_func.rules._layout import align, each, expand, models_first
 from hfta_func.rules._lowering import member_shape
 from hfta_func.rules._operator import Operator
-from hfta_func.rules._registry import Call, Result, register, register_looped
+from hfta_func.rules._registry import Call, Result, register, register_each, register_looped
 
 aten: Any = torch.ops.aten
 _NONE, _MEAN = 0, 1
@@ -118,8 +119,9 @@ def cross_entropy_loss(
         return _reduce(rows.split(losses), reduction), 0
     counted = target != ignore_index
     smoothed = 0.0 if member_weights is not None else label_smoothing
-    is_plain = weight is None and not label_smoothing
-    if is_plain and rows.are_wide:
+    is_plain, on_cpu = weight is None and not label_smoothing, rows.members.device.type == "cpu"
+    many = rows.shape[rows.axis] >= _MANY and rows.members.dtype in (torch.float32, torch.float64)
+    if is_plain and many and on_cpu and torch.compiler.is_compiling():
         losses = _of_many_classes(rows, target, counted, ignore_index)
     elif is_plain and (in_parts := cross_entropy_in_parts(rows.input, rows.of(target), ignore_index)) is not None:
         losses = rows.split(in_parts)
@@ -163,6 +165,7 @@ def nll_loss(
     return loss, 0
 
 
+@register_each("loss", "nll_loss_forward", "nll_loss2d_forward")
 def _nll(
     operator: Any, call: Call, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> Result:
@@ -180,33 +183,21 @@ def _nll(
     return (total / divisor if reduction == _MEAN else total, divisor), (0, 0)
 
 
-def _native_nll(op: str) -> None:
-    """The operators that a gradient inside ``vmap`` decomposes ``nll_loss`` into, for rows or for images."""
-    forward, backward = (getattr(aten, f"{op}_{way}").default for way in ("forward", "backward"))
-
-    @register(f"{op}_forward", "loss")
-    def nll_loss_forward(call: Call, *args: Any) -> Result:
-        """Negative log likelihood and the total weight of the targets, ``[M,N,C,S], [M,N,S] -> [M]`` or ``[M,N,S]``."""
-        return _nll(forward, call, *args)
-
-    @register(f"{op}_backward", "loss")
-    def nll_loss_backward(call: Call, grad: Tensor, input: Tensor, *args: Any) -> Result:
-        """Gradient of the log likelihoods ``[M,N,C,S]``."""
-        target, weight, reduction, ignore_index, total_weight = args
-        rows, dims = _Rows(call, input, 1), call.dims
-        tensors, tensor_dims = (grad, target, total_weight), (dims[0], dims[2], dims[6])
-        grad, target, total_weight = each(expand, tensors, tensor_dims, call.num_models)
-        grad = grad / total_weight if reduction == _MEAN else grad
-        grad = align(grad, 0, target.dim() - 1).expand(target.shape)
-        if weight is not None:
-            grad = grad * _weights(weight, dims[3], target, target != ignore_index)
-        # Without a reduction the kernel does not read the total weight.
-        grad = backward(rows.of(grad), rows.input, rows.of(target), None, _NONE, ignore_index, total_weight[0])
-        return rows.split(grad), 0
-
-
-for _op in ("nll_loss", "nll_loss2d"):
-    _native_nll(_op)
+# The operators that a gradient inside ``vmap`` decomposes ``nll_loss`` into, for rows or for images.
+@register_each("loss", "nll_loss_backward", "nll_loss2d_backward")
+def nll_loss_backward(operator: Any, call: Call, grad: Tensor, input: Tensor, *args: Any) -> Result:
+    """Gradient of the log likelihoods ``[M,N,C,S]``."""
+    target, weight, reduction, ignore_index, total_weight = args
+    rows, dims = _Rows(call, input, 1), call.dims
+    tensors, tensor_dims = (grad, target, total_weight), (dims[0], dims[2], dims[6])
+    grad, target, total_weight = each(expand, tensors, tensor_dims, call.num_models)
+    grad = grad / total_weight if reduction == _MEAN else grad
+    grad = align(grad, 0, target.dim() - 1).expand(target.shape)
+    if weight is not None:
+        grad = grad * _weights(weight, dims[3], target, target != ignore_index)
+    # Without a reduction the kernel does not read the total weight.
+    grad = operator(rows.of(grad), rows.input, rows.of(target), None, _NONE, ignore_index, total_weight[0])
+    return rows.split(grad), 0
 
 
 @register("multi_margin_loss", "loss")
@@ -254,31 +245,32 @@ register_looped(
 )
 
 
-def _broadcasting(op: str) -> None:
-    """A rule for a loss whose tensors broadcast against each other, with any number of leading axes."""
-    operator = _torch.operator(op)
-    names = [argument.name for argument in operator._schema.arguments]
-    position = names.index("reduction")
-
-    @register(op, "loss")
-    def loss(call: Call, *args: Any, **options: Any) -> Result:
-        """Losses of all entries or rows, by PyTorch's own operator, so that autocast treats it as in a solo run."""
-        reduction = args[position] if len(args) > position else _MEAN
-        pairs = zip(args[:position], call.dims, strict=False)
-        rank = max(x.dim() - (dim is not None) for x, dim in pairs if isinstance(x, Tensor))
-        aligned = each(align, args[:position], call.dims, rank)
-        # As views of one shape, because some of the gradients do not broadcast.
-        shape = torch.broadcast_shapes(*(x.shape for x in aligned if isinstance(x, Tensor)))
-        aligned = [x.expand(shape) if isinstance(x, Tensor) else x for x in aligned]
-        options.update(zip(names[position + 1 :], args[position + 1 :], strict=False))
-        return _reduce(operator(*aligned, reduction=_NONE, **options), reduction), 0
-
-
-for _op in (
+@register_each(
+    "loss",
     *("binary_cross_entropy_with_logits", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "mse_loss"),
     *("margin_ranking_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss"),
-):
-    _broadcasting(_op)
+)
+def loss(operator: Any, call: Call, *args: Any, **options: Any) -> Result:
+    """Losses of tensors that broadcast against each other, with any number of leading axes.
+
+    They are of all entries or rows, by PyTorch's own operator, so that autocast treats it as in a solo run.
+    """
+    names = _arguments(operator)
+    position = names.index("reduction")
+    reduction = args[position] if len(args) > position else _MEAN
+    pairs = zip(args[:position], call.dims, strict=False)
+    rank = max(x.dim() - (dim is not None) for x, dim in pairs if isinstance(x, Tensor))
+    aligned = each(align, args[:position], call.dims, rank)
+    # As views of one shape, because some of the gradients do not broadcast.
+    shape = torch.broadcast_shapes(*(x.shape for x in aligned if isinstance(x, Tensor)))
+    aligned = [x.expand(shape) if isinstance(x, Tensor) else x for x in aligned]
+    options.update(zip(names[position + 1 :], args[position + 1 :], strict=False))
+    return _reduce(operator(*aligned, reduction=_NONE, **options), reduction), 0
+
+
+@functools.cache
+def _arguments(operator: Any) -> list[str]:
+    return [argument.name for argument in operator._schema.arguments]
 
 
 class _Rows:
@@ -296,12 +288,6 @@ class _Rows:
         self.axis = 2 if self.has_batch else 1  # of the classes
         self.is_inner = self.has_batch and dim == 1
         self.input = self.of(self.members)
-
-    @property
-    def are_wide(self) -> bool:
-        """Whether a compiler is to be told how to compute losses of many classes on a CPU."""
-        many = self.shape[self.axis] >= _MANY and self.members.dtype in (torch.float32, torch.float64)
-        return many and torch.compiler.is_compiling() and self.members.device.type == "cpu"
 
     def of(self, x: Tensor) -> Tensor:
         """``[M,N,...] -> [MN,...]``."""

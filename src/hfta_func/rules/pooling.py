@@ -9,61 +9,44 @@ from typing import Any
 
 from torch import Tensor
 
-from hfta_func import _torch
 from hfta_func.rules._layout import each, fold, split
-from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._registry import Call, Result, register_each
 
 
-def _channelwise(op: str, space: int) -> None:
-    """A rule for an operator with one input ``[N,C,S]`` or ``[C,S]`` that treats every channel of every sample alike."""
-    operator = _torch.operator(op)
-
-    @register(op, "pooling")
-    def pool(call: Call, x: Tensor, *options: Any) -> Result:
-        """Each channel by itself; the members join the axis that they are next to in memory."""
-        # Nothing is copied: [N,M,C,S] -> [N,MC,S], [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
-        dim = call.dims[0]
-        into = 1 if dim == 1 and x.dim() == space + 3 else 0
-        return _split(operator(fold(x, dim, into, call.num_models), *options), into, call.num_models)
-
-
-for _op, _space in (
-    *(("max_pool2d_with_indices", 2), ("max_pool3d_with_indices", 3), ("avg_pool2d", 2), ("avg_pool3d", 3)),
-    *(("_adaptive_avg_pool2d", 2), ("_adaptive_avg_pool3d", 3), ("adaptive_max_pool2d", 2), ("adaptive_max_pool3d", 3)),
-):
-    _channelwise(_op, _space)
+@register_each(
+    "pooling",
+    *("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d"),
+    *("_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+)
+def pool(operator: Any, call: Call, x: Tensor, *options: Any) -> Result:
+    """Each channel of an input ``[N,C,S]`` or ``[C,S]`` by itself; the members join the axis next to theirs in memory."""
+    # Nothing is copied: [N,M,C,S] -> [N,MC,S], [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
+    dim = call.dims[0]
+    into = 1 if dim == 1 and x.dim() == _space(operator) + 3 else 0
+    return _split(operator(fold(x, dim, into, call.num_models), *options), into, call.num_models)
 
 
-def _aligned(op: str) -> None:
-    """A rule for an operator whose tensors all start with the same batch or channel axis."""
-    operator = _torch.operator(op)
-
-    @register(op, "pooling")
-    def pool(call: Call, *args: Any) -> Result:
-        """Each channel by itself; the members join the batch, or the channels of a single sample."""
-        # [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
-        return _split(operator(*each(fold, args, call.dims, 0, call.num_models)), 0, call.num_models)
+@register_each(
+    "pooling", "max_unpool2d", "max_unpool3d", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward"
+)
+def pool_together(operator: Any, call: Call, *args: Any) -> Result:
+    """Each channel by itself; the members join the batch of all tensors, or the channels of a single sample."""
+    # [M,N,C,S] -> [MN,C,S] or [M,C,S] -> [MC,S]
+    return _split(operator(*each(fold, args, call.dims, 0, call.num_models)), 0, call.num_models)
 
 
-for _op in ("max_unpool2d", "max_unpool3d", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward"):
-    _aligned(_op)
+@register_each("pooling", "fractional_max_pool2d", "fractional_max_pool3d")
+def pool_fractional(operator: Any, call: Call, x: Tensor, kernel_size: Any, size: Any, samples: Tensor) -> Result:
+    """Maxima over windows, whose positions are the samples ``[N,C,2]`` or ``[N,C,3]``."""
+    # [M,N,C,S], [M,N,C,2] -> [MN,C,S], [MN,C,2]; a single sample [M,C,S], [M,1,C,2] -> [MC,S], [1,MC,2]
+    num_models, (x_dim, *_, samples_dim) = call.num_models, call.dims
+    single = x.dim() - (x_dim is not None) == _space(operator) + 1
+    x, samples = fold(x, x_dim, 0, num_models), fold(samples, samples_dim, int(single), num_models)
+    return _split(operator(x, kernel_size, size, samples), 0, num_models)
 
 
-def _fractional(op: str, space: int) -> None:
-    operator = _torch.operator(op)
-
-    @register(op, "pooling")
-    def pool(call: Call, x: Tensor, kernel_size: Any, output_size: Any, samples: Tensor) -> Result:
-        """Maxima over windows, whose positions are the samples ``[N,C,2]`` or ``[N,C,3]``."""
-        # [M,N,C,S], [M,N,C,2] -> [MN,C,S], [MN,C,2]; a single sample [M,C,S], [M,1,C,2] -> [MC,S], [1,MC,2]
-        num_models, (x_dim, *_, samples_dim) = call.num_models, call.dims
-        single = x.dim() - (x_dim is not None) == space + 1
-        x, samples = fold(x, x_dim, 0, num_models), fold(samples, samples_dim, int(single), num_models)
-        return _split(operator(x, kernel_size, output_size, samples), 0, num_models)
-
-
-for _op, _space in (("fractional_max_pool2d", 2), ("fractional_max_pool3d", 3)):
-    _fractional(_op, _space)
+def _space(operator: Any) -> int:
+    return 2 if "2d" in operator.name() else 3
 
 
 def _split(outputs: Any, axis: int, num_models: int) -> Result:

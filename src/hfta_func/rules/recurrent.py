@@ -108,14 +108,10 @@ def _sequences(
     param_dims: Any = call.dims[2]
     if all(dim is None for dim in param_dims):
         return _joined(kind, call, x, batch_sizes, hx, params, *options)
-    with _precision(x):
-        return _layers(kind, call, x, batch_sizes, hx, params, *options)
-
-
-def _precision(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Under autocast on a GPU, cuDNN's layers run in float16, whatever the precision is."""
+    # Under autocast on a GPU, cuDNN's layers run in float16, whatever the precision is.
     is_cudnn = x.is_cuda and torch.is_autocast_enabled("cuda") and torch.backends.cudnn.is_acceptable(x)
-    return torch.autocast("cuda", torch.float16) if is_cudnn else contextlib.nullcontext()
+    with torch.autocast("cuda", torch.float16) if is_cudnn else contextlib.nullcontext():
+        return _layers(kind, call, x, batch_sizes, hx, params, *options)
 
 
 def _layers(

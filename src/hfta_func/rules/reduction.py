@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_func.rules._operator import Operator
-from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._registry import Call, Result, register_each
 
 
 def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -30,23 +30,20 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return mask * share if share.requires_grad else mask.mul_(share), None, None
 
 
-def _extreme(name: str) -> None:
-    """The rule of ``amax`` or ``amin``."""
-    plain: Callable[..., Tensor] = getattr(torch, name)
-    schema = f"{name}(Tensor x, int[] dims, bool keepdim) -> Tensor"
-    operator = Operator(schema, lambda x, dims, keepdim: plain(x, dims, keepdim), _setup, _backward)
-
-    @register(name, "reduction")
-    def extreme(call: Call, x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Result:
-        """Each member's rows by themselves; the model axis stays where it is."""
-        # [N,M,C,S] -> [N,M,C]
-        model_dim, rank = call.dims[0], x.dim() - 1
-        if rank == 0 or not x.is_floating_point():
-            return NotImplemented
-        member_axes = sorted({axis % rank for axis in dim} or range(rank))
-        axes = [axis + (axis >= model_dim) for axis in member_axes]
-        return operator(x, axes, keepdim), model_dim if keepdim else model_dim - sum(axis < model_dim for axis in axes)
+_OPERATORS = {
+    plain.default: Operator(f"{name}(Tensor x, int[] dims, bool keepdim) -> Tensor", plain.default, _setup, _backward)
+    for name, plain in (("amax", torch.ops.aten.amax), ("amin", torch.ops.aten.amin))
+}
 
 
-for _name in ("amax", "amin"):
-    _extreme(_name)
+@register_each("reduction", "amax", "amin")
+def extreme(operator: Any, call: Call, x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Result:
+    """Each member's rows by themselves; the model axis stays where it is."""
+    # [N,M,C,S] -> [N,M,C]
+    model_dim, rank = call.dims[0], x.dim() - 1
+    if rank == 0 or not x.is_floating_point():
+        return NotImplemented
+    member_axes = sorted({axis % rank for axis in dim} or range(rank))
+    axes = [axis + (axis >= model_dim) for axis in member_axes]
+    dim_after = model_dim if keepdim else model_dim - sum(axis < model_dim for axis in axes)
+    return _OPERATORS[operator](x, axes, keepdim), dim_after

@@ -7,31 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hfta_func.rules._layout import fold, split
-from hfta_func.rules._registry import Call, Result, register
+from hfta_func.rules._registry import Call, Result, register_each
+
+_NAMES = [f"_upsample_nearest_exact{space}d" for space in (1, 2, 3)]
 
 
-def _nearest_exact(name: str) -> None:
-    forward, backward = getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_backward").default
-
-    for op, operator in ((name, forward.default), (f"{name}.vec", forward.vec)):
-
-        @register(op, "resampling")
-        def resample(call: Call, x: Tensor, *options: Any, operator: Any = operator) -> Result:
-            """Members join the batch."""
-            # [M,N,C,S] -> [MN,C,S]
-            return split(operator(fold(x, call.dims[0], 0, call.num_models), *options), 0, call.num_models), 0
-
-    @register(f"{name}_backward", "resampling")
-    def resample_backward(call: Call, grad: Tensor, output_size: Any, input_size: Any, *scales: Any) -> Result:
-        """Members join the batch."""
-        size = [call.num_models * input_size[0], *input_size[1:]]
-        grad = fold(grad, call.dims[0], 0, call.num_models)
-        return split(backward(grad, output_size, size, *scales), 0, call.num_models), 0
+@register_each("resampling", *_NAMES, *(f"{name}.vec" for name in _NAMES))
+def resample(operator: Any, call: Call, x: Tensor, *options: Any) -> Result:
+    """Members join the batch."""
+    # [M,N,C,S] -> [MN,C,S]
+    return split(operator(fold(x, call.dims[0], 0, call.num_models), *options), 0, call.num_models), 0
 
 
-for _space in (1, 2, 3):
-    _nearest_exact(f"_upsample_nearest_exact{_space}d")
+@register_each("resampling", *(f"{name}_backward" for name in _NAMES))
+def resample_backward(operator: Any, call: Call, grad: Tensor, out: Any, size: Any, *scales: Any) -> Result:
+    """Gradient of an input of a ``size``; members join the batch."""
+    grad, size = fold(grad, call.dims[0], 0, call.num_models), [call.num_models * size[0], *size[1:]]
+    return split(operator(grad, out, size, *scales), 0, call.num_models), 0

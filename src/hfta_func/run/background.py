@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import compiled_from_cache, eager_unless_compiled, is_compiler_loaded, stand_for
+from hfta_func._torch import compiled_from_cache, is_compiler_loaded, stand_for
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import CompileWarning
 from hfta_func.rules import _choice
@@ -323,7 +323,7 @@ class _Graph:
         if self._is_kept and why_not_now(self._step, state, batch) is not None:
             return self._call_eagerly(state, batch)
         start = time.perf_counter()
-        with contextlib.nullcontext() if self._is_kept else eager_unless_compiled():
+        with contextlib.nullcontext() if self._is_kept else torch.compiler.set_stance("eager_on_recompile"):
             result = self._run(state, batch)
         if len(self._compiled) < _TRIAL and self._eager:
             self._compiled.append(time.perf_counter() - start)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +32,9 @@ class TaskComparison(Tabled):
     """
 
     def __init__(self, scores: dict[Any, Any], baseline: Any, optimum: float, *options: Any):
-        self._scores, self._options = scores, options
-        statistics: dict[str, tuple[Any, ...]] = {"iqm": (_iqm,), "median": (_median,), "mean": (_mean,)}
+        self._scores, self._options, numpy = scores, options, require("numpy", "plot")
+        statistics: dict[str, tuple[Any, ...]] = {"iqm": (_iqm,)}
+        statistics["median"], statistics["mean"] = (lambda runs: numpy.median(runs.mean(-2), axis=-1),), (_mean,)
         statistics["optimality gap"] = (lambda runs: optimum - _mean(runs.clip(max=optimum)),)
         statistics[f"improves on {baseline}"] = (_improvement, scores[baseline])
         self.estimates = [
@@ -58,7 +58,8 @@ class TaskComparison(Tabled):
             >>> compare_tasks({"ours": [[0.5, 1.0], [0.7, 0.2]]}).profile("ours", [0.0, 0.6, 1.0])[0]
             array([1. , 0.5, 0. ])
         """
-        return self._estimated(functools.partial(_shares, thresholds), self._scores[name])
+        stack = require("numpy", "plot").stack
+        return self._estimated(lambda runs: stack([_mean(runs > at) for at in thresholds], -1), self._scores[name])
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the performance profiles, in bands of their intervals.
@@ -169,10 +170,6 @@ def _iqm(scores: Any) -> Any:
     return flat[..., cut : flat.shape[-1] - cut].mean(-1)
 
 
-def _median(scores: Any) -> Any:
-    return require("numpy", "plot").median(scores.mean(-2), axis=-1)
-
-
 def _mean(scores: Any) -> Any:
     return scores.mean((-2, -1))
 
@@ -181,7 +178,3 @@ def _improvement(scores: Any, others: Any) -> Any:
     # One task after another, because all pairs take memory.
     tasks = [(scores[..., :, None, task], others[..., None, :, task]) for task in range(scores.shape[-1])]
     return sum(_mean(runs > other) + _mean(runs >= other) for runs, other in tasks) / (2 * len(tasks))
-
-
-def _shares(thresholds: Sequence[float], scores: Any) -> Any:
-    return require("numpy", "plot").stack([_mean(scores > threshold) for threshold in thresholds], -1)

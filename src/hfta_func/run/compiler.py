@@ -43,7 +43,7 @@ class Compiler:
         self._is_over = True
         try:
             inputs, settings = tree_map(_Like, (state, batch)), {get.__name__: get() for get, _ in SETTINGS}
-            order = _sent(
+            self._order = _sent(
                 {"step": step, "inputs": inputs, "name": name, **settings}, getattr(step, "base", {}).values()
             )
         except Exception as error:
@@ -52,8 +52,7 @@ class Compiler:
         self._pool = Pool([Process(0, cores(), low_priority=yields, quiet=True)], tries=1)
         self._end = weakref.finalize(self, self._pool.close)
         self._is_over = False
-        self._function = StepCompiler(order)
-        self._pool.submit(self._function, chosen=None)
+        self._pool.submit(compile_step, order=self._order, chosen=None)
 
     @staticmethod
     def busy() -> bool:
@@ -77,12 +76,9 @@ class Compiler:
                 return self._answer
             except Exception as error:
                 answer = error
-            is_first, self._answer = (
-                self._answer is None,
-                answer if isinstance(answer, dict) else {"error": str(answer)},
-            )
-            if is_first and "options" in self._answer:
-                self._pool.submit(self._function, chosen=self._answer["options"])
+            before, self._answer = self._answer, answer if isinstance(answer, dict) else {"error": str(answer)}
+            if before is None and "options" in self._answer:
+                self._pool.submit(compile_step, order=self._order, chosen=self._answer["options"])
             else:
                 self.end()
         return self._answer
@@ -118,50 +114,41 @@ def _sent(order: Any, base: Iterable[Tensor]) -> bytes:
     return buffer.getvalue()
 
 
-class StepCompiler:
-    """Compiles a step: the function that is sent to the worker.
+def compile_step(order: bytes, chosen: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Compile a step with the first options that work, or time how long it takes to read a graph that is in the cache.
 
     Args:
         order: The step, what its inputs are like, and the settings to compile with, as :func:`_sent` writes them.
+        chosen: Options of a graph that has been compiled.
     """
-
-    def __init__(self, order: bytes):
-        self._order = order
-
-    def __call__(self, chosen: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Compile with the first options that work, or time how long it takes to read a graph that is in the cache.
-
-        Args:
-            chosen: Options of a graph that has been compiled.
-        """
-        error: Exception | None = None
+    error: Exception | None = None
+    try:
+        ordered = loads(order)
+        settle(ordered)
+        if chosen is not None:
+            before, seconds = graph_hits(), _seconds(ordered, chosen)
+            if graph_hits() == before:
+                return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
+            return {"options": chosen, "seconds": seconds}
+    except Exception as failed:
+        return {"error": one_line_error(failed)}
+    likes: Any = leaves(ordered["inputs"])
+    if ordered["name"] is not None:
+        # What cannot be recorded, or kept, is traced.
+        with contextlib.suppress(Exception):
+            kept.make(ordered["step"], tree_map(_Like.tensor, ordered["inputs"]), ordered["name"])
+            start = time.perf_counter()
+            if kept.load(ordered["name"], kept.reached_by(ordered["step"]).tensors) is not None:
+                return {"kept": True, "seconds": time.perf_counter() - start}
+    # Not "cpu" if anything is elsewhere.
+    device = max((like.made_of[-1].type for like in likes), key=lambda kind: kind != "cpu")
+    for one in options(ordered["step"], ordered["inputs"][0], device):
         try:
-            order = loads(self._order)
-            settle(order)
-            if chosen is not None:
-                before, seconds = graph_hits(), _seconds(order, chosen)
-                if graph_hits() == before:
-                    return {"error": "PyTorch's cache of graphs does not take it, or cannot be written"}
-                return {"options": chosen, "seconds": seconds}
+            return {"options": one, "seconds": _seconds(ordered, one)}
         except Exception as failed:
-            return {"error": one_line_error(failed)}
-        likes: Any = leaves(order["inputs"])
-        if order["name"] is not None:
-            # What cannot be recorded, or kept, is traced.
-            with contextlib.suppress(Exception):
-                kept.make(order["step"], tree_map(_Like.tensor, order["inputs"]), order["name"])
-                start = time.perf_counter()
-                if kept.load(order["name"], kept.reached_by(order["step"]).tensors) is not None:
-                    return {"kept": True, "seconds": time.perf_counter() - start}
-        # Not "cpu" if anything is elsewhere.
-        device = max((like.made_of[-1].type for like in likes), key=lambda kind: kind != "cpu")
-        for one in options(order["step"], order["inputs"][0], device):
-            try:
-                return {"options": one, "seconds": _seconds(order, one)}
-            except Exception as failed:
-                error = failed
-        assert error is not None
-        return {"error": one_line_error(error)}
+            error = failed
+    assert error is not None
+    return {"error": one_line_error(error)}
 
 
 def _seconds(order: Mapping[str, Any], options: Mapping[str, Any]) -> float:

@@ -10,17 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.history import Running
-from hfta_func.run.parts import PartWorker, StateBuffers, loader_positions, renumbered, shares
-from hfta_func.run.trainer import SegmentEnd, SegmentHooks, Step
+from hfta_func.run.parts import PartWorker, StateBuffers, renumbered
+from hfta_func.run.trainer import SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor, Inline
+from hfta_func.workers.local import shares
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import cores
 from hfta_func.workers.wire import Folder, SharedTensorRef, dumps
@@ -35,7 +35,7 @@ _PIECE = 0.2
 """Seconds for which this process trains before it looks again whether the workers have started."""
 
 
-class ExecutorTrainer:
+class ExecutorTrainer(Trainer):
     """The :class:`Trainer` of an array that an executor trains, a part of the members in each call.
 
     Progress is seen, and Ctrl-C heeded, after every step by workers of this machine, and after every segment by others.
@@ -64,8 +64,6 @@ class ExecutorTrainer:
         self._states: StateBuffers | None = None
         # By number of parts: how many steps each has made, and after which one all stop.
         self._controls: dict[int, SharedTensorRef] = {}
-        self.kept: Tensor | None = None
-        """The members of the loader's batches that are trained; all if None."""
 
     @property
     def status(self) -> str:
@@ -166,12 +164,11 @@ class ExecutorTrainer:
 
     def _shared(self, state: TrainState) -> StateBuffers:
         """A state in shared memory, where workers read it."""
-        if self._states is not None and self._states.fits(state):
-            self._states.put(state)
-            return self._states
-        if self._states is not None:
-            self._states.close()
-        self._states = StateBuffers(state)
+        if self._states is None or not self._states.fits(state):
+            if self._states is not None:
+                self._states.close()
+            self._states = StateBuffers(state)
+        self._states.put(state)
         return self._states
 
     def _orders(
@@ -186,9 +183,18 @@ class ExecutorTrainer:
         """The arguments of each part's call, by number of the part."""
         dims, orders = getattr(self._step, "batch_dims", 0), {}
         position = self._loader.state_dict() if self._dealt else None
-        control = None if buffers is None else self._control(len(parts))
+        count, control = len(parts), None
+        if buffers is not None:
+            # Where that many parts count their steps.
+            assert self._folder is not None
+            if count not in self._controls:
+                self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
+            control = self._controls[count]
+            cells = control.tensor()
+            cells[:] = 0
+            cells[-1] = NEVER
         for number, (low, high, _) in enumerate(parts):
-            where = loader_positions(self.kept, low, high)
+            where = slice(low, high) if self.kept is None else self.kept[low:high].cpu()
             batches = None
             if not self._dealt:
                 batches = dumps([take_batch(dims, batch, where) for batch in (self._left or [])[:limit]], folder)
@@ -199,16 +205,6 @@ class ExecutorTrainer:
                 "control": None if control is None else (control, number),
             }
         return orders
-
-    def _control(self, count: int) -> SharedTensorRef:
-        """Where that many parts count their steps."""
-        assert self._folder is not None
-        if count not in self._controls:
-            self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
-        cells = self._controls[count].tensor()
-        cells[:] = 0
-        cells[-1] = NEVER
-        return self._controls[count]
 
     def _train(
         self,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import stays
-from hfta_func._torch.guards import may_change
+from hfta_func._torch import may_change, stays
 from hfta_func._tree import leaves, tree_map
 
 # It trusts the processor's own list of its instructions, instead of compiling a program for each of them, which takes longer

@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -32,7 +32,7 @@ from hfta_func._torch import compile_ahead, load_ahead
 from hfta_func._tree import leaves
 from hfta_func._types import CheckpointError, Schedule, Tree, recipe
 from hfta_func.files import atomic
-from hfta_func.optim._base import GradientTransformation, is_closed
+from hfta_func.optim._base import GradientTransformation, is_of_package
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run.graphs import ahead
@@ -61,7 +61,7 @@ def can_be_kept(step: Any, state: Any) -> bool:
         and type(state) is TrainState
         and step.options.nonfinite != "raise"
         and not (state.shared or step.options.network)
-        and is_closed(step.optimizer)
+        and is_of_package(step.optimizer, closed=True)
         and all(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves(state))
     )
 
@@ -141,7 +141,12 @@ def make(step: TrainStep, inputs: tuple[TrainState, Tree], name: str) -> None:
         about.chmod(0o600)
         drop(name)
         path.rename(folder() / name)
-    _make_room()
+    total = 0
+    for other, size, used in kept():
+        total += size
+        # What a process has begun and left lies there for a day at most.
+        if total > MOST_BYTES or (other.startswith("new-") and used < time.time() - 86_400):
+            drop(other)
 
 
 def load(name: str, tensors: Sequence[Tensor]) -> Callable[[TrainState, Tree], Any] | None:
@@ -208,21 +213,10 @@ def _earlier() -> list[tuple[float, float]]:
 
 def kept() -> list[tuple[str, int, float]]:
     """Name, bytes and time of last use of every graph, the latest first."""
-    return sorted(_graphs(), key=lambda graph: -graph[2])
-
-
-def _graphs() -> Iterable[tuple[str, int, float]]:
+    graphs: list[tuple[str, int, float]] = []
     with contextlib.suppress(OSError):
         for path in folder().iterdir():
             with contextlib.suppress(OSError):
                 used = (path / _ABOUT).stat().st_mtime if (path / _ABOUT).exists() else path.stat().st_mtime
-                yield path.name, sum(one.stat().st_size for one in path.rglob("*")), used
-
-
-def _make_room() -> None:
-    total = 0
-    for name, size, used in kept():
-        total += size
-        # What a process has begun and left lies there for a day at most.
-        if total > MOST_BYTES or (name.startswith("new-") and used < time.time() - 86_400):
-            drop(name)
+                graphs.append((path.name, sum(one.stat().st_size for one in path.rglob("*")), used))
+    return sorted(graphs, key=lambda graph: -graph[2])

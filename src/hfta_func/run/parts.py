@@ -22,17 +22,6 @@ from hfta_func.step.state import TrainState
 from hfta_func.workers.wire import Folder, SharedTensorRef, loads
 
 
-def shares(size: int, count: int) -> list[tuple[int, int]]:
-    """The first member of each of ``count`` parts, and the one after its last."""
-    edges = [size * number // count for number in range(count + 1)]
-    return [*itertools.pairwise(edges)]
-
-
-def loader_positions(kept: Tensor | None, low: int, high: int) -> slice | Tensor:
-    """Where members of a part are in the loader's batches, if those at ``kept`` are trained, or all."""
-    return slice(low, high) if kept is None else kept[low:high].cpu()
-
-
 def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
     """The error of a part, whose members have these numbers in the whole array, as one of the whole."""
     if isinstance(error, HFTAError) and error.args:

@@ -135,7 +135,11 @@ class Reached:
                 raise _UnknownError(f"a method of a {type(holder).__qualname__}")
             self._note(getattr(value, "__qualname__", str(value)))
         elif isinstance(value, Tensor):
-            self._visit_tensor(value)
+            if kind not in (Tensor, torch.nn.Parameter) and not isinstance(value, torch.nn.Buffer):
+                raise _UnknownError(f"a {kind.__qualname__}")
+            self._note(value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+            if not value.is_meta:
+                self.tensors.append(value)
         elif isinstance(value, logging.Logger):
             # Its handlers hold half of a program, none of which a step computes with.
             self._note(value.name, value.getEffectiveLevel())
@@ -147,13 +151,6 @@ class Reached:
                 self._follow(*([*attribute.items()] if isinstance(attribute, dict) else [attribute]))
         else:
             self._visit_object(value, kind)
-
-    def _visit_tensor(self, tensor: Tensor) -> None:
-        if type(tensor) not in (Tensor, torch.nn.Parameter) and not isinstance(tensor, torch.nn.Buffer):
-            raise _UnknownError(f"a {type(tensor).__qualname__}")
-        self._note(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-        if not tensor.is_meta:
-            self.tensors.append(tensor)
 
     def _visit_object(self, value: Any, kind: type) -> None:
         """Containers and instances."""
@@ -204,10 +201,11 @@ class Reached:
             for name, value in [*vars(base).items()]:
                 if name in _ASIDE:
                     continue
+                function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
                 if file is None or not _is_definition(file):
                     self._note(name)
                     self._follow(value)
-                elif not _is_definition(_file_of(value)):
+                elif isinstance(function, types.FunctionType) and not _is_definition(function.__code__.co_filename):
                     # Somebody has replaced a method, which PyTorch reads, or added one.
                     self._patches.append((name, value))
                     if name.startswith("__") or name in _names_of(file):
@@ -283,12 +281,6 @@ def _is_definition(path: str | None) -> bool:
     return path is not None and any(
         path.startswith(folder) and not path.startswith(f"{folder}site-packages") for folder in _DEFINITIONS
     )
-
-
-def _file_of(value: Any) -> str | None:
-    """Where a function of a class is written; where PyTorch is for what is no function."""
-    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-    return function.__code__.co_filename if isinstance(function, types.FunctionType) else torch.__file__
 
 
 @functools.cache

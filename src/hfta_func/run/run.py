@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._tree import Origins
+from hfta_func._tree import followed
 from hfta_func._types import CheckpointError, StateError
 from hfta_func.files import checkpoint
 from hfta_func.files.atomic import PathLike
@@ -18,7 +18,6 @@ from hfta_func.run.best_and_compact import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
 from hfta_func.run.history import Callback, History, Metrics, Running
-from hfta_func.run.trainer import SegmentEnd
 from hfta_func.step.state import TrainState
 
 
@@ -50,11 +49,6 @@ class Run:
         self.batches: Iterable[Any] = self.loader
         self.history, self.running = History(state.keys), Running()
 
-    def join(self, segment: SegmentEnd) -> bool:
-        """Go on from a segment that a trainer has trained; returns whether it has ended the epoch."""
-        self.state, ended = segment
-        return ended
-
     def end_epoch(self) -> Metrics:
         """Record the metrics of an epoch, and return them.
 
@@ -80,13 +74,13 @@ class Run:
         Returns:
             Whether the members, and so the loader, are others.
         """
-        origins = Origins(self.state.keys)
-        with origins():
+        with followed(self.state.keys) as places_of:
             members = callback(self.state, self.history)
-        if members is None:
-            return False
-        check_state(members)
-        self.state, positions = members, self.history.follow(members.keys, origins.of(members.keys))
+            if members is None:
+                return False
+            check_state(members)
+            places = places_of(members.keys)
+        self.state, positions = members, self.history.follow(members.keys, places)
         if positions is None:
             return False
         self.loader = self._loader_of(positions)

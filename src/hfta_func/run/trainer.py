@@ -40,7 +40,7 @@ class Trainer(Protocol):
         kept: The members of the loader's batches that are trained; all if None.
     """
 
-    kept: Tensor | None
+    kept: Tensor | None = None
 
     @property
     def status(self) -> str:
@@ -67,10 +67,9 @@ class Trainer(Protocol):
 
     def close(self) -> None:
         """Train no more, and give back what was taken to train."""
-        ...
 
 
-class LocalTrainer:
+class LocalTrainer(Trainer):
     """A :class:`Trainer` that trains in this process.
 
     Args:
@@ -85,7 +84,6 @@ class LocalTrainer:
     def __init__(self, step: Step, batches: Iterable[Any], loader: Iterable[Any]):
         self.step, self._batches, self._loader = step, batches, loader
         self._left: Iterator[Any] | None = None
-        self.kept: Tensor | None = None
 
     @property
     def status(self) -> str:
@@ -96,9 +94,6 @@ class LocalTrainer:
     def follow(self, loader: Iterable[Any]) -> None:
         """See :class:`Trainer`."""
         self._left, self._batches, self._loader = None, loader, loader
-
-    def close(self) -> None:
-        """See :class:`Trainer`."""
 
     def segment(self, state: TrainState, running: Running, limit: int | None, hooks: SegmentHooks) -> SegmentEnd:
         """See :class:`Trainer`."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from hfta_func._tree import num_models
 from hfta_func.run import background
@@ -33,7 +32,7 @@ _TRIAL = 0.5
 """Seconds of steps in this process that worker processes are timed with."""
 
 
-class AutoTrainer:
+class AutoTrainer(Trainer):
     """Trains in this process, tries worker processes where they may pay, and goes on with what is faster.
 
     Workers start while this process trains. The trial is a part of the run: no step is made twice.
@@ -63,7 +62,6 @@ class AutoTrainer:
         self._made, self._spent = 0, 0.0
         # In worker processes: steps and seconds, without the first piece, in which a new process does much once.
         self._tried, self._took = -1, 0.0
-        self.kept: Tensor | None = None
         self._compared = "worker processes have not been tried"
 
     @property
@@ -143,7 +141,9 @@ class AutoTrainer:
             self._spent += now - start
             if self._parallel is None:
                 self._times = [*self._times[1 - _LATEST :], now - start]
-                if len(self._times) >= _FIRST and self._may_pay():
+                known, each = self._steps, statistics.median(self._times)
+                left = self._spent if known is None else (known - self._made) * each
+                if len(self._times) >= _FIRST and left >= _LEAST:
                     self._parallel = self._make(self._loader)
             start = now
             hooks.tick()
@@ -152,10 +152,6 @@ class AutoTrainer:
             return (self._dealt and self._parallel is not None and self._parallel.is_ready()) or hooks.stopped()
 
         return hooks._replace(tick=tick, stopped=stopped)
-
-    def _may_pay(self) -> bool:
-        left = self._spent if self._steps is None else (self._steps - self._made) * statistics.median(self._times)
-        return left >= _LEAST
 
 
 def make_trainer(

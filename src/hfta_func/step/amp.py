@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._tree import per_model
 from hfta_func._types import Params, PerModel
 from hfta_func.optim._base import Hyperparams, Range, restrict
 
@@ -108,9 +107,3 @@ def round_stochastically(keys: Tensor, step: Tensor, wide: Params, params: Param
         moved = ((leaf.view(torch.int32) + noise) & -0x10000).view(torch.float32)
         rounded[path] = torch.where(leaf.isfinite(), moved, leaf).to(torch.bfloat16)
     return rounded
-
-
-def unscaled(grads: Params, scale: Tensor) -> Params:
-    """The gradients of the losses, from those of the scaled losses."""
-    inverse = scale.double().reciprocal()
-    return {path: grad * per_model(inverse, grad) for path, grad in grads.items()}

@@ -46,14 +46,20 @@ def restored(tree: Tree, batch: Tree) -> Any:
         if type(batch) is dict:
             return parts
         if hasattr(batch, "batch_size"):
-            return _tensor_dict(parts, batch)
+            # Of the class TensorDict, whose tensors agree in their first axes, fewer of them inside ``vmap``.
+            given: Any = batch
+            filled: Any = type(given)(parts, batch_size=())
+            for name, part in [*parts.items()][:1]:
+                kept = len(given.batch_size) - (given[name].dim() - part.dim())
+                filled.batch_size = part.shape[: max(kept, 0)]
+            return filled
         if isinstance(batch, defaultdict):
             # A compiler cannot copy it.
             return defaultdict(batch.default_factory, parts)
         if not hasattr(batch, "update"):
             # One that cannot be changed, such as a MappingProxyType, can be made of a dict.
             return type(batch)(parts)  # pyright: ignore[reportCallIssue]
-        filled: Any = copy.copy(batch)
+        filled = copy.copy(batch)
         filled.update(parts)
         return filled
     if isinstance(batch, (tuple, list)):
@@ -65,16 +71,6 @@ def restored(tree: Tree, batch: Tree) -> Any:
             object.__setattr__(filled, name, restored(part, getattr(batch, name)))
         return filled
     return tree
-
-
-def _tensor_dict(parts: dict[str, Any], batch: Any) -> Any:
-    """A mapping of the class TensorDict, whose tensors agree in their first axes, fewer of them inside ``vmap``."""
-    made = type(batch)(parts, batch_size=())
-    for name, part in parts.items():
-        kept = len(batch.batch_size) - (batch[name].dim() - part.dim())
-        made.batch_size = part.shape[: max(kept, 0)]
-        break
-    return made
 
 
 def is_plain(batch: Tree) -> bool:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
 
 from hfta_func._torch import can_look, writes
-from hfta_func._tree import difference
 from hfta_func._types import HyperparameterError, Params, StateError, Tree
 from hfta_func.models.scalar_attributes import filled, numbers_text
 from hfta_func.models.stack import Shapes, check_state
 from hfta_func.step.batch import check_batch, plain
 from hfta_func.step.options import Options
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, check_optimizer
 
 
 def require(state: Any, *others: type) -> None:
@@ -56,23 +56,16 @@ def check_hparams(names: Iterable[str], known: Set[str], takes_hparams: bool) ->
         raise HyperparameterError(f"'{wrong[0]}' is no number of the model; {numbers_text(known, wrong[0])}")
 
 
+@dataclasses.dataclass(eq=False)
 class Check:
     """``check(state, batch)`` raises unless both fit the step; see :meth:`TrainStep.__call__`."""
 
-    def __init__(
-        self,
-        shapes: Shapes,
-        trainable: frozenset[str],
-        init: Callable[[Params, Params], Tree],
-        options: Options,
-        check_shared: Callable[[TrainState], None],
-    ):
-        self._shapes = shapes
-        self._trainable = trainable
-        self._init = init
-        self._options = options
-        self._check_shared = check_shared
-        self._expected: Any = None
+    _shapes: Shapes
+    _trainable: frozenset[str]
+    _init: Callable[[Params, Params], Tree]
+    _options: Options
+    _check_shared: Callable[[TrainState], None]
+    _expected: Any = None
 
     def __call__(self, state: TrainState, batch: Tree) -> None:
         """Raise a StateError or a BatchError that names what does not fit."""
@@ -97,6 +90,4 @@ class Check:
         if self._expected is None:
             trained = {path: param.to("meta") for path, param in state.params.items() if path in self._trainable}
             self._expected = self._init(trained, state.buffers)
-        mismatch = difference(state.opt_state, self._expected, "state.opt_state", "the state", "this step's optimizer")
-        if mismatch is not None:
-            raise StateError(f"the state belongs to another optimizer: {mismatch}; make a state with step.init(...)")
+        check_optimizer(state.opt_state, self._expected, "state.opt_state", "optimizer")

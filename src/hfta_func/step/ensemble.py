@@ -265,7 +265,7 @@ class Ensemble(nn.Module):
 
     def _tensors(self, kind: int) -> Params:
         """Tensors by path: 0 parameters, 1 buffers, 2 parameters that members share and train, 3 their base."""
-        return {path: getattr(*owner) for path, owner in self._owners[kind]}
+        return {path: getattr(module, name) for path, module, name in self._owners[kind]}
 
     def _apart(self, params: Params, buffers: Params) -> list[nn.Module]:
         common: Params = {path: nn.Parameter(leaf.detach().clone()) for path, leaf in self.shared().items()}
@@ -279,7 +279,8 @@ class Ensemble(nn.Module):
         common = {*self._shared, *self._base}
         named = [[path for path, _ in every] for every in (self.array.named_parameters(), self.array.named_buffers())]
         kinds = *([path for path in paths if path not in common] for paths in named), self._shared, self._base
-        self._owners = [[(path, self.array.owner(path)) for path in paths] for paths in kinds]
+        owners = [[(path, *path.rpartition(".")[::2]) for path in paths] for paths in kinds]
+        self._owners = [[(path, self.array.get_submodule(at), name) for path, at, name in each] for each in owners]
         modes = tuple(module.training for module in self._model[0].modules())
         if modes not in runs:
             run = bind(self._model[0], forward, share_frozen=bool(self._base))
@@ -308,11 +309,6 @@ def _write(buffer: Tensor, value: Tensor) -> None:
 
 class _Names(nn.Module):
     """Tensors by path, in modules that only give names."""
-
-    def owner(self, path: str) -> tuple[nn.Module, str]:
-        """The module that holds a tensor, and its name there."""
-        parent, _, name = path.rpartition(".")
-        return self.get_submodule(parent), name
 
     def hold(self, path: str, tensor: Tensor, persistent: bool = True) -> None:
         """Register a parameter or a buffer."""

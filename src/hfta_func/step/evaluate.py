@@ -119,8 +119,7 @@ class EvalStep(Compiled):
             )
         else:
             keys, hparams = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device), {}
-        everything = expanded_shared(state)
-        shared = {path: param for path, param in everything.items() if path not in state.params}
+        shared = expanded_shared(state)
         if shared.keys() != self._shared:
             path = min(shared.keys() ^ self._shared)
             cure = "pass shared_params" if path in shared else "pass a state of a step that does, too"

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from hfta_func import random
 from hfta_func._torch import can_look, inside_transform
-from hfta_func._tree import tree_map
+from hfta_func._tree import per_model, tree_map
 from hfta_func._types import LossError, Params, Tree
 from hfta_func.calls.recompute import Recalls
 from hfta_func.models.functional import bind, tables_with_max_norm
 from hfta_func.models.scalar_attributes import emptied, filled
 from hfta_func.rules.vmap import advice
-from hfta_func.step import amp
 from hfta_func.step.batch import copied, leaf_dims, plain
 from hfta_func.step.chunks import Chunks
 from hfta_func.step.members import Members, of_first, with_batch
@@ -76,7 +75,8 @@ class Gradients:
         self.members.has_run(keys)
         buffers = emptied(buffers, state.hparams, state.buffers)
         if self._options.scaling is not None:
-            grads = amp.unscaled(grads, state.loss_scale.scale)
+            inverse = state.loss_scale.scale.double().reciprocal()
+            grads = {path: grad * per_model(inverse, grad) for path, grad in grads.items()}
         grads, apart = _parted(grads, shared)
         return StepOutputs(trained, grads, losses, metrics, buffers, apart)
 
@@ -89,10 +89,8 @@ class Gradients:
         frozen = {path: param for path, param in params.items() if path not in self._trainable}
         keys = random.fold_in(state.keys, state.step + NOISE)
         scale = () if self._options.scaling is None else state.loss_scale.scale
-        everything = expanded_shared(state)
-        shared = {path: param for path, param in everything.items() if path not in state.params}
         given = filled(state.buffers, state.hparams)
-        return keys, trained, shared, frozen, given, state.hparams, scale
+        return keys, trained, expanded_shared(state), frozen, given, state.hparams, scale
 
     def _run(
         self,

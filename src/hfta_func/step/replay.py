@@ -29,7 +29,7 @@ from hfta_func._torch import (
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
 from hfta_func.models.stack import members_of
-from hfta_func.optim._base import is_closed
+from hfta_func.optim._base import is_of_package
 from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.batch import copied, is_plain, over
@@ -129,7 +129,8 @@ class Replay:
             reads = self.reads(state, batch)
             first, decision = _recorded(functools.partial(_decided, step), state, batch)
             known, looks = _Known(first, reads, state, decision), can_look(state.keys)
-            if not step.options.donate and is_closed(step.optimizer) and (looks or step.options.nonfinite != "raise"):
+            closed = is_of_package(step.optimizer, closed=True)
+            if not step.options.donate and closed and (looks or step.options.nonfinite != "raise"):
                 with contextlib.suppress(NotReplayableError):
                     known.finish_by(*_recorded(functools.partial(_written, step), state, decision), looks)
             shape.add(known)

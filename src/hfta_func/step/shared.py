@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._tree import difference, per_model
+from hfta_func._tree import per_model
 from hfta_func._types import HyperparameterError, Params, Shared, StackError, StateError
 from hfta_func.calls.routing import routed_by_member
 from hfta_func.models.sharing import shared_of
 from hfta_func.optim._base import GradientTransformation, is_of_package, renew
 from hfta_func.step.gradients import StepOutputs
-from hfta_func.step.state import TrainState
+from hfta_func.step.state import TrainState, check_optimizer
 
 
 class Sharing:
@@ -60,14 +60,7 @@ class Sharing:
             )
         if isinstance(shared, Shared):
             meta = {path: param.to("meta") for path, param in _as_one(params).items()}
-            mismatch = difference(
-                *(shared.opt_state, self._optimizer.init(meta), "state.shared.opt_state"),
-                *("the state", "this step's shared_optimizer"),
-            )
-            if mismatch is not None:
-                raise StateError(
-                    f"the state belongs to another optimizer: {mismatch}; make a state with step.init(...)"
-                )
+            check_optimizer(shared.opt_state, self._optimizer.init(meta), "state.shared.opt_state", "shared_optimizer")
 
     def update(self, state: TrainState, outputs: StepOutputs, keep: Tensor | None, donate: bool) -> Shared | tuple[()]:
         """One update by the sum of the gradients of members where ``keep`` holds; none if it holds nowhere."""

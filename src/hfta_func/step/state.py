@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hfta_func._torch import inside_transform, is_captured
-from hfta_func._tree import leaves, paths
+from hfta_func._tree import difference, leaves, paths
 from hfta_func._types import Params, Shared, StateError, Tree
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.stack import Stacked
@@ -65,16 +65,21 @@ def stacked(state: Any) -> Stacked:
         >>> [model[1].p for model in unstack_params(models[0], *stacked(state))]
         [0.1, 0.2]
     """
-    return Stacked(expanded_shared(state), filled(state.buffers, getattr(state, "hparams", {})))
+    return Stacked({**state.params, **expanded_shared(state)}, filled(state.buffers, getattr(state, "hparams", {})))
 
 
 def expanded_shared(state: Any) -> Params:
-    """The parameters of a state or a :class:`Stacked`, ``[M, ...]``; what members share is seen M times, not copied."""
+    """The parameters that members of a state share and train, ``[M, ...]``: seen M times, not copied."""
     shared = getattr(state, "shared", ())
-    if not isinstance(shared, Shared):
-        return state.params
-    count = state.keys.shape[0]
-    return {**state.params, **{path: param.expand(count, *param.shape) for path, param in shared.params.items()}}
+    params = shared.params if isinstance(shared, Shared) else {}
+    return {path: param.expand(state.keys.shape[0], *param.shape) for path, param in params.items()}
+
+
+def check_optimizer(opt_state: Tree, expected: Tree, name: str, option: str) -> None:
+    """Raise a StateError unless the state of an optimizer has the structure of one of the step's ``option``."""
+    mismatch = difference(opt_state, expected, name, "the state", f"this step's {option}")
+    if mismatch is not None:
+        raise StateError(f"the state belongs to another optimizer: {mismatch}; make a state with step.init(...)")
 
 
 def refuse_shared(state: Any, option: str) -> None:

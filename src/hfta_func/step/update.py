@@ -33,22 +33,20 @@ NOISE = -(2**62) - 2**61
 def select_update_mode(options: Options, optimizer: GradientTransformation, rewrites_params: bool) -> Way:
     """The way to update that the options ask for; of a model that ``rewrites_params`` gradients are computed in a copy."""
     way = rounded if options.stochastic_rounding else in_place if options.donate and not rewrites_params else plain
-    return way if is_of_package(optimizer) else _with_noise(way)
+    if is_of_package(optimizer):
+        return way
 
-
-def _with_noise(way: Way) -> Way:
-    """A way to update by an optimizer that may draw random numbers: from the members' keys."""
-
-    def update(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
+    def drawing(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:
+        """The same for an optimizer that may draw random numbers: from the members' keys."""
         renewed = way(optimizer, state, outputs)
 
-        def drawing(keep: Tensor | None) -> tuple[Params, Tree]:
+        def update(keep: Tensor | None) -> tuple[Params, Tree]:
             with routed_by_member(random.fold_in(state.keys, state.step + NOISE)):
                 return renewed(keep)
 
-        return drawing
+        return update
 
-    return update
+    return drawing
 
 
 def plain(optimizer: GradientTransformation, state: TrainState, outputs: StepOutputs) -> Update:

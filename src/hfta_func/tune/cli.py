@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -275,17 +275,24 @@ def _doctor(args: argparse.Namespace) -> str:
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    devices = [f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in gpus]
+    cuda = f"CUDA, {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'no settings'}"
+    libc = "the system's" if "LD_PRELOAD" not in os.environ else f"LD_PRELOAD={os.environ['LD_PRELOAD']}"
+    hfta.rules.install()
+    x = torch.ones(2, 3)
+    (choice,) = hfta.rules.explain(hfta.vmap(torch.nn.functional.linear), x[:, None], x[:, None])
     rows = [
         ("hfta_func", hfta.__version__),
         ("Python", platform.python_version()),
         *((name, _version(name)) for name in ("torch", "optree", "safetensors", "optuna", "torch_xla")),
         ("processor", f"{torch.backends.cpu.get_cpu_capability()}, {threads}"),
-        ("devices", ", ".join(_devices()) or "none besides the processor"),
+        ("devices", ", ".join(devices) or "none besides the processor"),
         ("compiler", compiler or "none; torch.compile needs g++ or clang++ on a CPU"),
         ("compiled graphs", f"{cache} ({_writable(cache)})"),
         ("kernels in C", _kernels()),
-        ("rules", _rules()),
-        ("allocator", _allocator()),
+        ("rules", f"installed; linear of two models runs as {choice.lowering}"),
+        ("allocator", cuda if torch.cuda.is_available() else libc),
     ]
     return text_table(rows, "<<")
 
@@ -309,29 +316,10 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _devices() -> Iterable[str]:
-    for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
-        yield f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
-
-
 def _writable(path: str) -> str:
     while not os.path.exists(path):
         path = os.path.dirname(path)
     return "writable" if os.access(path, os.W_OK) else "not writable, so that nothing is kept"
-
-
-def _rules() -> str:
-    hfta.rules.install()
-    x = torch.ones(2, 3)
-    (choice,) = hfta.rules.explain(hfta.vmap(torch.nn.functional.linear), x[:, None], x[:, None])
-    return f"installed; linear of two models runs as {choice.lowering}"
-
-
-def _allocator() -> str:
-    if torch.cuda.is_available():
-        return f"CUDA, {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'no settings'}"
-    return "the system's" if "LD_PRELOAD" not in os.environ else f"LD_PRELOAD={os.environ['LD_PRELOAD']}"
 
 
 if __name__ == "__main__":

@@ -175,11 +175,8 @@ class Group:
         """The size of an array that trains ``count`` members: a power of two for compiled steps, which compile per size."""
         if isinstance(self.array.step, hfta.TrainStep):
             return count
-        size = 1
-        while size < count:
-            size *= 2
         most = [*([limit] if limit else []), *([self.limit] if isinstance(self.limit, int) else [])]
-        return min([size, *most])
+        return min([1 << (count - 1).bit_length(), *most])
 
     def capacity(self, wanted: int, limit: int, epochs: int) -> int:
         """The largest number of members that train together for some epochs, of ``wanted``, on a worker with a limit.

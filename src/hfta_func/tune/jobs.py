@@ -9,37 +9,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import hfta_func as hfta
-from hfta_func.tune.array import Segment
 from hfta_func.tune.groups import Group
 from hfta_func.workers.executor import Executor, Inline
 
 _log = logging.getLogger("hfta_func.tune")
 
 
-class Trained(NamedTuple):
-    """The result of a job: metrics by member and epoch, seconds by member, states, and the errors of failed members."""
-
-    group: Group
-    numbers: tuple[int, ...]
-    metrics: dict[int, list[dict[str, float]]]
-    seconds: dict[int, float]
-    states: list[tuple[tuple[int, ...], Any]]
-    errors: dict[int, Exception]
-    interrupted: bool
-
-
 class Job(NamedTuple):
-    """An array that trains: its group, the numbers of its members, the epochs they start from, and epochs to train."""
+    """An array that trains: its group, the numbers of its members, the epochs they start from, and epochs to train.
+
+    Its result is metrics by member and epoch, seconds by member, states, and the errors of failed members.
+    """
 
     group: Group
     numbers: tuple[int, ...]
     starts: Mapping[int, int]
     epochs: int
-    calls: dict[int, tuple[int, ...]]
-    """By number, the calls that train the array or its halves, and the members of each."""
-    trained: Trained
     limit: int
     """The limit of the workers that train it; 0 if the workers are alike."""
+    calls: dict[int, tuple[int, ...]]
+    """By number, the calls that train the array or its halves, and the members of each."""
+    metrics: dict[int, list[dict[str, float]]]
+    seconds: dict[int, float]
+    states: list[tuple[tuple[int, ...], Any]]
+    errors: dict[int, Exception]
+    interrupted: bool = False
 
 
 class Jobs:
@@ -66,7 +60,7 @@ class Jobs:
         self, group: Group, numbers: tuple[int, ...], starts: Mapping[int, int], epochs: int, limit: int = 0
     ) -> None:
         """Have an array trained, by workers with this limit."""
-        job = Job(group, numbers, starts, epochs, {}, Trained(group, numbers, {}, {}, [], {}, False), limit)
+        job = Job(group, numbers, starts, epochs, limit, {}, {}, {}, [], {})
         self._call(job, numbers)
         self.under_way.append(job)
 
@@ -76,27 +70,31 @@ class Jobs:
         job.calls[call] = tuple(numbers)
         _log.info("members %s train for %d epochs, call %d", spans(numbers), job.epochs, call)
 
-    def wait(self) -> Trained:
+    def wait(self) -> Job:
         """Wait until any array has trained."""
         while True:
             call, answer = self.executor.wait()
             job = next(job for job in self.under_way if call in job.calls)
-            numbers, trained = job.calls.pop(call), job.trained
+            numbers = job.calls.pop(call)
             if isinstance(answer, Exception):
                 _log.info("members %s: %s: %s", spans(numbers), type(answer).__name__, answer)
                 if len(numbers) == 1:
-                    trained.errors[numbers[0]] = answer
+                    job.errors[numbers[0]] = answer
                 else:
                     self._halve(job, numbers, answer)
             else:
-                _note(trained, numbers, answer)
+                for index, number in enumerate(numbers):
+                    job.metrics[number] = [{name: row[index] for name, row in each.items()} for each in answer.epochs]
+                    job.seconds[number] = answer.seconds / len(numbers)
+                job.states.append((numbers, answer.state))
+                _log.info("members %s have trained %.2f s", spans(numbers), answer.seconds)
                 if answer.interrupted:
                     # Ctrl-C ends both halves of an array.
                     self.stop()
-                    return trained._replace(metrics={}, seconds={}, states=[], errors={}, interrupted=True)
+                    return job._replace(metrics={}, seconds={}, states=[], errors={}, interrupted=True)
             if not job.calls:
                 self.under_way = [other for other in self.under_way if other is not job]
-                return trained
+                return job
 
     def _halve(self, job: Job, numbers: tuple[int, ...], error: Exception) -> None:
         half = -(-len(numbers) // 2)
@@ -122,16 +120,6 @@ class Jobs:
         """Forget the arrays that train, and train in this process from now on."""
         self.stop()
         self.executor = Inline()
-
-
-def _note(trained: Trained, numbers: tuple[int, ...], segment: Segment) -> None:
-    for index, number in enumerate(numbers):
-        trained.metrics[number] = [
-            {name: values[index] for name, values in metrics.items()} for metrics in segment.epochs
-        ]
-        trained.seconds[number] = segment.seconds / len(numbers)
-    trained.states.append((numbers, segment.state))
-    _log.info("members %s have trained %.2f s", spans(numbers), segment.seconds)
 
 
 def spans(numbers: Sequence[int]) -> str:

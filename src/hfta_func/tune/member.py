@@ -1,4 +1,4 @@
-"""A member of a population, and checks of members."""
+"""A member of a population, tables of configurations as rows, and checks of members."""
 
 from __future__ import annotations
 
@@ -41,6 +41,20 @@ class Member:
         if metric not in metrics:
             raise KeyError(f"member {self.number} has no metric '{metric}'; it has {', '.join(metrics)}")
         return metrics[metric]
+
+
+def rows_of(table: Any) -> list[Mapping[str, Any]]:
+    """The rows of a table: a list of dicts, a dict of lists, or a pandas frame."""
+    if hasattr(table, "to_dict") and hasattr(table, "columns"):
+        return rows_of(table.to_dict("records"))
+    if isinstance(table, Mapping):
+        columns = {name: list(values) for name, values in table.items()}
+        if len({len(values) for values in columns.values()}) > 1:
+            counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
+            raise ValueError(f"the columns of the table have different lengths: {counts}")
+        return rows_of([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    # Numbers of NumPy become those of Python, which JSON can hold.
+    return [{name: value.item() if hasattr(value, "item") else value for name, value in row.items()} for row in table]
 
 
 def check_alive(members: Sequence[Member], numbers: Iterable[int]) -> None:

@@ -14,9 +14,8 @@ from hfta_func.files.atomic import PathLike
 from hfta_func.tune.array import Build
 from hfta_func.tune.folder import StudyFolder
 from hfta_func.tune.groups import Group, group_key
-from hfta_func.tune.jobs import Jobs, Trained
-from hfta_func.tune.member import Member, check_alive, check_copies, counted
-from hfta_func.tune.tables import rows_of
+from hfta_func.tune.jobs import Job, Jobs
+from hfta_func.tune.member import Member, check_alive, check_copies, counted, rows_of
 from hfta_func.workers.executor import Executor, Inline
 
 if TYPE_CHECKING:
@@ -157,7 +156,6 @@ class Population:
                 pass
             if not self.jobs.under_way:
                 return []
-            self.on_start()
             trained = self.jobs.wait()
         except BaseException:
             self.jobs.stop()
@@ -165,9 +163,6 @@ class Population:
         self._record(trained)
         self.last = trained.numbers
         return list(trained.numbers)
-
-    def on_start(self) -> None:
-        """Called while arrays train."""
 
     def _start(self, targets: Mapping[int, int]) -> bool:
         """Begin to train an array; returns whether any member waited for that."""
@@ -200,7 +195,7 @@ class Population:
         self.jobs.start(group, chosen, {number: self.members[number].epoch for number in chosen}, epochs, limit)
         return True
 
-    def _record(self, trained: Trained) -> None:
+    def _record(self, trained: Job) -> None:
         self.interrupted = trained.interrupted
         alive = {number for number in trained.numbers if self.members[number].status == "alive"}
         for numbers, state in trained.states:

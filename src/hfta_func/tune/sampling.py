@@ -214,23 +214,20 @@ class Mirror:
         self._ended = {number for number, trial in self._shown.items() if trial.state.is_finished()}
         self._reported = {number: set(trial.intermediate_values) for number, trial in self._shown.items()}
 
-    def _check_same(self, trials: Sequence[Any], asked: Sequence[Any]) -> None:
-        """Refuse to go on if the storage has trials of another sampler."""
-        for trial in trials:
-            shown = self._shown.get(trial.number)
-            if shown is not None and shown.params != asked[trial.number].params:
-                raise ValueError(
-                    f"the storage has another study '{self.study.study_name}', whose trial {trial.number} is {shown.params} "
-                    f"and not {asked[trial.number].params}; pass another name, or the same sampler and seed"
-                )
-
     def show(self, trials: Sequence[Any], reports_of: Callable[[Any], Mapping[int, float]]) -> None:
         """Add new trials, the values of those that train, and the results of those that have ended."""
         with _storing(self._storage), _quiet():
             if not self._is_known:
                 self._read()
             asked = self._session.study.get_trials(deepcopy=False)
-            self._check_same(trials, asked)
+            for trial in trials:
+                shown = self._shown.get(trial.number)
+                if shown is not None and shown.params != asked[trial.number].params:
+                    raise ValueError(
+                        f"the storage has another study '{self.study.study_name}', whose trial {trial.number} is "
+                        f"{shown.params} and not {asked[trial.number].params}; pass another name, or the same sampler "
+                        f"and seed"
+                    )
             # Until the end, because Ctrl-C may break off what follows.
             self._is_known = False
             new = [trial for trial in trials if trial.number not in self._shown]

@@ -52,7 +52,10 @@ class _Hyperband(_Halving):
                 f"skip_last={self.skip_last} leaves out all rungs of {epochs} epochs; pass a smaller number"
             )
         if trials:
-            brackets = _shared_out(trials, brackets)
+            # For another number in all, in the same proportions.
+            sums = [0, *itertools.accumulate(count for count, _ in brackets)]
+            edges = itertools.pairwise(round(trials * count / sums[-1]) for count in sums)
+            brackets = [(high - low, rungs) for (low, high), (_, rungs) in zip(edges, brackets, strict=True)]
         return [Cohort(count, rungs) for count, rungs in brackets if count]
 
 
@@ -64,13 +67,6 @@ def _at(cohort: Cohort, rung: int) -> dict[int, float]:
 def _best(values: Mapping[int, float]) -> list[int]:
     """The trials whose value is finite, best first; equal ones keep their order."""
     return sorted((trial for trial in values if values[trial] > -math.inf), key=lambda trial: -values[trial])
-
-
-def _shared_out(trials: int, brackets: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    """The brackets for another total number of trials, in the same proportions."""
-    sums = [0, *itertools.accumulate(count for count, _ in brackets)]
-    edges = [round(trials * count / sums[-1]) for count in sums]
-    return [(high - low, rungs) for (low, high), (_, rungs) in zip(itertools.pairwise(edges), brackets, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tables of configurations as rows; rows as pandas frames and CSV files."""
+"""Tables of a study as CSV files."""
 
 from __future__ import annotations
 
@@ -10,20 +10,6 @@ from typing import Any
 
 from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
-
-
-def rows_of(table: Any) -> list[Mapping[str, Any]]:
-    """The rows of a table: a list of dicts, a dict of lists, or a pandas frame."""
-    if hasattr(table, "to_dict") and hasattr(table, "columns"):
-        return rows_of(table.to_dict("records"))
-    if isinstance(table, Mapping):
-        columns = {name: list(values) for name, values in table.items()}
-        if len({len(values) for values in columns.values()}) > 1:
-            counts = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
-            raise ValueError(f"the columns of the table have different lengths: {counts}")
-        return rows_of([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
-    # Numbers of NumPy become those of Python, which JSON can hold.
-    return [{name: value.item() if hasattr(value, "item") else value for name, value in row.items()} for row in table]
 
 
 def write_tables(

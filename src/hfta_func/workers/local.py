@@ -11,14 +11,16 @@ from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import Process, cores
 
 
+def shares(size: int, count: int) -> list[tuple[int, int]]:
+    """The first of ``size`` things in each of ``count`` parts, and the one after its last."""
+    return [*itertools.pairwise(size * number // count for number in range(count + 1))]
+
+
 def processes(count: int, on_gpu: bool) -> list[Process]:
     """Worker processes with an equal share of the processors, or a GPU, each."""
     processors = cores()
-    edges = [len(processors) * number // count for number in range(count + 1)]
-    return [
-        Process(number, processors[low:high] or processors, on_gpu)
-        for number, (low, high) in enumerate(itertools.pairwise(edges))
-    ]
+    spans = enumerate(shares(len(processors), count))
+    return [Process(number, processors[low:high] or processors, on_gpu) for number, (low, high) in spans]
 
 
 class WorkerPool(Pool):

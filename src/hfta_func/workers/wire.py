@@ -122,26 +122,19 @@ def _locked(folder: str) -> IO[bytes]:
 
 def sweep() -> None:
     """Remove the folders that killed processes of this user have left."""
-    for parent in _shared_folders():
+    for parent in _shared_folders() if sys.platform != "win32" else ():
         with contextlib.suppress(OSError), os.scandir(parent) as entries:
             for entry in entries:
-                if entry.name.startswith(_PREFIX):
-                    _remove_if_dead(entry)
+                # Folders of other users, and those that are just being made or removed, are left alone.
+                with contextlib.suppress(OSError):
+                    is_old = entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
+                    if is_old and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                        with open(os.path.join(entry.path, _OWNER), "r+b") as file:
+                            if lock(file):
+                                shutil.rmtree(entry.path, ignore_errors=True)
 
 
 _sweep_once = functools.cache(sweep)
-
-
-def _remove_if_dead(entry: os.DirEntry[str]) -> None:
-    # Folders of other users, and those that are just being made or removed, are left alone.
-    if sys.platform == "win32":
-        return
-    with contextlib.suppress(OSError):
-        if not entry.is_dir(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_uid != os.getuid():
-            return
-        with open(os.path.join(entry.path, _OWNER), "r+b") as file:
-            if lock(file):
-                shutil.rmtree(entry.path, ignore_errors=True)
 
 
 class Pickler(cloudpickle.Pickler):
