@@ -47,6 +47,15 @@ def gather(image: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     return _channels_first(products, image.shape[:2], space, geometry)
 
 
+def transposed_space(small: Sequence[int], kernel: Sequence[int], geometry: Geometry) -> list[int]:
+    """The output space of a transposed convolution of an input with space ``L``."""
+    sizes = zip(small, kernel, *geometry[:3], geometry.output_padding, strict=True)
+    return [
+        (size - 1) * stride - 2 * pad + dilation * (taps - 1) + extra + 1
+        for size, taps, stride, pad, dilation, extra in sizes
+    ]
+
+
 def scatter(channels: Tensor, weight: Tensor, geometry: Geometry, space: Sequence[int]) -> Tensor:
     """Each input pixel onto the output pixels under the filter: ``[M,N,GO,L], [M,GO,I,K] -> [M,N,GI,S]``."""
     num_models, batch, _, *small = channels.shape

@@ -197,11 +197,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> T
         if lowering == "sample_matmul":
             y = _products.per_sample(_products.matrices(weight, geometry.transposed), x)
         elif geometry.transposed:
-            sizes = zip(x.shape[3:], weight.shape[3:], *geometry[:3], geometry.output_padding, strict=True)
-            space = [
-                (size - 1) * stride - 2 * pad + dilation * (taps - 1) + extra + 1
-                for size, taps, stride, pad, dilation, extra in sizes
-            ]
+            space = _products.transposed_space(x.shape[3:], weight.shape[3:], geometry)
             y = _PRODUCTS[lowering].scatter(x, weight, geometry, space)
         else:
             y = _PRODUCTS[lowering].gather(x, weight, geometry)
