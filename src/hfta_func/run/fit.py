@@ -162,7 +162,7 @@ def fit(
             ended = False
             while not ended and not pressed():
                 limit = None if save_every is None else save_every - run.running.batches % save_every
-                run.state, ended = trainer.segment(run.state, run.running, limit, hooks)
+                ended = run.join(trainer.segment(run.state, run.running, limit, hooks))
                 if not ended and not pressed():
                     save()
             if ended:

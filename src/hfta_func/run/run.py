@@ -18,6 +18,7 @@ from hfta_func.run.best_and_compact import Best
 from hfta_func.run.data import ArrayLoader
 from hfta_func.run.evaluation import Evaluation
 from hfta_func.run.history import Callback, History, Metrics, Running
+from hfta_func.run.trainer import SegmentEnd
 from hfta_func.step.state import TrainState
 
 
@@ -48,6 +49,11 @@ class Run:
         self.loader: Any = loader if isinstance(loader, Sequence) or _has_position(loader) else Drawn(loader)
         self.batches: Iterable[Any] = self.loader
         self.history, self.running = History(state.keys), Running()
+
+    def join(self, segment: SegmentEnd) -> bool:
+        """Go on from a segment that a trainer has trained; returns whether it has ended the epoch."""
+        self.state, ended = segment
+        return ended
 
     def end_epoch(self) -> Metrics:
         """Record the metrics of an epoch, and return them.
