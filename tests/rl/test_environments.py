@@ -9,6 +9,7 @@ import numpy as np
 import optree
 import pytest
 import torch
+from torch import Tensor
 
 import hfta_func as hfta
 from hfta_func import rl
@@ -166,6 +167,28 @@ def test_an_environment_that_reads_or_writes_is_named(count):
         rl.start(Reads(), keys, 1)
     with pytest.raises(hfta.StateError, match=r"Writes.step writes state\['place'\] in place"):
         rl.start(Writes(), keys, 1)
+
+
+@pytest.mark.parametrize(
+    "part, change, error, message",
+    [
+        (3, Tensor.float, hfta.StateError, r"Other.step returns torch.float32\[2, 3\] as terminated, for which torch.bool"),
+        (4, Tensor.float, hfta.StateError, r"\[2, 3\] as truncated, for which torch.bool\[2, 3\] is asked"),
+        (2, lambda reward: reward.unsqueeze(-1), hfta.StateError, r"\[2, 3, 1\] as reward, for which .*\[2, 3\]"),
+        (1, Tensor.double, hfta.TraceError, r"Other.step: observation is torch.float32\[2, 3, 4\] but torch.float64"),
+        (0, lambda state: {"place": state["place"]}, hfta.TraceError, "Other.step: state has other empty containers in"),
+        (0, lambda state: {**state, "place": state["place"] > 0}, hfta.TraceError, r"state\['place'\] is .* but torch.bool"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_returns_something_else_is_named(part, change, error, message):
+    class Other(rl.CartPole):
+        def step(self, state, action, key):
+            result = [*super().step(state, action, key)]
+            result[part] = change(result[part])
+            return tuple(result)
+
+    with pytest.raises(error, match=message):
+        rl.start(Other(), hfta.random.keys([0, 1]), 3)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,23 @@ def test_discounts_are_one_or_one_per_member():
             call([0.9, 0.5])
 
 
+def test_ends_are_booleans_and_values_are_one_a_step():
+    steps = happened()
+    value = torch.zeros(M, T, N).double()
+    wrong = steps | {"truncated": steps["truncated"].float()}
+    for call in (
+        lambda: rl.gae(wrong, value, value),
+        lambda: rl.n_step(wrong, 2),
+        lambda: rl.discounted(value[:, 0], wrong),
+    ):
+        with pytest.raises(hfta.BatchError, match=r"steps\['truncated'\] is torch.float32; give booleans"):
+            call()
+    # They would be broadcast against each other.
+    for values in ((value[..., None], value), (value, value[:, :1])):
+        with pytest.raises(hfta.BatchError, match=r"values are \[2, 1?2?, 3(, 1)?\], but rewards are \[2, 12, 3\]"):
+            rl.gae(steps, *values)
+
+
 def test_a_policy_remembers_nothing_that_a_step_has():
     policy = rl.make_policy(nn.Linear(4, 1), lambda model, x: (act(model, x)[0], {"reward": x[..., 0]}))
     running = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N)
@@ -215,5 +232,48 @@ def test_samples_by_priority():
         assert (index[i].bincount(minlength=4) / 8000 - chance).abs().max() < 0.02
         expected = (4 * chance) ** -corrections[i]
         torch.testing.assert_close(weight[i], (expected / expected.max())[index[i]], rtol=1e-5, atol=1e-6)
+    found = rl.sample_by_priority(buffer, hfta.random.keys([3, 4]), 5000, exponent=0.0)[1]
+    assert (found[0].bincount(minlength=4) / 5000 - 0.25).abs().max() < 0.03
     # A new row has the highest priority.
     assert rl.written(buffer, {"x": torch.zeros(M, 1)}).priority[:, 4].tolist() == [4.0, 4.0]
+
+
+def drawn(buffer, count=4000):
+    """Shares of the rows that are drawn, and the weights of each."""
+    keys = hfta.random.keys(range(len(buffer.size)))
+    _, index, weight = rl.sample_by_priority(buffer, keys, count, exponent=1.0, correction=1.0)
+    assert weight.isfinite().all() and (weight.amax(1) == 1).all()
+    return torch.stack([row.bincount(minlength=4) / count for row in index]), weight
+
+
+def test_priorities_that_are_no_positive_numbers():
+    """A member whose errors are not finite draws by those that are; the others are as they were."""
+    bad = [
+        [0.0, 0.0, 0.0, 0.0],
+        [math.nan] * 4,
+        [math.nan, 1.0, 3.0, -1.0],
+        [math.inf, 1.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0, 1.0],
+    ]
+    buffer = rl.replay({"x": torch.zeros(5, 1)}, 6, prioritised=True)
+    buffer = rl.written(buffer, {"x": torch.zeros(5, 4)})
+    buffer = rl.with_priority(buffer, torch.arange(4).expand(5, 4), torch.tensor(bad))
+    shares, weight = drawn(buffer)
+    wanted = [[0.25] * 4, [0.25] * 4, [0, 0.25, 0.75, 0], [1, 0, 0, 0], [0.25] * 4]
+    assert (shares - torch.tensor(wanted)).abs().max() < 0.05
+    assert torch.equal(drawn(hfta.take(buffer, [4]))[1], weight[4:])
+    assert rl.written(buffer, {"x": torch.zeros(5, 1)}).priority[:3, 4].tolist() == [1, 1, 3]
+
+
+@pytest.mark.parametrize("draw", [rl.sample, lambda *args: rl.sample_by_priority(*args)[:2]])
+def test_a_member_with_an_empty_buffer_fails_alone_in_a_graph(draw):
+    rows = {"x": torch.ones(M, 4), "action": torch.ones(M, 4).long()}
+    full = rl.written(rl.replay(rows, 8, prioritised=True), rows)
+    buffer = hfta.concat([rl.replay(hfta.take(rows, 0), 8, prioritised=True), hfta.take(full, 1)])
+    keys = hfta.random.keys([0, 1])
+    with pytest.raises(hfta.StateError, match="model 0: its buffer is empty"):
+        draw(buffer, keys, 3)
+    found, index = torch.compile(draw, backend="eager", fullgraph=True)(buffer, keys, 3)
+    expected, places = draw(full, keys, 3)
+    assert found["x"][0].isnan().all() and not found["action"][0].any()
+    assert torch.equal(index[1], places[1]) and torch.equal(found["x"][1], expected["x"][1])

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._torch import can_look
-from hfta_func._tree import leaves, tree_map
+from hfta_func._tree import leaves, tree_map, where
 from hfta_func._types import BatchError, PerModel, StateError, Tree
-from hfta_func.rl.rollouts import check_keys, per_member, rows_at
+from hfta_func.rl.rollouts import check_keys, ended, per_member, rows_at
 
 
 class Replay(NamedTuple):
@@ -84,7 +84,7 @@ def written(buffer: Replay, rows: Tree, *, donate: bool = False) -> Replay:
 
     priority = buffer.priority
     if isinstance(priority, Tensor):
-        highest = priority.amax(1, keepdim=True)
+        highest = _usable(priority).amax(1, keepdim=True)
         priority = put(priority, torch.where(highest > 0, highest, 1.0).expand(-1, n))
     size = (buffer.size + n).clamp(max=capacity)
     return Replay(tree_map(put, buffer.rows, rows), (buffer.position + n) % capacity, size, priority)
@@ -102,18 +102,21 @@ def sample(buffer: Replay, keys: Tensor, n: int) -> tuple[Any, Tensor]:
         A tree of tensors ``[M, n, ...]`` and their places ``[M, n]``.
 
     Raises:
-        StateError: if a member's buffer is empty; it names the member.
+        StateError: if a member's buffer is empty; it names the member. Where values cannot be read, in a graph or on a GPU,
+            its rows are NaN instead, so that it fails in its step, and the others do not.
         BatchError: if there are not as many keys as members.
     """
     _check_filled(buffer, keys)
     index = (random.uniform(keys, (n,), dtype=torch.float64) * buffer.size.unsqueeze(-1)).long()
-    return tree_map(lambda leaf: rows_at(leaf, index), buffer.rows), index
+    return _sampled(buffer, index), index
 
 
 def sample_by_priority(
     buffer: Replay, keys: Tensor, n: int, *, exponent: PerModel = 0.6, correction: PerModel = 0.4
 ) -> tuple[Any, Tensor, Tensor]:
     """Rows of each member, likely in proportion to a power of their priorities.
+
+    A priority of NaN counts as 0, and an infinite one as the largest number. If all are 0, rows are equally likely.
 
     Args:
         buffer: A buffer with priorities.
@@ -126,22 +129,23 @@ def sample_by_priority(
         A tree of tensors ``[M, n, ...]``, their places ``[M, n]``, and the weights of their losses, at most 1.
 
     Raises:
-        StateError: if a member's buffer is empty, or there are no priorities.
+        StateError: if there are no priorities, or a member's buffer is empty, as for :func:`sample`.
 
     References:
         Schaul et al., "Prioritized experience replay", ICLR 2016.
     """
     _check_filled(buffer, keys)
-    priority = _priorities(buffer)
-    powers = [torch.as_tensor(power, dtype=torch.float64).reshape(-1, 1) for power in (exponent, correction)]
-    chance = torch.where(priority > 0, priority.double() ** powers[0].to(priority.device), 0)
+    priority, size = _usable(_priorities(buffer)).double(), buffer.size.unsqueeze(-1)
+    power, correction = (per_member(number, priority) for number in (exponent, correction))
+    highest = priority.amax(1, keepdim=True)
+    likely = torch.where(highest > 0, priority / highest, 1) ** power
+    chance = torch.where(torch.arange(priority.shape[1], device=size.device) < size, likely, 0)
     ends = chance.cumsum(1)
     draws = random.uniform(keys, (n,), dtype=torch.float64) * ends[:, -1:]
-    index = torch.minimum(torch.searchsorted(ends, draws, right=True), buffer.size.unsqueeze(-1) - 1)
-    share = chance.gather(1, index) / ends[:, -1:]
-    weight = (buffer.size.unsqueeze(-1) * share) ** -powers[1].to(share.device)
-    weight = (weight / weight.amax(1, keepdim=True)).to(priority.dtype)
-    return tree_map(lambda leaf: rows_at(leaf, index), buffer.rows), index, weight
+    index = torch.minimum(torch.searchsorted(ends, draws, right=True), (size - 1).clamp(min=0))
+    weight = (size * chance.gather(1, index) / ends[:, -1:]) ** -correction
+    weight = (weight / weight.amax(1, keepdim=True)).to(_priorities(buffer).dtype)
+    return _sampled(buffer, index), index, weight
 
 
 def with_priority(buffer: Replay, index: Tensor, priority: Tensor) -> Replay:
@@ -165,6 +169,18 @@ def _priorities(buffer: Replay) -> Tensor:
     return buffer.priority
 
 
+def _usable(priority: Tensor) -> Tensor:
+    return priority.nan_to_num(0.0).clamp(min=0)
+
+
+def _sampled(buffer: Replay, index: Tensor) -> Any:
+    rows = tree_map(lambda leaf: rows_at(leaf, index), buffer.rows)
+    if can_look(index):
+        return rows
+    nothing = tree_map(lambda leaf: torch.full_like(leaf, torch.nan) if leaf.is_floating_point() else leaf, rows)
+    return where(buffer.size > 0, rows, nothing)
+
+
 def _check_filled(buffer: Replay, keys: Tensor) -> None:
     check_keys(keys, len(buffer.size))
     if can_look(buffer.size) and not bool((buffer.size > 0).all()):
@@ -186,7 +202,7 @@ def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> di
         The steps with ``discount``, what the value after them counts: ``[M, T - n + 1, N, ...]``.
 
     Raises:
-        BatchError: if there are fewer than n steps.
+        BatchError: if there are fewer than n steps, or ends of episodes are not booleans.
     """
     length = steps["reward"].shape[1] - n + 1
     if n < 1 or length < 1:
@@ -194,7 +210,7 @@ def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> di
     rate = per_member(discount, steps["reward"])
     result = {name: leaf[:, :length] for name, leaf in steps.items()}
     total, factor = torch.zeros_like(result["reward"]), torch.ones_like(result["reward"])
-    going = torch.ones_like(result["terminated"])
+    done, going = ended(steps), torch.ones_like(result["terminated"])
     ends = ("next_observation", "terminated", "truncated")
     for ahead in range(n):
         part = {name: steps[name][:, ahead : ahead + length] for name in ("reward", *ends)}
@@ -203,5 +219,5 @@ def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> di
         for name in ends:
             wide = going.reshape(*going.shape, *(1,) * (part[name].dim() - going.dim()))
             result[name] = torch.where(wide, part[name], result[name])
-        going = going & ~(part["terminated"] | part["truncated"])
+        going = going & ~done[:, ahead : ahead + length]
     return result | {"reward": total, "discount": factor}

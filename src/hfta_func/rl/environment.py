@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._torch import can_look, writes
-from hfta_func._tree import leaves, paths, tree_map
+from hfta_func._torch import can_look
+from hfta_func._tree import tree_map, watched
 from hfta_func._types import PerModel, StateError, TraceError, Tree, require
+from hfta_func.calls.scan import alike
 from hfta_func.rules.vmap import vmap
 
 spaces = require("gymnasium.spaces", "rl")
@@ -106,8 +107,10 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         num_envs: Number N of environments per member.
 
     Raises:
-        StateError: if an environment writes its state in place; it names the environment and the leaf.
-        TraceError: if it reads values of tensors; it names the line.
+        StateError: if an environment writes its state in place; it names the environment and the leaf. If what it returns is
+            not one reward, and one bool each for both ends of an episode, per environment.
+        TraceError: if it reads values of tensors; it names the line. If it returns a state of another structure, shape or
+            dtype; it names the leaf.
 
     Example:
         >>> from hfta_func import rl
@@ -120,7 +123,7 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
     keys = random.fold_in(keys, _START)
     state, observation = environment.reset(environment_keys(keys, num_envs))
     if can_look(keys):
-        _check(environment, state, environment_keys(keys, num_envs))
+        _check(environment, state, observation, environment_keys(keys, num_envs))
     zeros = torch.zeros(len(keys), num_envs, dtype=torch.int64, device=keys.device)
     total = zeros.to(observation.dtype if observation.is_floating_point() else torch.float32)
     running = Running(keys, zeros[:, 0], state, observation, zeros, total, zeros, zeros, total + torch.nan)
@@ -133,15 +136,23 @@ def environment_keys(keys: Tensor, num_envs: int) -> Tensor:
     return random.fold_in(keys.unsqueeze(-1), torch.arange(num_envs, device=keys.device))
 
 
-def _check(environment: Environment, state: Tree, keys: Tensor) -> None:
-    """Take a step as every single environment would; it must neither read values nor write its state."""
+def _check(environment: Environment, state: Tree, observation: Tensor, keys: Tensor) -> None:
+    """Take a step as every single environment would; it must neither read values nor write its state, and keep all shapes."""
     name = type(environment).__qualname__
     action = sample(environment.action_space, keys)
-    before = [writes(leaf) for leaf in leaves(state)]
-    environment.step(tree_map(torch.Tensor.detach, state), action, keys)
-    for path, leaf, count in zip(paths(state, "state"), leaves(state), before, strict=True):
-        if writes(leaf) != count:
-            raise StateError(f"{name}.step writes {path} in place; return a new state, such as torch.where(...)")
+    written = watched({"state": state})
+    after, seen, *outcome = environment.step(tree_map(torch.Tensor.detach, state), action, keys)
+    if path := written():
+        raise StateError(f"{name}.step writes {path} in place; return a new state, such as torch.where(...)")
+    alike(state, f"{name}.step: state")(after)
+    alike(observation, f"{name}.step: observation")(seen)
+    for part, leaf in zip(("reward", "terminated", "truncated"), outcome, strict=True):
+        kind = leaf.dtype if part == "reward" else torch.bool
+        if leaf.shape != keys.shape or leaf.dtype != kind:
+            raise StateError(
+                f"{name}.step returns {leaf.dtype}{[*leaf.shape]} as {part}, for which {kind}{[*keys.shape]} is asked: one "
+                f"for each environment"
+            )
     try:
         vmap(vmap(environment.step))(state, action, keys)
     except TraceError as error:

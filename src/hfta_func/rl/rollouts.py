@@ -120,6 +120,9 @@ def gae(
         discount: Discount of rewards, a number or one per member.
         decay: The lambda of the advantages; 1 is the discounted return minus the value.
 
+    Raises:
+        BatchError: if values are not one for each step, or ends of episodes are not booleans.
+
     References:
         Schulman et al., "High-dimensional continuous control using generalized advantage estimation", ICLR 2016.
 
@@ -129,7 +132,7 @@ def gae(
         >>> gae(steps, torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), discount=0.5, decay=1.0)[0].flatten()
         tensor([1.5000, 1.0000])
     """
-    terminated, done = steps["terminated"], steps["terminated"] | steps["truncated"]
+    terminated, done = steps["terminated"], ended(steps, value, next_value)
     rate, decay = (per_member(number, value) for number in (discount, decay))
     surprise = steps["reward"] + torch.where(terminated, 0, rate * next_value) - value
     fading = torch.where(done, 0, rate * decay)
@@ -142,6 +145,18 @@ def gae(
     _, advantages = scan(body, torch.zeros_like(value[:, 0]), backwards)
     advantage = advantages.flip(0).transpose(0, 1)
     return advantage, advantage + value
+
+
+def ended(steps: dict[str, Tensor], *values: Tensor) -> Tensor:
+    """Where an episode has ended in either way; raises a BatchError unless ``values`` are one for each step, as rewards."""
+    for name in ("terminated", "truncated"):
+        if steps[name].dtype != torch.bool:
+            raise BatchError(f"steps['{name}'] is {steps[name].dtype}; give booleans, such as steps['{name}'].bool()")
+    wanted = [*steps["reward"].shape]
+    for value in values:
+        if [*value.shape] != wanted:
+            raise BatchError(f"values are {[*value.shape]}, but rewards are {wanted}; give one for each step")
+    return steps["terminated"] | steps["truncated"]
 
 
 def per_member(number: PerModel, like: Tensor) -> Tensor:
@@ -272,6 +287,6 @@ def discounted(past: Tensor, steps: dict[str, Tensor], *, discount: PerModel = 0
         total = past * per_member(discount, past) + given[0]
         return torch.where(given[1], 0, total), total
 
-    done = steps["terminated"] | steps["truncated"]
+    done = ended(steps)
     last, totals = scan(body, past, (steps["reward"].transpose(0, 1), done.transpose(0, 1)))
     return last, totals.transpose(0, 1)
