@@ -156,17 +156,17 @@ REFUSED = {
     "no pair": (lambda c, x: c + x, ONE, torch.ones(3), {}, "TraceError: the body of the loop returned a Tensor"),
     "three": (lambda c, x: (c, x, x), ONE, torch.ones(3), {}, "TraceError: .* a tuple; return a pair, the carry and y"),
     "shape": (lambda c, x: ({"a": (c["a"][0][:1],)}, x), TWO, torch.ones(3), {},
-              r"TraceError: carry\['a'\]\[0\] is torch.float32\[2\] but torch.float32\[1\] after an iteration; return"),
+              r"TraceError: carry\['a'\]\[0\] is torch.float32\[2\] in the first iteration but torch.float32\[1\]"),
     "dtype": (lambda c, x: ({"a": (c["a"][0] > 0,)}, x), TWO, torch.ones(3), {},
-              r"TraceError: carry\['a'\]\[0\] is torch.float32\[2\] but torch.bool\[2\] after an iteration"),
+              r"TraceError: carry\['a'\]\[0\] is torch.float32\[2\] in the first iteration but torch.bool\[2\]"),
     "structure": (lambda c, x: ({**c, "b": x}, x), TWO, torch.ones(3), {},
-                  r"TraceError: an iteration's result has carry\['b'\] but the one before does not"),
+                  r"TraceError: a later one has carry\['b'\] but the first iteration does not"),
     "container": (lambda c, x: ({"a": [*c["a"]]}, x), TWO, torch.ones(3), {},
-                  r"TraceError: carry\['a'\] is a list in an iteration's result but a tuple in the one before"),
+                  r"TraceError: carry\['a'\] is a list in a later one but a tuple in the first iteration"),
     "lost": (lambda c, x: (Pair(c.first, None), x), Pair(ONE, ONE), torch.ones(3), {},
-             "TraceError: the one before has carry.second but an iteration's result does not"),
-    "a carried number": (lambda c, x: (c, x), {"a": 3.0}, torch.ones(3), {}, r"TraceError: carry\['a'\] is a float; return"),
-    "a returned number": (lambda c, x: (c, {"a": 3.0}), ONE, torch.ones(3), {}, r"TraceError: y\['a'\] is a float; return"),
+             "TraceError: the first iteration has carry.second but a later one does not"),
+    "a carried number": (lambda c, x: (c, x), {"a": 3.0}, torch.ones(3), {}, r"TraceError: carry\['a'\] is a float; give"),
+    "a returned number": (lambda c, x: (c, {"a": 3.0}), ONE, torch.ones(3), {}, r"TraceError: y\['a'\] is a float; give"),
 }  # fmt: skip
 
 
@@ -190,7 +190,9 @@ def test_what_it_refuses(name, compiles):
 
 def test_every_y_is_like_the_first():
     ys = iter([torch.ones(2), torch.ones(3)])
-    with pytest.raises(hfta.TraceError, match=r"y is torch.float32\[2\] but torch.float32\[3\] after an iteration"):
+    with pytest.raises(
+        hfta.TraceError, match=r"y is torch.float32\[2\] in the first .* but torch.float32\[3\] in a later"
+    ):
         hfta.scan(lambda c, _: (c, next(ys)), ONE, length=2)
 
 

@@ -143,8 +143,14 @@ def test_what_cannot_be_started():
     environment = type("Many", (rl.CartPole,), {"action_space": gymnasium.spaces.MultiDiscrete([2, 3])})()
     with pytest.raises(hfta.StateError, match="have Discrete and Box spaces of actions"):
         rl.start(environment, hfta.random.keys([0, 1]), 3)
-    with pytest.raises(hfta.StateError, match="num_envs is 0; a member has at least 1 environment"):
-        rl.start(rl.CartPole(), hfta.random.keys([0, 1]), 0)
+    for count in (0, 3.0):
+        with pytest.raises(ValueError, match=f"num_envs is {count}; give an integer of at least 1"):
+            rl.start(rl.CartPole(), hfta.random.keys([0, 1]), count)
+    for keys in ([0, 1], torch.tensor(1), torch.ones(2)):
+        with pytest.raises(hfta.StateError, match=r"keys must be a tensor int64\[M\], one for each member"):
+            rl.start(rl.CartPole(), keys, 3)
+    with pytest.raises(hfta.StateError, match="the environment is a TimeLimit; give one of rl"):
+        rl.start(gymnasium.make("CartPole-v1"), hfta.random.keys([0, 1]), 3)
 
 
 class Reads(rl.CartPole):
@@ -175,8 +181,8 @@ def test_an_environment_that_reads_or_writes_is_named(count):
         (3, Tensor.float, hfta.StateError, r"Other.step returns torch.float32\[2, 3\] as terminated, for which torch.bool"),
         (4, Tensor.float, hfta.StateError, r"\[2, 3\] as truncated, for which torch.bool\[2, 3\] is asked"),
         (2, lambda reward: reward.unsqueeze(-1), hfta.StateError, r"\[2, 3, 1\] as reward, for which .*\[2, 3\]"),
-        (1, Tensor.double, hfta.TraceError, r"Other.step: observation is torch.float32\[2, 3, 4\] but torch.float64"),
-        (0, lambda state: {"place": state["place"]}, hfta.TraceError, "Other.step: state has other empty containers in"),
+        (1, Tensor.double, hfta.TraceError, r"observation is torch.float32\[2, 3, 4\] in .*Other.reset but"),
+        (0, lambda state: {"place": state["place"]}, hfta.TraceError, "state has other empty containers in .*Other.step"),
         (0, lambda state: {**state, "place": state["place"] > 0}, hfta.TraceError, r"state\['place'\] is .* but torch.bool"),
     ],
 )  # fmt: skip

@@ -180,9 +180,14 @@ def test_a_collect_that_writes_the_state_is_named(path, call):
     [
         (lambda state: state.carry, hfta.LossError, r"must return \(carry, batches\) or \(carry, batches, metrics\)"),
         (lambda state: (state.carry, torch.ones(1, 2, 6, 4), torch.ones(2)), hfta.LossError, "the metrics as a dict"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": 1.0}), hfta.LossError, "metric 'a' is a float; metrics"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": torch.ones(3)}), hfta.LossError,
+         r"metric 'a' of collect is \[3\]; give each model its part, \[2, ...\]"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"failed_step": torch.ones(2)}), hfta.LossError,
+         "collect reports 'failed_step', which the step reports too"),
         (lambda state: ({**state.carry, "x": state.step}, torch.ones(1, 2, 6, 4)), hfta.TraceError,
-         r"carry\['x'\] is torch.float32\[2, 6, 4\] but torch.int64\[2\] after an iteration"),
-        (lambda state: ((), torch.ones(1, 2, 6, 4)), hfta.TraceError, r"has carry\['seen'\]\[0\] but an iteration's result"),
+         r"carry\['x'\] is torch.float32\[2, 6, 4\] in the state but torch.int64\[2\] in what collect"),
+        (lambda state: ((), torch.ones(1, 2, 6, 4)), hfta.TraceError, r"the state has carry\['seen'\]\[0\] but what collect"),
     ],
 )  # fmt: skip
 def test_a_collect_that_returns_something_else(result, error, message):

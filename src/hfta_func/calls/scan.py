@@ -168,14 +168,26 @@ def _refuse_lengths(xs: list[Tree], length: int | str | None, sizes: list[int]) 
     )
 
 
-def alike(tree: Any, name: str = "carry") -> Callable[[Any], None]:
-    """A function that raises a TraceError unless it is given tensors in the structure, shapes and dtypes of ``tree``."""
+def alike(
+    tree: Any,
+    name: str = "carry",
+    owners: tuple[str, str] = ("the first iteration", "a later one"),
+    error: type[Exception] = TraceError,
+) -> Callable[[Any], None]:
+    """A function that raises an ``error`` unless it is given tensors in the structure, shapes and dtypes of ``tree``.
+
+    Args:
+        tree: Tensors.
+        name: What the trees are called.
+        owners: Where the one comes from, and where the other does.
+        error: The class of the error, which names a leaf that differs.
+    """
     kinds, spec = _outline(tree)
 
     def check(after: Any) -> None:
         others, other = _outline(after)
         if spec != other or kinds != others or False in kinds:
-            _refuse_changed([tree_map(_kind, tree), tree_map(_kind, after)], name)
+            _refuse_changed([tree_map(_kind, tree), tree_map(_kind, after)], name, owners, error)
 
     return check
 
@@ -186,13 +198,13 @@ def _outline(tree: Any) -> tuple[list[Any], Any]:
 
 
 @constant_to_compiler
-def _refuse_changed(kinds: list[Tree], name: str) -> None:
+def _refuse_changed(kinds: list[Tree], name: str, owners: tuple[str, str], error: type[Exception]) -> None:
     before, after = kinds
-    mismatch = difference(after, before, name, "an iteration's result", "the one before")
+    mismatch = difference(after, before, name, *owners[::-1])
     for path, old, new in zip(paths(before, name), *map(optree.tree_leaves, kinds), strict=not mismatch):
         if mismatch is None and (old != new or old.startswith("a ")):
-            mismatch = f"{path} is {old}" if old == new else f"{path} is {old} but {new} after an iteration"
-    raise TraceError(f"{mismatch}; return tensors that keep structure, shapes and dtypes")
+            mismatch = f"{path} is {old}" if old == new else f"{path} is {old} in {owners[0]} but {new} in {owners[1]}"
+    raise error(f"{mismatch}; give tensors of one structure, and of the same shapes and dtypes")
 
 
 @constant_to_compiler

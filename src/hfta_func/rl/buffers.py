@@ -10,8 +10,9 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._torch import can_look
 from hfta_func._tree import leaves, tree_map, where
-from hfta_func._types import BatchError, PerModel, StateError, Tree
-from hfta_func.rl.rollouts import check_keys, ended, per_member, rows_at
+from hfta_func._types import BatchError, PerModel, StateError, Tree, check_counts
+from hfta_func.calls.scan import alike
+from hfta_func.rl.rollouts import check_keys, check_rows, ended, per_member, rows_at
 
 
 class Replay(NamedTuple):
@@ -39,7 +40,8 @@ def replay(rows: Tree, capacity: int, *, prioritised: bool = False) -> Replay:
         prioritised: Whether rows have priorities.
 
     Raises:
-        BatchError: if the capacity is less than 1.
+        ValueError: if the capacity is less than 1.
+        BatchError: if rows are not ``[M, n, ...]``; it names the leaf.
 
     Example:
         >>> buffer = replay({"x": torch.zeros(2, 1, 3)}, capacity=10)
@@ -48,10 +50,10 @@ def replay(rows: Tree, capacity: int, *, prioritised: bool = False) -> Replay:
         >>> sampled["x"].shape, buffer.size
         (torch.Size([2, 5, 3]), tensor([4, 4]))
     """
-    if capacity < 1:
-        raise BatchError(f"capacity is {capacity}; a buffer holds at least 1 row")
+    check_counts(capacity=capacity)
+    check_rows(rows)
     empty = tree_map(lambda leaf: leaf.new_zeros(leaf.shape[0], capacity, *leaf.shape[2:]), rows)
-    zeros = torch.zeros_like(leaves(empty)[0].reshape(len(leaves(empty)[0]), -1)[:, 0], dtype=torch.int64)
+    zeros = torch.zeros_like(leaves(empty)[0].flatten(1)[:, 0], dtype=torch.int64)
     priority = torch.zeros(len(zeros), capacity, device=zeros.device) if prioritised else ()
     return Replay(empty, zeros, zeros.clone(), priority)
 
@@ -65,17 +67,13 @@ def written(buffer: Replay, rows: Tree, *, donate: bool = False) -> Replay:
         donate: Write the buffer's own tensors, which takes as long for any capacity; the given buffer is then not to be used.
 
     Raises:
-        BatchError: if there are more rows than the buffer holds, or they are of other shapes or dtypes.
+        BatchError: if there are more rows than the buffer holds, or they are of another structure, shape or dtype; it names
+            the leaf.
     """
-    capacity, n = leaves(buffer.rows)[0].shape[1], leaves(rows)[0].shape[1]
+    n, capacity = check_rows(rows), leaves(buffer.rows)[0].shape[1]
     if n > capacity:
         raise BatchError(f"{n} rows do not fit into a buffer of {capacity}; write fewer at once, or make it larger")
-    for old, new in zip(leaves(buffer.rows), leaves(rows), strict=True):
-        wanted = [len(old), n, *old.shape[2:]]
-        if [*new.shape] != wanted or new.dtype != old.dtype:
-            raise BatchError(
-                f"rows are {new.dtype}{[*new.shape]}, but the buffer takes {old.dtype}{wanted}; write rows as it was made for"
-            )
+    alike(tree_map(lambda leaf: leaf[:, :n], buffer.rows), "rows", ("the buffer", "what is written"), BatchError)(rows)
     place = (buffer.position.unsqueeze(-1) + torch.arange(n, device=buffer.position.device)) % capacity
     member = torch.arange(len(place), device=place.device).unsqueeze(-1)
 
@@ -158,8 +156,13 @@ def with_priority(buffer: Replay, index: Tensor, priority: Tensor) -> Replay:
 
     Raises:
         StateError: if there are no priorities.
+        BatchError: if there is not one priority for each place.
     """
     old = _priorities(buffer)
+    if index.shape != priority.shape or len(index) != len(old):
+        raise BatchError(
+            f"index is {[*index.shape]} and priority is {[*priority.shape]}; give both [{len(old)}, n], one for each row"
+        )
     return buffer._replace(priority=old.scatter(1, index, priority.to(old.dtype)))
 
 

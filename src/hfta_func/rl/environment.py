@@ -13,7 +13,7 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._torch import can_look
 from hfta_func._tree import tree_map, watched
-from hfta_func._types import PerModel, StateError, TraceError, Tree, require
+from hfta_func._types import PerModel, StateError, TraceError, Tree, check_counts, require
 from hfta_func.calls.scan import alike
 from hfta_func.rules.vmap import vmap
 
@@ -107,6 +107,7 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         num_envs: Number N of environments per member.
 
     Raises:
+        ValueError: if there is no environment.
         StateError: if an environment writes its state in place; it names the environment and the leaf. If what it returns is
             not one reward, and one bool each for both ends of an episode, per environment.
         TraceError: if it reads values of tensors; it names the line. If it returns a state of another structure, shape or
@@ -118,8 +119,13 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         >>> running.observation.shape
         torch.Size([3, 4, 4])
     """
-    if num_envs < 1:
-        raise StateError(f"num_envs is {num_envs}; a member has at least 1 environment")
+    check_counts(num_envs=num_envs)
+    if not isinstance(environment, Environment):
+        raise StateError(
+            f"the environment is a {type(environment).__qualname__}; give one of rl, or rl.GymnasiumEnvs(...)"
+        )
+    if not isinstance(keys, Tensor) or keys.dim() != 1 or keys.dtype != torch.int64:
+        raise StateError("keys must be a tensor int64[M], one for each member; make them with random.keys(seeds)")
     keys = random.fold_in(keys, _START)
     state, observation = environment.reset(environment_keys(keys, num_envs))
     if can_look(keys):
@@ -144,8 +150,8 @@ def _check(environment: Environment, state: Tree, observation: Tensor, keys: Ten
     after, seen, *outcome = environment.step(tree_map(torch.Tensor.detach, state), action, keys)
     if path := written():
         raise StateError(f"{name}.step writes {path} in place; return a new state, such as torch.where(...)")
-    alike(state, f"{name}.step: state")(after)
-    alike(observation, f"{name}.step: observation")(seen)
+    for part, first, later in (("state", state, after), ("observation", observation, seen)):
+        alike(first, part, (f"{name}.reset", f"{name}.step"))(later)
     for part, leaf in zip(("reward", "terminated", "truncated"), outcome, strict=True):
         kind = leaf.dtype if part == "reward" else torch.bool
         if leaf.shape != keys.shape or leaf.dtype != kind:

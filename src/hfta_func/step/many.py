@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hfta_func._torch import Compiled, can_look, inside_transform
 from hfta_func._tree import leaves, tree_map, watched, where, write
-from hfta_func._types import BatchError, LossError, StateError, Tree
+from hfta_func._types import BatchError, LossError, StateError, Tree, check_counts
 from hfta_func.calls.scan import alike, looped
 from hfta_func.step.batch import plain, restored
+from hfta_func.step.gradients import check_metrics
 from hfta_func.step.members import Members
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
@@ -108,8 +109,7 @@ class Loop(ManySteps):
             StateError: if ``collect`` writes a tensor of the state in place; it names the tensor.
             Exception: what the steps and ``collect`` raise.
         """
-        if not isinstance(iterations, int) or iterations < 1:
-            raise ValueError(f"iterations is {iterations!r}; give an integer of at least 1")
+        check_counts(iterations=iterations)
         return self._run(
             state, lambda step, state: looped(lambda state, *_: self._iterate(step, state)[:2], state, None, iterations)
         )
@@ -142,7 +142,7 @@ class Loop(ManySteps):
         if not can_look(state.active) or not bool(state.active.all()):
             carry = where(state.active, carry, state.carry)
         state, metrics = self._take(step, state._replace(carry=carry), batches)
-        if hidden := metrics.keys() & reports.keys():
+        if hidden := (metrics.keys() | {"failed_step"}) & reports.keys():
             raise LossError(f"collect reports '{min(hidden)}', which the step reports too; give it another name")
         return state, metrics | reports, reports
 
@@ -160,7 +160,12 @@ class Loop(ManySteps):
         parts = (*result, {}) if isinstance(result, tuple) and len(result) == 2 else result
         if not isinstance(parts, tuple) or len(parts) != 3 or not isinstance(parts[2], dict):
             raise LossError("collect must return (carry, batches) or (carry, batches, metrics), the metrics as a dict")
-        alike(state.carry)(parts[0])
+        alike(state.carry, "carry", ("the state", "what collect returns"))(parts[0])
+        for name, value in check_metrics(parts[2]).items():
+            if value.shape[:1] != state.keys.shape:
+                raise LossError(
+                    f"metric '{name}' of collect is {[*value.shape]}; give each model its part, [{len(state.keys)}, ...]"
+                )
         return parts
 
 
