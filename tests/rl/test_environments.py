@@ -141,13 +141,13 @@ def test_actions_that_begin_at_another_number():
 
 def test_what_cannot_be_started():
     environment = type("Many", (rl.CartPole,), {"action_space": gymnasium.spaces.MultiDiscrete([2, 3])})()
-    with pytest.raises(hfta.StateError, match="have Discrete and Box spaces of actions"):
+    with pytest.raises(hfta.StateError, match="have Discrete and Box spaces"):
         rl.start(environment, hfta.random.keys([0, 1]), 3)
     for count in (0, 3.0):
         with pytest.raises(ValueError, match=f"num_envs is {count}; give an integer of at least 1"):
             rl.start(rl.CartPole(), hfta.random.keys([0, 1]), count)
     for keys in ([0, 1], torch.tensor(1), torch.ones(2)):
-        with pytest.raises(hfta.StateError, match=r"keys must be a tensor int64\[M\], one for each member"):
+        with pytest.raises(hfta.BatchError, match=r"keys are .*, but must be torch.int64\[M\], one per member"):
             rl.start(rl.CartPole(), keys, 3)
     with pytest.raises(hfta.StateError, match="the environment is a TimeLimit; give one of rl"):
         rl.start(gymnasium.make("CartPole-v1"), hfta.random.keys([0, 1]), 3)
@@ -325,6 +325,65 @@ def test_environments_of_gymnasium_serve_all_members():
         rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.NEXT_STEP), 2)
     with pytest.raises(hfta.StateError, match="6 environments cannot be shared out to 4 members"):
         rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), 4)
+
+
+class Odd(gymnasium.Env):
+    """Has any spaces, and checks that actions are of its own."""
+
+    def __init__(self, observation_space, action_space):
+        self.observation_space, self.action_space = observation_space, action_space
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+BOX = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+
+
+@pytest.mark.parametrize(
+    "seen, taken",
+    [
+        (gymnasium.spaces.Box(0, 255, (2, 4), np.uint8), gymnasium.spaces.MultiDiscrete([2, 3])),
+        (gymnasium.spaces.Discrete(5), gymnasium.spaces.MultiBinary(3)),
+        (gymnasium.spaces.MultiBinary(2), gymnasium.spaces.Box(0, 5, (2,), np.int64)),
+        (BOX, gymnasium.spaces.Box(-1, 1, (2, 2), np.float64)),
+        (gymnasium.spaces.Dict(a=BOX), gymnasium.spaces.Discrete(2)),
+        (BOX, gymnasium.spaces.Tuple([BOX, BOX])),
+    ],
+)
+def test_environments_of_gymnasium_have_arrays_for_spaces(seen, taken):
+    same_step = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+    vector = gymnasium.vector.SyncVectorEnv([lambda: Odd(seen, taken)] * 4, **same_step)
+    kind, space = ("action", taken) if taken.shape is None else ("observation", seen)
+    if space.shape is None:
+        with pytest.raises(
+            hfta.StateError, match=f"the {kind} space is {type(space).__name__}.*; wrap the environments"
+        ):
+            rl.GymnasiumEnvs(vector, 2)
+        return
+    envs = rl.GymnasiumEnvs(vector, 2)
+    kind = torch.float32 if taken.dtype.kind == "f" else torch.int64
+
+    def act(weight, x):
+        # An action may have a gradient, which gymnasium has no use for.
+        return torch.ones(len(x), *taken.shape, dtype=kind) * (weight.bias if kind.is_floating_point else 1)
+
+    agents = hfta.stack_params([torch.nn.Linear(1, 1)] * 2)
+    agents.params["bias"].fill_(0.5).requires_grad_()
+    policy = rl.make_policy(torch.nn.Linear(1, 1), lambda model, x: act(model, x).reshape(len(x), *taken.shape))
+    _, steps = envs.rollout(policy, agents, envs.start(hfta.random.keys([0, 1])), 2)
+    assert steps["observation"].shape == (2, 2, 2, *seen.shape) and steps["action"].shape == (2, 2, 2, *taken.shape)
+    for call, error, message in (
+        (lambda: envs.start(hfta.random.keys([0])), hfta.BatchError, r"torch.int64\[1\], but must be torch.int64\[2\]"),
+        (lambda: envs.rollout(policy, agents, None, 0), ValueError, "steps is 0; give an integer"),
+        (lambda: rl.GymnasiumEnvs(vector, 0), ValueError, "num_models is 0; give an integer"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_no_tensor_stands_in_two_places_at_the_start():

@@ -202,7 +202,7 @@ def test_minibatches_hold_every_row_once_an_epoch():
     for name, wrong in (("count", 0), ("count", 2.0), ("epochs", 0)):
         with pytest.raises(ValueError, match=f"{name} is {wrong}; give an integer of at least 1"):
             rl.minibatches(hfta.random.keys([0, 1]), rows, **{"count": 2, name: wrong})
-    with pytest.raises(hfta.BatchError, match=r"keys are \[1\], but there are 2 members"):
+    with pytest.raises(hfta.BatchError, match=r"keys are torch.int64\[1\], but must be torch.int64\[2\]"):
         rl.minibatches(hfta.random.keys([0]), rows, 3)
 
 
@@ -268,7 +268,7 @@ def test_samples_are_rows_that_were_written():
     known = rl.replay({"x": torch.zeros(M, 1)}, 8, prioritised=True)
     with pytest.raises(hfta.BatchError, match=r"index is \[2, 1\] and priority is \[2, 2\]; give both \[2, n\]"):
         rl.with_priority(known, torch.zeros(M, 1).long(), torch.ones(M, 2))
-    with pytest.raises(hfta.BatchError, match=r"keys are \[1\], but there are 2 members"):
+    with pytest.raises(hfta.BatchError, match=r"keys are torch.int64\[1\], but must be torch.int64\[2\]"):
         rl.sample(buffer, hfta.random.keys([0]), 4)
 
 

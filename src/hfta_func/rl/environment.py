@@ -13,7 +13,7 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._torch import can_look
 from hfta_func._tree import tree_map, watched
-from hfta_func._types import PerModel, StateError, TraceError, Tree, check_counts, require
+from hfta_func._types import BatchError, PerModel, StateError, TraceError, Tree, check_counts, require
 from hfta_func.calls.scan import alike
 from hfta_func.rules.vmap import vmap
 
@@ -108,6 +108,7 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
 
     Raises:
         ValueError: if there is no environment.
+        BatchError: if ``keys`` are not one per member.
         StateError: if an environment writes its state in place; it names the environment and the leaf. If what it returns is
             not one reward, and one bool each for both ends of an episode, per environment.
         TraceError: if it reads values of tensors; it names the line. If it returns a state of another structure, shape or
@@ -124,8 +125,7 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         raise StateError(
             f"the environment is a {type(environment).__qualname__}; give one of rl, or rl.GymnasiumEnvs(...)"
         )
-    if not isinstance(keys, Tensor) or keys.dim() != 1 or keys.dtype != torch.int64:
-        raise StateError("keys must be a tensor int64[M], one for each member; make them with random.keys(seeds)")
+    check_keys(keys)
     keys = random.fold_in(keys, _START)
     state, observation = environment.reset(environment_keys(keys, num_envs))
     if can_look(keys):
@@ -135,6 +135,15 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
     running = Running(keys, zeros[:, 0], state, observation, zeros, total, zeros, zeros, total + torch.nan)
     # For a tensor in two places a loop would compile again, because its results are tensors of their own.
     return tree_map(torch.clone, running)
+
+
+def check_keys(keys: Tensor, count: int | None = None) -> None:
+    """Raise a BatchError unless there is a key for each member: one for all would give them the same draws."""
+    is_key = isinstance(keys, Tensor) and keys.dtype == torch.int64 and keys.dim() == 1
+    if not is_key or len(keys) != (len(keys) if count is None else count):
+        kind = f"{keys.dtype}{[*keys.shape]}" if isinstance(keys, Tensor) else f"a {type(keys).__qualname__}"
+        wanted = "M" if count is None else count
+        raise BatchError(f"keys are {kind}, but must be torch.int64[{wanted}], one per member; see random.keys(seeds)")
 
 
 def environment_keys(keys: Tensor, num_envs: int) -> Tensor:
@@ -169,18 +178,20 @@ def sample(space: Any, keys: Tensor) -> Tensor:
     """A random action for each key ``[...]``, of a space of gymnasium."""
     if isinstance(space, spaces.Discrete):
         return int(space.start) + random.randint(keys, 0, int(space.n), ())
-    if not isinstance(space, spaces.Box):
-        raise StateError(f"the action space is {space}; environments have Discrete and Box spaces of actions")
+    if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
+        raise StateError(
+            f"the action space is {space}; environments have Discrete and Box spaces, the latter of floats"
+        )
     low, high = (torch.as_tensor(bound, device=keys.device).clamp(-1e3, 1e3) for bound in (space.low, space.high))
     return low + (high - low) * random.uniform(keys, space.shape, dtype=low.dtype)
 
 
 def check_action(space: Any, action: Tensor, shape: torch.Size) -> None:
     """Raise a StateError unless actions ``[M, N, ...]`` are of a space."""
-    discrete = isinstance(space, spaces.Discrete)
-    wanted = [*shape, *(() if discrete else space.shape)]
-    if [*action.shape] != wanted or action.is_floating_point() == discrete:
-        kind = "integers" if discrete else "floating-point numbers"
+    discrete, whole = isinstance(space, spaces.Discrete), space.dtype.kind != "f"
+    wanted = [*shape, *space.shape]
+    if [*action.shape] != wanted or action.is_floating_point() == whole:
+        kind = "integers" if whole else "floating-point numbers"
         raise StateError(
             f"the policy's actions are {action.dtype}{[*action.shape]}, but {space} asks for {kind} {wanted}: one action for "
             f"each environment of each member"

@@ -13,7 +13,7 @@ from hfta_func._tree import leaves, paths, per_model, tree_map
 from hfta_func._types import BatchError, PerModel, StateError, Tree, check_counts
 from hfta_func.calls.scan import scan
 from hfta_func.models.functional import bind
-from hfta_func.rl.environment import Environment, Running, advance
+from hfta_func.rl.environment import Environment, Running, advance, check_keys
 from hfta_func.rules.vmap import vmap
 from hfta_func.step.state import stacked
 
@@ -224,12 +224,6 @@ def check_rows(rows: Tree) -> int:
         text = " and ".join(f"{path} is {kind}" for path, kind in zip(paths(rows, "rows"), kinds, strict=True))
         raise BatchError(f"{text or 'there are no rows'}; give tensors [M, n, ...] of as many members and rows")
     return listed[0].shape[1]
-
-
-def check_keys(keys: Tensor, count: int) -> None:
-    """Raise a BatchError unless there is a key for each member: one for all would give them the same draws."""
-    if keys.shape != (count,):
-        raise BatchError(f"keys are {[*keys.shape]}, but there are {count} members; give one key per member")
 
 
 def rows_at(leaf: Tensor, index: Tensor) -> Tensor:
