@@ -102,10 +102,12 @@ def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, c
     start, given = leaves(carry), leaves(xs)
     # PyTorch's loop lets modes be entered inside of it if one has been entered before it.
     with routed(None):
-        numbers = torch.arange(count, device=[*start, *given][0].device if start or given else None)
+        # As floating point, because PyTorch cannot differentiate a loop in a loop that is given integers.
+        kind = torch.float32 if count < 2**24 else torch.float64
+        numbers = torch.arange(count, dtype=kind, device=[*start, *given][0].device if start or given else None)
 
     def step(flat: Any, parts: Any) -> tuple[Any, Any]:
-        after, y = iteration(_filled(carry, flat), _filled(xs, parts[1:]), parts[0])
+        after, y = iteration(_filled(carry, flat), _filled(xs, parts[1:]), parts[0].long())
         check(after)
         alike(y, "y")(y)
         _note([tree_map(lambda leaf: 0, y)])
