@@ -97,8 +97,36 @@ def test_members_may_differ_in_physics():
         after, _ = rl.advance(rl.CartPole(length=lengths), hfta.take(running, i), action[:1])
         own, _ = rl.advance(rl.CartPole(length=length), alone, action[:1])
         assert torch.equal(after.state["place"], own.state["place"])
+    for given in (np.array(lengths), torch.tensor(lengths), tuple(lengths)):
+        other = rl.start(rl.CartPole(length=given), hfta.random.keys([1, 2, 3]), 2)
+        assert torch.equal(other.state["numbers"]["length"], running.state["numbers"]["length"])
+    for given in (0.7, torch.tensor(0.7), np.float64(0.7)):
+        assert not rl.start(rl.CartPole(length=given), hfta.random.keys([1, 2, 3]), 2).state["numbers"]
     with pytest.raises(hfta.StateError, match="length has 3 numbers but there are 2 members"):
         rl.start(rl.CartPole(length=lengths), hfta.random.keys([1, 2]), 2)
+
+
+PHYSICS = [
+    (kind, name) for kind in GYMNASIUM for name in vars(getattr(rl, kind)()) if name not in ("dtype", "max_steps")
+]
+
+
+@pytest.mark.exhaustive(unless="Pendulum-length|CartPole-force")
+@pytest.mark.parametrize(("kind", "name"), PHYSICS)
+def test_physics_of_members_over_episodes_are_those_of_each_alone(kind, name):
+    make = getattr(rl, kind)
+    usual, options = getattr(make(), name), {"dtype": torch.float64, "max_steps": 7}
+    values, keys = [usual, 1.31 * usual, 0.73 * usual], hfta.random.keys([1, 2, 3])
+    together, alone = make(**{name: values}, **options), [make(**{name: value}, **options) for value in values]
+    running, generator = rl.start(together, keys, 2), np.random.default_rng(0)
+    own = [rl.start(one, keys[i : i + 1], 2) for i, one in enumerate(alone)]
+    for _ in range(20):
+        action = torch.as_tensor(actions_of(together.action_space, generator, 6)).unflatten(0, (3, 2))
+        running, step = rl.advance(together, running, action)
+        for i, one in enumerate(alone):
+            own[i], part = rl.advance(one, own[i], action[i : i + 1])
+            assert all(torch.equal(part[each][0], step[each][i]) for each in step)
+    assert running.episodes.min() >= 2
 
 
 def test_episodes_end_and_begin_anew():
@@ -143,6 +171,9 @@ def test_what_cannot_be_started():
     environment = type("Many", (rl.CartPole,), {"action_space": gymnasium.spaces.MultiDiscrete([2, 3])})()
     with pytest.raises(hfta.StateError, match="have Discrete and Box spaces"):
         rl.start(environment, hfta.random.keys([0, 1]), 3)
+    for count in (0, 2.5, [1, 2]):
+        with pytest.raises(ValueError, match=r"max_steps is .*; give an integer of at least 1"):
+            rl.start(rl.CartPole(max_steps=count), hfta.random.keys([0, 1]), 2)
     for count in (0, 3.0):
         with pytest.raises(ValueError, match=f"num_envs is {count}; give an integer of at least 1"):
             rl.start(rl.CartPole(), hfta.random.keys([0, 1]), count)

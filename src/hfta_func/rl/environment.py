@@ -56,7 +56,7 @@ class Environment(abc.ABC):
     def numbers(self, key: Tensor) -> dict[str, Tensor]:
         """The fields that are one number per member, for environments with these keys, to be held in their state."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        listed = {name: value for name, value in given.items() if isinstance(value, (Tensor, Sequence))}
+        listed = {name: value for name, value in given.items() if getattr(value, "ndim", 0) or _is_list(value)}
         return {name: self._per_environment(name, value, key) for name, value in listed.items()}
 
     def _per_environment(self, name: str, value: PerModel, key: Tensor) -> Tensor:
@@ -70,6 +70,10 @@ class Environment(abc.ABC):
     def number(self, state: Any, *names: str) -> list[Any]:
         """Numbers of these names: those of the state, if they differ between members."""
         return [state["numbers"].get(name, getattr(self, name)) for name in names]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 class Running(NamedTuple):
@@ -107,7 +111,7 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         num_envs: Number N of environments per member.
 
     Raises:
-        ValueError: if there is no environment.
+        ValueError: if there is no environment, or its ``max_steps`` is no count.
         BatchError: if ``keys`` are not one per member.
         StateError: if an environment writes its state in place; it names the environment and the leaf. If what it returns is
             not one reward, and one bool each for both ends of an episode, per environment.
@@ -120,11 +124,11 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         >>> running.observation.shape
         torch.Size([3, 4, 4])
     """
-    check_counts(num_envs=num_envs)
     if not isinstance(environment, Environment):
         raise StateError(
             f"the environment is a {type(environment).__qualname__}; give one of rl, or rl.GymnasiumEnvs(...)"
         )
+    check_counts(num_envs=num_envs, max_steps=1 if environment.max_steps is None else environment.max_steps)
     check_keys(keys)
     keys = random.fold_in(keys, _START)
     state, observation = environment.reset(environment_keys(keys, num_envs))

@@ -147,7 +147,12 @@ def compare_tasks(
     numpy, arrays = require("numpy", "plot"), {}
     for name, given in scores.items():
         runs = numpy.asarray(given.tolist() if isinstance(given, Tensor) else given, dtype=numpy.float64)
-        if runs.ndim != 2 or len(runs) < 2 or not runs.size or runs.shape[1:] != next(iter(arrays.values()), runs).shape[1:]:
+        if (
+            runs.ndim != 2
+            or len(runs) < 2
+            or not runs.size
+            or runs.shape[1:] != next(iter(arrays.values()), runs).shape[1:]
+        ):
             shapes = {key: [*each.shape] for key, each in (arrays | {name: runs}).items()}
             raise ValueError(f"the scores are {shapes}; give [seeds, tasks] of two seeds or more in the same tasks")
         if not numpy.isfinite(runs).all():
