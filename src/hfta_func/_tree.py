@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -52,6 +52,11 @@ def paths(tree: Tree, name: str) -> list[str]:
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
 
 
+def names(trees: dict[str, Tree]) -> list[str]:
+    """The :func:`paths` of the leaves of trees by name."""
+    return [accessor[1:].codify(accessor[0].entry) for accessor in optree.tree_accessors(cast(Any, trees))]
+
+
 def watched(trees: dict[str, Tree]) -> Callable[[], str | None]:
     """A function that names a tensor, of trees by name, that has been written in place since; a compiler sees none."""
     if torch.compiler.is_compiling():
@@ -65,9 +70,7 @@ def watched(trees: dict[str, Tree]) -> Callable[[], str | None]:
         after = counts()
         if after == before:
             return None
-        changed = [old != new for old, new in zip(before, after, strict=True)].index(True)
-        accessor = optree.tree_accessors(trees)[changed]  # pyright: ignore[reportArgumentType]
-        return accessor[1:].codify(accessor[0].entry)
+        return names(trees)[[old != new for old, new in zip(before, after, strict=True)].index(True)]
 
     before = counts()
     return written

@@ -228,6 +228,66 @@ def test_an_environment_that_returns_something_else_is_named(part, change, error
         rl.start(Other(), hfta.random.keys([0, 1]), 3)
 
 
+def pure(state, key):
+    return state + 1
+
+
+STEPS = []
+
+
+def counted():
+    STEPS.append(1)
+    return len(STEPS)
+
+
+@pytest.mark.parametrize(
+    "reset, step, error, message",
+    [
+        (lambda x: x, pure, hfta.StateError, r"Own.reset must return \(state, observation\)"),
+        (lambda x: ((x, x[0]), x), pure, hfta.StateError, r"Own.reset: state\[1\] must be \[2, 3\] with any axes behind"),
+        (lambda x: (x, 1.0), pure, hfta.StateError, r"Own.reset: observation must be \[2, 3\] with any axes behind"),
+        (lambda x: (x, x), lambda x, key: x - x.mean(), hfta.StateError, "mixes environments or remembers: obs"),
+        (lambda x: (x, x), lambda x, key: x + counted(), hfta.StateError, "mixes environments or remembers"),
+        (lambda x: (x, x), lambda x, key: x + torch.randn(4), hfta.RandomnessError, "Own.step draws without its key"),
+        (lambda x: (x, x), None, hfta.StateError, r"Own.step must return \(state, observation, reward, termin"),
+    ],
+)  # fmt: skip
+def test_environments_of_ones_own_are_checked(reset, step, error, message):
+    class Own(rl.Environment):
+        observation_space, action_space = rl.CartPole.observation_space, rl.CartPole.action_space
+
+        def reset(self, key):
+            return reset(hfta.random.uniform(key, (4,)))
+
+        def step(self, state, action, key):
+            if step is None:
+                return state, state
+            after = step(state, key)
+            nothing = torch.zeros_like(after[..., 0])
+            return after, after, nothing, nothing > 0, nothing > 0
+
+    with pytest.raises(error, match=message):
+        rl.start(Own(), hfta.random.keys([0, 1]), 3)
+
+
+@pytest.mark.parametrize("empty", [None, (), {"a": None}])
+def test_an_environment_without_a_state(empty):
+    class Own(rl.Environment):
+        observation_space, action_space = rl.CartPole.observation_space, rl.CartPole.action_space
+
+        def reset(self, key):
+            return empty, hfta.random.uniform(key, (4,))
+
+        def step(self, state, action, key):
+            seen = hfta.random.normal(key, (4,))
+            return empty, seen, seen[..., 0], seen[..., 1] > 1, seen[..., 1] < -1
+
+    running = rl.start(Own(), hfta.random.keys([0, 1]), 3)
+    for _ in range(3):
+        running, step = rl.advance(Own(), running, torch.zeros(2, 3).long())
+    assert running.state == empty and step["reward"].unique().numel() == 6
+
+
 @pytest.mark.parametrize(
     "environment, action, message",
     [

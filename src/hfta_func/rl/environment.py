@@ -5,15 +5,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
+import optree
 import torch
 from torch import Tensor
 
 from hfta_func import random
 from hfta_func._torch import can_look
-from hfta_func._tree import tree_map, watched
-from hfta_func._types import BatchError, PerModel, StateError, TraceError, Tree, check_counts, require
+from hfta_func._tree import leaves, names, tree_map, watched
+from hfta_func._types import BatchError, PerModel, RandomnessError, StateError, TraceError, Tree, check_counts, require
 from hfta_func.calls.scan import alike
 from hfta_func.rules.vmap import vmap
 
@@ -113,8 +114,9 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
     Raises:
         ValueError: if there is no environment, or its ``max_steps`` is no count.
         BatchError: if ``keys`` are not one per member.
-        StateError: if an environment writes its state in place; it names the environment and the leaf. If what it returns is
-            not one reward, and one bool each for both ends of an episode, per environment.
+        StateError: if an environment writes its state in place, or mixes several; it names the environment and the leaf. If
+            what it returns is not one reward, and one bool each for both ends of an episode, per environment.
+        RandomnessError: if it draws otherwise than by its key.
         TraceError: if it reads values of tensors; it names the line. If it returns a state of another structure, shape or
             dtype; it names the leaf.
 
@@ -131,7 +133,10 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
     check_counts(num_envs=num_envs, max_steps=1 if environment.max_steps is None else environment.max_steps)
     check_keys(keys)
     keys = random.fold_in(keys, _START)
-    state, observation = environment.reset(environment_keys(keys, num_envs))
+    began = environment.reset(environment_keys(keys, num_envs))
+    if not isinstance(began, tuple) or len(began) != 2:
+        raise StateError(f"{type(environment).__qualname__}.reset must return (state, observation)")
+    state, observation = began
     if can_look(keys):
         _check(environment, state, observation, environment_keys(keys, num_envs))
     zeros = torch.zeros(len(keys), num_envs, dtype=torch.int64, device=keys.device)
@@ -155,27 +160,52 @@ def environment_keys(keys: Tensor, num_envs: int) -> Tensor:
     return random.fold_in(keys.unsqueeze(-1), torch.arange(num_envs, device=keys.device))
 
 
+_PARTS = "state", "observation", "reward", "terminated", "truncated"
+
+
 def _check(environment: Environment, state: Tree, observation: Tensor, keys: Tensor) -> None:
-    """Take a step as every single environment would; it must neither read values nor write its state, and keep all shapes."""
+    """Take a step in all environments, and in each alone; it must be the same step, of the shapes that it began with."""
     name = type(environment).__qualname__
-    action = sample(environment.action_space, keys)
-    written = watched({"state": state})
-    after, seen, *outcome = environment.step(tree_map(torch.Tensor.detach, state), action, keys)
+    flat, layout = optree.tree_flatten(cast(Any, state))
+
+    def step(flat: list[Tensor], action: Tensor, key: Tensor) -> Any:
+        result = environment.step(optree.tree_unflatten(layout, flat), action, key)
+        if not isinstance(result, tuple) or len(result) != len(_PARTS):
+            raise StateError(f"{name}.step must return ({', '.join(_PARTS)})")
+        return dict(zip(_PARTS, result, strict=True))
+
+    began = {"state": state, "observation": observation}
+    for path, leaf in zip(names(began), leaves(began), strict=True):
+        if not isinstance(leaf, Tensor) or leaf.shape[: keys.dim()] != keys.shape:
+            raise StateError(
+                f"{name}.reset: {path} must be {[*keys.shape]} with any axes behind: a part per environment"
+            )
+    action, written = sample(environment.action_space, keys), watched({"state": state})
+    together = step([leaf.detach() for leaf in flat], action, keys)
     if path := written():
         raise StateError(f"{name}.step writes {path} in place; return a new state, such as torch.where(...)")
-    for part, first, later in (("state", state, after), ("observation", observation, seen)):
-        alike(first, part, (f"{name}.reset", f"{name}.step"))(later)
-    for part, leaf in zip(("reward", "terminated", "truncated"), outcome, strict=True):
-        kind = leaf.dtype if part == "reward" else torch.bool
-        if leaf.shape != keys.shape or leaf.dtype != kind:
-            raise StateError(
-                f"{name}.step returns {leaf.dtype}{[*leaf.shape]} as {part}, for which {kind}{[*keys.shape]} is asked: one "
-                f"for each environment"
+    for part in began:
+        alike(began[part], part, (f"{name}.reset", f"{name}.step"))(together[part])
+    for part in _PARTS[2:]:
+        leaf, kind = torch.as_tensor(together[part]), observation.dtype if part == "reward" else torch.bool
+        if leaf.shape != keys.shape or (leaf.dtype != kind and part != "reward"):
+            text = (
+                f"{leaf.dtype}{[*leaf.shape]} as {part}, for which {kind}{[*keys.shape]} is asked: one per environment"
             )
+            raise StateError(f"{name}.step returns {text}")
     try:
-        vmap(vmap(environment.step))(state, action, keys)
+        alone = vmap(vmap(lambda *given: leaves(step(*given))))(flat, action, keys)
     except TraceError as error:
         raise TraceError(f"{name}.step reads values: {error}") from error
+    except RandomnessError as error:
+        raise RandomnessError(
+            f"{name}.step draws without its key; use random.uniform(key, ...) and its like"
+        ) from error
+    for path, one, all_of_them in zip(names(together), alone, leaves(together), strict=True):
+        if not torch.allclose(one.double(), all_of_them.double(), rtol=1e-3, atol=1e-3, equal_nan=True):
+            raise StateError(
+                f"{name}.step mixes environments or remembers: {path} of one alone is another; keep them apart"
+            )
 
 
 def sample(space: Any, keys: Tensor) -> Tensor:
