@@ -155,6 +155,8 @@ def test_n_steps_in_a_row(n):
         assert torch.equal(found["observation"][i, t, e], steps["observation"][i, t, e])
     with pytest.raises(hfta.BatchError, match="12 steps have no 13 in a row"):
         rl.n_step(steps, 13)
+    with pytest.raises(ValueError, match="n is 0; give an integer of at least 1"):
+        rl.n_step(steps, 0)
 
 
 def test_normalisation_of_observations_and_rewards():
@@ -261,6 +263,9 @@ def test_samples_are_rows_that_were_written():
     counts = torch.stack([row.bincount(minlength=10) for row in index])
     assert counts.shape == (M, 10) and (counts - 400).abs().max() < 100
     assert torch.equal(rl.sample(own, hfta.random.keys([1]), 4000)[1], index[1:])
+    for wrong in (-1, 2.0):
+        with pytest.raises(ValueError, match=f"n is {wrong}; give an integer of at least 1"):
+            rl.sample(buffer, hfta.random.keys([0, 1]), wrong)
     with pytest.raises(hfta.StateError, match="has no priorities"):
         rl.sample_by_priority(buffer, hfta.random.keys([0, 1]), 4)
     with pytest.raises(hfta.StateError, match="has no priorities"):

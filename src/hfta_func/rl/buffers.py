@@ -104,7 +104,9 @@ def sample(buffer: Replay, keys: Tensor, n: int) -> tuple[Any, Tensor]:
         StateError: if a member's buffer is empty; it names the member. Where values cannot be read, in a graph or on a GPU,
             its rows are NaN instead, so that it fails in its step, and the others do not.
         BatchError: if there are not as many keys as members.
+        ValueError: if there is nothing to draw.
     """
+    check_counts(n=n)
     _check_filled(buffer, keys)
     index = (random.uniform(keys, (n,), dtype=torch.float64) * buffer.size.unsqueeze(-1)).long()
     return _sampled(buffer, index), index
@@ -133,6 +135,7 @@ def sample_by_priority(
     References:
         Schaul et al., "Prioritized experience replay", ICLR 2016.
     """
+    check_counts(n=n)
     _check_filled(buffer, keys)
     priority, size = _usable(_priorities(buffer)).double(), buffer.size.unsqueeze(-1)
     power, correction = (per_member(number, priority) for number in (exponent, correction))
@@ -209,7 +212,8 @@ def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> di
         BatchError: if there are fewer than n steps, or ends of episodes are not booleans.
     """
     length = steps["reward"].shape[1] - n + 1
-    if n < 1 or length < 1:
+    check_counts(n=n)
+    if length < 1:
         raise BatchError(f"{steps['reward'].shape[1]} steps have no {n} in a row; take more, or a smaller n")
     rate = per_member(discount, steps["reward"])
     result = {name: leaf[:, :length] for name, leaf in steps.items()}
