@@ -163,6 +163,23 @@ def test_none_and_tuples_with_names_in_all_that_is_carried_given_and_returned():
         assert all(map(torch.equal, *map(optree.tree_leaves, (found, expected))))
 
 
+def test_keys_of_dicts_have_no_order():
+    start = {"b": torch.tensor(1.0), "a": (torch.tensor(2.0), {"d": torch.tensor(3.0), "c": torch.tensor(4.0)})}
+
+    def body(carry, x):
+        first, both = carry["a"]
+        after = {"a": (first - x, {"c": both["c"] * 2, "d": both["d"] + x}), "b": carry["b"] + x}
+        return after, {"y": both["c"], "x": x}
+
+    def run(start, xs):
+        return hfta.scan(body, start, xs)
+
+    (carry, ys), xs = run(start, torch.arange(3.0)), torch.arange(3.0)
+    found, others = torch.compile(run, fullgraph=True, backend="eager")(start, xs)
+    assert found == carry == {"b": 4, "a": (-1, {"d": 6, "c": 32})}
+    assert ys.keys() == others.keys() and all(torch.equal(ys[name], others[name]) for name in ys)
+
+
 ONE, TWO = torch.tensor(1.0), {"a": (torch.ones(2),)}
 REFUSED = {
     "no length": (lambda c, x: (c, x), ONE, None, {}, "ValueError: there is neither xs nor length; give one length"),

@@ -97,7 +97,7 @@ def _plainly(part: int, func: Callable[..., Any], *args: Any) -> Any:
 
 
 def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, count: int) -> tuple[Any, Any]:
-    check = alike(carry)
+    check, carry = alike(carry), _sorted(carry)
     check(carry)
     start, given = leaves(carry), leaves(xs)
     # PyTorch's loop lets modes be entered inside of it if one has been entered before it.
@@ -111,7 +111,7 @@ def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, c
         check(after)
         alike(y, "y")(y)
         _note([tree_map(lambda leaf: 0, y)])
-        return _settled(after) or [flat[0].clone()], _settled(y)
+        return _settled(_sorted(after)) or [flat[0].clone()], _settled(y)
 
     # It takes nothing but lists of tensors, at least one to carry.
     flat, ys = operator_scan(step, _settled(carry) or [numbers[0]], (numbers, *given))
@@ -121,6 +121,16 @@ def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, c
 def _settled(tree: Tree) -> list[Tensor]:
     """The tensors of a tree as copies that lie in order: a loop's strides must agree, also those of axes of size one."""
     return [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves(tree)]
+
+
+def _sorted(tree: Tree) -> Any:
+    """The tree with the keys of dicts in order: bodies return them in any, of which only a compiler makes a difference."""
+    if type(tree) is dict:
+        return {key: _sorted(tree[key]) for key in sorted(tree, key=str)}
+    if isinstance(tree, (tuple, list)):
+        parts = [_sorted(part) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)  # pyright: ignore
+    return tree
 
 
 def _filled(tree: Tree, tensors: Any) -> Any:
@@ -195,7 +205,7 @@ def alike(
 
 
 def _outline(tree: Any) -> tuple[list[Any], Any]:
-    flat, spec = pytree.tree_flatten(tree) if torch.compiler.is_compiling() else optree.tree_flatten(tree)
+    flat, spec = pytree.tree_flatten(_sorted(tree)) if torch.compiler.is_compiling() else optree.tree_flatten(tree)
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf is None for leaf in flat], spec
 
 
