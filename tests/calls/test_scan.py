@@ -118,6 +118,29 @@ def test_the_gradient_of_a_loop_in_a_loop_in_a_graph(returns):
     torch.testing.assert_close(torch.autograd.grad(compiled, weight)[0], expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_the_gradient_beside_integers_in_a_graph(backend):
+    """Of any bits, such as keys have; some are floating-point numbers that a processor would change when it computes."""
+    bits = torch.tensor([0x7FF0000000000001, -1, -(2**63), 3, 2**62 + 1])
+    weight, xs = torch.randn(2, 2, dtype=torch.float64, requires_grad=True), torch.randn(5, 2).double()
+    start = {"x": torch.zeros(2).double(), "keys": bits, "short": torch.tensor(7, dtype=torch.int16), "odd": bits > 0}
+
+    def body(carry, given):
+        x, number = given
+        after = {**carry, "x": torch.tanh(carry["x"] @ weight + x), "keys": carry["keys"].roll(1), "odd": ~carry["odd"]}
+        return after, (carry["keys"] ^ number, carry["odd"], after["x"])
+
+    def run(xs, bits):
+        return hfta.scan(body, start, (xs, bits))
+
+    expected, found = run(xs, bits), torch.compile(run, fullgraph=True, dynamic=False, backend=backend)(xs, bits)
+    for a, b in zip(*map(optree.tree_leaves, (found, expected)), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(carry["x"].sum() + ys[2].square().sum(), weight)[0] for carry, ys in (expected, found)]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()

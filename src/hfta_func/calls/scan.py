@@ -102,25 +102,39 @@ def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, c
     start, given = leaves(carry), leaves(xs)
     # PyTorch's loop lets modes be entered inside of it if one has been entered before it.
     with routed(None):
-        # As floating point, because PyTorch cannot differentiate a loop in a loop that is given integers.
-        kind = torch.float32 if count < 2**24 else torch.float64
-        numbers = torch.arange(count, dtype=kind, device=[*start, *given][0].device if start or given else None)
+        numbers = torch.arange(count, device=[*start, *given][0].device if start or given else None)
 
     def step(flat: Any, parts: Any) -> tuple[Any, Any]:
-        after, y = iteration(_filled(carry, flat), _filled(xs, parts[1:]), parts[0].long())
+        index, x = _filled((numbers, xs), parts)
+        after, y = iteration(_filled(carry, flat), x, index)
         check(after)
         alike(y, "y")(y)
-        _note([tree_map(lambda leaf: 0, y)])
+        _note([tree_map(lambda leaf: leaf.dtype, y)])
         return _settled(_sorted(after)) or [flat[0].clone()], _settled(y)
 
     # It takes nothing but lists of tensors, at least one to carry.
-    flat, ys = operator_scan(step, _settled(carry) or [numbers[0]], (numbers, *given))
+    flat, ys = operator_scan(
+        step, _settled(carry) or [torch.zeros(())], [_as_float(leaf) for leaf in (numbers, *given)]
+    )
     return _filled(carry, flat), _filled(getattr(_Layouts, _latest()), ys)
 
 
 def _settled(tree: Tree) -> list[Tensor]:
     """The tensors of a tree as copies that lie in order: a loop's strides must agree, also those of axes of size one."""
-    return [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves(tree)]
+    return [_as_float(leaf.clone(memory_format=torch.contiguous_format)) for leaf in leaves(tree)]
+
+
+def _as_float(leaf: Tensor) -> Tensor:
+    """Integers and booleans as numbers of 64 bits, where PyTorch might differentiate a loop: it cannot if it has others."""
+    if leaf.is_floating_point() or leaf.is_complex() or not torch.is_grad_enabled():
+        return leaf
+    return leaf.view(torch.float64) if leaf.dtype == torch.int64 else leaf.to(torch.float64)
+
+
+def _as_before(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    if leaf.dtype == dtype:
+        return leaf
+    return leaf.view(dtype) if dtype == torch.int64 else leaf.to(dtype)
 
 
 def _sorted(tree: Tree) -> Any:
@@ -134,9 +148,9 @@ def _sorted(tree: Tree) -> Any:
 
 
 def _filled(tree: Tree, tensors: Any) -> Any:
-    """The tree with other leaves."""
+    """The tree with other tensors of the dtypes of its leaves, or of those that its leaves are."""
     given = iter(tensors)
-    return tree_map(lambda _: next(given), tree)
+    return tree_map(lambda leaf: _as_before(next(given), getattr(leaf, "dtype", leaf)), tree)
 
 
 class _Layouts:
