@@ -28,8 +28,9 @@ def scan(
     """Carry values through the iterations of a loop and stack what each of them returns.
 
     Uncompiled it is a loop in Python. In a graph it is one loop, which takes as long to compile as one iteration, unless a
-    model calls it or it is inside a transform such as ``vmap``: there it is unrolled. It can be differentiated. Where random
-    calls draw from a key around the loop, every iteration draws other numbers.
+    model calls it or it is inside a transform such as ``vmap``: there it is unrolled. PyTorch compiles it for one length, with
+    ``dynamic=False``. It can be differentiated. Where random calls draw from a key around the loop, every iteration draws
+    other numbers.
 
     Args:
         body: ``body(carry, x) -> (carry, y)``, or ``body(carry, x, key)`` if there is a key. The new carry has the structure,
@@ -114,7 +115,9 @@ def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, c
 
     # It takes nothing but lists of tensors, at least one to carry.
     flat, ys = operator_scan(
-        step, _settled(carry) or [torch.zeros(())], [_as_float(leaf) for leaf in (numbers, *given)]
+        step,
+        _settled(carry) or [numbers.new_zeros((), dtype=torch.float32)],
+        [_as_float(leaf) for leaf in (numbers, *given)],
     )
     return _filled(carry, flat), _filled(getattr(_Layouts, _latest()), ys)
 
