@@ -28,8 +28,8 @@ def scan(
     """Carry values through the iterations of a loop and stack what each of them returns.
 
     Uncompiled it is a loop in Python. In a graph it is one loop, which takes as long to compile as one iteration, unless a
-    model calls it or it is inside a transform such as ``vmap``: there it is unrolled. PyTorch compiles it for one length, with
-    ``dynamic=False``. It can be differentiated. Where random calls draw from a key around the loop, every iteration draws
+    model calls it or it is inside a transform such as ``vmap``: there it is unrolled. PyTorch compiles it for one length,
+    with ``dynamic=False``. It can be differentiated. Where random calls draw from a key around the loop, every iteration draws
     other numbers.
 
     Args:
