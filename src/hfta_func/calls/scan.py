@@ -29,7 +29,7 @@ def scan(
 
     Uncompiled it is a loop in Python. In a graph it is one loop, which takes as long to compile as one iteration, unless a
     model calls it or it is inside a transform such as ``vmap``: there it is unrolled. PyTorch compiles it for one length,
-    with ``dynamic=False``. It can be differentiated. Where random calls draw from a key around the loop, every iteration draws
+    with ``dynamic=False``. It can be differentiated. Where random calls draw from a key around it, every iteration draws
     other numbers.
 
     Args:
@@ -98,7 +98,7 @@ def _plainly(part: int, func: Callable[..., Any], *args: Any) -> Any:
 
 
 def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, count: int) -> tuple[Any, Any]:
-    check, carry = alike(carry), _sorted(carry)
+    check = alike(carry)
     check(carry)
     start, given = leaves(carry), leaves(xs)
     # PyTorch's loop lets modes be entered inside of it if one has been entered before it.
@@ -111,7 +111,9 @@ def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, c
         check(after)
         alike(y, "y")(y)
         _note([tree_map(lambda leaf: leaf.dtype, y)])
-        return _settled(_sorted(after)) or [flat[0].clone()], _settled(y)
+        # The keys of its dicts may be in another order.
+        after = tree_map(lambda _, leaf: leaf, carry, after)
+        return _settled(after) or [flat[0].clone()], _settled(y)
 
     # It takes nothing but lists of tensors, at least one to carry.
     flat, ys = operator_scan(
@@ -141,7 +143,7 @@ def _as_before(leaf: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sorted(tree: Tree) -> Any:
-    """The tree with the keys of dicts in order: bodies return them in any, of which only a compiler makes a difference."""
+    """The tree with the keys of dicts in order, in which only a compiler sees a difference."""
     if type(tree) is dict:
         return {key: _sorted(tree[key]) for key in sorted(tree, key=str)}
     if isinstance(tree, (tuple, list)):
