@@ -49,6 +49,8 @@ def main(argv, description, make_agent, make, best, *, envs, lr, iterations):
     flags = parser.parse_args(argv)
     if len(flags.lr) not in (1, flags.seeds):
         parser.error(f"--lr has {len(flags.lr)} values for {flags.seeds} agents; give one, or one per agent")
+    if flags.iterations < 1 or flags.iterations % EPOCH:
+        parser.error(f"--iterations is {flags.iterations}; give a multiple of {EPOCH}, the iterations of an epoch")
     game = gymnasium.make(NAMES[flags.env], render_mode="rgb_array" if flags.out else None)
     if flags.out:
         game.reset()
@@ -62,8 +64,8 @@ def main(argv, description, make_agent, make, best, *, envs, lr, iterations):
     state, history = hfta.fit(
         step,
         start(params, seeds),
-        [None] * min(EPOCH, flags.iterations),
-        epochs=max(1, flags.iterations // EPOCH),
+        [None] * EPOCH,
+        epochs=flags.iterations // EPOCH,
         callbacks=[hfta.callbacks.tensorboard(flags.log)] if flags.log else [],
         compile=flags.compile,
         workers=flags.workers,

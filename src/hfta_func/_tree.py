@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
 from torch import Tensor
 
-from hfta_func._torch import pytree
+from hfta_func._torch import pytree, writes
 from hfta_func._types import Shared, StackError, Tree
 
 T = TypeVar("T")
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Any:
     """Apply ``func`` to every leaf, or to the corresponding leaves of several trees."""
-    # The compiler cannot trace optree's C++.
+    # The compiler cannot trace optree's C++, to which None is no leaf.
     if torch.compiler.is_compiling():
-        return pytree.tree_map(func, tree, *rest)
+        return pytree.tree_map(lambda leaf, *others: None if leaf is None else func(leaf, *others), tree, *rest)
     return optree.tree_map(func, tree, *rest)
 
 
@@ -42,12 +42,38 @@ def shared_paths(tree: Tree, name: str) -> set[str]:
 
 def leaves(tree: Tree) -> list[Tensor]:
     """The tensors of a tree, in order."""
-    return pytree.tree_leaves(tree) if torch.compiler.is_compiling() else optree.tree_leaves(tree)
+    if torch.compiler.is_compiling():
+        return [leaf for leaf in pytree.tree_leaves(tree) if leaf is not None]
+    return optree.tree_leaves(tree)
 
 
 def paths(tree: Tree, name: str) -> list[str]:
     """The Python expression for each leaf of a tree called ``name``, in the order of :func:`leaves`."""
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree)]
+
+
+def names(trees: dict[str, Tree]) -> list[str]:
+    """The :func:`paths` of the leaves of trees by name."""
+    return [accessor[1:].codify(accessor[0].entry) for accessor in optree.tree_accessors(cast(Any, trees))]
+
+
+def watched(trees: dict[str, Tree]) -> Callable[[], str | None]:
+    """A function that names a tensor, of trees by name, that has been written in place since; a compiler sees none."""
+    if torch.compiler.is_compiling():
+        return lambda: None
+    tensors = leaves(trees)
+
+    def counts() -> list[int]:
+        return [writes(leaf) if isinstance(leaf, Tensor) else 0 for leaf in tensors]
+
+    def written() -> str | None:
+        after = counts()
+        if after == before:
+            return None
+        return names(trees)[[old != new for old, new in zip(before, after, strict=True)].index(True)]
+
+    before = counts()
+    return written
 
 
 def num_models(tree: Tree) -> int:

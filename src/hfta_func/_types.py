@@ -196,6 +196,13 @@ def require(module: str, extra: str) -> Any:
         raise ImportError(f"{error.name or module} is not installed; pip install 'hfta_func[{extra}]'") from error
 
 
+def check_counts(**counts: Any) -> None:
+    """Raise a ValueError unless arguments, by their names, are integers of at least 1."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; give an integer of at least 1")
+
+
 def text_table(rows: Sequence[Sequence[str]], sides: str) -> str:
     """Rows of cells as lines of text, whose columns are two spaces apart.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import optree
 import pytest
 import torch
@@ -95,6 +97,50 @@ def test_its_gradient():
     assert torch.equal(start.grad, expected)
 
 
+@pytest.mark.exhaustive(unless="True")
+@pytest.mark.parametrize("returns", [True, False])
+def test_the_gradient_of_a_loop_in_a_loop_in_a_graph(returns):
+    weight, xs = torch.randn(3, 3, dtype=torch.float64, requires_grad=True), torch.randn(4, 3).double()
+
+    def inner(z, _):
+        return 0.9 * z, (z.sin() if returns else None)
+
+    def body(c, x):
+        c, ys = hfta.scan(inner, torch.tanh(c @ weight + x), length=2)
+        return c, (ys.sum(0) if returns else c)
+
+    def total(xs):
+        carry, ys = hfta.scan(body, torch.zeros(3).double(), xs)
+        return carry.sum() + ys.square().sum()
+
+    (expected,) = torch.autograd.grad(total(xs), weight)
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")(xs)
+    torch.testing.assert_close(torch.autograd.grad(compiled, weight)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_the_gradient_beside_integers_in_a_graph(backend):
+    """Of any bits, such as keys have; some are floating-point numbers that a processor would change when it computes."""
+    bits = torch.tensor([0x7FF0000000000001, -1, -(2**63), 3, 2**62 + 1])
+    weight, xs = torch.randn(2, 2, dtype=torch.float64, requires_grad=True), torch.randn(5, 2).double()
+    start = {"x": torch.zeros(2).double(), "keys": bits, "short": torch.tensor(7, dtype=torch.int16), "odd": bits > 0}
+
+    def body(carry, given):
+        x, number = given
+        after = {**carry, "x": torch.tanh(carry["x"] @ weight + x), "keys": carry["keys"].roll(1), "odd": ~carry["odd"]}
+        return after, (carry["keys"] ^ number, carry["odd"], after["x"])
+
+    def run(xs, bits):
+        return hfta.scan(body, start, (xs, bits))
+
+    expected, found = run(xs, bits), torch.compile(run, fullgraph=True, dynamic=False, backend=backend)(xs, bits)
+    for a, b in zip(*map(optree.tree_leaves, (found, expected)), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(carry["x"].sum() + ys[2].square().sum(), weight)[0] for carry, ys in (expected, found)]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -118,20 +164,110 @@ def test_a_model_that_calls_it_draws_other_numbers_in_each_iteration():
         torch.testing.assert_close(own, total[i])
 
 
-@pytest.mark.parametrize(
-    "wrong, error, message",
-    [
-        (lambda b: hfta.scan(b, torch.ones(2)), ValueError, "give one length"),
-        (lambda b: hfta.scan(b, torch.ones(2), torch.ones(3), length=4), ValueError, r"\[3, 4\]"),
-        (lambda b: hfta.scan(b, torch.ones(2), length=0), ValueError, r"\[0\]"),
-        (lambda b: hfta.scan(lambda c, x: (c[:1], None), torch.ones(2), length=2), hfta.TraceError, r"\[2\] but .*\[1\]"),
-        (lambda b: hfta.scan(lambda c, x: ({"a": c["a"] > 0}, None), {"a": torch.ones(2)}, length=2), hfta.TraceError,
-         r"carry\['a'\] is torch.float32\[2\] but torch.bool\[2\]"),
-        (lambda b: hfta.scan(lambda c, x: ({}, None), {"a": torch.ones(2)}, length=2), hfta.TraceError,
-         "but an iteration's result does not"),
-        (lambda b: hfta.scan(lambda c, x: (c, None), 3.0, length=2), hfta.TraceError, "is a float"),
-    ],
-)  # fmt: skip
-def test_what_it_refuses(wrong, error, message):
-    with pytest.raises(error, match=message):
-        wrong(lambda carry, x: (carry, None))
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_none_and_tuples_with_names_in_all_that_is_carried_given_and_returned():
+    start, xs = {"a": Pair(torch.tensor(1.0), None), "b": ()}, Pair(None, torch.arange(3.0))
+
+    def run(start, xs):
+        first, y = hfta.scan(
+            lambda c, x: ({**c, "a": Pair(c["a"].first + x.second, None)}, Pair(x, (None, {}))), start, xs
+        )
+        second, _ = hfta.scan(lambda c, _: (c, None), None, length=2)
+        return first, y, second, hfta.scan(lambda c, _: (c, None), xs, length=1)
+
+    expected = {"a": Pair(torch.tensor(4.0), None), "b": ()}, Pair(xs, (None, {})), None, (xs, None)
+    for call in (run, torch.compile(run, fullgraph=True, backend="eager")):
+        found = call(start, xs)
+        assert optree.tree_structure(found) == optree.tree_structure(expected)
+        assert all(map(torch.equal, *map(optree.tree_leaves, (found, expected))))
+
+
+def test_keys_of_dicts_have_no_order():
+    start = {"b": torch.tensor(1.0), "a": (torch.tensor(2.0), {"d": torch.tensor(3.0), "c": torch.tensor(4.0)})}
+
+    def body(carry, x):
+        first, both = carry["a"]
+        after = {"a": (first - x, {"c": both["c"] * 2, "d": both["d"] + x}), "b": carry["b"] + x}
+        return after, {"y": both["c"], "x": x}
+
+    def run(start, xs):
+        return hfta.scan(body, start, xs)
+
+    (carry, ys), xs = run(start, torch.arange(3.0)), torch.arange(3.0)
+    found, others = torch.compile(run, fullgraph=True, backend="eager")(start, xs)
+    assert found == carry == {"b": 4, "a": (-1, {"d": 6, "c": 32})}
+    assert ys.keys() == others.keys() and all(torch.equal(ys[name], others[name]) for name in ys)
+
+
+ONE, TWO = torch.tensor(1.0), {"a": (torch.ones(2),)}
+REFUSED = {
+    "no length": (lambda c, x: (c, x), ONE, None, {}, "ValueError: there is neither xs nor length; give one length"),
+    "lengths": (lambda c, x: (c, x), ONE, Pair(torch.ones(3), torch.ones(3, 2)), {"length": 4},
+                r"ValueError: xs.first is torch.float32\[3\] and length is 4; give one length of at least 1"),
+    "first axes": (lambda c, x: (c, x), ONE, Pair(torch.ones(3), (torch.ones(2),)), {},
+                   r"ValueError: xs.first is torch.float32\[3\] and xs.second\[0\] is torch.float32\[2\]; give"),
+    "no axis": (lambda c, x: (c, x), ONE, ONE, {}, r"ValueError: xs is torch.float32\[\]; give one length"),
+    "a number": (lambda c, x: (c, x), ONE, {"a": 1.0}, {}, r"ValueError: xs\['a'\] is a float; give one length"),
+    "zero": (lambda c, x: (c, x), ONE, None, {"length": 0}, "ValueError: length is 0; give one length of at least 1"),
+    "not an integer": (lambda c, x: (c, x), ONE, None, {"length": 2.0}, "ValueError: length is a float; give one length"),
+    "no pair": (lambda c, x: c + x, ONE, torch.ones(3), {}, "TraceError: the body of the loop returned a Tensor"),
+    "three": (lambda c, x: (c, x, x), ONE, torch.ones(3), {}, "TraceError: .* a tuple; return a pair, the carry and y"),
+    "shape": (lambda c, x: ({"a": (c["a"][0][:1],)}, x), TWO, torch.ones(3), {},
+              r"TraceError: carry\['a'\]\[0\] is torch.float32\[2\] in the first iteration but torch.float32\[1\]"),
+    "dtype": (lambda c, x: ({"a": (c["a"][0] > 0,)}, x), TWO, torch.ones(3), {},
+              r"TraceError: carry\['a'\]\[0\] is torch.float32\[2\] in the first iteration but torch.bool\[2\]"),
+    "structure": (lambda c, x: ({**c, "b": x}, x), TWO, torch.ones(3), {},
+                  r"TraceError: a later one has carry\['b'\] but the first iteration does not"),
+    "container": (lambda c, x: ({"a": [*c["a"]]}, x), TWO, torch.ones(3), {},
+                  r"TraceError: carry\['a'\] is a list in a later one but a tuple in the first iteration"),
+    "lost": (lambda c, x: (Pair(c.first, None), x), Pair(ONE, ONE), torch.ones(3), {},
+             "TraceError: the first iteration has carry.second but a later one does not"),
+    "a carried number": (lambda c, x: (c, x), {"a": 3.0}, torch.ones(3), {}, r"TraceError: carry\['a'\] is a float; give"),
+    "a returned number": (lambda c, x: (c, {"a": 3.0}), ONE, torch.ones(3), {}, r"TraceError: y\['a'\] is a float; give"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_refuses(name, compiles):
+    body, carry, xs, options, message = REFUSED[name]
+
+    def run(carry, xs):
+        return hfta.scan(body, carry, xs, **options)
+
+    error, text = message.split(": ", 1)
+    if not compiles:
+        with pytest.raises({"ValueError": ValueError, "TraceError": hfta.TraceError}[error], match=text):
+            run(carry, xs)
+        return
+    # A compiler makes it an error of its own, which says whose it was.
+    with pytest.raises(Exception, match=message):
+        torch.compile(run, backend="eager")(carry, xs)
+
+
+def test_every_y_is_like_the_first():
+    ys = iter([torch.ones(2), torch.ones(3)])
+    with pytest.raises(
+        hfta.TraceError, match=r"y is torch.float32\[2\] in the first .* but torch.float32\[3\] in a later"
+    ):
+        hfta.scan(lambda c, _: (c, next(ys)), ONE, length=2)
+
+
+@pytest.mark.parametrize("path", [r"carry\['a'\]\[0\]", "x.first"])
+def test_a_body_that_writes_its_arguments_is_named(path):
+    carry, xs = {"a": (torch.zeros(2),)}, Pair(torch.zeros(3, 2), torch.ones(3))
+
+    def body(carry, x):
+        (x.first if path == "x.first" else carry["a"][0]).add_(1)
+        return carry, None
+
+    with pytest.raises(hfta.TraceError, match=f"the body of the loop writes {path} in place; return new tensors"):
+        hfta.scan(body, carry, xs)
+    # Its containers are its own.
+    start = {"a": ONE}
+    assert hfta.scan(lambda c, x: (c, c.update(a=c["a"] + x)), start, torch.ones(3))[0] == {"a": 4}
+    assert start == {"a": ONE}

@@ -252,6 +252,8 @@ def test_what_is_wrong_with_a_command_is_said_before_training(capsys, monkeypatc
     monkeypatch.setitem(sys.modules, "pygame", None)
     for argv, message in (
         (["--seeds", "3", "--lr", "1e-3", "1e-2"], "--lr has 2 values for 3 agents; give one, or one per agent"),
+        (["--iterations", "25"], "--iterations is 25; give a multiple of 10, the iterations of an epoch"),
+        (["--iterations", "0"], "--iterations is 0; give a multiple of 10"),
         (["--out", "somewhere"], "the picture of --out needs more: pygame is not installed"),
     ):
         with pytest.raises(SystemExit):

@@ -9,6 +9,7 @@ import numpy as np
 import optree
 import pytest
 import torch
+from torch import Tensor
 
 import hfta_func as hfta
 from hfta_func import rl
@@ -96,8 +97,36 @@ def test_members_may_differ_in_physics():
         after, _ = rl.advance(rl.CartPole(length=lengths), hfta.take(running, i), action[:1])
         own, _ = rl.advance(rl.CartPole(length=length), alone, action[:1])
         assert torch.equal(after.state["place"], own.state["place"])
+    for given in (np.array(lengths), torch.tensor(lengths), tuple(lengths)):
+        other = rl.start(rl.CartPole(length=given), hfta.random.keys([1, 2, 3]), 2)
+        assert torch.equal(other.state["numbers"]["length"], running.state["numbers"]["length"])
+    for given in (0.7, torch.tensor(0.7), np.float64(0.7)):
+        assert not rl.start(rl.CartPole(length=given), hfta.random.keys([1, 2, 3]), 2).state["numbers"]
     with pytest.raises(hfta.StateError, match="length has 3 numbers but there are 2 members"):
         rl.start(rl.CartPole(length=lengths), hfta.random.keys([1, 2]), 2)
+
+
+PHYSICS = [
+    (kind, name) for kind in GYMNASIUM for name in vars(getattr(rl, kind)()) if name not in ("dtype", "max_steps")
+]
+
+
+@pytest.mark.exhaustive(unless="Pendulum-length|CartPole-force")
+@pytest.mark.parametrize(("kind", "name"), PHYSICS)
+def test_physics_of_members_over_episodes_are_those_of_each_alone(kind, name):
+    make = getattr(rl, kind)
+    usual, options = getattr(make(), name), {"dtype": torch.float64, "max_steps": 7}
+    values, keys = [usual, 1.31 * usual, 0.73 * usual], hfta.random.keys([1, 2, 3])
+    together, alone = make(**{name: values}, **options), [make(**{name: value}, **options) for value in values]
+    running, generator = rl.start(together, keys, 2), np.random.default_rng(0)
+    own = [rl.start(one, keys[i : i + 1], 2) for i, one in enumerate(alone)]
+    for _ in range(20):
+        action = torch.as_tensor(actions_of(together.action_space, generator, 6)).unflatten(0, (3, 2))
+        running, step = rl.advance(together, running, action)
+        for i, one in enumerate(alone):
+            own[i], part = rl.advance(one, own[i], action[i : i + 1])
+            assert all(torch.equal(part[each][0], step[each][i]) for each in step)
+    assert running.episodes.min() >= 2
 
 
 def test_episodes_end_and_begin_anew():
@@ -140,10 +169,19 @@ def test_actions_that_begin_at_another_number():
 
 def test_what_cannot_be_started():
     environment = type("Many", (rl.CartPole,), {"action_space": gymnasium.spaces.MultiDiscrete([2, 3])})()
-    with pytest.raises(hfta.StateError, match="have Discrete and Box spaces of actions"):
+    with pytest.raises(hfta.StateError, match="have Discrete and Box spaces"):
         rl.start(environment, hfta.random.keys([0, 1]), 3)
-    with pytest.raises(hfta.StateError, match="num_envs is 0; a member has at least 1 environment"):
-        rl.start(rl.CartPole(), hfta.random.keys([0, 1]), 0)
+    for count in (0, 2.5, [1, 2]):
+        with pytest.raises(ValueError, match=r"max_steps is .*; give an integer of at least 1"):
+            rl.start(rl.CartPole(max_steps=count), hfta.random.keys([0, 1]), 2)
+    for count in (0, 3.0):
+        with pytest.raises(ValueError, match=f"num_envs is {count}; give an integer of at least 1"):
+            rl.start(rl.CartPole(), hfta.random.keys([0, 1]), count)
+    for keys in ([0, 1], torch.tensor(1), torch.ones(2)):
+        with pytest.raises(hfta.BatchError, match=r"keys are .*, but must be torch.int64\[M\], one per member"):
+            rl.start(rl.CartPole(), keys, 3)
+    with pytest.raises(hfta.StateError, match="the environment is a TimeLimit; give one of rl"):
+        rl.start(gymnasium.make("CartPole-v1"), hfta.random.keys([0, 1]), 3)
 
 
 class Reads(rl.CartPole):
@@ -166,6 +204,88 @@ def test_an_environment_that_reads_or_writes_is_named(count):
         rl.start(Reads(), keys, 1)
     with pytest.raises(hfta.StateError, match=r"Writes.step writes state\['place'\] in place"):
         rl.start(Writes(), keys, 1)
+
+
+@pytest.mark.parametrize(
+    "part, change, error, message",
+    [
+        (3, Tensor.float, hfta.StateError, r"Other.step returns torch.float32\[2, 3\] as terminated, for which torch.bool"),
+        (4, Tensor.float, hfta.StateError, r"\[2, 3\] as truncated, for which torch.bool\[2, 3\] is asked"),
+        (2, lambda reward: reward.unsqueeze(-1), hfta.StateError, r"\[2, 3, 1\] as reward, for which .*\[2, 3\]"),
+        (1, Tensor.double, hfta.TraceError, r"observation is torch.float32\[2, 3, 4\] in .*Other.reset but"),
+        (0, lambda state: {"place": state["place"]}, hfta.TraceError, "state has other empty containers in .*Other.step"),
+        (0, lambda state: {**state, "place": state["place"] > 0}, hfta.TraceError, r"state\['place'\] is .* but torch.bool"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_returns_something_else_is_named(part, change, error, message):
+    class Other(rl.CartPole):
+        def step(self, state, action, key):
+            result = [*super().step(state, action, key)]
+            result[part] = change(result[part])
+            return tuple(result)
+
+    with pytest.raises(error, match=message):
+        rl.start(Other(), hfta.random.keys([0, 1]), 3)
+
+
+def pure(state, key):
+    return state + 1
+
+
+STEPS = []
+
+
+def counted():
+    STEPS.append(1)
+    return len(STEPS)
+
+
+@pytest.mark.parametrize(
+    "reset, step, error, message",
+    [
+        (lambda x: x, pure, hfta.StateError, r"Own.reset must return \(state, observation\)"),
+        (lambda x: ((x, x[0]), x), pure, hfta.StateError, r"Own.reset: state\[1\] must be \[2, 3\] with any axes behind"),
+        (lambda x: (x, 1.0), pure, hfta.StateError, r"Own.reset: observation must be \[2, 3\] with any axes behind"),
+        (lambda x: (x, x), lambda x, key: x - x.mean(), hfta.StateError, "mixes environments or remembers: obs"),
+        (lambda x: (x, x), lambda x, key: x + counted(), hfta.StateError, "mixes environments or remembers"),
+        (lambda x: (x, x), lambda x, key: x + torch.randn(4), hfta.RandomnessError, "Own.step draws without its key"),
+        (lambda x: (x, x), None, hfta.StateError, r"Own.step must return \(state, observation, reward, termin"),
+    ],
+)  # fmt: skip
+def test_environments_of_ones_own_are_checked(reset, step, error, message):
+    class Own(rl.Environment):
+        observation_space, action_space = rl.CartPole.observation_space, rl.CartPole.action_space
+
+        def reset(self, key):
+            return reset(hfta.random.uniform(key, (4,)))
+
+        def step(self, state, action, key):
+            if step is None:
+                return state, state
+            after = step(state, key)
+            nothing = torch.zeros_like(after[..., 0])
+            return after, after, nothing, nothing > 0, nothing > 0
+
+    with pytest.raises(error, match=message):
+        rl.start(Own(), hfta.random.keys([0, 1]), 3)
+
+
+@pytest.mark.parametrize("empty", [None, (), {"a": None}])
+def test_an_environment_without_a_state(empty):
+    class Own(rl.Environment):
+        observation_space, action_space = rl.CartPole.observation_space, rl.CartPole.action_space
+
+        def reset(self, key):
+            return empty, hfta.random.uniform(key, (4,))
+
+        def step(self, state, action, key):
+            seen = hfta.random.normal(key, (4,))
+            return empty, seen, seen[..., 0], seen[..., 1] > 1, seen[..., 1] < -1
+
+    running = rl.start(Own(), hfta.random.keys([0, 1]), 3)
+    for _ in range(3):
+        running, step = rl.advance(Own(), running, torch.zeros(2, 3).long())
+    assert running.state == empty and step["reward"].unique().numel() == 6
 
 
 @pytest.mark.parametrize(
@@ -296,6 +416,65 @@ def test_environments_of_gymnasium_serve_all_members():
         rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.NEXT_STEP), 2)
     with pytest.raises(hfta.StateError, match="6 environments cannot be shared out to 4 members"):
         rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), 4)
+
+
+class Odd(gymnasium.Env):
+    """Has any spaces, and checks that actions are of its own."""
+
+    def __init__(self, observation_space, action_space):
+        self.observation_space, self.action_space = observation_space, action_space
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+BOX = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+
+
+@pytest.mark.parametrize(
+    "seen, taken",
+    [
+        (gymnasium.spaces.Box(0, 255, (2, 4), np.uint8), gymnasium.spaces.MultiDiscrete([2, 3])),
+        (gymnasium.spaces.Discrete(5), gymnasium.spaces.MultiBinary(3)),
+        (gymnasium.spaces.MultiBinary(2), gymnasium.spaces.Box(0, 5, (2,), np.int64)),
+        (BOX, gymnasium.spaces.Box(-1, 1, (2, 2), np.float64)),
+        (gymnasium.spaces.Dict(a=BOX), gymnasium.spaces.Discrete(2)),
+        (BOX, gymnasium.spaces.Tuple([BOX, BOX])),
+    ],
+)
+def test_environments_of_gymnasium_have_arrays_for_spaces(seen, taken):
+    same_step = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+    vector = gymnasium.vector.SyncVectorEnv([lambda: Odd(seen, taken)] * 4, **same_step)
+    kind, space = ("action", taken) if taken.shape is None else ("observation", seen)
+    if space.shape is None:
+        with pytest.raises(
+            hfta.StateError, match=f"the {kind} space is {type(space).__name__}.*; wrap the environments"
+        ):
+            rl.GymnasiumEnvs(vector, 2)
+        return
+    envs = rl.GymnasiumEnvs(vector, 2)
+    kind = torch.float32 if taken.dtype.kind == "f" else torch.int64
+
+    def act(weight, x):
+        # An action may have a gradient, which gymnasium has no use for.
+        return torch.ones(len(x), *taken.shape, dtype=kind) * (weight.bias if kind.is_floating_point else 1)
+
+    agents = hfta.stack_params([torch.nn.Linear(1, 1)] * 2)
+    agents.params["bias"].fill_(0.5).requires_grad_()
+    policy = rl.make_policy(torch.nn.Linear(1, 1), lambda model, x: act(model, x).reshape(len(x), *taken.shape))
+    _, steps = envs.rollout(policy, agents, envs.start(hfta.random.keys([0, 1])), 2)
+    assert steps["observation"].shape == (2, 2, 2, *seen.shape) and steps["action"].shape == (2, 2, 2, *taken.shape)
+    for call, error, message in (
+        (lambda: envs.start(hfta.random.keys([0])), hfta.BatchError, r"torch.int64\[1\], but must be torch.int64\[2\]"),
+        (lambda: envs.rollout(policy, agents, None, 0), ValueError, "steps is 0; give an integer"),
+        (lambda: rl.GymnasiumEnvs(vector, 0), ValueError, "num_models is 0; give an integer"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_no_tensor_stands_in_two_places_at_the_start():

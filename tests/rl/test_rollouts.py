@@ -89,11 +89,51 @@ def test_discounts_are_one_or_one_per_member():
             call([0.9, 0.5])
 
 
+def test_ends_are_booleans_and_values_are_one_a_step():
+    steps = happened()
+    value = torch.zeros(M, T, N).double()
+    wrong = steps | {"truncated": steps["truncated"].float()}
+    for call in (
+        lambda: rl.gae(wrong, value, value),
+        lambda: rl.n_step(wrong, 2),
+        lambda: rl.discounted(value[:, 0], wrong),
+    ):
+        with pytest.raises(hfta.BatchError, match=r"steps\['truncated'\] is torch.float32; give booleans"):
+            call()
+    with pytest.raises(hfta.BatchError, match=r"past is \[2\], but rewards are \[2, 12, 3\]; give \[2, 3\]"):
+        rl.discounted(value[:, 0, 0], steps)
+    # They would be broadcast against each other.
+    for values in ((value[..., None], value), (value, value[:, :1])):
+        with pytest.raises(hfta.BatchError, match=r"values are \[2, 1?2?, 3(, 1)?\], but rewards are \[2, 12, 3\]"):
+            rl.gae(steps, *values)
+
+
 def test_a_policy_remembers_nothing_that_a_step_has():
     policy = rl.make_policy(nn.Linear(4, 1), lambda model, x: (act(model, x)[0], {"reward": x[..., 0]}))
     running = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N)
     with pytest.raises(hfta.StateError, match="remembers 'reward', which a step has already"):
         rl.rollout(rl.CartPole(), policy, agents(), running, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda model, x: None, lambda model, x: (x.argmax(-1), x), lambda model, x: (x.argmax(-1), {"a": 1.0})]
+)
+def test_what_a_policy_returns(wrong):
+    running = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N)
+    with pytest.raises(hfta.StateError, match="act must return an action, or an action and a dict of tensors"):
+        rl.rollout(rl.CartPole(), rl.make_policy(nn.Linear(4, 1), wrong), agents(), running, 2)
+
+
+def test_agents_are_one_for_each_member():
+    running, policy = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N), rl.make_policy(nn.Linear(4, 1), act)
+    for given, message in (
+        (agents(3), "there are 3 agents, but 2 members' environments"),
+        ([nn.Linear(4, 1)], "agents are a list; give a training state, or stack_params"),
+    ):
+        with pytest.raises(hfta.StateError, match=message):
+            rl.rollout(rl.CartPole(), policy, given, running, 2)
+    with pytest.raises(ValueError, match="steps is 0; give an integer of at least 1"):
+        rl.rollout(rl.CartPole(), policy, agents(), running, 0)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -115,6 +155,8 @@ def test_n_steps_in_a_row(n):
         assert torch.equal(found["observation"][i, t, e], steps["observation"][i, t, e])
     with pytest.raises(hfta.BatchError, match="12 steps have no 13 in a row"):
         rl.n_step(steps, 13)
+    with pytest.raises(ValueError, match="n is 0; give an integer of at least 1"):
+        rl.n_step(steps, 0)
 
 
 def test_normalisation_of_observations_and_rewards():
@@ -140,6 +182,13 @@ def test_normalisation_of_observations_and_rewards():
         assert last[i, n].item() == pytest.approx(total, rel=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(M, 5, 4), (3, 5, 3), (M, 0, 3), (M,)])
+def test_moments_are_of_one_shape(shape):
+    for call in (rl.observed, rl.normalised):
+        with pytest.raises(hfta.BatchError, match=r"values are \[.*\], but the moments are of \[2, ..., 3\]"):
+            call(rl.moments(M, (3,)), torch.ones(shape))
+
+
 def test_minibatches_hold_every_row_once_an_epoch():
     rows = {"x": torch.arange(12).expand(M, 12), "y": torch.arange(12.0).reshape(1, 12, 1).expand(M, 12, 2)}
     batches = rl.minibatches(hfta.random.keys([0, 1]), rows, 3, epochs=2)
@@ -150,10 +199,12 @@ def test_minibatches_hold_every_row_once_an_epoch():
     assert len({tuple(order.tolist()) for order in epochs.flatten(0, 1)}) == 4
     alone = rl.minibatches(hfta.random.keys([1]), hfta.take(rows, [1]), 3, epochs=2)
     assert torch.equal(alone["x"], batches["x"][:, 1:])
-    for count in (5, 0):
-        with pytest.raises(hfta.BatchError, match=rf"\[12\] rows cannot be split into {count}"):
-            rl.minibatches(hfta.random.keys([0, 1]), rows, count)
-    with pytest.raises(hfta.BatchError, match=r"keys are \[1\], but there are 2 members"):
+    with pytest.raises(hfta.BatchError, match="12 rows cannot be split into 5"):
+        rl.minibatches(hfta.random.keys([0, 1]), rows, 5)
+    for name, wrong in (("count", 0), ("count", 2.0), ("epochs", 0)):
+        with pytest.raises(ValueError, match=f"{name} is {wrong}; give an integer of at least 1"):
+            rl.minibatches(hfta.random.keys([0, 1]), rows, **{"count": 2, name: wrong})
+    with pytest.raises(hfta.BatchError, match=r"keys are torch.int64\[1\], but must be torch.int64\[2\]"):
         rl.minibatches(hfta.random.keys([0]), rows, 3)
 
 
@@ -173,12 +224,33 @@ def test_a_buffer_keeps_the_latest_rows(donate):
     assert torch.equal(hfta.concat([hfta.take(buffer, 0), hfta.take(buffer, 1)]).rows["x"], buffer.rows["x"])
     with pytest.raises(hfta.BatchError, match="8 rows do not fit into a buffer of 7"):
         rl.written(buffer, {"x": torch.zeros(M, 8, 2)})
-    kind = r"torch.float32\[2, 1, "
     for shape, dtype in (((M, 1, 3), torch.float32), ((1, 1, 2), torch.float32), ((M, 1, 2), torch.float64)):
-        with pytest.raises(hfta.BatchError, match=rf"rows are {dtype}.*, but the buffer takes {kind}2\]"):
+        kinds = rf"rows\['x'\] is torch.float32\[2, 1, 2\] in the buffer but {dtype}\[{str([*shape])[1:-1]}\] in"
+        with pytest.raises(hfta.BatchError, match=kinds):
             rl.written(buffer, {"x": torch.zeros(shape, dtype=dtype)})
-    with pytest.raises(hfta.BatchError, match="capacity is 0; a buffer holds at least 1 row"):
+    with pytest.raises(hfta.BatchError, match=r"what is written has rows\['y'\] but the buffer does not"):
+        rl.written(buffer, {"y": torch.zeros(M, 1, 2)})
+    with pytest.raises(ValueError, match="capacity is 0; give an integer of at least 1"):
         rl.replay({"x": torch.zeros(M, 1)}, 0)
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ({}, "there are no rows; give tensors"),
+        ({"x": torch.zeros(2)}, r"rows\['x'\] is \[2\]; give tensors \[M, n, ...\]"),
+        (
+            {"x": torch.zeros(2, 4), "y": torch.zeros(2, 5)},
+            r"rows\['x'\] is \[2, 4\] and rows\['y'\] is \[2, 5\]; give",
+        ),
+        ({"x": torch.zeros(2, 4), "y": (torch.zeros(3, 4),)}, r"rows\['y'\]\[0\] is \[3, 4\]; give"),
+        ({"x": torch.zeros(2, 4), "y": 1.0}, r"rows\['y'\] is a float; give"),
+    ],
+)
+def test_rows_are_tensors_of_members(rows, message):
+    for call in (lambda: rl.replay(rows, 8), lambda: rl.minibatches(hfta.random.keys([0, 1]), rows, 1)):
+        with pytest.raises(hfta.BatchError, match=message):
+            call()
 
 
 def test_samples_are_rows_that_were_written():
@@ -191,11 +263,17 @@ def test_samples_are_rows_that_were_written():
     counts = torch.stack([row.bincount(minlength=10) for row in index])
     assert counts.shape == (M, 10) and (counts - 400).abs().max() < 100
     assert torch.equal(rl.sample(own, hfta.random.keys([1]), 4000)[1], index[1:])
+    for wrong in (-1, 2.0):
+        with pytest.raises(ValueError, match=f"n is {wrong}; give an integer of at least 1"):
+            rl.sample(buffer, hfta.random.keys([0, 1]), wrong)
     with pytest.raises(hfta.StateError, match="has no priorities"):
         rl.sample_by_priority(buffer, hfta.random.keys([0, 1]), 4)
     with pytest.raises(hfta.StateError, match="has no priorities"):
         rl.with_priority(buffer, index, index + 1.0)
-    with pytest.raises(hfta.BatchError, match=r"keys are \[1\], but there are 2 members"):
+    known = rl.replay({"x": torch.zeros(M, 1)}, 8, prioritised=True)
+    with pytest.raises(hfta.BatchError, match=r"index is \[2, 1\] and priority is \[2, 2\]; give both \[2, n\]"):
+        rl.with_priority(known, torch.zeros(M, 1).long(), torch.ones(M, 2))
+    with pytest.raises(hfta.BatchError, match=r"keys are torch.int64\[1\], but must be torch.int64\[2\]"):
         rl.sample(buffer, hfta.random.keys([0]), 4)
 
 
@@ -215,5 +293,48 @@ def test_samples_by_priority():
         assert (index[i].bincount(minlength=4) / 8000 - chance).abs().max() < 0.02
         expected = (4 * chance) ** -corrections[i]
         torch.testing.assert_close(weight[i], (expected / expected.max())[index[i]], rtol=1e-5, atol=1e-6)
+    found = rl.sample_by_priority(buffer, hfta.random.keys([3, 4]), 5000, exponent=0.0)[1]
+    assert (found[0].bincount(minlength=4) / 5000 - 0.25).abs().max() < 0.03
     # A new row has the highest priority.
     assert rl.written(buffer, {"x": torch.zeros(M, 1)}).priority[:, 4].tolist() == [4.0, 4.0]
+
+
+def drawn(buffer, count=4000):
+    """Shares of the rows that are drawn, and the weights of each."""
+    keys = hfta.random.keys(range(len(buffer.size)))
+    _, index, weight = rl.sample_by_priority(buffer, keys, count, exponent=1.0, correction=1.0)
+    assert weight.isfinite().all() and (weight.amax(1) == 1).all()
+    return torch.stack([row.bincount(minlength=4) / count for row in index]), weight
+
+
+def test_priorities_that_are_no_positive_numbers():
+    """A member whose errors are not finite draws by those that are; the others are as they were."""
+    bad = [
+        [0.0, 0.0, 0.0, 0.0],
+        [math.nan] * 4,
+        [math.nan, 1.0, 3.0, -1.0],
+        [math.inf, 1.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0, 1.0],
+    ]
+    buffer = rl.replay({"x": torch.zeros(5, 1)}, 6, prioritised=True)
+    buffer = rl.written(buffer, {"x": torch.zeros(5, 4)})
+    buffer = rl.with_priority(buffer, torch.arange(4).expand(5, 4), torch.tensor(bad))
+    shares, weight = drawn(buffer)
+    wanted = [[0.25] * 4, [0.25] * 4, [0, 0.25, 0.75, 0], [1, 0, 0, 0], [0.25] * 4]
+    assert (shares - torch.tensor(wanted)).abs().max() < 0.05
+    assert torch.equal(drawn(hfta.take(buffer, [4]))[1], weight[4:])
+    assert rl.written(buffer, {"x": torch.zeros(5, 1)}).priority[:3, 4].tolist() == [1, 1, 3]
+
+
+@pytest.mark.parametrize("draw", [rl.sample, lambda *args: rl.sample_by_priority(*args)[:2]])
+def test_a_member_with_an_empty_buffer_fails_alone_in_a_graph(draw):
+    rows = {"x": torch.ones(M, 4), "action": torch.ones(M, 4).long()}
+    full = rl.written(rl.replay(rows, 8, prioritised=True), rows)
+    buffer = hfta.concat([rl.replay(hfta.take(rows, 0), 8, prioritised=True), hfta.take(full, 1)])
+    keys = hfta.random.keys([0, 1])
+    with pytest.raises(hfta.StateError, match="model 0: its buffer is empty"):
+        draw(buffer, keys, 3)
+    found, index = torch.compile(draw, backend="eager", fullgraph=True)(buffer, keys, 3)
+    expected, places = draw(full, keys, 3)
+    assert found["x"][0].isnan().all() and not found["action"][0].any()
+    assert torch.equal(index[1], places[1]) and torch.equal(found["x"][1], expected["x"][1])

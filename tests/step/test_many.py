@@ -64,6 +64,35 @@ def test_in_one_graph():
     optree.tree_map(lambda a, b: torch.testing.assert_close(a, b), found, one_by_one(step, state, given))
 
 
+@pytest.mark.exhaustive(unless="False")
+@pytest.mark.parametrize("donate", [False, True])
+def test_in_a_graph_of_ones_own(donate):
+    """It is compiled once, also where its first call is in the graph; parts of batches may be None."""
+    step = hfta.make_train_step(nn.Linear(4, 1), lambda model, batch: model(batch["x"]).square().mean(), hfta.sgd(lr=0.1),
+                                donate=donate)  # fmt: skip
+    given, graphs = {"x": torch.randn(K, 2, 6, 4), "mask": None}, []
+
+    def start():
+        return step.init(*hfta.init_params(lambda: nn.Linear(4, 1), SEEDS), seeds=SEEDS)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def train(state, batches):
+        return step.many(state, batches)
+
+    found = start()
+    for _ in range(3):
+        found, _ = train(found, given)
+    expected = start()
+    for _ in range(3):
+        expected, _ = step.many(expected, given)
+    assert len(graphs) == 1
+    torch.testing.assert_close(found.params["weight"], expected.params["weight"])
+
+
 def test_it_can_be_sent_to_other_processes():
     step = hfta.make_train_step(nn.Linear(4, 2), loss_fn, hfta.sgd(lr=0.1))
     assert type(pickle.loads(pickle.dumps(step.many))) is type(step.many)
@@ -112,3 +141,60 @@ def test_batches_in_containers_that_a_step_takes(kind):
     if kind == "defaultdict":
         compiled, _ = torch.compile(step, backend="eager", fullgraph=True)(state, make(batches[0]))
         assert torch.equal(compiled.params["weight"], step(state, make(batches[0]))[0].params["weight"])
+
+
+def collecting(change: Any = lambda state: None, result: Any = None) -> Any:
+    """A step that collects what members carry, after a change of the state."""
+
+    def collect(state):
+        change(state)
+        return (state.carry, state.carry["x"][None]) if result is None else result(state)
+
+    step = hfta.make_train_step(
+        nn.Linear(4, 1), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), collect=collect
+    )
+    params = hfta.init_params(lambda: nn.Linear(4, 1), SEEDS)
+    return step, step.init(*params, seeds=SEEDS, carry={"x": torch.ones(2, 6, 4), "seen": (torch.zeros(2),)})
+
+
+WRITES = {
+    r"state.carry\['seen'\]\[0\]": lambda state: state.carry["seen"][0].add_(1),
+    r"state.params\['weight'\]": lambda state: state.params["weight"][0].zero_(),
+}
+
+
+@pytest.mark.parametrize("call", ["step", "loop", "replayed", "compiled"])
+@pytest.mark.parametrize("path", WRITES)
+def test_a_collect_that_writes_the_state_is_named(path, call):
+    step, state = collecting(WRITES[path])
+    compiled = torch.compile(step.loop, fullgraph=True, backend="eager")
+    calls = {"step": step, "loop": step.loop, "replayed": step.replayed(), "compiled": compiled}
+    # A compiler makes it an error of its own, which says whose it was.
+    with pytest.raises(Exception, match=f"collect writes {path} in place, .* return new tensors") as error:
+        calls[call](state)
+    assert call == "compiled" or error.type is hfta.StateError
+
+
+@pytest.mark.parametrize(
+    "result, error, message",
+    [
+        (lambda state: state.carry, hfta.LossError, r"must return \(carry, batches\) or \(carry, batches, metrics\)"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), torch.ones(2)), hfta.LossError, "the metrics as a dict"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": 1.0}), hfta.LossError, "metric 'a' is a float; metrics"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": torch.ones(3)}), hfta.LossError,
+         r"metric 'a' of collect is \[3\]; give each model its part, \[2, ...\]"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"failed_step": torch.ones(2)}), hfta.LossError,
+         "collect reports 'failed_step', which the step reports too"),
+        (lambda state: ({**state.carry, "x": state.step}, torch.ones(1, 2, 6, 4)), hfta.TraceError,
+         r"carry\['x'\] is torch.float32\[2, 6, 4\] in the state but torch.int64\[2\] in what collect"),
+        (lambda state: ((), torch.ones(1, 2, 6, 4)), hfta.TraceError, r"the state has carry\['seen'\]\[0\] but what collect"),
+    ],
+)  # fmt: skip
+def test_a_collect_that_returns_something_else(result, error, message):
+    step, state = collecting(result=result)
+    for call in (step, step.loop):
+        with pytest.raises(error, match=message):
+            call(state)
+    for wrong in (0, 2.0):
+        with pytest.raises(ValueError, match=f"iterations is {wrong}; give an integer of at least 1"):
+            step.loop(state, wrong)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._torch import function_modes, inside_transform, operator_scan, pytree
-from hfta_func._tree import difference, leaves, paths, tree_map
+from hfta_func._torch import constant_to_compiler, function_modes, inside_transform, operator_scan, pytree
+from hfta_func._tree import difference, leaves, paths, tree_map, watched
 from hfta_func._types import TraceError, Tree
 from hfta_func.calls.rewrites import lowered
 from hfta_func.calls.routing import routed
@@ -27,13 +28,14 @@ def scan(
     """Carry values through the iterations of a loop and stack what each of them returns.
 
     Uncompiled it is a loop in Python. In a graph it is one loop, which takes as long to compile as one iteration, unless a
-    model calls it or it is inside a transform such as ``vmap``: there it is unrolled. It can be differentiated. Where random
-    calls draw from a key around the loop, every iteration draws other numbers.
+    model calls it or it is inside a transform such as ``vmap``: there it is unrolled. PyTorch compiles it for one length,
+    with ``dynamic=False``. It can be differentiated. Where random calls draw from a key around it, every iteration draws
+    other numbers.
 
     Args:
         body: ``body(carry, x) -> (carry, y)``, or ``body(carry, x, key)`` if there is a key. The new carry has the structure,
-            shapes and dtypes of the old one; ``y`` is a tensor, None, or a tree in dicts, tuples and lists. It writes none of
-            its arguments.
+            shapes and dtypes of the old one, ``y`` those of the first ``y``: tensors and None in a tree, or None. It writes
+            none of its arguments in place.
         carry: The carry before the first iteration, a tree of tensors.
         xs: A tree of tensors ``[length, ...]``, of which every iteration is given its part.
         length: Number of iterations; needed only without ``xs``, for which ``x`` is None.
@@ -43,8 +45,9 @@ def scan(
         The carry after the last iteration, and a tree of all ``y``, ``[length, ...]``.
 
     Raises:
-        ValueError: if lengths differ or are zero.
-        TraceError: if the carry changes its structure, a shape or a dtype; it names the leaf.
+        ValueError: if lengths differ or are zero; it names the leaf.
+        TraceError: if the body returns no pair, if the carry or ``y`` changes its structure, a shape or a dtype, or if the
+            body writes an argument in place; it names the leaf. In a graph, PyTorch refuses the latter.
 
     Example:
         >>> def body(total, x):
@@ -56,20 +59,38 @@ def scan(
 
     def iteration(carry: Any, x: Any, index: Any) -> tuple[Any, Any]:
         keys = () if key is None else (random.fold_in(key, index),)
-        after, y = body(carry, x, *keys)
-        check_kept(carry, after)
-        return after, y
+        written = watched({"carry": carry, "x": x})
+        # In other containers, because what a body does to these would not be seen.
+        result = body(tree_map(lambda leaf: leaf, carry), x, *keys)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            _refuse(
+                f"the body of the loop returned a {type(result).__qualname__}; return a pair, the carry and y or None"
+            )
+        if path := written():
+            _refuse(f"the body of the loop writes {path} in place; return new tensors")
+        return tuple(result)
 
+    return looped(iteration, carry, xs, count)
+
+
+def looped(iteration: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any, xs: Tree, count: int) -> tuple[Any, Any]:
+    """The loop of :func:`scan` with ``iteration(carry, x, index)``, which uncompiled may write the carry that it returns."""
     modes = [mode for mode in function_modes() if isinstance(mode, (routed, lowered))]
     if torch.compiler.is_dynamo_compiling() and not modes and not inside_transform():
         return _in_graph(iteration, carry, xs, count)
     around = next((mode for mode in reversed(modes) if isinstance(mode, routed)), None)
     call, ys = (_plainly if around is None else around.next_call()), []
+    check = alike(carry)
+    check(carry)
     for index in range(count):
         x = None if xs is None else tree_map(lambda leaf, index=index: leaf[index], xs)
         carry, y = call(index, iteration, carry, x, index)
+        check(carry)
         ys.append(y)
-    return carry, None if ys[0] is None else tree_map(lambda *parts: torch.stack(parts), *ys)
+    check = alike(ys[0], "y")
+    for y in ys:
+        check(y)
+    return carry, tree_map(lambda *parts: torch.stack(parts), *ys)
 
 
 def _plainly(part: int, func: Callable[..., Any], *args: Any) -> Any:
@@ -77,54 +98,150 @@ def _plainly(part: int, func: Callable[..., Any], *args: Any) -> Any:
 
 
 def _in_graph(iteration: Callable[..., tuple[Any, Any]], carry: Any, xs: Tree, count: int) -> tuple[Any, Any]:
+    check = alike(carry)
+    check(carry)
+    start, given = leaves(carry), leaves(xs)
     # PyTorch's loop lets modes be entered inside of it if one has been entered before it.
     with routed(None):
-        numbers = torch.arange(count, device=leaves(carry)[0].device)
+        numbers = torch.arange(count, device=[*start, *given][0].device if start or given else None)
 
-    def step(flat: Any, given: Any) -> tuple[Any, Any]:
-        carry, y = iteration(pytree.tree_unflatten(flat, spec), given[1] if len(given) > 1 else None, given[0])
-        return leaves(_settled(carry)), () if y is None else _settled(y)
+    def step(flat: Any, parts: Any) -> tuple[Any, Any]:
+        index, x = _filled((numbers, xs), parts)
+        after, y = iteration(_filled(carry, flat), x, index)
+        check(after)
+        alike(y, "y")(y)
+        _note([tree_map(lambda leaf: leaf.dtype, y)])
+        # The keys of its dicts may be in another order.
+        after = tree_map(lambda _, leaf: leaf, carry, after)
+        return _settled(after) or [flat[0].clone()], _settled(y)
 
-    # PyTorch's loop takes no NamedTuples out of its body.
-    flat, spec = pytree.tree_flatten(_settled(carry))
-    flat, ys = operator_scan(step, flat, (numbers,) if xs is None else (numbers, xs))
-    return pytree.tree_unflatten(flat, spec), ys if leaves(ys) else None
+    # It takes nothing but lists of tensors, at least one to carry.
+    flat, ys = operator_scan(
+        step,
+        _settled(carry) or [numbers.new_zeros((), dtype=torch.float32)],
+        [_as_float(leaf) for leaf in (numbers, *given)],
+    )
+    return _filled(carry, flat), _filled(getattr(_Layouts, _latest()), ys)
 
 
-def _settled(tree: Tree) -> Any:
-    """The tree in tensors of its own that lie in order: a loop's strides must agree, also those of axes of size one."""
-    return tree_map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), tree)
+def _settled(tree: Tree) -> list[Tensor]:
+    """The tensors of a tree as copies that lie in order: a loop's strides must agree, also those of axes of size one."""
+    return [_as_float(leaf.clone(memory_format=torch.contiguous_format)) for leaf in leaves(tree)]
+
+
+def _as_float(leaf: Tensor) -> Tensor:
+    """Integers and booleans as numbers of 64 bits, where PyTorch might differentiate a loop: it cannot if it has others."""
+    if leaf.is_floating_point() or leaf.is_complex() or not torch.is_grad_enabled():
+        return leaf
+    return leaf.view(torch.float64) if leaf.dtype == torch.int64 else leaf.to(torch.float64)
+
+
+def _as_before(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    if leaf.dtype == dtype:
+        return leaf
+    return leaf.view(dtype) if dtype == torch.int64 else leaf.to(dtype)
+
+
+def _sorted(tree: Tree) -> Any:
+    """The tree with the keys of dicts in order, in which only a compiler sees a difference."""
+    if type(tree) is dict:
+        return {key: _sorted(tree[key]) for key in sorted(tree, key=str)}
+    if isinstance(tree, (tuple, list)):
+        parts = [_sorted(part) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)  # pyright: ignore
+    return tree
+
+
+def _filled(tree: Tree, tensors: Any) -> Any:
+    """The tree with other tensors of the dtypes of its leaves, or of those that its leaves are."""
+    given = iter(tensors)
+    return tree_map(lambda leaf: _as_before(next(given), getattr(leaf, "dtype", leaf)), tree)
+
+
+class _Layouts:
+    """What loops in graphs return in each iteration, without the tensors: nothing else leaves a loop.
+
+    They are attributes, because of a dict the compiler does not see what is added while it traces.
+    """
+
+    count = 0
+
+
+@constant_to_compiler
+def _note(layouts: list[Tree]) -> bool:
+    # In a list, as for all such functions: a NamedTuple by itself reaches them without its fields.
+    _Layouts.count += 1
+    setattr(_Layouts, f"of_{_Layouts.count}", layouts[0])
+    return True
+
+
+@constant_to_compiler
+def _latest() -> str:
+    return f"of_{_Layouts.count}"
 
 
 def _length(xs: Tree, length: int | None) -> int:
-    given = [leaf for leaf in leaves(xs) if leaf is not None]
-    counts = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in given}
-    counts |= set() if length is None else {length}
-    if len(counts) != 1 or min(counts) < 1:
-        raise ValueError(
-            f"the lengths of xs and length are {sorted(counts)}; give one length of at least 1: tensors [length, ...] in xs, "
-            f"or length="
-        )
-    return counts.pop()
+    sizes = [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves(xs)]
+    sizes += [] if length is None else [length if isinstance(length, int) else 0]
+    if not sizes or min(sizes) < 1 or any([size != sizes[0] for size in sizes]):
+        _refuse_lengths([tree_map(_kind, xs)], length if isinstance(length, int | None) else _kind(length), sizes)
+    return sizes[0]
 
 
-def check_kept(before: Any, after: Any) -> None:
-    """Raise a TraceError if a carry has another structure, shape or dtype after an iteration; it names the leaf."""
-    if torch.compiler.is_compiling():
-        same = pytree.tree_structure(before) == pytree.tree_structure(after)
-        mismatch = None if same else "the carry has another structure after an iteration"
-    else:
-        mismatch = difference(after, before, "carry", "an iteration's result", "its argument")
-    if mismatch is not None:
-        raise TraceError(f"{mismatch}; return a carry of the structure that was given")
-    for index, (old, new) in enumerate(zip(leaves(before), leaves(after), strict=True)):
-        kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in (old, new)]
-        if not isinstance(old, Tensor) or kinds[0] != kinds[1]:
-            name = f"leaf {index} of carry" if torch.compiler.is_compiling() else paths(before, "carry")[index]
-            raise TraceError(
-                f"{name} is {_text(old)} but {_text(new)} after an iteration; carry tensors that keep shape and dtype"
-            )
+@constant_to_compiler
+def _refuse_lengths(xs: list[Tree], length: int | str | None, sizes: list[int]) -> None:
+    named = [*zip(paths(xs[0], "xs"), leaves(xs), strict=True), *([] if length is None else [("length", length)])]
+    other = next((position for position, size in enumerate(sizes) if size != sizes[0]), 0)
+    shown = " and ".join(f"{name} is {kind}" for name, kind in [*named[:1], *named[other : other + bool(other)]])
+    raise ValueError(
+        f"{shown or 'there is neither xs nor length'}; give one length of at least 1: tensors [length, ...] in xs, or an "
+        f"integer length="
+    )
 
 
-def _text(leaf: Any) -> str:
+def alike(
+    tree: Any,
+    name: str = "carry",
+    owners: tuple[str, str] = ("the first iteration", "a later one"),
+    error: type[Exception] = TraceError,
+) -> Callable[[Any], None]:
+    """A function that raises an ``error`` unless it is given tensors in the structure, shapes and dtypes of ``tree``.
+
+    Args:
+        tree: Tensors.
+        name: What the trees are called.
+        owners: Where the one comes from, and where the other does.
+        error: The class of the error, which names a leaf that differs.
+    """
+    kinds, spec = _outline(tree)
+
+    def check(after: Any) -> None:
+        others, other = _outline(after)
+        if spec != other or kinds != others or False in kinds:
+            _refuse_changed([tree_map(_kind, tree), tree_map(_kind, after)], name, owners, error)
+
+    return check
+
+
+def _outline(tree: Any) -> tuple[list[Any], Any]:
+    flat, spec = pytree.tree_flatten(_sorted(tree)) if torch.compiler.is_compiling() else optree.tree_flatten(tree)
+    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf is None for leaf in flat], spec
+
+
+@constant_to_compiler
+def _refuse_changed(kinds: list[Tree], name: str, owners: tuple[str, str], error: type[Exception]) -> None:
+    before, after = kinds
+    mismatch = difference(after, before, name, *owners[::-1])
+    for path, old, new in zip(paths(before, name), *map(optree.tree_leaves, kinds), strict=not mismatch):
+        if mismatch is None and (old != new or old.startswith("a ")):
+            mismatch = f"{path} is {old}" if old == new else f"{path} is {old} in {owners[0]} but {new} in {owners[1]}"
+    raise error(f"{mismatch}; give tensors of one structure, and of the same shapes and dtypes")
+
+
+@constant_to_compiler
+def _refuse(message: str) -> None:
+    raise TraceError(message)
+
+
+def _kind(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__qualname__}"

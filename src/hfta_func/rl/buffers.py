@@ -9,9 +9,11 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._torch import can_look
-from hfta_func._tree import leaves, tree_map
-from hfta_func._types import BatchError, PerModel, StateError, Tree
-from hfta_func.rl.rollouts import check_keys, per_member, rows_at
+from hfta_func._tree import leaves, tree_map, where
+from hfta_func._types import BatchError, PerModel, StateError, Tree, check_counts
+from hfta_func.calls.scan import alike
+from hfta_func.rl.environment import check_keys
+from hfta_func.rl.rollouts import check_rows, ended, per_member, rows_at
 
 
 class Replay(NamedTuple):
@@ -39,7 +41,8 @@ def replay(rows: Tree, capacity: int, *, prioritised: bool = False) -> Replay:
         prioritised: Whether rows have priorities.
 
     Raises:
-        BatchError: if the capacity is less than 1.
+        ValueError: if the capacity is less than 1.
+        BatchError: if rows are not ``[M, n, ...]``; it names the leaf.
 
     Example:
         >>> buffer = replay({"x": torch.zeros(2, 1, 3)}, capacity=10)
@@ -48,10 +51,10 @@ def replay(rows: Tree, capacity: int, *, prioritised: bool = False) -> Replay:
         >>> sampled["x"].shape, buffer.size
         (torch.Size([2, 5, 3]), tensor([4, 4]))
     """
-    if capacity < 1:
-        raise BatchError(f"capacity is {capacity}; a buffer holds at least 1 row")
+    check_counts(capacity=capacity)
+    check_rows(rows)
     empty = tree_map(lambda leaf: leaf.new_zeros(leaf.shape[0], capacity, *leaf.shape[2:]), rows)
-    zeros = torch.zeros_like(leaves(empty)[0].reshape(len(leaves(empty)[0]), -1)[:, 0], dtype=torch.int64)
+    zeros = torch.zeros_like(leaves(empty)[0].flatten(1)[:, 0], dtype=torch.int64)
     priority = torch.zeros(len(zeros), capacity, device=zeros.device) if prioritised else ()
     return Replay(empty, zeros, zeros.clone(), priority)
 
@@ -65,17 +68,13 @@ def written(buffer: Replay, rows: Tree, *, donate: bool = False) -> Replay:
         donate: Write the buffer's own tensors, which takes as long for any capacity; the given buffer is then not to be used.
 
     Raises:
-        BatchError: if there are more rows than the buffer holds, or they are of other shapes or dtypes.
+        BatchError: if there are more rows than the buffer holds, or they are of another structure, shape or dtype; it names
+            the leaf.
     """
-    capacity, n = leaves(buffer.rows)[0].shape[1], leaves(rows)[0].shape[1]
+    n, capacity = check_rows(rows), leaves(buffer.rows)[0].shape[1]
     if n > capacity:
         raise BatchError(f"{n} rows do not fit into a buffer of {capacity}; write fewer at once, or make it larger")
-    for old, new in zip(leaves(buffer.rows), leaves(rows), strict=True):
-        wanted = [len(old), n, *old.shape[2:]]
-        if [*new.shape] != wanted or new.dtype != old.dtype:
-            raise BatchError(
-                f"rows are {new.dtype}{[*new.shape]}, but the buffer takes {old.dtype}{wanted}; write rows as it was made for"
-            )
+    alike(tree_map(lambda leaf: leaf[:, :n], buffer.rows), "rows", ("the buffer", "what is written"), BatchError)(rows)
     place = (buffer.position.unsqueeze(-1) + torch.arange(n, device=buffer.position.device)) % capacity
     member = torch.arange(len(place), device=place.device).unsqueeze(-1)
 
@@ -84,7 +83,7 @@ def written(buffer: Replay, rows: Tree, *, donate: bool = False) -> Replay:
 
     priority = buffer.priority
     if isinstance(priority, Tensor):
-        highest = priority.amax(1, keepdim=True)
+        highest = _usable(priority).amax(1, keepdim=True)
         priority = put(priority, torch.where(highest > 0, highest, 1.0).expand(-1, n))
     size = (buffer.size + n).clamp(max=capacity)
     return Replay(tree_map(put, buffer.rows, rows), (buffer.position + n) % capacity, size, priority)
@@ -102,18 +101,23 @@ def sample(buffer: Replay, keys: Tensor, n: int) -> tuple[Any, Tensor]:
         A tree of tensors ``[M, n, ...]`` and their places ``[M, n]``.
 
     Raises:
-        StateError: if a member's buffer is empty; it names the member.
+        StateError: if a member's buffer is empty; it names the member. Where values cannot be read, in a graph or on a GPU,
+            its rows are NaN instead, so that it fails in its step, and the others do not.
         BatchError: if there are not as many keys as members.
+        ValueError: if there is nothing to draw.
     """
+    check_counts(n=n)
     _check_filled(buffer, keys)
     index = (random.uniform(keys, (n,), dtype=torch.float64) * buffer.size.unsqueeze(-1)).long()
-    return tree_map(lambda leaf: rows_at(leaf, index), buffer.rows), index
+    return _sampled(buffer, index), index
 
 
 def sample_by_priority(
     buffer: Replay, keys: Tensor, n: int, *, exponent: PerModel = 0.6, correction: PerModel = 0.4
 ) -> tuple[Any, Tensor, Tensor]:
     """Rows of each member, likely in proportion to a power of their priorities.
+
+    A priority of NaN counts as 0, and an infinite one as the largest number. If all are 0, rows are equally likely.
 
     Args:
         buffer: A buffer with priorities.
@@ -126,22 +130,24 @@ def sample_by_priority(
         A tree of tensors ``[M, n, ...]``, their places ``[M, n]``, and the weights of their losses, at most 1.
 
     Raises:
-        StateError: if a member's buffer is empty, or there are no priorities.
+        StateError: if there are no priorities, or a member's buffer is empty, as for :func:`sample`.
 
     References:
         Schaul et al., "Prioritized experience replay", ICLR 2016.
     """
+    check_counts(n=n)
     _check_filled(buffer, keys)
-    priority = _priorities(buffer)
-    powers = [torch.as_tensor(power, dtype=torch.float64).reshape(-1, 1) for power in (exponent, correction)]
-    chance = torch.where(priority > 0, priority.double() ** powers[0].to(priority.device), 0)
+    priority, size = _usable(_priorities(buffer)).double(), buffer.size.unsqueeze(-1)
+    power, correction = (per_member(number, priority) for number in (exponent, correction))
+    highest = priority.amax(1, keepdim=True)
+    likely = torch.where(highest > 0, priority / highest, 1) ** power
+    chance = torch.where(torch.arange(priority.shape[1], device=size.device) < size, likely, 0)
     ends = chance.cumsum(1)
     draws = random.uniform(keys, (n,), dtype=torch.float64) * ends[:, -1:]
-    index = torch.minimum(torch.searchsorted(ends, draws, right=True), buffer.size.unsqueeze(-1) - 1)
-    share = chance.gather(1, index) / ends[:, -1:]
-    weight = (buffer.size.unsqueeze(-1) * share) ** -powers[1].to(share.device)
-    weight = (weight / weight.amax(1, keepdim=True)).to(priority.dtype)
-    return tree_map(lambda leaf: rows_at(leaf, index), buffer.rows), index, weight
+    index = torch.minimum(torch.searchsorted(ends, draws, right=True), (size - 1).clamp(min=0))
+    weight = (size * chance.gather(1, index) / ends[:, -1:]) ** -correction
+    weight = (weight / weight.amax(1, keepdim=True)).to(_priorities(buffer).dtype)
+    return _sampled(buffer, index), index, weight
 
 
 def with_priority(buffer: Replay, index: Tensor, priority: Tensor) -> Replay:
@@ -154,8 +160,13 @@ def with_priority(buffer: Replay, index: Tensor, priority: Tensor) -> Replay:
 
     Raises:
         StateError: if there are no priorities.
+        BatchError: if there is not one priority for each place.
     """
     old = _priorities(buffer)
+    if index.shape != priority.shape or len(index) != len(old):
+        raise BatchError(
+            f"index is {[*index.shape]} and priority is {[*priority.shape]}; give both [{len(old)}, n], one for each row"
+        )
     return buffer._replace(priority=old.scatter(1, index, priority.to(old.dtype)))
 
 
@@ -163,6 +174,18 @@ def _priorities(buffer: Replay) -> Tensor:
     if not isinstance(buffer.priority, Tensor):
         raise StateError("the buffer has no priorities; make it with replay(..., prioritised=True)")
     return buffer.priority
+
+
+def _usable(priority: Tensor) -> Tensor:
+    return priority.nan_to_num(0.0).clamp(min=0)
+
+
+def _sampled(buffer: Replay, index: Tensor) -> Any:
+    rows = tree_map(lambda leaf: rows_at(leaf, index), buffer.rows)
+    if can_look(index):
+        return rows
+    nothing = tree_map(lambda leaf: torch.full_like(leaf, torch.nan) if leaf.is_floating_point() else leaf, rows)
+    return where(buffer.size > 0, rows, nothing)
 
 
 def _check_filled(buffer: Replay, keys: Tensor) -> None:
@@ -186,15 +209,16 @@ def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> di
         The steps with ``discount``, what the value after them counts: ``[M, T - n + 1, N, ...]``.
 
     Raises:
-        BatchError: if there are fewer than n steps.
+        BatchError: if there are fewer than n steps, or ends of episodes are not booleans.
     """
     length = steps["reward"].shape[1] - n + 1
-    if n < 1 or length < 1:
+    check_counts(n=n)
+    if length < 1:
         raise BatchError(f"{steps['reward'].shape[1]} steps have no {n} in a row; take more, or a smaller n")
     rate = per_member(discount, steps["reward"])
     result = {name: leaf[:, :length] for name, leaf in steps.items()}
     total, factor = torch.zeros_like(result["reward"]), torch.ones_like(result["reward"])
-    going = torch.ones_like(result["terminated"])
+    done, going = ended(steps), torch.ones_like(result["terminated"])
     ends = ("next_observation", "terminated", "truncated")
     for ahead in range(n):
         part = {name: steps[name][:, ahead : ahead + length] for name in ("reward", *ends)}
@@ -203,5 +227,5 @@ def n_step(steps: dict[str, Tensor], n: int, *, discount: PerModel = 0.99) -> di
         for name in ends:
             wide = going.reshape(*going.shape, *(1,) * (part[name].dim() - going.dim()))
             result[name] = torch.where(wide, part[name], result[name])
-        going = going & ~(part["terminated"] | part["truncated"])
+        going = going & ~done[:, ahead : ahead + length]
     return result | {"reward": total, "discount": factor}

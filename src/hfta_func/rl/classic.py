@@ -86,7 +86,7 @@ class CartPole(Classic):
         x, speed, angle, spin = state["place"].unbind(-1)
         mass, sine, cosine = cart + pole, angle.sin(), angle.cos()
         # Equations of Florian, "Correct equations for the dynamics of the cart-pole system", without friction.
-        force = torch.where(action == 1, push, -push)
+        force = (2 * action - 1).to(self.dtype) * push
         shared = (force + pole * length * spin.square() * sine) / mass
         turning = (gravity * sine - cosine * shared) / (length * (4.0 / 3.0 - pole * cosine.square() / mass))
         pushing = shared - pole * length * turning * cosine / mass
@@ -184,7 +184,8 @@ class Pendulum(Classic):
         torque = action[..., 0].to(self.dtype).clamp(-2, 2)
         upright = (angle + math.pi).remainder(2 * math.pi) - math.pi
         cost = upright.square() + 0.1 * spin.square() + 0.001 * torque.square()
-        turning = 3 * gravity / (2 * length) * angle.sin() + 3.0 / (mass * length**2) * torque
+        # PyTorch divides a number by a tensor through its reciprocal, which rounds otherwise than a number by a number.
+        turning = 3 * gravity * angle.sin() / (2 * length) + 3 * torque / (mass * (length * length))
         spin = (spin + 0.05 * turning).clamp(-8, 8)
         never = torch.zeros_like(angle, dtype=torch.bool)
         return self.next(state, angle + 0.05 * spin, spin, reward=-cost, terminated=never)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
+import optree
 import torch
 from torch import Tensor
 
 from hfta_func import random
-from hfta_func._torch import can_look, writes
-from hfta_func._tree import leaves, paths, tree_map
-from hfta_func._types import PerModel, StateError, TraceError, Tree, require
+from hfta_func._torch import can_look
+from hfta_func._tree import leaves, names, tree_map, watched
+from hfta_func._types import BatchError, PerModel, RandomnessError, StateError, TraceError, Tree, check_counts, require
+from hfta_func.calls.scan import alike
 from hfta_func.rules.vmap import vmap
 
 spaces = require("gymnasium.spaces", "rl")
@@ -55,7 +57,7 @@ class Environment(abc.ABC):
     def numbers(self, key: Tensor) -> dict[str, Tensor]:
         """The fields that are one number per member, for environments with these keys, to be held in their state."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        listed = {name: value for name, value in given.items() if isinstance(value, (Tensor, Sequence))}
+        listed = {name: value for name, value in given.items() if getattr(value, "ndim", 0) or _is_list(value)}
         return {name: self._per_environment(name, value, key) for name, value in listed.items()}
 
     def _per_environment(self, name: str, value: PerModel, key: Tensor) -> Tensor:
@@ -69,6 +71,10 @@ class Environment(abc.ABC):
     def number(self, state: Any, *names: str) -> list[Any]:
         """Numbers of these names: those of the state, if they differ between members."""
         return [state["numbers"].get(name, getattr(self, name)) for name in names]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 class Running(NamedTuple):
@@ -106,8 +112,13 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         num_envs: Number N of environments per member.
 
     Raises:
-        StateError: if an environment writes its state in place; it names the environment and the leaf.
-        TraceError: if it reads values of tensors; it names the line.
+        ValueError: if there is no environment, or its ``max_steps`` is no count.
+        BatchError: if ``keys`` are not one per member.
+        StateError: if an environment writes its state in place, or mixes several; it names the environment and the leaf. If
+            what it returns is not one reward, and one bool each for both ends of an episode, per environment.
+        RandomnessError: if it draws otherwise than by its key.
+        TraceError: if it reads values of tensors; it names the line. If it returns a state of another structure, shape or
+            dtype; it names the leaf.
 
     Example:
         >>> from hfta_func import rl
@@ -115,12 +126,19 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         >>> running.observation.shape
         torch.Size([3, 4, 4])
     """
-    if num_envs < 1:
-        raise StateError(f"num_envs is {num_envs}; a member has at least 1 environment")
+    if not isinstance(environment, Environment):
+        raise StateError(
+            f"the environment is a {type(environment).__qualname__}; give one of rl, or rl.GymnasiumEnvs(...)"
+        )
+    check_counts(num_envs=num_envs, max_steps=1 if environment.max_steps is None else environment.max_steps)
+    check_keys(keys)
     keys = random.fold_in(keys, _START)
-    state, observation = environment.reset(environment_keys(keys, num_envs))
+    began = environment.reset(environment_keys(keys, num_envs))
+    if not isinstance(began, tuple) or len(began) != 2:
+        raise StateError(f"{type(environment).__qualname__}.reset must return (state, observation)")
+    state, observation = began
     if can_look(keys):
-        _check(environment, state, environment_keys(keys, num_envs))
+        _check(environment, state, observation, environment_keys(keys, num_envs))
     zeros = torch.zeros(len(keys), num_envs, dtype=torch.int64, device=keys.device)
     total = zeros.to(observation.dtype if observation.is_floating_point() else torch.float32)
     running = Running(keys, zeros[:, 0], state, observation, zeros, total, zeros, zeros, total + torch.nan)
@@ -128,42 +146,86 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
     return tree_map(torch.clone, running)
 
 
+def check_keys(keys: Tensor, count: int | None = None) -> None:
+    """Raise a BatchError unless there is a key for each member: one for all would give them the same draws."""
+    is_key = isinstance(keys, Tensor) and keys.dtype == torch.int64 and keys.dim() == 1
+    if not is_key or len(keys) != (len(keys) if count is None else count):
+        kind = f"{keys.dtype}{[*keys.shape]}" if isinstance(keys, Tensor) else f"a {type(keys).__qualname__}"
+        wanted = "M" if count is None else count
+        raise BatchError(f"keys are {kind}, but must be torch.int64[{wanted}], one per member; see random.keys(seeds)")
+
+
 def environment_keys(keys: Tensor, num_envs: int) -> Tensor:
     """Keys ``[M, N]`` for the environments of members with keys ``[M]``."""
     return random.fold_in(keys.unsqueeze(-1), torch.arange(num_envs, device=keys.device))
 
 
-def _check(environment: Environment, state: Tree, keys: Tensor) -> None:
-    """Take a step as every single environment would; it must neither read values nor write its state."""
+_PARTS = "state", "observation", "reward", "terminated", "truncated"
+
+
+def _check(environment: Environment, state: Tree, observation: Tensor, keys: Tensor) -> None:
+    """Take a step in all environments, and in each alone; it must be the same step, of the shapes that it began with."""
     name = type(environment).__qualname__
-    action = sample(environment.action_space, keys)
-    before = [writes(leaf) for leaf in leaves(state)]
-    environment.step(tree_map(torch.Tensor.detach, state), action, keys)
-    for path, leaf, count in zip(paths(state, "state"), leaves(state), before, strict=True):
-        if writes(leaf) != count:
-            raise StateError(f"{name}.step writes {path} in place; return a new state, such as torch.where(...)")
+    flat, layout = optree.tree_flatten(cast(Any, state))
+
+    def step(flat: list[Tensor], action: Tensor, key: Tensor) -> Any:
+        result = environment.step(optree.tree_unflatten(layout, flat), action, key)
+        if not isinstance(result, tuple) or len(result) != len(_PARTS):
+            raise StateError(f"{name}.step must return ({', '.join(_PARTS)})")
+        return dict(zip(_PARTS, result, strict=True))
+
+    began = {"state": state, "observation": observation}
+    for path, leaf in zip(names(began), leaves(began), strict=True):
+        if not isinstance(leaf, Tensor) or leaf.shape[: keys.dim()] != keys.shape:
+            raise StateError(
+                f"{name}.reset: {path} must be {[*keys.shape]} with any axes behind: a part per environment"
+            )
+    action, written = sample(environment.action_space, keys), watched({"state": state})
+    together = step([leaf.detach() for leaf in flat], action, keys)
+    if path := written():
+        raise StateError(f"{name}.step writes {path} in place; return a new state, such as torch.where(...)")
+    for part in began:
+        alike(began[part], part, (f"{name}.reset", f"{name}.step"))(together[part])
+    for part in _PARTS[2:]:
+        leaf, kind = torch.as_tensor(together[part]), observation.dtype if part == "reward" else torch.bool
+        if leaf.shape != keys.shape or (leaf.dtype != kind and part != "reward"):
+            text = (
+                f"{leaf.dtype}{[*leaf.shape]} as {part}, for which {kind}{[*keys.shape]} is asked: one per environment"
+            )
+            raise StateError(f"{name}.step returns {text}")
     try:
-        vmap(vmap(environment.step))(state, action, keys)
+        alone = vmap(vmap(lambda *given: leaves(step(*given))))(flat, action, keys)
     except TraceError as error:
         raise TraceError(f"{name}.step reads values: {error}") from error
+    except RandomnessError as error:
+        raise RandomnessError(
+            f"{name}.step draws without its key; use random.uniform(key, ...) and its like"
+        ) from error
+    for path, one, all_of_them in zip(names(together), alone, leaves(together), strict=True):
+        if not torch.allclose(one.double(), all_of_them.double(), rtol=1e-3, atol=1e-3, equal_nan=True):
+            raise StateError(
+                f"{name}.step mixes environments or remembers: {path} of one alone is another; keep them apart"
+            )
 
 
 def sample(space: Any, keys: Tensor) -> Tensor:
     """A random action for each key ``[...]``, of a space of gymnasium."""
     if isinstance(space, spaces.Discrete):
         return int(space.start) + random.randint(keys, 0, int(space.n), ())
-    if not isinstance(space, spaces.Box):
-        raise StateError(f"the action space is {space}; environments have Discrete and Box spaces of actions")
+    if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
+        raise StateError(
+            f"the action space is {space}; environments have Discrete and Box spaces, the latter of floats"
+        )
     low, high = (torch.as_tensor(bound, device=keys.device).clamp(-1e3, 1e3) for bound in (space.low, space.high))
     return low + (high - low) * random.uniform(keys, space.shape, dtype=low.dtype)
 
 
 def check_action(space: Any, action: Tensor, shape: torch.Size) -> None:
     """Raise a StateError unless actions ``[M, N, ...]`` are of a space."""
-    discrete = isinstance(space, spaces.Discrete)
-    wanted = [*shape, *(() if discrete else space.shape)]
-    if [*action.shape] != wanted or action.is_floating_point() == discrete:
-        kind = "integers" if discrete else "floating-point numbers"
+    discrete, whole = isinstance(space, spaces.Discrete), space.dtype.kind != "f"
+    wanted = [*shape, *space.shape]
+    if [*action.shape] != wanted or action.is_floating_point() == whole:
+        kind = "integers" if whole else "floating-point numbers"
         raise StateError(
             f"the policy's actions are {action.dtype}{[*action.shape]}, but {space} asks for {kind} {wanted}: one action for "
             f"each environment of each member"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._tree import tree_map
-from hfta_func._types import StateError
-from hfta_func.rl.environment import Running, check_action
+from hfta_func._types import StateError, check_counts
+from hfta_func.rl.environment import Running, check_action, check_keys, spaces
 from hfta_func.rl.rollouts import _ACTING, Policy, remembered
 
 
@@ -27,7 +27,8 @@ class GymnasiumEnvs:
         num_models: Number M of members.
 
     Raises:
-        StateError: if M does not divide the number of environments, or another autoreset mode hides final observations.
+        StateError: if M does not divide the number of environments, another autoreset mode hides final observations, or
+            observations or actions are not one array each.
     """
 
     def __init__(self, envs: Any, num_models: int):
@@ -37,6 +38,12 @@ class GymnasiumEnvs:
                 f"the environments' autoreset_mode is {mode}; make them with vector_kwargs={{'autoreset_mode': "
                 f"gymnasium.vector.AutoresetMode.SAME_STEP}}, so that a step returns final observations"
             )
+        for kind, space in (("observation", envs.single_observation_space), ("action", envs.single_action_space)):
+            if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+                raise StateError(
+                    f"the {kind} space is {space}; wrap the environments, so that an {kind} is one array of numbers"
+                )
+        check_counts(num_models=num_models)
         if envs.num_envs % num_models:
             raise StateError(
                 f"{envs.num_envs} environments cannot be shared out to {num_models} members; make a multiple of {num_models}"
@@ -45,6 +52,7 @@ class GymnasiumEnvs:
 
     def start(self, keys: Tensor) -> Running:
         """All environments at the start of their first episodes, seeded by the members' ``keys``."""
+        check_keys(keys, self.num_models)
         seeds = random.randint(random.fold_in(keys.unsqueeze(-1), torch.arange(self.num_envs)), 0, 2**31, ())
         observation, _ = self.envs.reset(seed=seeds.flatten().tolist())
         zeros = torch.zeros(self.num_models, self.num_envs, dtype=torch.int64)
@@ -62,6 +70,7 @@ class GymnasiumEnvs:
             running: From :meth:`start` or the latest rollout; the environments themselves go on where they are.
             steps: Number T of steps in each environment.
         """
+        check_counts(steps=steps)
         happened = []
         for _ in range(steps):
             observation = running.observation
@@ -76,7 +85,7 @@ class GymnasiumEnvs:
     def _advance(self, running: Running, action: Tensor) -> tuple[Running, dict[str, Tensor]]:
         space = self.envs.single_action_space
         check_action(space, action, running.length.shape)
-        given = action.flatten(0, 1).cpu().numpy().astype(space.dtype)
+        given = action.detach().flatten(0, 1).cpu().numpy().astype(space.dtype)
         if action.is_floating_point():
             given = given.clip(space.low, space.high)
         observation, reward, terminated, truncated, infos = self.envs.step(given)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._tree import per_model, tree_map
-from hfta_func._types import BatchError, PerModel, StateError, Tree
+from hfta_func._tree import leaves, paths, per_model, tree_map
+from hfta_func._types import BatchError, PerModel, StateError, Tree, check_counts
 from hfta_func.calls.scan import scan
 from hfta_func.models.functional import bind
-from hfta_func.rl.environment import Environment, Running, advance
+from hfta_func.rl.environment import Environment, Running, advance, check_keys
 from hfta_func.rules.vmap import vmap
 from hfta_func.step.state import stacked
 
@@ -49,10 +49,24 @@ def make_policy(model: nn.Module, act: Callable[..., Any]) -> Policy:
 
     def member(params: Any, buffers: Any, observation: Any, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         result, _ = call(params, buffers, observation, key=key)
-        return result if isinstance(result, tuple) else (result, {})
+        action, more = cast(Any, result if isinstance(result, tuple) and len(result) == 2 else (result, {}))
+        if not isinstance(more, dict) or not all([isinstance(leaf, Tensor) for leaf in (action, *more.values())]):
+            raise StateError("act must return an action, or an action and a dict of tensors to remember")
+        return action, more
 
     run = vmap(member)
-    return lambda state, observation, key: run(*stacked(state), observation, key)
+
+    def policy(state: Any, observation: Any, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if not hasattr(state, "params"):
+            raise StateError(f"agents are a {type(state).__qualname__}; give a training state, or stack_params(models)")
+        agents = stacked(state)
+        if (count := len(next(iter(agents.params.values())))) != len(key):
+            raise StateError(
+                f"there are {count} agents, but {len(key)} members' environments; give one agent per member"
+            )
+        return run(*agents, observation, key)
+
+    return policy
 
 
 def rollout(
@@ -76,7 +90,9 @@ def rollout(
         returned to remember.
 
     Raises:
-        StateError: if actions are not of the environment's action space, or the policy remembers what a step has already.
+        ValueError: if there is no step.
+        StateError: if actions are not of the environment's action space, if there is not one agent for each member of
+            ``running``, or the policy remembers what a step has already.
 
     Example:
         >>> from hfta_func import rl
@@ -95,6 +111,7 @@ def rollout(
         running, outcome = advance(environment, running, action)
         return running, remembered({"observation": observation, "action": action, **outcome}, more)
 
+    check_counts(steps=steps)
     running, happened = scan(step, running, length=steps)
     return running, tree_map(lambda leaf: leaf.transpose(0, 1).contiguous(), happened)
 
@@ -120,6 +137,9 @@ def gae(
         discount: Discount of rewards, a number or one per member.
         decay: The lambda of the advantages; 1 is the discounted return minus the value.
 
+    Raises:
+        BatchError: if values are not one for each step, or ends of episodes are not booleans.
+
     References:
         Schulman et al., "High-dimensional continuous control using generalized advantage estimation", ICLR 2016.
 
@@ -129,7 +149,7 @@ def gae(
         >>> gae(steps, torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), discount=0.5, decay=1.0)[0].flatten()
         tensor([1.5000, 1.0000])
     """
-    terminated, done = steps["terminated"], steps["terminated"] | steps["truncated"]
+    terminated, done = steps["terminated"], ended(steps, value, next_value)
     rate, decay = (per_member(number, value) for number in (discount, decay))
     surprise = steps["reward"] + torch.where(terminated, 0, rate * next_value) - value
     fading = torch.where(done, 0, rate * decay)
@@ -142,6 +162,18 @@ def gae(
     _, advantages = scan(body, torch.zeros_like(value[:, 0]), backwards)
     advantage = advantages.flip(0).transpose(0, 1)
     return advantage, advantage + value
+
+
+def ended(steps: dict[str, Tensor], *values: Tensor) -> Tensor:
+    """Where an episode has ended in either way; raises a BatchError unless ``values`` are one for each step, as rewards."""
+    for name in ("terminated", "truncated"):
+        if steps[name].dtype != torch.bool:
+            raise BatchError(f"steps['{name}'] is {steps[name].dtype}; give booleans, such as steps['{name}'].bool()")
+    wanted = [*steps["reward"].shape]
+    for value in values:
+        if [*value.shape] != wanted:
+            raise BatchError(f"values are {[*value.shape]}, but rewards are {wanted}; give one for each step")
+    return steps["terminated"] | steps["truncated"]
 
 
 def per_member(number: PerModel, like: Tensor) -> Tensor:
@@ -165,30 +197,33 @@ def minibatches(keys: Tensor, rows: Tree, count: int, *, epochs: int = 1) -> Any
         The tree, ``[epochs * count, M, n / count, ...]``: batches for ``step.many``.
 
     Raises:
-        BatchError: if ``count`` does not divide n, or there are not as many keys as members.
+        ValueError: if there is no minibatch or epoch.
+        BatchError: if rows are not ``[M, n, ...]``, ``count`` does not divide n, or there are not as many keys as members.
 
     Example:
         >>> batches = minibatches(random.keys([0, 1]), torch.arange(6).expand(2, 6), 3, epochs=2)
         >>> batches.shape, batches[:3, 0].flatten().sort().values
         (torch.Size([6, 2, 2]), tensor([0, 1, 2, 3, 4, 5]))
     """
-    sizes: set[int] = set()
-    tree_map(lambda leaf: sizes.add(leaf.shape[1]), rows)
-    n = max(sizes)
-    if len(sizes) > 1 or count < 1 or n % count:
-        raise BatchError(
-            f"{sorted(sizes)} rows cannot be split into {count} minibatches; give a number that divides them"
-        )
-    tree_map(lambda leaf: check_keys(keys, len(leaf)), rows)
+    check_counts(count=count, epochs=epochs)
+    n = check_rows(rows)
+    if n % count:
+        raise BatchError(f"{n} rows cannot be split into {count} minibatches; give a number that divides them")
+    check_keys(keys, len(leaves(rows)[0]))
     shuffles = random.fold_in(keys.unsqueeze(-1), torch.arange(epochs, device=keys.device))
     order = random.permutation(shuffles, n).reshape(len(keys), epochs * n)
     return tree_map(lambda leaf: rows_at(leaf, order).unflatten(1, (epochs * count, -1)).transpose(0, 1), rows)
 
 
-def check_keys(keys: Tensor, count: int) -> None:
-    """Raise a BatchError unless there is a key for each member: one for all would give them the same draws."""
-    if keys.shape != (count,):
-        raise BatchError(f"keys are {[*keys.shape]}, but there are {count} members; give one key per member")
+def check_rows(rows: Tree) -> int:
+    """The number n of rows in a tree of tensors ``[M, n, ...]``; raises a BatchError that names a leaf unless it is one."""
+    listed = leaves(rows)
+    sizes = [leaf.shape[:2] if isinstance(leaf, Tensor) and leaf.dim() > 1 else None for leaf in listed]
+    if not sizes or None in sizes or any([size != sizes[0] for size in sizes]):
+        kinds = [[*leaf.shape] if isinstance(leaf, Tensor) else f"a {type(leaf).__qualname__}" for leaf in listed]
+        text = " and ".join(f"{path} is {kind}" for path, kind in zip(paths(rows, "rows"), kinds, strict=True))
+        raise BatchError(f"{text or 'there are no rows'}; give tensors [M, n, ...] of as many members and rows")
+    return listed[0].shape[1]
 
 
 def rows_at(leaf: Tensor, index: Tensor) -> Tensor:
@@ -228,9 +263,13 @@ def observed(past: Moments, values: Tensor) -> Moments:
         past: The moments before.
         values: ``[M, ..., *shape]``, with any axes in between.
 
+    Raises:
+        BatchError: if values are of another shape, or there are none.
+
     References:
         Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
+    _check_values(past, values)
     rows = values.reshape(values.shape[0], -1, *past.mean.shape[1:])
     n, mean, variance = rows.shape[1], rows.mean(1), rows.var(1, correction=0)
     count = past.size + n
@@ -238,6 +277,16 @@ def observed(past: Moments, values: Tensor) -> Moments:
     offset = mean - past.mean
     combined = past.variance * old + variance * share + offset.square() * share * old
     return Moments(count, past.mean + offset * share, combined)
+
+
+def _check_values(seen: Moments, values: Tensor) -> None:
+    count, *shape = seen.mean.shape
+    if (
+        values.shape[:1] != (count,)
+        or [*values.shape[1:]][values.dim() - 1 - len(shape) :] != shape
+        or not values.numel()
+    ):
+        raise BatchError(f"values are {[*values.shape]}, but the moments are of [{count}, ..., {str(shape)[1:-1]}]")
 
 
 def normalised(seen: Moments, values: Tensor, *, limit: float = 10.0, center: bool = True) -> Tensor:
@@ -248,7 +297,11 @@ def normalised(seen: Moments, values: Tensor, *, limit: float = 10.0, center: bo
         values: ``[M, ..., *shape]``.
         limit: Results beyond are cut off.
         center: Subtract the mean; rewards keep theirs.
+
+    Raises:
+        BatchError: if values are of another shape, or there are none.
     """
+    _check_values(seen, values)
     between = (1,) * (values.dim() - seen.mean.dim())
     mean, variance = (leaf.reshape(leaf.shape[0], *between, *leaf.shape[1:]) for leaf in (seen.mean, seen.variance))
     return ((values - mean if center else values) * (variance + 1e-8).rsqrt()).clamp(-limit, limit)
@@ -266,12 +319,17 @@ def discounted(past: Tensor, steps: dict[str, Tensor], *, discount: PerModel = 0
 
     Returns:
         Those after the last step, for the next rollout, and those at each step, ``[M, T, N]``.
+
+    Raises:
+        BatchError: if ``past`` is of another shape, or ends of episodes are not booleans.
     """
 
     def body(past: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         total = past * per_member(discount, past) + given[0]
         return torch.where(given[1], 0, total), total
 
-    done = steps["terminated"] | steps["truncated"]
+    done, wanted = ended(steps), [*steps["reward"][:, 0].shape]
+    if [*past.shape] != wanted:
+        raise BatchError(f"past is {[*past.shape]}, but rewards are {[*steps['reward'].shape]}; give {wanted}")
     last, totals = scan(body, past, (steps["reward"].transpose(0, 1), done.transpose(0, 1)))
     return last, totals.transpose(0, 1)

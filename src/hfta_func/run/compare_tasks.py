@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from hfta_func._types import require
+from hfta_func._types import check_counts, require
 from hfta_func.run.compare import Tabled
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ def compare_tasks(
 
     Raises:
         ImportError: if NumPy is not installed.
-        ValueError: if the baseline is none of the configurations, or scores are not finite numbers of two seeds or more.
+        ValueError: if the baseline is none of the configurations, scores are not finite numbers of two seeds or more, or
+            there are no resamples.
 
     Example:
         >>> found = compare_tasks({"plain": [[0.2, 0.4], [0.3, 0.6]], "tuned": [[0.5, 0.6], [0.7, 0.8]]})
@@ -143,10 +144,16 @@ def compare_tasks(
     """
     if not 0 < level < 1:
         raise ValueError(f"level is {level}; it must be between 0 and 1")
+    check_counts(resamples=resamples)
     numpy, arrays = require("numpy", "plot"), {}
     for name, given in scores.items():
         runs = numpy.asarray(given.tolist() if isinstance(given, Tensor) else given, dtype=numpy.float64)
-        if runs.ndim != 2 or len(runs) < 2 or runs.shape[1:] != next(iter(arrays.values()), runs).shape[1:]:
+        if (
+            runs.ndim != 2
+            or len(runs) < 2
+            or not runs.size
+            or runs.shape[1:] != next(iter(arrays.values()), runs).shape[1:]
+        ):
             shapes = {key: [*each.shape] for key, each in (arrays | {name: runs}).items()}
             raise ValueError(f"the scores are {shapes}; give [seeds, tasks] of two seeds or more in the same tasks")
         if not numpy.isfinite(runs).all():

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hfta_func._torch import Compiled, can_look, inside_transform
-from hfta_func._tree import leaves, tree_map, where, write
-from hfta_func._types import BatchError, LossError, Tree
-from hfta_func.calls.scan import check_kept, scan
+from hfta_func._tree import leaves, tree_map, watched, where, write
+from hfta_func._types import BatchError, LossError, StateError, Tree, check_counts
+from hfta_func.calls.scan import alike, looped
 from hfta_func.step.batch import plain, restored
+from hfta_func.step.gradients import check_metrics
 from hfta_func.step.members import Members
 from hfta_func.step.options import Options
 from hfta_func.step.state import TrainState
@@ -70,7 +71,7 @@ class ManySteps(Compiled):
             raise BatchError(
                 f"the batches have {sorted(counts)} as their first axes; stack as many batches in every leaf, [K, M, N, ...]"
             )
-        return scan(lambda state, batch: step(state, restored(batch, batches)), state, tree)
+        return looped(lambda state, batch, _: step(state, restored(batch, batches)), state, tree, counts.pop())
 
     def _committed(self, state: TrainState, after: TrainState, metrics: Any) -> tuple[TrainState, dict[str, Tensor]]:
         if not self.options.donate:
@@ -87,8 +88,7 @@ class Loop(ManySteps):
         self._members = Members(self._rehearsal)
 
     def _rehearsal(self, state: TrainState) -> None:
-        collect: Any = self.options.collect
-        gradients, batches = self._in_graph._gradients, collect(state)[1]
+        gradients, (_, batches, _) = self._in_graph._gradients, self._collect(state)
         gradients.members.rehearse_eagerly(gradients.tensors(state), _first(batches))
 
     def __call__(self, state: TrainState, iterations: int = 1) -> tuple[TrainState, dict[str, Tensor]]:
@@ -103,12 +103,15 @@ class Loop(ManySteps):
             ``collect`` returns, ``[iterations, M, ...]``.
 
         Raises:
+            ValueError: if there is no iteration.
             TraceError: if ``collect`` returns a carry of another structure, shape or dtype; it names the leaf.
-            LossError: if ``collect`` reports a metric of a name that the step reports, too.
+            LossError: if ``collect`` reports a metric of a name that the step reports, too, or returns something else.
+            StateError: if ``collect`` writes a tensor of the state in place; it names the tensor.
             Exception: what the steps and ``collect`` raise.
         """
+        check_counts(iterations=iterations)
         return self._run(
-            state, lambda step, state: scan(lambda state, _: self._iterate(step, state)[:2], state, length=iterations)
+            state, lambda step, state: looped(lambda state, *_: self._iterate(step, state)[:2], state, None, iterations)
         )
 
     def once(self, state: TrainState) -> tuple[TrainState, dict[str, Tensor]]:
@@ -135,16 +138,35 @@ class Loop(ManySteps):
 
     def _iterate(self, step: Any, state: TrainState) -> tuple[TrainState, dict[str, Tensor], dict[str, Tensor]]:
         """Collect, and take a step with each batch: the state, all metrics, and those that ``collect`` returns."""
-        collect: Any = self.options.collect
-        with torch.set_grad_enabled(inside_transform()):
-            carry, batches, *reports = collect(state)
-            check_kept(state.carry, carry)
-            if not can_look(state.active) or not bool(state.active.all()):
-                carry = where(state.active, carry, state.carry)
+        carry, batches, reports = self._collect(state)
+        if not can_look(state.active) or not bool(state.active.all()):
+            carry = where(state.active, carry, state.carry)
         state, metrics = self._take(step, state._replace(carry=carry), batches)
-        if hidden := metrics.keys() & dict(*reports):
+        if hidden := (metrics.keys() | {"failed_step"}) & reports.keys():
             raise LossError(f"collect reports '{min(hidden)}', which the step reports too; give it another name")
-        return state, metrics | dict(*reports), dict(*reports)
+        return state, metrics | reports, reports
+
+    def _collect(self, state: TrainState) -> tuple[Any, Any, dict[str, Tensor]]:
+        """What members carry next, their batches, and metrics."""
+        collect: Any = self.options.collect
+        written = watched({"state": state})
+        with torch.set_grad_enabled(inside_transform()):
+            result = collect(state)
+        if path := written():
+            raise StateError(
+                f"collect writes {path} in place, which stays as it is for members that are not active; return new tensors, "
+                f"such as rl.written(...) without donate=True"
+            )
+        parts = (*result, {}) if isinstance(result, tuple) and len(result) == 2 else result
+        if not isinstance(parts, tuple) or len(parts) != 3 or not isinstance(parts[2], dict):
+            raise LossError("collect must return (carry, batches) or (carry, batches, metrics), the metrics as a dict")
+        alike(state.carry, "carry", ("the state", "what collect returns"))(parts[0])
+        for name, value in check_metrics(parts[2]).items():
+            if value.shape[:1] != state.keys.shape:
+                raise LossError(
+                    f"metric '{name}' of collect is {[*value.shape]}; give each model its part, [{len(state.keys)}, ...]"
+                )
+        return parts
 
 
 def _summary(value: Tensor) -> Tensor:

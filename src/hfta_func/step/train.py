@@ -157,9 +157,8 @@ class TrainStep(Compiled):
         self._gradients = Gradients(model, loss_fn, self.trainable, options)
         self._update = select_update_mode(options, optimizer, self._gradients.rewrites_params)
         self._replay = Replay(self) if options.replay else None
-        if options.collect is not None:
-            # Compilers cannot enter the lock that a property is cached under.
-            self.loop = Loop(self)
+        # Compilers can neither make them nor enter the lock that a property is cached under.
+        self._many, self._loop = ManySteps(self), options.collect and Loop(self)
 
     def __reduce__(self) -> Any:
         return TrainStep, self._made_from
@@ -241,8 +240,9 @@ class TrainStep(Compiled):
     @functools.cached_property
     def _twin(self) -> TrainStep:
         twin = object.__new__(TrainStep)
-        vars(twin).update({k: value for k, value in vars(self).items() if k not in ("_function", "many", "loop")})
+        vars(twin).update({k: value for k, value in vars(self).items() if k != "_function"})
         twin._replay = Replay(twin)
+        twin._many, twin._loop = ManySteps(twin), self._loop and Loop(twin)
         return twin
 
     @property
@@ -250,7 +250,7 @@ class TrainStep(Compiled):
         """How the latest call ran: ``"replayed: ..."``, or ``"eager: ..."`` and why."""
         return "eager: not asked to be replayed" if self._replay is None else self._replay.status
 
-    @functools.cached_property
+    @property
     def many(self) -> ManySteps:
         """``step.many(state, batches)`` takes one step with each of K batches ``[K, M, N, ...]``.
 
@@ -263,18 +263,18 @@ class TrainStep(Compiled):
             >>> metrics["loss"].shape, state.step
             (torch.Size([5, 3]), tensor([5, 5, 5]))
         """
-        return ManySteps(self)
+        return self._many
 
-    @functools.cached_property
+    @property
     def loop(self) -> Loop:
         """``step.loop(state, iterations)`` collects batches, takes a step with each of them, and does it again.
 
         ``torch.compile(step.loop)`` is one graph, however many iterations and batches there are. The step needs ``collect``.
         ``fit(step, state, [None] * n, epochs=...)`` trains by it, n iterations an epoch.
         """
-        if self.options.collect is None:
+        if self._loop is None:
             raise ValueError("the step collects nothing; make it with make_train_step(..., collect=)")
-        return Loop(self)
+        return self._loop
 
     @torch.inference_mode(False)
     def init(
