@@ -101,21 +101,17 @@ class Single:
     """An operator that is measured by itself, once a round."""
 
     def __init__(self, operator: Operator, device: str):
-        self.operator, self.device, self.times, self.extra, self.workloads = operator, device, [], 0.0, set()
+        self.operator, self.device, self.times, self.workloads = operator, device, [], set()
 
     @torch.no_grad()
     def measure(self) -> None:
         """Once more."""
-        work = run_alone(self.operator, self.device)
-        self.times.append(least(work, 0.001, self.device))
-        if len(self.times) == 1:
-            results = sum(like.bytes for like in self.operator.results)
-            self.extra = max(0, peak_bytes(work, self.device) - results) / max(1, self.operator.bytes)
+        self.times.append(least(run_alone(self.operator, self.device), 0.001, self.device))
 
     @property
     def row(self) -> Row:
         """What was measured."""
-        return Row(self.operator.name, features(self.operator), float(f"{min(self.times):.3g}"), round(self.extra, 3))
+        return Row(self.operator.name, features(self.operator), float(f"{min(self.times):.3g}"))
 
 
 def measure(
@@ -212,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
         print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other)))
     if args.write:
         held = json.loads(FILE.read_text()) if FILE.exists() else {}
-        rows = sorted([row.name, row.features, row.seconds, row.extra] for row in known.rows)
+        rows = sorted([*row] for row in known.rows)
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
         kinds = {**{kind: json.dumps(one) for kind, one in held.items() if kind != args.device}}
         about = ", ".join(json.dumps(one) for one in known[:-1])

@@ -37,10 +37,10 @@ class Walker(_Mode):
 
     Args:
         device: The type of the device that the computation is for, such as ``"cuda"``; its tensors are on the CPU.
-        note: Called with every operator, its arguments, and its result.
+        note: Called with every operator, its arguments, its result, and what results took before it.
     """
 
-    def __init__(self, device: str, note: Callable[[Any, Any, Any, Any], None]):
+    def __init__(self, device: str, note: Callable[[Any, Any, Any, Any, int], None]):
         super().__init__()
         self._device, self._note = device, note
         self._before: list[str | None] = []
@@ -79,13 +79,14 @@ class Walker(_Mode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        before = self.bytes
         with self._fake:
             result = func(*args, **kwargs)
         if func not in _UNSEEN:
             for leaf in levels.pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self._hold(leaf.untyped_storage())
-            self._note(func, args, kwargs, result)
+            self._note(func, args, kwargs, result, before)
         return result
 
     def _hold(self, storage: Any) -> None:
