@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,6 @@ from hfta_func.run.walk import Like, Operator, Walk, walk
 
 SEVEN = ("mlp", "resnet", "mobilenet-v3s", "pointnet-cls", "dcgan", "transformer", "bert")
 MODELS = (1, 2, 4, 8, 16, 32)
-OTHER = RESULTS / "cpu-small.json"
 _AT_ONCE = 20
 """Calls that a GPU is given at once."""
 
@@ -165,15 +165,15 @@ def left_out(cells: list[Cell], singles: dict[Key, Single], device: str) -> list
     return lines
 
 
-def elsewhere(cells: list[Cell], known: Measured, device: str) -> list[list[str]]:
-    """The rows of the other machine from what was measured here."""
-    results, lines = json.loads(OTHER.read_text()), []
-    guess = Predictor(find_device(device), known, 2)
+def elsewhere(cells: list[Cell], known: Measured, device: str, rows: Path) -> list[list[str]]:
+    """The rows of another machine from what was measured here."""
+    results, lines = json.loads(rows.read_text()), []
     for name in dict.fromkeys(one.workload for one in cells):
         errors: dict[int, float] = {}
         for one in cells:
             row = results.get(name, {}).get(str(one.models), {}).get("rows", {}).get("array")
-            if one.workload == name and row:
+            if one.workload == name and row and row["machine"]["cpu"] != machine()["cpu"]:
+                guess = Predictor(find_device(device), known, row["machine"]["threads"])
                 errors[one.models] = guess.step(one.walk, one.leaves)[0] / statistics.median(row["seconds"]) - 1
         if errors:
             cells_of = [f"M {count} {error:+.0%}" for count, error in errors.items()]
@@ -189,7 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="how often steps and operators are measured, at least 2")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--here", default="EPYC 9755", help="this machine's CPU, or its GPU, in the table of devices")
-    parser.add_argument("--other", default="Xeon 8480+", help="that of the machine whose rows are committed")
+    parser.add_argument("--other", default="Xeon 8480+", help="that of the other machine that has rows")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "cpu-small.json", help="a sweep with its rows")
     parser.add_argument("--write", action="store_true", help="put what was measured where hfta.plan reads it")
     args = parser.parse_args(argv)
     # The profiler talks.
@@ -205,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cpu":
         print(f"\nkernels take {known.within} times as long within a step as alone")
         print(f"seconds of an operator forward, one backward, a rule, a leaf: {known.host}")
-        print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other)))
+        print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other, args.rows)))
     if args.write:
         held = json.loads(FILE.read_text()) if FILE.exists() else {}
         rows = sorted([*row] for row in known.rows)

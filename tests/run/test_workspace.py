@@ -75,7 +75,12 @@ def test_a_convolution_takes_its_blocks(
 def test_operands_are_converted_and_gradients_of_norms_allocated_twice() -> None:
     ones = torch.ones(4, 8, 128)
     assert extra(torch.mul, ones, ones > 0) == (ones.nbytes, ones.nbytes)
-    assert extra(torch.mul, ones, ones) == extra(torch.where, ones > 0, ones, ones) == (0, 0)
+    assert (
+        extra(torch.mul, ones, ones)
+        == extra(torch.where, ones > 0, ones, ones)
+        == extra(torch.masked_fill, ones, ones > 0, 1)
+        == (0, 0)
+    )
     scale = torch.ones(8)
     statistics = ones, ones, scale, scale, scale, scale, scale, True, 1e-5, [True, True, True]
     assert extra(torch.ops.aten.native_batch_norm_backward, *statistics) == (ones.nbytes, ones.nbytes)

@@ -22,6 +22,7 @@ class Device(NamedTuple):
     memory: float  # GB of a GPU
     cores: int  # of a CPU
     channels: int  # of a CPU's memory; one core reads at most as fast as one channel
+    clock: float  # GHz of a CPU when all its cores work, as on a rented machine: without boost
     source: str
 
     def rates(self, dtype: torch.dtype, threads: int) -> tuple[float, float]:

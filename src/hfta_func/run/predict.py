@@ -80,8 +80,7 @@ class Predictor:
     def __init__(self, device: Device, known: Measured, threads: int):
         self._device, self._known, self._threads = device, known, threads
         self._source = find_device(known.device) if known.device else device
-        single = (one.rates(torch.float32, 1)[0] for one in (device, self._source))
-        self._faster = 1.0 if device.kind == "cuda" else next(single) / next(single)
+        self._faster = 1.0 if device.kind == "cuda" else device.clock / self._source.clock
         self._predict = functools.cache(self._predict)
 
     @property
@@ -132,7 +131,7 @@ class Predictor:
             logs, weights = logs + weight * math.log(max(start + work, 1e-9)), weights + weight
         seconds = math.exp(logs / weights)
         fits = self._device.kind == "cpu" and 2 ** wanted[1] <= _CACHE * self._threads
-        ratio = 1 / self._faster if fits else least / _least(wanted, *source)
+        ratio = self._source.single / self._device.single if fits else least / _least(wanted, *source)
         seconds = start / self._faster + max(0.0, seconds - start) * ratio
         return max(seconds, 2 ** wanted[0] / rates[0])
 

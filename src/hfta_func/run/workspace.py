@@ -21,7 +21,7 @@ def workspace(operator: Operator, threads: int) -> int:
         # PyTorch allocates the gradient of the input twice.
         return operator.inputs[0][1].bytes
     whole = [like for like in operator.tensors if like.shape]
-    if torch.Tag.pointwise in operator.call.tags and operator.name != "where" and whole:
+    if torch.Tag.pointwise in operator.call.tags and operator.name not in ("where", "masked_fill") and whole:
         dtype = functools.reduce(torch.promote_types, (like.dtype for like in whole))
         # Operands of another dtype are converted first.
         return sum(math.prod(like.shape) * dtype.itemsize for like in whole if like.dtype != dtype)
