@@ -32,9 +32,9 @@ def _of_convolution(operator: Operator, threads: int) -> int:
     args = operator.inputs[0]
     is_backward = operator.name.endswith("backward")
     if is_backward:
-        y, x, weight, _, stride, _, dilation, transposed, _, groups, _ = args
+        y, x, weight, _, stride, _, dilation, transposed, _, groups, (for_x, *_) = args
     else:
-        (x, weight, _, stride, _, dilation, transposed, _, groups), (y,) = args, operator.results
+        (x, weight, _, stride, _, dilation, transposed, _, groups), (y,), for_x = args, operator.results, False
     taps, dtype = math.prod(weight.shape[2:]), weight.dtype
     channels = weight.shape[0] // groups, weight.shape[1]
     unfolded = dtype.itemsize * channels[1] * taps * math.prod((x if transposed else y).shape[2:])
@@ -52,10 +52,17 @@ def _of_convolution(operator: Operator, threads: int) -> int:
         return max(x.bytes, threads * (4 * weight.bytes + unfolded)) if is_backward else y.bytes + weight.bytes
     if is_channels_last:
         return blocks + weight.bytes * (2 if is_backward else 1)
-    y_bytes, x_bytes = (like.bytes // like.shape[1] * _in_blocks(like.shape[1]) for like in (y, x))
-    # An image of few channels is read as it is. Results are allocated after what they are converted from.
-    moved = blocks + y_bytes + (x_bytes if groups > 1 or x.shape[1] >= _BLOCK else 0)
-    return max(blocks, moved - weight.bytes) if is_backward else max(y_bytes, moved - y.bytes)
+    if transposed and not is_backward:
+        # The result as it was computed, and converted.
+        return 2 * y.bytes
+    in_blocks = [like.bytes // like.shape[1] * _in_blocks(like.shape[1]) for like in (x, y)]
+    few = y if transposed else x
+    if groups == 1 and few.shape[1] < _BLOCK:
+        # An image of few channels is read as it is, and its gradient copied as it is.
+        in_blocks[1 if transposed else 0] = few.bytes if for_x else 0
+    moved = blocks + sum(in_blocks)
+    # Results are allocated after what they are converted from.
+    return max(blocks, moved - weight.bytes) if is_backward else max(in_blocks[1], moved - y.bytes)
 
 
 def _in_blocks(channels: int) -> int:
