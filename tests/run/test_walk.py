@@ -120,12 +120,27 @@ def test_plans_that_cannot_be_made_say_why() -> None:
     for options, message in (
         ({"device": "H10"}, "the nearest is 'H100'"),
         ({"device": "Xeon 8480+"}, "pass free="),
+        ({"device": "A100"}, "the nearest is 'A100 80GB'"),
         ({"device": "T4", "sizes": [4, 1]}, "ascending"),
+        ({"device": "T4", "sizes": [1.0, 2.0]}, "pass at least two"),
     ):
         with pytest.raises(ValueError, match=message):
             hfta.plan(step, state, x, **options)
     with pytest.raises(ValueError, match="neither compiled nor in chunks"):
         hfta.plan(*setting(chunk_size=1), device="T4")
+    evaluate = hfta.make_eval_step(make_model(), loss_fn)
+    for call in (hfta.plan, hfta.profile):
+        with pytest.raises(ValueError, match="the step evaluates"):
+            call(evaluate, state, x)
+
+
+def test_errors_of_a_step_are_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    step, state, _ = setting()
+    with pytest.raises(TraceError, match=r"same reduction dim.*if it runs with values"):
+        hfta.plan(step, state, torch.randn(3, 5, 3, 9, 9), device="T4")
+    assert "Traceback" not in capfd.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        hfta.plan(*setting(loss=lambda model, x: model(x).mean() * (1 / 0)), device="T4")
 
 
 def _product(size: int) -> Operator:

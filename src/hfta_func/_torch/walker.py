@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,10 @@ def is_backward() -> bool:
     return _running_task() != -1
 
 
+def _is_heard(_: Any) -> bool:
+    return levels.walked_device is None
+
+
 class NotWalkableError(Exception):
     """Why a computation cannot go on without values."""
 
@@ -46,6 +51,8 @@ class Walker(_Mode):
         self._before: list[str | None] = []
         self._fake = private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
         self._held: dict[int, weakref.ref[Any]] = {}
+        # The error says what went wrong, and PyTorch would print where, in a hundred lines.
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_heard)
         self.bytes = self.peak = 0
         """What results take now, and the most so far."""
 

@@ -91,6 +91,7 @@ def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = 
     Raises:
         TraceError: if the step cannot go on without values, or has an operator of which shapes of results are not known.
         HFTAError: if state and batch do not belong to the step.
+        Exception: any other error of the step.
     """
     operators: list[Operator] = []
 
@@ -108,12 +109,12 @@ def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = 
     try:
         with walker:
             choices = _choice.explain(step, state, batch)
-    except Exception as error:
+    except (NotWalkableError, RuntimeError) as error:
         if isinstance(error, HFTAError):
             raise
         why = str(error) if isinstance(error, NotWalkableError) else f"{type(error).__name__}: {error}".split("\n")[0]
         raise TraceError(
-            f"the step cannot be walked without values ({why}); decide by torch.where and return metrics as tensors, or plan "
-            f"on the device itself, without device="
+            f"the step cannot be walked without values ({why}); if it runs with values, decide by torch.where and return "
+            f"metrics as tensors, or plan on the device itself, without device="
         ) from error
     return Walk(operators, choices, walker.peak - held)
