@@ -16,6 +16,7 @@ from hfta_func.run.predict import Predictor, measured
 from hfta_func.run.walk import walk
 from hfta_func.run.workspace import workspace
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 has_avx512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN's blocks are as wide as vectors of AVX-512"
@@ -35,14 +36,6 @@ def extra(call: Callable[..., Any], *args: Any) -> tuple[int, int]:
     call(*args)
     results = sum(like.bytes for like in operator.results)
     return workspace(operator, torch.get_num_threads()), peak_bytes(lambda: call(*args), CPU) - results
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @has_avx512
