@@ -116,9 +116,7 @@ class ArrayEstimator(base.BaseEstimator):
         validation.check_is_fitted(self, "params_")
         X = validation.validate_data(self, X, reset=False, allow_nd=True)
         if X.shape[1:] != self._shape:
-            raise HyperparameterError(
-                f"X is {[*X.shape]}, but fit had {[*self._shape]} a sample; give samples like those"
-            )
+            raise HyperparameterError(f"X is {[*X.shape]}, but fit had {[*self._shape]} a sample; give such")
         dtype = next(self.model_.parameters()).dtype
         inputs = torch.tensor(numpy.ascontiguousarray(X)).to(self.device, dtype)
         if groups is None or not self._is_grouped:
