@@ -220,22 +220,6 @@ def test_chunks_give_the_same_as_the_whole(sizes):
     )
 
 
-def test_blocks_that_are_shorter_than_a_filter_or_all_gaps_give_the_same_as_the_whole():
-    signal = made(10.0, 23.3, seed=3)[0]
-    values = signal.values.clone()
-    values[:, 200:] = torch.nan
-    whole = Signal(values, 10)
-    for function, block, context in (
-        (lambda part: signals.bandpass(part, 1.0, 3.0, taps=21), 0.3, 1.0),
-        (lambda part: signals.fill(part, window=1.0), 1.0, 0.0),
-    ):
-        expected = function(whole)
-        parts = signals.stream(function, signals.chop(whole, 0.7), block=block, context=context)
-        joined = numpy.concatenate([plain(part) for part in parts])
-        torch.testing.assert_close(joined, plain(expected), rtol=1e-9, atol=1e-9, equal_nan=True)
-    assert not signals.bandpass(whole.samples(0, 20), 1.0, 3.0, taps=21).valid.any()
-
-
 def test_columns_of_tables_are_read_in_order():
     frame = pandas.DataFrame({"time": [2.0, 0.0, 1.0], "value": [3.0, 1.0, 2.0]}, index=[7, 8, 9]).sort_values("time")
     assert signals.from_timestamps(frame["time"], frame["value"], 1).values.tolist() == [[1.0, 2.0, 3.0]]
@@ -319,30 +303,27 @@ BAD = {
     "band": (lambda: signals.bandpass(FINE, 0.5, 2), "low is 0.5 and high 2 Hz; give 0 <= low < high <= 1"),
     "taps": (lambda: signals.bandpass(FINE, 0.5, 1, taps=8), "taps is 8; give an odd number"),
     "between": (lambda: FINE.between(9, 10), "there is no sample from 9 until 10 s"),
-    "much too short": (
+    "too short": (
         lambda: signals.windows([FINE, FINE.samples(0, 2)], 4, 0.5),
-        "person 1: .* has no whole window of 4 s without a gap",
+        "person 1: .* has no whole window of 4 s",
     ),
     "complex": (lambda: Signal(torch.ones(3, dtype=torch.complex64), 1), "values cannot be .* complex"),
     "names": (
         lambda: signals.windows(FINE, 1, 1, ([0], ["rest"])),
         "labels of events cannot be .* names their numbers",
     ),
-    "dates": (
-        lambda: signals.from_timestamps(pandas.date_range("2020", periods=3), [1, 2, 3], 1),
-        "times cannot be .* of dates their seconds",
-    ),
+    "dates": (lambda: signals.from_timestamps(pandas.date_range("2020", periods=1), [1], 1), "of dates their seconds"),
     "table": (lambda: Signal(pandas.DataFrame({"a": [1.0, 2.0]}), 1), "values cannot be .*it is a table"),
     "nan": (lambda: signals.fill(GAPS, torch.nan), "value is nan; give a number"),
     "endless": (lambda: signals.normalise(FINE, torch.inf), "window is inf s"),
     "mixed": (lambda: signals.join(FINE, [FINE]), "give all in one form"),
     "no signal": (lambda: signals.windows(torch.ones(3), 1, 1), "there must be a signal"),
     "kinds": (
-        lambda: list(signals.stream(lambda part: part, [FINE, Signal(torch.ones(2, 2), 2, 4)], block=1)),
-        "a chunk must be a Signal, .* channels as those of the first",
+        lambda: [*signals.stream(abs, [FINE, Signal(torch.ones(2, 2), 2, 4)], block=9)],
+        "a chunk must be a Signal",
     ),
     "some chunks": (
-        lambda: list(signals.stream(lambda a, b: a, [(FINE, FINE), (FINE,)], block=1)),
+        lambda: [*signals.stream(abs, [(FINE, FINE), (FINE,)], block=9)],
         "a chunk must be a Signal, or a tuple",
     ),
     "chunks": (
