@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,6 @@ from hfta_func.run.walk import Like, Operator, Walk, walk
 
 SEVEN = ("mlp", "resnet", "mobilenet-v3s", "pointnet-cls", "dcgan", "transformer", "bert")
 MODELS = (1, 2, 4, 8, 16, 32)
-OTHER = RESULTS / "cpu-small.json"
 _AT_ONCE = 20
 """Calls that a GPU is given at once."""
 
@@ -101,21 +101,17 @@ class Single:
     """An operator that is measured by itself, once a round."""
 
     def __init__(self, operator: Operator, device: str):
-        self.operator, self.device, self.times, self.extra, self.workloads = operator, device, [], 0.0, set()
+        self.operator, self.device, self.times, self.workloads = operator, device, [], set()
 
     @torch.no_grad()
     def measure(self) -> None:
         """Once more."""
-        work = run_alone(self.operator, self.device)
-        self.times.append(least(work, 0.001, self.device))
-        if len(self.times) == 1:
-            results = sum(like.bytes for like in self.operator.results)
-            self.extra = max(0, peak_bytes(work, self.device) - results) / max(1, self.operator.bytes)
+        self.times.append(least(run_alone(self.operator, self.device), 0.001, self.device))
 
     @property
     def row(self) -> Row:
         """What was measured."""
-        return Row(self.operator.name, features(self.operator), float(f"{min(self.times):.3g}"), round(self.extra, 3))
+        return Row(self.operator.name, features(self.operator), float(f"{min(self.times):.3g}"))
 
 
 def measure(
@@ -169,15 +165,15 @@ def left_out(cells: list[Cell], singles: dict[Key, Single], device: str) -> list
     return lines
 
 
-def elsewhere(cells: list[Cell], known: Measured, device: str) -> list[list[str]]:
-    """The rows of the other machine from what was measured here."""
-    results, lines = json.loads(OTHER.read_text()), []
-    guess = Predictor(find_device(device), known, 2)
+def elsewhere(cells: list[Cell], known: Measured, device: str, rows: Path) -> list[list[str]]:
+    """The rows of another machine from what was measured here."""
+    results, lines = json.loads(rows.read_text()), []
     for name in dict.fromkeys(one.workload for one in cells):
         errors: dict[int, float] = {}
         for one in cells:
             row = results.get(name, {}).get(str(one.models), {}).get("rows", {}).get("array")
-            if one.workload == name and row:
+            if one.workload == name and row and row["machine"]["cpu"] != machine()["cpu"]:
+                guess = Predictor(find_device(device), known, row["machine"]["threads"])
                 errors[one.models] = guess.step(one.walk, one.leaves)[0] / statistics.median(row["seconds"]) - 1
         if errors:
             cells_of = [f"M {count} {error:+.0%}" for count, error in errors.items()]
@@ -193,7 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="how often steps and operators are measured, at least 2")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--here", default="EPYC 9755", help="this machine's CPU, or its GPU, in the table of devices")
-    parser.add_argument("--other", default="Xeon 8480+", help="that of the machine whose rows are committed")
+    parser.add_argument("--other", default="Xeon 8480+", help="that of the other machine that has rows")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "cpu-small.json", help="a sweep with its rows")
     parser.add_argument("--write", action="store_true", help="put what was measured where hfta.plan reads it")
     args = parser.parse_args(argv)
     # The profiler talks.
@@ -209,10 +206,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cpu":
         print(f"\nkernels take {known.within} times as long within a step as alone")
         print(f"seconds of an operator forward, one backward, a rule, a leaf: {known.host}")
-        print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other)))
+        print(table([f"on {args.other}", "error", "mean"], elsewhere(cells, known, args.other, args.rows)))
     if args.write:
         held = json.loads(FILE.read_text()) if FILE.exists() else {}
-        rows = sorted([row.name, row.features, row.seconds, row.extra] for row in known.rows)
+        rows = sorted([*row] for row in known.rows)
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
         kinds = {**{kind: json.dumps(one) for kind, one in held.items() if kind != args.device}}
         about = ", ".join(json.dumps(one) for one in known[:-1])

@@ -102,7 +102,7 @@ FILES_IN = {
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
-        *("memory", "timeline", "roofline", "walk", "devices", "predict", "recording", "profile"),
+        *("memory", "timeline", "roofline", "walk", "workspace", "devices", "predict", "recording", "profile"),
         "history",
         "compare",
         "compare_tasks",

@@ -127,6 +127,8 @@ def test_lines_of_a_compiled_step() -> None:
     assert result.kind == "compiled" and "graph" in result.phases and "forward" not in result.phases
 
 
+# On two threads each product waits for both, and beside other work for longer than it computes.
+@pytest.mark.usefixtures("one_thread")
 def test_the_costly_module_is_the_largest() -> None:
     def slow() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 512), nn.Linear(512, 512), nn.Linear(512, 1))

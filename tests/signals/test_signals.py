@@ -220,6 +220,14 @@ def test_chunks_give_the_same_as_the_whole(sizes):
     )
 
 
+def test_columns_of_tables_are_read_in_order():
+    frame = pandas.DataFrame({"time": [2.0, 0.0, 1.0], "value": [3.0, 1.0, 2.0]}, index=[7, 8, 9]).sort_values("time")
+    assert signals.from_timestamps(frame["time"], frame["value"], 1).values.tolist() == [[1.0, 2.0, 3.0]]
+    events = frame[["time", "value"]].to_numpy().T
+    cut = signals.windows([Signal(torch.ones(4), 1)] * 2, 1, 1, [tuple(events), tuple(events)])
+    assert cut.labels is not None and cut.labels[cut.rows[1]].tolist() == [1.0, 2.0, 3.0, 3.0]
+
+
 def test_lists_are_persons_of_any_lengths():
     persons = [made(50.0, seconds, seed=int(seconds))[0] for seconds in (4.0, 9.0, 6.5)]
     results = signals.normalise(signals.fill(persons, window=1.0), 1.0)
@@ -282,7 +290,7 @@ BAD = {
     ),
     "events": (lambda: signals.windows([FINE, FINE], 1, 1, [([0], [1])]), "1 events for 2 persons"),
     "one event": (lambda: signals.windows(FINE, 1, 1, 5.0), r"events is a float; give a pair \(times, labels\)"),
-    "nobody": (lambda: signals.windows([], 1, 1), "there is no signal; pass at least one"),
+    "nobody": (lambda: signals.windows([], 1, 1), "there must be a signal"),
     "apart": (
         lambda: signals.join([FINE], [Signal([1.0], 1, start=9)]),
         "person 0: signals have no time in common: 0 to 4 s, 9 to 10 s",
@@ -293,8 +301,31 @@ BAD = {
     "array": (lambda: signals.resample(torch.ones(3), 1), "expected a Signal, or a list of them, but got a Tensor"),
     "value": (lambda: signals.fill(GAPS, "median"), "value is 'median'; give a number, or 'mean'"),
     "band": (lambda: signals.bandpass(FINE, 0.5, 2), "low is 0.5 and high 2 Hz; give 0 <= low < high <= 1"),
-    "taps": (lambda: signals.bandpass(FINE, 0.5, 1, taps=9), "taps is 9 for 8 samples; give an odd number"),
+    "taps": (lambda: signals.bandpass(FINE, 0.5, 1, taps=8), "taps is 8; give an odd number"),
     "between": (lambda: FINE.between(9, 10), "there is no sample from 9 until 10 s"),
+    "too short": (
+        lambda: signals.windows([FINE, FINE.samples(0, 2)], 4, 0.5),
+        "person 1: .* has no whole window of 4 s",
+    ),
+    "complex": (lambda: Signal(torch.ones(3, dtype=torch.complex64), 1), "values cannot be .* complex"),
+    "names": (
+        lambda: signals.windows(FINE, 1, 1, ([0], ["rest"])),
+        "labels of events cannot be .* names their numbers",
+    ),
+    "dates": (lambda: signals.from_timestamps(pandas.date_range("2020", periods=1), [1], 1), "of dates their seconds"),
+    "table": (lambda: Signal(pandas.DataFrame({"a": [1.0, 2.0]}), 1), "values cannot be .*it is a table"),
+    "nan": (lambda: signals.fill(GAPS, torch.nan), "value is nan; give a number"),
+    "endless": (lambda: signals.normalise(FINE, torch.inf), "window is inf s"),
+    "mixed": (lambda: signals.join(FINE, [FINE]), "give all in one form"),
+    "no signal": (lambda: signals.windows(torch.ones(3), 1, 1), "there must be a signal"),
+    "kinds": (
+        lambda: [*signals.stream(abs, [FINE, Signal(torch.ones(2, 2), 2, 4)], block=9)],
+        "a chunk must be a Signal",
+    ),
+    "some chunks": (
+        lambda: [*signals.stream(abs, [(FINE, FINE), (FINE,)], block=9)],
+        "a chunk must be a Signal, or a tuple",
+    ),
     "chunks": (
         lambda: list(signals.stream(lambda part: part, [FINE, FINE], block=1)),
         "a chunk begins at 0 s, but 4 s was expected",

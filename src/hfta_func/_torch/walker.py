@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,10 @@ def is_backward() -> bool:
     return _running_task() != -1
 
 
+def _is_heard(_: Any) -> bool:
+    return levels.walked_device is None
+
+
 class NotWalkableError(Exception):
     """Why a computation cannot go on without values."""
 
@@ -37,15 +42,17 @@ class Walker(_Mode):
 
     Args:
         device: The type of the device that the computation is for, such as ``"cuda"``; its tensors are on the CPU.
-        note: Called with every operator, its arguments, and its result.
+        note: Called with every operator, its arguments, its result, and what results took before it.
     """
 
-    def __init__(self, device: str, note: Callable[[Any, Any, Any, Any], None]):
+    def __init__(self, device: str, note: Callable[[Any, Any, Any, Any, int], None]):
         super().__init__()
         self._device, self._note = device, note
         self._before: list[str | None] = []
         self._fake = private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
         self._held: dict[int, weakref.ref[Any]] = {}
+        # The error says what went wrong, and PyTorch would print where, in a hundred lines.
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_heard)
         self.bytes = self.peak = 0
         """What results take now, and the most so far."""
 
@@ -79,13 +86,14 @@ class Walker(_Mode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        before = self.bytes
         with self._fake:
             result = func(*args, **kwargs)
         if func not in _UNSEEN:
             for leaf in levels.pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self._hold(leaf.untyped_storage())
-            self._note(func, args, kwargs, result)
+            self._note(func, args, kwargs, result, before)
         return result
 
     def _hold(self, storage: Any) -> None:

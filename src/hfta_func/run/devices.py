@@ -22,6 +22,7 @@ class Device(NamedTuple):
     memory: float  # GB of a GPU
     cores: int  # of a CPU
     channels: int  # of a CPU's memory; one core reads at most as fast as one channel
+    clock: float  # GHz of a CPU when all its cores work, as on a rented machine: without boost
     source: str
 
     def rates(self, dtype: torch.dtype, threads: int) -> tuple[float, float]:
@@ -42,7 +43,8 @@ def find_device(name: str) -> Device:
     """The device of a name; raises a ValueError that names the nearest if the table does not have it."""
     table, wanted = devices(), str(name).lower()
     if wanted not in table:
-        near = table[difflib.get_close_matches(wanted, table, n=1, cutoff=0.0)[0]].name
+        alike = {name: (wanted in name, difflib.SequenceMatcher(None, wanted, name).ratio()) for name in table}
+        near = table[max(alike, key=alike.__getitem__)].name
         known = ", ".join(device.name for device in table.values())
         raise ValueError(f"device {name!r} is not in the table; the nearest is {near!r}, and it has {known}")
     return table[wanted]

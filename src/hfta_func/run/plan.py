@@ -19,6 +19,7 @@ from hfta_func.run.predict import Predictor, measured
 from hfta_func.run.walk import walk
 from hfta_func.step.batch import check_batch, plain, take_batch
 from hfta_func.step.chunks import now
+from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
 T = TypeVar("T")
@@ -130,9 +131,10 @@ def plan(
         (100, True)
     """
     sizes = tuple(sizes)
-    if len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
+    is_whole = all(hasattr(size, "__index__") for size in sizes)
+    if not is_whole or len(sizes) < 2 or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
         raise ValueError(f"sizes are {list(sizes)}; pass at least two numbers of models, ascending from 1 or more")
-    if limit < 1:
+    if not hasattr(limit, "__index__") or limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1 model")
     if device is not None:
         return _elsewhere(step, state, batch, sizes, limit, free, find_device(device))
@@ -269,6 +271,7 @@ class _Array:
     """An array of ``size`` members, taken repeatedly from a given array, that trains on one batch."""
 
     def __init__(self, step: Run, state: TrainState, batch: Tree, size: int):
+        require_training(step)
         count, dims = num_models(state), getattr(inspect.unwrap(step), "batch_dims", 0)
         check_batch(dims, plain(batch), count)
         members = torch.arange(size, device=state.keys.device) % count

@@ -14,6 +14,7 @@ import torch
 
 from hfta_func.run.devices import Device, find_device
 from hfta_func.run.walk import Operator, Walk
+from hfta_func.run.workspace import workspace
 
 FILE = pathlib.Path(__file__).with_name("operators.json")
 """What ``python -m benchmarks plan --write`` has measured, by kind of device."""
@@ -31,7 +32,6 @@ class Row(NamedTuple):
     name: str
     features: tuple[float, ...]
     seconds: float
-    extra: float  # bytes that it allocates besides its results, for every byte that it reads and writes
 
 
 class Measured(NamedTuple):
@@ -48,7 +48,9 @@ class Measured(NamedTuple):
 def measured(kind: str) -> Measured:
     """What was measured on a kind of device."""
     device, threads, within, host, rows = json.loads(FILE.read_text()).get(kind, ("", 1, 1.0, [0.0] * 4, ()))
-    return Measured(device, threads, within, tuple(host), [Row(row[0], tuple(row[1]), *row[2:]) for row in rows])
+    return Measured(
+        device, threads, within, tuple(host), [Row(name, tuple(wanted), each) for name, wanted, each in rows]
+    )
 
 
 def host_work(walk: Walk, num_leaves: int) -> tuple[float, ...]:
@@ -78,8 +80,7 @@ class Predictor:
     def __init__(self, device: Device, known: Measured, threads: int):
         self._device, self._known, self._threads = device, known, threads
         self._source = find_device(known.device) if known.device else device
-        single = (one.rates(torch.float32, 1)[0] for one in (device, self._source))
-        self._faster = 1.0 if device.kind == "cuda" else next(single) / next(single)
+        self._faster = 1.0 if device.kind == "cuda" else device.clock / self._source.clock
         self._predict = functools.cache(self._predict)
 
     @property
@@ -96,9 +97,10 @@ class Predictor:
         seconds, peak, kernels = 0.0, walk.peak, [operator for operator in walk.operators if operator.is_kernel]
         for operator in kernels:
             dtype = max((like.dtype for like in operator.tensors), key=lambda one: one.itemsize, default=torch.float32)
-            taken, extra = self._predict(operator.name, features(operator), dtype)
-            seconds += taken
-            peak = max(peak, operator.held + sum(like.bytes for like in operator.results) + int(extra))
+            seconds += self._predict(operator.name, features(operator), dtype)
+            if self._device.kind == "cpu":
+                results = sum(like.bytes for like in operator.results)
+                peak = max(peak, operator.held + results + workspace(operator, self._threads))
         host = (measured("cpu") if self._device.kind == "cuda" else self._known).host
         pairs = zip(host, host_work(walk, num_leaves), strict=True)
         waiting = 0.0 if is_replayed else sum(each * count for each, count in pairs)
@@ -107,8 +109,8 @@ class Predictor:
             return max(seconds + _GAP * len(kernels), waiting / self._faster + _LAUNCH * len(kernels)), peak
         return seconds * self._known.within + waiting / self._faster, peak
 
-    def _predict(self, name: str, wanted: tuple[float, ...], dtype: torch.dtype) -> tuple[float, float]:
-        """Seconds of an operator, and bytes that it allocates besides its results."""
+    def _predict(self, name: str, wanted: tuple[float, ...], dtype: torch.dtype) -> float:
+        """Seconds of an operator."""
         rates = self._device.rates(dtype, self._threads)
         least, known = _least(wanted, *rates), self._known.rows
         # An operator without products that was not measured is like others without.
@@ -116,7 +118,7 @@ class Predictor:
             row for row in known if max(row.features[0], wanted[0]) == 0
         ]
         if not rows:
-            return least / _SHARE, 0.0
+            return least / _SHARE
         source = self._source.rates(dtype, self._known.threads)
         start = min(row.seconds for row in rows)
         logs = weights = 0.0
@@ -129,12 +131,9 @@ class Predictor:
             logs, weights = logs + weight * math.log(max(start + work, 1e-9)), weights + weight
         seconds = math.exp(logs / weights)
         fits = self._device.kind == "cpu" and 2 ** wanted[1] <= _CACHE * self._threads
-        ratio = 1 / self._faster if fits else least / _least(wanted, *source)
+        ratio = self._source.single / self._device.single if fits else least / _least(wanted, *source)
         seconds = start / self._faster + max(0.0, seconds - start) * ratio
-        extras = [row.extra for _, row in near]
-        # A product brings its operands into an order of its own; others seldom take more.
-        extra = sum(extras) / len(extras) if wanted[0] else min(extras)
-        return max(seconds, 2 ** wanted[0] / rates[0]), extra * 2 ** wanted[1]
+        return max(seconds, 2 ** wanted[0] / rates[0])
 
 
 def _least(wanted: Sequence[float], flops: float, moved: float) -> float:

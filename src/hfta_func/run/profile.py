@@ -18,6 +18,7 @@ from hfta_func.rules._lowering import FAMILIES, known_lowerings
 from hfta_func.run.recording import Recording, costs, events_of, reference
 from hfta_func.run.roofline import Roofline, roofline
 from hfta_func.run.timeline import Line, Timeline, iterations_of, of_device
+from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
 _ROWS = 24
@@ -151,7 +152,8 @@ def profile(
 
     Raises:
         BatchError: if a loader has no batch left.
-        ValueError: if ``steps`` is less than 1, or ``trace`` is no such file or its folder does not exist.
+        ValueError: if ``step`` evaluates, ``steps`` is less than 1, or ``trace`` is no such file or its folder does not
+            exist.
         Exception: what the step raises.
 
     Example:
@@ -162,6 +164,7 @@ def profile(
         >>> [line.lowering for line in result.lines if line.phase == "forward" and line.operator == "linear"]
         ['folded', 'folded']
     """
+    require_training(step)
     recording = Recording(step, steps, trace)
     run = recording.over(step)
     if getattr(getattr(original(step), "options", None), "donate", False):

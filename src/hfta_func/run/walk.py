@@ -91,32 +91,30 @@ def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = 
     Raises:
         TraceError: if the step cannot go on without values, or has an operator of which shapes of results are not known.
         HFTAError: if state and batch do not belong to the step.
+        Exception: any other error of the step.
     """
     operators: list[Operator] = []
-    before = 0
 
-    def note(call: Any, args: Any, kwargs: Any, result: Any) -> None:
-        nonlocal before
+    def note(call: Any, args: Any, kwargs: Any, result: Any, before: int) -> None:
         given = pytree.tree_map(_like, (tuple(args), kwargs))
         known = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
         made = tuple(_like(leaf) for leaf in _tensors(result) if leaf.untyped_storage()._cdata not in known)
         shapes = [list(one.shape) if isinstance(one, Like) else [] for one in given[0]]
         flops = flops_of(call._schema.name, shapes, given[0])
         operators.append(Operator(call, given, made, flops, before - held, is_backward()))
-        before = walker.bytes
 
     walker = Walker(device, note)
     state, batch = tree_map(walker.fake, state), tree_map(walker.fake, batch)
-    held = before = walker.bytes
+    held = walker.bytes
     try:
         with walker:
             choices = _choice.explain(step, state, batch)
-    except Exception as error:
+    except (NotWalkableError, RuntimeError) as error:
         if isinstance(error, HFTAError):
             raise
         why = str(error) if isinstance(error, NotWalkableError) else f"{type(error).__name__}: {error}".split("\n")[0]
         raise TraceError(
-            f"the step cannot be walked without values ({why}); decide by torch.where and return metrics as tensors, or plan "
-            f"on the device itself, without device="
+            f"the step cannot be walked without values ({why}); if it runs with values, decide by torch.where and return "
+            f"metrics as tensors, or plan on the device itself, without device="
         ) from error
     return Walk(operators, choices, walker.peak - held)

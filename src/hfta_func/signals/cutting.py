@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func._types import BatchError
-from hfta_func.signals.signal import Signal, naming
+from hfta_func.signals.signal import Signal, as_tensor, naming
 
 
 class Windows(NamedTuple):
@@ -58,15 +58,14 @@ def windows(
     """
     persons = [signals] if isinstance(signals, Signal) else [*signals]
     events = [events] if isinstance(signals, Signal) else events
-    if not persons:
-        raise BatchError("there is no signal; pass at least one person's")
+    if not persons or not all(isinstance(each, Signal) for each in persons):
+        raise BatchError("there must be a signal, or a list of them with at least one person's")
     events = [None] * len(persons) if events is None else [*events]
     if len(events) != len(persons):
         raise BatchError(f"{len(events)} events for {len(persons)} persons; give one pair (times, labels) each")
-    if 0 < events.count(None) < len(events):
-        raise BatchError(
-            f"person {events.index(None)} has no events, but others have; give all persons labels, or none"
-        )
+    without = [person for person, each in enumerate(events) if each is None]
+    if 0 < len(without) < len(events):
+        raise BatchError(f"person {without[0]} has no events, but others have; give all persons labels, or none")
     first = persons[0]
     for person, signal in enumerate(persons):
         if (signal.rate, len(signal.values)) != (first.rate, len(first.values)):
@@ -102,7 +101,7 @@ def windows(
 
 def _without_gaps(signal: Signal, size: int, step: int) -> Tensor:
     """The first samples of windows without gaps."""
-    begins = torch.arange(0, len(signal) - size + 1, step, device=signal.values.device)
+    begins = torch.arange(0, max(0, len(signal) - size + 1), step, device=signal.values.device)
     begins = begins[torch.searchsorted(signal.gaps, begins) == torch.searchsorted(signal.gaps, begins + size)]
     if not len(begins):
         raise BatchError(
@@ -116,8 +115,8 @@ def _labelled(signal: Signal, events: Any, begins: Tensor, size: int) -> tuple[T
     """Of windows that begin at these samples, those with one label, and their labels."""
     if not isinstance(events, Sequence) or len(events) != 2:
         raise BatchError(f"events is a {type(events).__qualname__}; give a pair (times, labels)")
-    at = torch.as_tensor(events[0], dtype=torch.float64, device=begins.device)
-    labels = torch.as_tensor(events[1], device=begins.device)
+    at = as_tensor(events[0], "times of events", dtype=torch.float64, device=begins.device)
+    labels = as_tensor(events[1], "labels of events", device=begins.device)
     if at.dim() != 1 or not len(at) or labels.dim() == 0 or len(labels) != len(at):
         raise BatchError(f"events have times {[*at.shape]} and labels {[*labels.shape]}; give one label per time")
     if not bool((at.diff() > 0).all()):

@@ -115,6 +115,8 @@ def join(*signals: Any) -> Any:
 
 
 def _joined(first: Signal, *others: Signal) -> Signal:
+    if not all(isinstance(each, Signal) for each in (first, *others)):
+        raise BatchError("join takes signals, or lists of them with one signal a person each; give all in one form")
     begin, end = max(each.start for each in (first, *others)), min(each.end for each in (first, *others))
     low, high = first.place(begin), first.place(end)
     if low >= high:
@@ -162,12 +164,12 @@ def fill(
         >>> fill(Signal([1.0, float("nan"), 3.0], rate=1)).values
         tensor([[1., 2., 3.]])
     """
-    if not (value == "mean" or isinstance(value, int | float)):
+    if not (value == "mean" or (isinstance(value, int | float) and math.isfinite(value))):
         raise BatchError(f"value is {value!r}; give a number, or 'mean'")
     gaps = signal.gaps
     if not len(gaps):
         return signal
-    if value == "mean" and len(gaps) == len(signal):
+    if value == "mean" and window is None and len(gaps) == len(signal):
         raise BatchError(f"all of {signal!r} is gaps, which have no mean; leave it out, or fill by a number")
     filled, values = torch.ones_like(gaps, dtype=torch.bool), signal.values.clone()
     if within is not None:
@@ -223,7 +225,8 @@ def normalise(signal: Any, window: float | None = None) -> Any:
 def bandpass(signal: Any, low: float, high: float, *, taps: int | None = None) -> Any:
     """A signal with the frequencies from ``low`` to ``high``, without delay.
 
-    The filter is a finite one, of a windowed sinc (Hamming). Samples within half its length of a gap or an end become gaps.
+    The filter is a finite one, of a windowed sinc (Hamming). Samples within half its length of a gap or an end become gaps;
+    of a signal that is shorter than the filter these are all.
 
     Args:
         signal: A :class:`Signal`, or a list of them.
@@ -232,7 +235,7 @@ def bandpass(signal: Any, low: float, high: float, *, taps: int | None = None) -
         taps: Length of the filter in samples, odd; by default 3.3 periods of ``low``, or of ``high`` if ``low`` is 0.
 
     Raises:
-        BatchError: if frequencies or taps are out of range, or the signal is shorter than the filter.
+        BatchError: if frequencies or taps are out of range.
 
     Example:
         >>> times = torch.arange(1000) / 100
@@ -245,10 +248,10 @@ def bandpass(signal: Any, low: float, high: float, *, taps: int | None = None) -
         raise BatchError(f"low is {low} and high {high} Hz; give 0 <= low < high <= {nyquist:g}, half of the rate")
     size = 2 * math.ceil(1.65 * signal.rate / (low or high)) + 1 if taps is None else taps
     half = size // 2
-    if size < 3 or size % 2 == 0 or size > len(signal):
-        raise BatchError(
-            f"taps is {size} for {len(signal)} samples; give an odd number, from 3 to as many as there are"
-        )
+    if size < 3 or size % 2 == 0:
+        raise BatchError(f"taps is {size}; give an odd number from 3")
+    if size > len(signal):
+        return signal.made(torch.zeros_like(signal.values), torch.arange(len(signal), device=signal.values.device))
     at = torch.arange(-(half), half + 1, dtype=torch.float64)
     hamming = torch.hamming_window(size, periodic=False, dtype=torch.float64)
     left, right = low / nyquist, high / nyquist

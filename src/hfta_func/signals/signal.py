@@ -43,10 +43,10 @@ class Signal:
     def __init__(self, values: Any, rate: float, start: float = 0.0, valid: Any | None = None) -> None:
         # Each function makes signals as large as those that were freed before.
         keep_memory_once()
-        values = torch.as_tensor(values)
+        values = as_tensor(values, "values").detach()
         values = values if values.is_floating_point() else values.float()
         values = values[None] if values.dim() == 1 else values
-        valid = None if valid is None else torch.as_tensor(valid, device=values.device)
+        valid = None if valid is None else as_tensor(valid, "valid", device=values.device)
         if values.dim() != 2 or not values.numel():
             raise BatchError(f"values is {[*values.shape]}; a signal needs samples [T], or [C, T] for several channels")
         if valid is not None and (valid.dtype != torch.bool or valid.shape != values.shape[1:]):
@@ -121,7 +121,7 @@ class Signal:
 
     def whole(self, seconds: float, name: str) -> int:
         """A duration in samples, at least one; a BatchError if it isn't a whole number of them."""
-        count = round(seconds * self.rate)
+        count = round(seconds * self.rate) if math.isfinite(seconds) else 0
         if count < 1 or abs(count - seconds * self.rate) > 1e-6 * max(1, count):
             raise BatchError(
                 f"{name} is {seconds:g} s, which is {seconds * self.rate:g} samples at {self.rate:g} Hz; give a whole number "
@@ -148,7 +148,7 @@ def from_timestamps(times: Any, values: Any, rate: float) -> Signal:
         Signal(1 channel, 6 samples at 2 Hz, 0 to 3 s, 33.3 % missing)
     """
     values = Signal(values, rate)
-    times = torch.as_tensor(times, dtype=torch.float64, device=values.values.device)
+    times = as_tensor(times, "times", dtype=torch.float64, device=values.values.device)
     if times.shape != (len(values),):
         raise BatchError(f"times is {[*times.shape]} for {len(values)} samples; give one time per sample")
     skips = breaks(times, 0.25 / rate, 1.5 / rate)
@@ -186,6 +186,23 @@ def from_timestamps(times: Any, values: Any, rate: float) -> Signal:
         moved = values.gaps + (at - begins)[torch.searchsorted(skips, values.gaps, right=True)]
         between = torch.cat([between, moved]).sort().values
     return values.made(grid, between, start=times[0].item())
+
+
+def as_tensor(values: Any, name: str, **options: Any) -> Tensor:
+    """What a user gives as a tensor of real numbers."""
+    array = values.to_numpy() if hasattr(values, "to_numpy") else values
+    # Those of pandas cannot be written, which PyTorch warns of.
+    array = array if getattr(getattr(array, "flags", None), "writeable", True) else array.copy()
+    try:
+        tensor = torch.as_tensor(array, **options)
+        if tensor.is_complex() or hasattr(values, "columns"):
+            raise TypeError("they are complex" if tensor.is_complex() else "it is a table")
+        return tensor
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(
+            f"{name} cannot be read as real numbers ({error}); give a tensor or an array: of dates their seconds, of names "
+            f"their numbers, numpy.unique(names, return_inverse=True)[1], and of a table frame.to_numpy().T"
+        ) from None
 
 
 def numbers(mask: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def stream(
         >>> torch.equal(torch.cat([part.values for part in parts], 1), normalise(whole, 2.0).values)
         True
     """
-    if not (block > 0 and context >= 0):
+    if not (0 < block < math.inf and 0 <= context < math.inf):
         raise BatchError(
             f"block is {block} and context {context} s; give a positive block, and a context of at least 0"
         )
@@ -63,6 +63,11 @@ def stream(
 
     for chunk in chunks:
         given = chunk if isinstance(chunk, tuple) else (chunk,)
+        kinds = [(one.rate, len(one.values)) if isinstance(one, Signal) else None for one in given]
+        if not kinds or None in kinds or (held and kinds != [(part.rate, len(part.values)) for part in held]):
+            raise BatchError(
+                "a chunk must be a Signal, or a tuple of them, with rates and channels as those of the first"
+            )
         origin = origin if held else given[0].start
         for signal, expected in zip(given, [part.end for part in held] or [origin] * len(given), strict=True):
             signal.whole(block, "block")

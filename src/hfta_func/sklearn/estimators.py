@@ -93,6 +93,7 @@ class ArrayEstimator(base.BaseEstimator):
             ValueError: if a shape or value does not fit, as everywhere in scikit-learn.
         """
         inputs, targets = self._learn_classes(X, y)
+        self._shape = tuple(inputs.shape[1:])
         names = numpy.zeros(len(inputs)) if groups is None else _column(groups, len(inputs))
         self.groups_, which = numpy.unique(names, return_inverse=True)
         rows = [torch.tensor(which == group).nonzero().flatten() for group in range(len(self.groups_))]
@@ -114,6 +115,8 @@ class ArrayEstimator(base.BaseEstimator):
         """What the model of each sample's group makes of it, or the mean over all models, as an array."""
         validation.check_is_fitted(self, "params_")
         X = validation.validate_data(self, X, reset=False, allow_nd=True)
+        if X.shape[1:] != self._shape:
+            raise HyperparameterError(f"X is {[*X.shape]}, but fit had {[*self._shape]} a sample; give such")
         dtype = next(self.model_.parameters()).dtype
         inputs = torch.tensor(numpy.ascontiguousarray(X)).to(self.device, dtype)
         if groups is None or not self._is_grouped:
@@ -224,6 +227,8 @@ class ArrayRegressor(base.RegressorMixin, ArrayEstimator):
     def _learn_classes(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         X, y = validation.validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
         self._outputs, self._is_single = 1 if y.ndim == 1 else y.shape[1], y.ndim == 1
+        # Of text, a ValueError names what is no number.
+        y = y if y.dtype.kind in "biuf" else y.astype(float)
         return torch.tensor(numpy.ascontiguousarray(X)), torch.tensor(y.reshape(len(y), -1))
 
     def predict(self, X: Any, groups: Any = None) -> Any:
@@ -241,6 +246,9 @@ def _column(values: Any, count: int) -> Any:
     column = validation.column_or_1d(values)
     if len(column) != count:
         raise HyperparameterError(f"groups has {len(column)} entries for {count} samples; give one per sample")
+    kinds = {type(name).__name__ for name in column.tolist()}
+    if len(kinds) > 1 or bool((column != column).any()):
+        raise HyperparameterError(f"groups are {', '.join(sorted(kinds))}, or NaN; give names or numbers, of one kind")
     return column
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def cross_val_score(
     """
     labels = numpy.asarray(y)
     names = numpy.zeros(len(labels)) if by is None else validation.column_or_1d(by)
-    validation.check_consistent_length(X, labels, names)
+    validation.check_consistent_length(X, labels, names, groups)
     parts = [numpy.flatnonzero(names == name) for name in numpy.unique(names)]
     folds = [[(part[a], part[b]) for a, b in _splits(estimator, X, labels, groups, cv, part)] for part in parts]
     scores = _scores(estimator, [{}], X, y, [fold for each in folds for fold in each], scoring)[0]
@@ -99,6 +100,8 @@ class ArraySearchCV(base.MetaEstimatorMixin, base.BaseEstimator):
         """Search; ``groups`` is what the splitter keeps together."""
         grid = self.param_grid
         settings: list[dict[str, Any]] = [*(selection.ParameterGrid(grid) if isinstance(grid, Mapping) else grid)]
+        if not settings:
+            raise HyperparameterError("param_grid has no setting; give lists of values by name, or a list of settings")
         splits = _splits(self.estimator, X, numpy.asarray(y), groups, self.cv)
         scores = _scores(self.estimator, settings, X, y, splits, self.scoring)
         means = scores.mean(1)
@@ -170,7 +173,7 @@ def _scores(
     for setting in settings:
         for trained, _ in splits:
             member = base.clone(estimator).set_params(**setting)
-            vars(member).update(learned, groups_=numpy.zeros(1), _is_grouped=False)
+            vars(member).update(learned, groups_=numpy.zeros(1), _is_grouped=False, _shape=tuple(data[0].shape[1:]))
             members.append(member)
             rows.append(torch.as_tensor(trained))
     scorer, scores = metrics.check_scoring(first, scoring), numpy.zeros(len(members))
@@ -180,5 +183,10 @@ def _scores(
             member.model_, member.params_ = fitted.model, hfta.take(fitted.params, [index])
             tested = splits[place % len(splits)][1]
             some = X.iloc[tested] if hasattr(X, "iloc") else numpy.asarray(X)[tested]
-            scores[place] = scorer(member, some, numpy.asarray(y)[tested])
+            try:
+                scores[place] = scorer(member, some, numpy.asarray(y)[tested])
+            except ValueError as error:
+                # As in scikit-learn: a model that went to infinity has no score, and does not end the search.
+                warnings.warn(f"a fold of {member!r} has no score: {error}", RuntimeWarning, stacklevel=2)
+                scores[place] = numpy.nan
     return scores.reshape(-1, len(splits))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfta_func import random
-from hfta_func._torch import Compiled
+from hfta_func._torch import Compiled, original
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, StateError, Tree
 from hfta_func.models.functional import bind
@@ -152,3 +152,9 @@ class EvalStep(Compiled):
     ) -> dict[str, Tensor]:
         metrics, _ = self._metrics(params, buffers, tree, hparams, lambda: like, key=key)
         return check_metrics(metrics if isinstance(metrics, dict) else {self._name: metrics})
+
+
+def require_training(step: Callable[..., Any]) -> None:
+    """Refuse a step that evaluates, which has no state to go on with."""
+    if isinstance(original(step), EvalStep):
+        raise ValueError("the step evaluates, and returns no state to go on with; pass one of make_train_step")

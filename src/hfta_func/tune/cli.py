@@ -52,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(args.command(args))
         return 0
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
-        text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"hfta-func: {text}", file=sys.stderr)
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        # One word, such as a key, says nothing alone.
+        print(f"hfta-func: {text if ' ' in text else f'{type(error).__name__}: {text}'}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -250,6 +251,8 @@ def _summary(study: Study) -> str:
 
 def _array(args: argparse.Namespace, count: int) -> tuple[Any, Any, Any]:
     """Step, state and batch of an array of trials of a file, all with the first trial's non-fusible values."""
+    if count < 1:
+        raise ValueError(f"an array of {count} models has none; pass at least 1")
     module = _module(args.file)
     nonfusible = tuple(module.get("nonfusible", ()))
     session = SamplerSession(module["space"], ["maximize"], None, module.get("seed", 0))
