@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import hfta_func as hfta
 
-SEEDS = [3, 4, 5]
+SEEDS, PAIR = [3, 4, 5], [5, 6]
 
 
 def iterating(plan, **options):
@@ -67,9 +69,15 @@ def test_what_collect_reports_hides_nothing():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda carry: {"y": carry["x"]}, r"result has carry\['y'\] but its argument does not; return"),
-        (lambda carry: {"x": carry["x"].double()}, r"carry\['x'\] is torch.float32\[3\] but torch.float64\[3\] after"),
-        (lambda carry: {"x": torch.zeros(3, 7)}, r"carry\['x'\] is torch.float32\[3\] but torch.float32\[3, 7\] after"),
+        (lambda carry: {"y": carry["x"]}, r"what collect returns has carry\['y'\] but the state does not; give"),
+        (
+            lambda carry: {"x": carry["x"].double()},
+            r"carry\['x'\] is torch.float32\[3\] in the state but torch.float64\[3\] in",
+        ),
+        (
+            lambda carry: {"x": torch.zeros(3, 7)},
+            r"carry\['x'\] is torch.float32\[3\] in the state but torch.float32\[3, 7\] in",
+        ),
     ],
 )
 def test_what_collect_carries_keeps_its_structure(change, message):
@@ -84,3 +92,60 @@ def test_what_collect_carries_keeps_its_structure(change, message):
     for call in (step, step.loop):
         with pytest.raises(hfta.TraceError, match=message):
             call(state)
+
+
+def collecting(change: Any = lambda state: None, result: Any = None) -> Any:
+    """A step that collects what members carry, after a change of the state."""
+
+    def collect(state):
+        change(state)
+        return (state.carry, state.carry["x"][None]) if result is None else result(state)
+
+    step = hfta.make_train_step(
+        nn.Linear(4, 1), lambda model, x: model(x).square().mean(), hfta.sgd(lr=0.1), collect=collect
+    )
+    params = hfta.init_params(lambda: nn.Linear(4, 1), PAIR)
+    return step, step.init(*params, seeds=PAIR, carry={"x": torch.ones(2, 6, 4), "seen": (torch.zeros(2),)})
+
+
+WRITES = {
+    r"state.carry\['seen'\]\[0\]": lambda state: state.carry["seen"][0].add_(1),
+    r"state.params\['weight'\]": lambda state: state.params["weight"][0].zero_(),
+}
+
+
+@pytest.mark.parametrize("call", ["step", "loop", "replayed", "compiled"])
+@pytest.mark.parametrize("path", WRITES)
+def test_a_collect_that_writes_the_state_is_named(path, call):
+    step, state = collecting(WRITES[path])
+    compiled = torch.compile(step.loop, fullgraph=True, backend="eager")
+    calls = {"step": step, "loop": step.loop, "replayed": step.replayed(), "compiled": compiled}
+    # A compiler makes it an error of its own, which says whose it was.
+    with pytest.raises(Exception, match=f"collect writes {path} in place, .* return new tensors") as error:
+        calls[call](state)
+    assert call == "compiled" or error.type is hfta.StateError
+
+
+@pytest.mark.parametrize(
+    "result, error, message",
+    [
+        (lambda state: state.carry, hfta.LossError, r"must return \(carry, batches\) or \(carry, batches, metrics\)"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), torch.ones(2)), hfta.LossError, "the metrics as a dict"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": 1.0}), hfta.LossError, "metric 'a' is a float; metrics"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"a": torch.ones(3)}), hfta.LossError,
+         r"metric 'a' of collect is \[3\]; give each model its part, \[2, ...\]"),
+        (lambda state: (state.carry, torch.ones(1, 2, 6, 4), {"failed_step": torch.ones(2)}), hfta.LossError,
+         "collect reports 'failed_step', which the step reports too"),
+        (lambda state: ({**state.carry, "x": state.step}, torch.ones(1, 2, 6, 4)), hfta.TraceError,
+         r"carry\['x'\] is torch.float32\[2, 6, 4\] in the state but torch.int64\[2\] in what collect"),
+        (lambda state: ((), torch.ones(1, 2, 6, 4)), hfta.TraceError, r"the state has carry\['seen'\]\[0\] but what collect"),
+    ],
+)  # fmt: skip
+def test_a_collect_that_returns_something_else(result, error, message):
+    step, state = collecting(result=result)
+    for call in (step, step.loop):
+        with pytest.raises(error, match=message):
+            call(state)
+    for wrong in (0, 2.0):
+        with pytest.raises(ValueError, match=f"iterations is {wrong}; give an integer of at least 1"):
+            step.loop(state, wrong)
