@@ -15,6 +15,7 @@ from hfta_func._torch._release import private
 
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 _aten = torch.ops.aten
+_FAKE = "torch._subclasses.fake_tensor"
 _UNSEEN = (_aten.detach.default, torch.ops.prim.device.default, _aten.lift_fresh.default)
 """They tell autograd or a program something and take no time on a device."""
 
@@ -49,10 +50,10 @@ class Walker(_Mode):
         super().__init__()
         self._device, self._note = device, note
         self._before: list[str | None] = []
-        self._fake = private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
+        self._fake = private(_FAKE, "FakeTensorMode")(allow_non_fake_inputs=True)
         self._held: dict[int, weakref.ref[Any]] = {}
         # The error says what went wrong, and PyTorch would print where, in a hundred lines.
-        logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_heard)
+        logging.getLogger(_FAKE).addFilter(_is_heard)
         self.bytes = self.peak = 0
         """What results take now, and the most so far."""
 
