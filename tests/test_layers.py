@@ -37,6 +37,7 @@ FILES_IN = {
         "control_flow",
         "nan_linalg",
         "autodiff",
+        "modes",
         "higher_order",
         "rewrites",
         "distributions",

@@ -138,6 +138,44 @@ def test_models_that_take_gradients_also_under_no_grad(way: str) -> None:
     assert_as_alone(Score, torch.randn(3, 5, 4).double(), way)
 
 
+class Sensitivity(nn.Module):
+    """Takes a gradient by a parameter, also where its caller takes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            y = self.layer(x).tanh().square().sum()
+            (grad,) = torch.autograd.grad(y, self.layer.weight, create_graph=create_graph)
+        return grad
+
+
+class Detached(nn.Module):
+    """Cuts its history every two steps, as backpropagation through time is truncated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[0])
+        for number, row in enumerate(x):
+            h = self.layer(row + h).tanh()
+            if number % 2:
+                h.detach_()
+        return h
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("way", ["together", "one by one", "evaluated"])
+@pytest.mark.parametrize("make", [Sensitivity, Detached])
+def test_gradients_by_parameters_and_truncated_histories(make: type[nn.Module], way: str, count: int) -> None:
+    assert_as_alone(make, torch.randn(3, 5, 4).double(), way, count)
+
+
 def test_noise_mixes_what_each_member_is_differentiated_by() -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         real, fake = batch

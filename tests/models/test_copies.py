@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import copy
+import dataclasses
+import functools
 import random
+import threading
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -197,3 +203,145 @@ def test_a_mask_selects_entries_if_it_is_shared():
     layers = [Coupling() for _ in range(3)]
     ensemble = hfta.Ensemble.from_modules(layers, share_frozen=True)
     torch.testing.assert_close(ensemble(x), torch.stack([layer(x) for layer in layers]))
+
+
+def penalised_list(model):
+    model.penalised = [model.layer.weight, model.layer.bias]
+    model.call = lambda x: model.layer(x) + x @ model.penalised[0] + model.penalised[1]
+
+
+def named_list(model):
+    model.named = list(model.named_parameters())
+    model.call = lambda x: model.layer(x) * sum(param.square().sum() for name, param in model.named if "weight" in name)
+
+
+def mixed_containers(model):
+    model.held = {"a": (model.layer.bias, [model.layer.weight], 2)}
+    model.call = lambda x: x @ model.held["a"][1][0] + model.held["a"][0] * model.held["a"][2]
+
+
+def buffer_list(model):
+    model.register_buffer("scale", torch.randn(4))
+    model.scales = [model.scale]
+    model.call = lambda x: model.layer(x) * model.scales[0]
+
+
+def own_optimizer(model):
+    model.optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def through_an_optimizer(model):
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.call = lambda x: model.layer(x) + x @ model.optimizer.param_groups[0]["params"][0]
+
+
+class Pair(NamedTuple):
+    """A weight and a number."""
+
+    weight: Tensor
+    scale: float
+
+
+def named_tuple(model):
+    model.pair = Pair(model.layer.weight, 2.0)
+    model.call = lambda x: model.layer(x) + x @ model.pair.weight * model.pair.scale
+
+
+def object_of_its_own(model):
+    model.object = types.SimpleNamespace(weight=model.layer.weight)
+    model.call = lambda x: model.layer(x) + x @ model.object.weight
+
+
+def plain_attribute(model):
+    object.__setattr__(model, "weight", model.layer.weight)
+    model.call = lambda x: model.layer(x) + x @ model.weight
+
+
+def closure(model):
+    weight = model.layer.weight
+    model.call = lambda x: model.layer(x) + x @ weight
+
+
+def closure_of_a_hook(model):
+    weight = model.layer.weight
+    model.layer.register_forward_hook(lambda module, args, output: output + weight.sum())
+
+
+def partial(model):
+    model.call = functools.partial(F.linear, weight=model.layer.weight, bias=model.layer.bias)
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(penalised_list, named_list, mixed_containers, buffer_list, own_optimizer, through_an_optimizer, named_tuple),
+        *(object_of_its_own, plain_attribute, closure, closure_of_a_hook, partial),
+    ],
+)
+def test_parameters_that_attributes_hold_too(build, way, count):
+    assert_as_alone(lambda: Model(build), torch.randn(3, 5, 4), way, count)
+
+
+@pytest.mark.parametrize("build", [penalised_list, pytest.param(own_optimizer, marks=pytest.mark.exhaustive)])
+def test_compiled_they_are_replaced_in_lists(build):
+    assert_as_alone(lambda: Model(build), torch.randn(3, 5, 4), "compiled")
+
+
+def test_where_they_cannot_be_replaced_they_are_refused():
+    def held_in_a_set(model):
+        model.penalised = {model.layer.weight}
+
+    with pytest.raises(hfta.StackError, match=r"in a set, where members cannot .* hold it in a list or a dict"):
+        hfta.functional(Model(held_in_a_set))
+    with pytest.raises(Exception, match=r"copies a parameter \(copy\.deepcopy\), which a compiler cannot"):
+        assert_as_alone(lambda: Model(copies_a_layer), torch.randn(3, 5, 4), "compiled")
+    with pytest.raises(Exception, match=r"besides its module, which a compiler cannot replace; take the tensor"):
+        assert_as_alone(lambda: Model(closure), torch.randn(3, 5, 4), "compiled")
+
+
+@dataclasses.dataclass
+class Settings:
+    """Compares as a tuple of tensors, which has no truth value."""
+
+    scale: Any = dataclasses.field(default_factory=lambda: torch.ones(4))
+    noted: Any = dataclasses.field(default_factory=random.random, compare=False)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "dataclass": Settings,
+    "namespace": lambda: types.SimpleNamespace(scale=torch.ones(4), rest=np.ones(3)),
+    "deque": lambda: collections.deque([torch.ones(4)]),
+    "dict of its own class": lambda: collections.UserDict(scale=torch.ones(4)),
+    "view of a dict": lambda: types.MappingProxyType({"scale": torch.ones(4)}),
+    "lock": threading.Lock,
+    "optimizer of others": lambda: torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_are_equal_by_their_parts_or_cannot_be_copied(name):
+    def build(model):
+        model.settings = SETTINGS[name]()
+
+    assert_as_alone(lambda: Model(build), torch.randn(3, 5, 4), "together")
+
+
+def test_settings_that_differ_in_their_parts_are_refused():
+    def build(model):
+        model.settings = Settings(torch.randn(4))
+
+    with pytest.raises(hfta.StackError, match=r"'settings' is Settings.* but in model 0 it is"):
+        hfta.stack_params([Model(build), Model(build)])
+
+
+def copies_a_layer(model):
+    model.call = lambda x: model.layer(x) + copy.deepcopy(model.layer)(x)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("way", ["together", "one by one", "evaluated", "ensemble"])
+def test_a_call_may_copy_a_module(way, count):
+    assert_as_alone(lambda: Model(copies_a_layer), torch.randn(3, 5, 4), way, count)

@@ -19,6 +19,7 @@ import torch
 from hfta_func._torch._release import private
 from hfta_func._torch.inductor import replaced
 from hfta_func._torch.levels import constant_to_compiler
+from hfta_func._torch.modules import is_call_replaced
 from hfta_func._torch.tape import NotReplayableError
 
 _UNSEEN = {
@@ -89,8 +90,8 @@ class Reads:
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any]):
         self._locals = {"func": func, "args": tuple(args)}
-        if has_global_hooks():
-            raise NotReplayableError("there are hooks on all modules")
+        if has_global_hooks() or is_call_replaced():
+            raise NotReplayableError("there are hooks on all modules, or their __call__ has been replaced")
         try:
             graph, self._manager = _traced(self._locals)
         except NotReplayableError:
@@ -128,6 +129,7 @@ class Reads:
         """Whether the values are as they were."""
         return (
             not has_global_hooks()
+            and not is_call_replaced()
             and self._manager.check(self._locals)
             and all([self._value(source) is tensor for source, tensor in self._tensors])
             and all([_identical(vars(kind).values(), values) for kind, values in self._classes])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._types import TraceError
-from hfta_func.calls.body import is_trained
+from hfta_func.calls.body import is_trained, running_body
 
 rehearsing = contextvars.ContextVar("rehearsing", default=False)
 """Whether a step runs eagerly just before a compiler traces it."""
@@ -65,12 +65,54 @@ def _is_given(tensor: Tensor) -> bool:
 
 def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
     """``tensor.requires_grad_(requires_grad)``, of the tensor inside where a loss in a step calls it."""
+    if not torch.compiler.is_compiling() and _sets_parameter(tensor, requires_grad) and not rehearsing.get():
+        return tensor
     under_derivatives = not only_vmap() and _torch.is_batched(tensor) and not torch.compiler.is_compiling()
     if not under_derivatives and not _must_unwrap():
         return tensor.requires_grad_(requires_grad)
     with _torch.outside_transforms():
         _torch.inside_vmap(tensor).requires_grad_(requires_grad)
     return tensor
+
+
+def _sets_parameter(tensor: Tensor, requires_grad: bool) -> bool:
+    """Whether this is a parameter of the model, for which that changes nothing; refuses a change."""
+    body = running_body()
+    if body is None or all(param is not tensor for param in body.parameters()):
+        return False
+    # Of a joint step each loss trains one network, and takes the trained parameters of the others without gradients.
+    has_grad = _torch.inside_vmap(tensor).requires_grad
+    if has_grad == requires_grad or (is_trained(tensor) and not has_grad):
+        return True
+    trained: list[Any] = [held.get(name) for held, name in body.trained]
+    if any(_torch.inside_vmap(param).requires_grad for param in trained):
+        raise TraceError(_FREEZES)
+    return False
+
+
+def _detach_(tensor: Tensor) -> Tensor:
+    """``tensor.detach_()``, which under ``vmap`` would count as a write."""
+    inside = _torch.inside_vmap(tensor)
+    if inside is tensor or not only_vmap():
+        return tensor.detach_()
+    if rehearsing.get() or inside._is_view():
+        where = "which a compiler does not know" if rehearsing.get() else "of a tensor that is a view in the array"
+        raise TraceError(f"the model calls detach_(), {where}; write x = x.detach()")
+    with _torch.outside_transforms():
+        inside.detach_()
+    return tensor
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A copy of a parameter without a history, as ``copy.deepcopy`` makes it of one alone."""
+    if (tensor is _torch.inside_vmap(tensor) and not _is_given(tensor)) or not _is_leaf(tensor):
+        return tensor.__deepcopy__(memo)
+    if rehearsing.get():
+        raise TraceError(
+            "the model copies a parameter (copy.deepcopy), which a compiler cannot; compute with weight.detach().clone(), "
+            "call a module with such by torch.func.functional_call, or leave the step uncompiled"
+        )
+    return memo.setdefault(id(tensor), tensor.detach().clone())
 
 
 def _data(tensor: Tensor) -> Tensor:
@@ -181,6 +223,10 @@ CALLS_BACKWARD = (
 )
 _AS_VALUE = "take the gradient of an activation by torch.autograd.grad(loss, activation, create_graph=True) in the loss"
 
+_FREEZES = (
+    "the model sets requires_grad of a parameter in a call, and which ones train is settled when the step is made; "
+    "compute with weight.detach() (torch.func.functional_call for a module), or set it before"
+)
 _HOOK = f"or a tool around the step registers a hook on a tensor, {_ONE_PASS}; {_AS_VALUE}"
 AUTODIFF: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
@@ -192,6 +238,8 @@ AUTODIFF: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad.__get__: _requires_grad,  # pyright: ignore
     Tensor.is_leaf.__get__: _is_leaf,  # pyright: ignore
     Tensor.grad_fn.__get__: _grad_fn,  # pyright: ignore
+    **dict.fromkeys((Tensor.detach_, torch.detach_), _detach_),
+    Tensor.__deepcopy__: _deepcopy,
     Tensor.data.__get__: _data,  # pyright: ignore
     Tensor.data.__set__: _set_data,  # pyright: ignore
     _torch.takes_data: lambda param, value: True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import sys
 import types
@@ -15,6 +16,13 @@ from torch.fx.traceback import get_current_meta
 from hfta_func._torch import dotted_path
 
 
+class Reference:
+    """What a module holds under a name."""
+
+    def __init__(self, held: dict[str, Any], name: str):
+        self.held, self.name = held, name
+
+
 class Body(nn.Module):
     """A function of a model, as a module whose only child is ``model``."""
 
@@ -26,10 +34,47 @@ class Body(nn.Module):
         self.places: dict[str, Any] = {}
         self.trained: list[tuple[dict[str, Any], str]] = []
         self.fixed: frozenset[tuple[int, str]] = frozenset()
+        # Where plain attributes hold parameters, too: a holder, a key there, and a reference or a tuple with some.
+        self.aliases: list[tuple[Any, Any, Any]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        return self.func(self.model, *args, **kwargs)
+        if not self.aliases:
+            return self.func(self.model, *args, **kwargs)
+        before = [_put(holder, key, _current(source)) for holder, key, source in self.aliases]
+        try:
+            return self.func(self.model, *args, **kwargs)
+        finally:
+            for (holder, key, _), value in zip(self.aliases, before, strict=True):
+                _put(holder, key, value)
+
+    # Hooks of all modules, and what replaces nn.Module.__call__, are for the modules of the model alone.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.forward(*args, **kwargs)
+
+
+def _current(source: Any) -> Any:
+    """A value with what references in it, or in a tuple, stand for."""
+    if isinstance(source, Reference):
+        return source.held[source.name]
+    return getattr(source, "_make", tuple)(map(_current, source)) if isinstance(source, tuple) else source
+
+
+def _put(holder: Any, key: Any, value: Any) -> Any:
+    """Put a value into a container, an object or a cell of a function; returns the one that was there."""
+    if isinstance(holder, types.CellType):
+        before, holder.cell_contents = holder.cell_contents, value
+        return before
+    if not isinstance(holder, _CONTAINERS):
+        # Past the registration of a module's parameters.
+        holder = vars(holder)
+    before = holder[key]
+    holder[key] = value
+    return before
+
+
+_CONTAINERS = (dict, list, collections.deque)
 
 
 def module_path() -> str:
@@ -52,15 +97,21 @@ def module_path() -> str:
     return ""
 
 
-def is_trained(tensor: Any) -> bool:
-    """Whether a tensor is a trained parameter of the model whose code is running."""
+def running_body() -> Body | None:
+    """The body of the model whose code is running."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, Body):
-            return any(held.get(name) is tensor for held, name in owner.trained)
+            return owner
         frame = frame.f_back
-    return False
+    return None
+
+
+def is_trained(tensor: Any) -> bool:
+    """Whether a tensor is a trained parameter of the model whose code is running."""
+    body = running_body()
+    return body is not None and any(held.get(name) is tensor for held, name in body.trained)
 
 
 def path_in(body: nn.Module, module: nn.Module) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hfta_func._torch import pytree
+from hfta_func._torch import MODULE_ATTRIBUTES, pytree
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -70,7 +70,10 @@ def _parts(leaf: Any) -> Any:
     if isinstance(leaf, Tensor | type | types.ModuleType):
         return ()
     if isinstance(leaf, nn.Module):
-        return [*leaf.parameters(), *leaf.buffers()]
+        attributes = (
+            vars(module)[name] for module in leaf.modules() for name in vars(module).keys() - MODULE_ATTRIBUTES
+        )
+        return [*leaf.parameters(), *leaf.buffers(), *attributes]
     if isinstance(leaf, types.MethodType):
         return leaf.__self__
     if isinstance(leaf, functools.partial):

@@ -15,13 +15,13 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from hfta_func import _torch
 from hfta_func._torch import constant_to_compiler
 from hfta_func._types import TraceError
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import is_users_file
+from hfta_func.calls.modes import Mode
 
 Line = tuple[str, int] | None
 
@@ -85,7 +85,7 @@ class _Written(BaseException):
     """A member's value is written into what a function, called at a line, has made; a model's ``except`` must not stop it."""
 
 
-class _Making(TorchFunctionMode):
+class _Making(Mode):
     """Gives each member its own result of the known calls."""
 
     def __init__(self, made: MadeCalls, batched: Tensor):
@@ -93,11 +93,9 @@ class _Making(TorchFunctionMode):
         self._made = made
         self._true = batched.new_ones((), dtype=torch.bool)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function."""
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         return _torch.pytree.tree_map(self._for_each, result) if self._made.make(func) else result
 
     def _for_each(self, result: Any) -> Any:
@@ -113,15 +111,13 @@ class _Seeking(_Making):
         # The call that made each storage; the tensor keeps its number from being given to another one.
         self._calls: dict[int, tuple[Any, Line, Tensor]] = {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function."""
         given = _tensors((args, kwargs))
-        for target in _targets(func, args, kwargs or {}):
+        for target in _targets(func, args, kwargs):
             if not self._is_batched(target) and any(self._is_batched(tensor) for tensor in given):
                 self.find(target)
-        result = super().__torch_function__(func, types, args, kwargs)
+        result = super().call(func, args, kwargs)
         # This package copies modules with their constants, which a model must not write.
         known = {
             _number(tensor) for tensor in (given if func is not Tensor.__deepcopy__ else _tensors((given, result)))

@@ -15,25 +15,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+# As they are now, whatever has their names later.
+from torch.nn.functional import batch_norm, cross_entropy, ctc_loss, normalize, one_hot
 
 from hfta_func._torch import BatchNorm, is_batched, is_nestable
 from hfta_func._types import TraceError
 from hfta_func.calls.autodiff import AUTODIFF, requires_grad_
 from hfta_func.calls.higher_order import OPERATORS
+from hfta_func.calls.modes import Mode
 from hfta_func.calls.nan_linalg import GUARDED
 
 
-class lowered(TorchFunctionMode):
+class lowered(Mode):
     """Replaces the functions in :data:`LOWERED` inside the ``with`` block, as :class:`hfta_func.routed` does too."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace one call of a torch function."""
         if func in OPERATORS:
-            return OPERATORS[func](self._call, *args, **(kwargs or {}))
-        return LOWERED.get(func, func)(*args, **(kwargs or {}))
+            return OPERATORS[func](self._call, *args, **kwargs)
+        return LOWERED.get(func, func)(*args, **kwargs)
 
     def _call(self, part: int | None, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
@@ -69,8 +70,8 @@ def _cross_entropy(*args: Any, label_smoothing: Any = 0.0, **kwargs: Any) -> Ten
     if len(args) > 7:
         args, label_smoothing = args[:7], args[7]
     if not isinstance(label_smoothing, Tensor):
-        return F.cross_entropy(*args, label_smoothing=label_smoothing, **kwargs)
-    sharp, smooth = (F.cross_entropy(*args, label_smoothing=value, **kwargs) for value in (0.0, 1.0))
+        return cross_entropy(*args, label_smoothing=label_smoothing, **kwargs)
+    sharp, smooth = (cross_entropy(*args, label_smoothing=value, **kwargs) for value in (0.0, 1.0))
     # A class that is impossible has an infinite smooth loss, which does not count without smoothing.
     return (1 - label_smoothing) * sharp + torch.where(label_smoothing == 0, 0, label_smoothing * smooth)
 
@@ -82,13 +83,13 @@ def _ctc_loss(
     """Takes the mean itself of targets with lengths in Python, which PyTorch cannot under ``torch.func.grad``."""
     averaging = reduction == "mean" and not isinstance(target_lengths, Tensor)
     kind = "none" if averaging else reduction
-    losses = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, kind, zero_infinity)
+    losses = ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, kind, zero_infinity)
     return (losses / torch.tensor(target_lengths, device=losses.device).clamp(min=1)).mean() if averaging else losses
 
 
 def _chunked(input: Tensor, weight: Tensor, target: Tensor, bias: Any, weights: Any, *args: Any) -> tuple[Tensor]:
     reduction, ignored = args[:2]
-    return (F.cross_entropy(F.linear(input, weight, bias), target, weights, ignore_index=ignored, reduction=reduction),)
+    return (cross_entropy(F.linear(input, weight, bias), target, weights, ignore_index=ignored, reduction=reduction),)
 
 
 def lowered_for_compiler() -> dict[Any, Callable[..., Any]]:
@@ -106,7 +107,7 @@ def lowered_for_compiler() -> dict[Any, Callable[..., Any]]:
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """Reads no values; PyTorch reads them under vmap if a gradient is taken inside."""
     if num_classes <= 0:
-        return F.one_hot(tensor, num_classes)
+        return one_hot(tensor, num_classes)
     return tensor.new_zeros(*tensor.shape, num_classes).scatter(-1, tensor.unsqueeze(-1), 1)
 
 
@@ -152,8 +153,8 @@ def _float(x: Tensor) -> float:
 def _averaging() -> Any:
     """The batch normalisation that calls the replaced function, if it averages its statistics over all batches."""
     frame = sys._getframe(2)
-    # Between the two are the mode and, for a function of Python, that function.
-    for _ in range(4):
+    # Between the two are modes and, for a function of Python, that function.
+    for _ in range(8):
         if frame is not None and frame.f_code in (BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__):
             return frame.f_locals["self"] if frame.f_locals["self"].momentum is None else None
         frame = frame and frame.f_back
@@ -166,9 +167,9 @@ def _batch_norm(
 ) -> Tensor:  # fmt: skip
     """Averages statistics over all batches if the momentum is the NaN of :func:`_float`."""
     if momentum == momentum or (module := _averaging()) is None:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     stats = running_mean.clone(), running_var.clone()
-    output = F.batch_norm(input, *stats, weight, bias, training, 1.0, eps)
+    output = batch_norm(input, *stats, weight, bias, training, 1.0, eps)
     for average, stat in zip((running_mean, running_var), stats, strict=True):
         average += (stat - average) / module.num_batches_tracked
     return output
@@ -176,7 +177,7 @@ def _batch_norm(
 
 def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
     """Writes ``out``, which spectral normalisation passes, by an operator with a batching rule."""
-    normalized = F.normalize(input, p, dim, eps)
+    normalized = normalize(input, p, dim, eps)
     return normalized if out is None else out.copy_(normalized)
 
 

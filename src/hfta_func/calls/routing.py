@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from hfta_func import random
 from hfta_func._torch import (
@@ -31,12 +30,13 @@ from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.control_flow import BRANCHES
 from hfta_func.calls.draws import NAMES, REFUSED, ROUTED, spellings
 from hfta_func.calls.higher_order import OPERATORS
+from hfta_func.calls.modes import Mode
 from hfta_func.calls.rewrites import LOWERED, lowered_for_compiler
 
 _SITES = 16  # call sites whose streams are computed together, at the cost of one
 
 
-class routed(TorchFunctionMode):
+class routed(Mode):
     """Draw every random number inside the ``with`` block from ``key``.
 
     Args:
@@ -138,11 +138,8 @@ class routed(TorchFunctionMode):
         self.site += 1
         return functools.partial(self._call, self.site)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace one call of a torch function."""
-        kwargs = kwargs or {}
         if self.padding is not None:
             return self.padding(func, args, kwargs, functools.partial(self._replaced, func))
         return self._replaced(func, *args, **kwargs)
@@ -176,7 +173,7 @@ def _check_strided(args: Sequence[Any]) -> None:
             )
 
 
-class routed_by_member(TorchFunctionMode):
+class routed_by_member(Mode):
     """Draw every random tensor ``[M, ...]`` inside the ``with`` block from the keys ``[M]`` of its members.
 
     The block sees all members at once, as the update of an optimizer does.
@@ -192,11 +189,8 @@ class routed_by_member(TorchFunctionMode):
         self.keys = keys
         self.site = 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace one call of a torch function."""
-        kwargs = kwargs or {}
         if func not in HANDLERS:
             return func(*args, **kwargs)
         count = self.keys.shape[0]

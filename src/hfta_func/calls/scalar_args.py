@@ -36,25 +36,20 @@ class numbered(routed):
         """See :class:`routed`."""
         return isinstance(value, Tensor) and value.dim() == 0 and any(value is number for number in self._numbers)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace one call of a torch function, if a number of it is a tensor."""
-        kwargs = kwargs or {}
         given = (*args, *kwargs.values())
         if func in _AUGMENTED and self.is_number(args[0]):
             # A Python number is immutable, so other variables that refer to it must keep their value.
             func = _AUGMENTED[func]
         tensors = [value for value in given if isinstance(value, Tensor)]
         others = [value for value in tensors if not self.is_number(value)]
-        result = self._call(func, types, args, kwargs, others if len(others) < len(tensors) else [])
+        result = self._meeting(func, args, kwargs, others if len(others) < len(tensors) else [])
         if tensors and not others and isinstance(result, Tensor):
             self._numbers.append(result)
         return result
 
-    def _call(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Tensor]
-    ) -> Any:
+    def _meeting(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Tensor]) -> Any:
         """Call a function whose arguments are numbers and the tensors ``met``."""
         if self.key is None and (func in _RATES or func in _RECURRENT):
             args, kwargs = self._without_unused(args, kwargs)
@@ -67,7 +62,7 @@ class numbered(routed):
             elif isinstance(rate, Tensor) and func in _CHECKED:
                 args, kwargs = _with(args, kwargs, name, position, _STAND_IN)
                 self._rate = rate
-                result = super().__torch_function__(func, types, args, kwargs)
+                result = super().call(func, args, kwargs)
                 self._rate = None
                 return result
         # Python numbers have no precision: they take that of the tensors they meet. Noise depends on every bit of a rate.
@@ -82,7 +77,7 @@ class numbered(routed):
             replacement, numbers = _REPLACEMENTS[func]
             if any(isinstance(_argument(args, kwargs, *number), Tensor) for number in numbers):
                 return replacement(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().call(func, args, kwargs)
 
     def _without_unused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments without rates outside of training, which PyTorch checks nevertheless."""
@@ -124,7 +119,7 @@ def called_with(error: BaseException) -> list[Any]:
     """The arguments of the functions of PyTorch that raised the error or called one that did."""
     values, trace = [], error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code is numbered.__torch_function__.__code__:
+        if trace.tb_frame.f_code is numbered.call.__code__:
             values += trace.tb_frame.f_locals["given"]
         trace = trace.tb_next
     return values

@@ -19,11 +19,12 @@ from hfta_func._torch import (
     pytree,
     tensors_of,
 )
-from hfta_func._types import Params, StateError
+from hfta_func._types import Params, StateError, TraceError
+from hfta_func.calls.autodiff import rehearsing
 from hfta_func.calls.body import Body
 from hfta_func.calls.padding import Padded
 from hfta_func.models.attributes import Attributes, Undoing, check_no_carrying, first_member, undo
-from hfta_func.models.copies import copied_module
+from hfta_func.models.copies import aliases, copied_module
 from hfta_func.models.padding import Size, padding_of
 from hfta_func.models.padding_check import Events
 from hfta_func.models.recomputation import routing
@@ -106,7 +107,7 @@ class Bound:
         self._inner, self._numbers = inner, numbers
         self._shared = {id(tensor): tensor for tensor in (*inner.parameters(), *inner.buffers())}
         self._holders, self._rewritten = _holders(inner), () if self._renorms else tables_with_max_norm(inner)
-        self._trained = {path for path, param in inner.named_parameters() if param.requires_grad}
+        self.trained = {path for path, param in inner.named_parameters() if param.requires_grad}
         # A call puts its tensors into a module, so concurrent calls in other threads need other modules.
         self._first, self._idle = _with_attributes(self._make()), []
         self._harmless: set[str] = set()
@@ -120,7 +121,8 @@ class Bound:
         body = Body(copied_module(self._inner, dict(self._shared)), self._func)
         rematerialise(body.model, remat and self._checkpoint)
         body.places = places_of(body)
-        body.trained = [body.places[f"model.{path}"] for path in self._trained]
+        body.aliases = aliases(body.model, body.places)
+        body.trained = [body.places[f"model.{path}"] for path in self.trained]
         shared = set(() if self._base is None else self._base.buffers)
         for path, module in body.model.named_modules():
             names = [name for name in tensors_of(module) if (f"{path}.{name}" if path else name) in shared]
@@ -141,6 +143,11 @@ class Bound:
             return results
         padded = None if self._events is None else self._events(self, buffers, args, kwargs, key)
         body, attributes = self._idle.pop() if self._idle else _with_attributes(self._make())
+        if rehearsing.get() and not all(isinstance(holder, dict | list) for holder, _, _ in body.aliases):
+            raise TraceError(
+                "an attribute, an object or a function of the model holds a parameter or a buffer besides its module, which "
+                "a compiler cannot replace; take the tensor from its module, hold it in a list, or leave the step uncompiled"
+            )
         with checkpoints_of(body.model, body.fixed) as checkpoints, self._reading(params, buffers) as shared:
             results = self._call(body, shared, params, buffers, args, kwargs, key, padded)
         changed = attributes.changed()
@@ -261,7 +268,7 @@ class Bound:
             params, buffers, args, kwargs, key = given
             factor = 0.5 if altered else 1
             # Halved values are still valid as probabilities, variances and masks.
-            params = {path: part(param, factor if path in self._trained else 1) for path, param in params.items()}
+            params = {path: part(param, factor if path in self.trained else 1) for path, param in params.items()}
             args, kwargs = pytree.tree_map(lambda leaf: part(leaf, factor), (args, kwargs))
             buffers = {path: part(buffer, 1) for path, buffer in buffers.items()}
             torch.manual_seed(altered)

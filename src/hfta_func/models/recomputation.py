@@ -42,16 +42,14 @@ class _Noting(routed):
         # With several members, batching rules note normalisations.
         self._noted = _CHEAP if self.depth else _CHEAP_ALONE
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, and note its result if it is cheap to recompute."""
         if func is F.cross_entropy and not self.depth:
             # With several members, the batching rule does this.
             func = _cross_entropy
-        result = super().__torch_function__(func, types, args, kwargs)
+        result = super().call(func, args, kwargs)
         if (elementwise := self._noted.get(func)) is not None and isinstance(result, Tensor):
-            given = args, kwargs or {}
+            given = args, kwargs
             self._note(func, _in_batch(*given) if func is F.batch_norm else given, result, elementwise)
         return result
 

@@ -6,9 +6,12 @@ must be equal in all models.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import random
 import re
+import threading
 import types
 import weakref
 from collections.abc import Collection, Iterator, Mapping
@@ -26,6 +29,9 @@ from hfta_func.calls.captured import contents
 from hfta_func.models.scalar_attributes import may_differ
 
 T = TypeVar("T")
+
+# A number by which a hook can be removed, while the hooks themselves are compared; locks.
+_WITHOUT_SETTINGS = (RemovableHandle, type(threading.Lock()), type(threading.RLock()))
 
 # Tensors and children are compared separately.
 _HOOKS = tuple(name for name in sorted(MODULE_ATTRIBUTES) if name.endswith("_hooks"))
@@ -47,8 +53,14 @@ def check_same_structure(
     numbers: dict[str, tuple[float, float]] = {}
     modules, first_modules = dict(model.named_modules()), dict(first.named_modules())
     # Hooks may be methods of any module; modules with the same path are compared by the loop.
-    aligned = [(modules[path], first_modules[path]) for path in modules.keys() & first_modules.keys()]
-    known = {(id(module), id(other)): (module, other) for module, other in aligned}
+    aligned: list[tuple[Any, Any]] = [
+        (modules[path], first_modules[path]) for path in modules.keys() & first_modules.keys()
+    ]
+    tensors, first_tensors = (
+        {**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (model, first)
+    )
+    aligned += [(tensors[path], first_tensors[path]) for path in tensors.keys() & first_tensors.keys()]
+    known = {(id(one), id(other)): (one, other) for one, other in aligned}
     for path, module, other in pairs(modules, first_modules, member, "module "):
         numbers |= _check_module(module, other, path, member, known, varied)
     tied, first_tied = ties(model), ties(first)
@@ -257,9 +269,14 @@ def equal(a: Any, b: Any, compared: set[int], seen: dict[tuple[int, int], Any]) 
         return parts.keys() == others.keys() and all(equal(parts[key], others[key], compared, seen) for key in parts)
     if getattr(a, "shape", None) != getattr(b, "shape", None):
         return False
-    same = (a == b) | ((a != a) & (b != b))
-    # Arrays compare element by element.
-    return bool(same.all() if hasattr(same, "all") else same)
+    try:
+        same = (a == b) | ((a != a) & (b != b))
+        # Arrays compare element by element, and tables column by column.
+        return bool(same.all().all() if hasattr(same, "all") else same)
+    except (RuntimeError, TypeError, ValueError):
+        # It asks for the truth value of tensors or arrays in it.
+        fields, others = _fields(a), _fields(b)
+        return fields is not None and equal(fields, others, compared, seen)
 
 
 def _strided(sparse: Any) -> tuple[Tensor, ...]:
@@ -275,12 +292,11 @@ def _strided(sparse: Any) -> tuple[Tensor, ...]:
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:
     """The parts of a composite setting by name; None if the setting is compared as a whole."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return value
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | collections.deque):
         return dict(enumerate(value))
-    if isinstance(value, RemovableHandle):
-        # A number by which a hook can be removed; the hooks themselves are compared.
+    if isinstance(value, _WITHOUT_SETTINGS):
         return {}
     if isinstance(value, torch.fx.Graph):
         return {"code": value.python_code("self").src}
@@ -303,3 +319,10 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     plain = type(value).__eq__ is object.__eq__ and (slots or hasattr(value, "__dict__"))
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return {**held, **getattr(value, "__dict__", {})} if plain else None
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """What makes two objects equal that compare as tuples of their fields; None for objects of other kinds."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
+    return vars(value) if isinstance(value, types.SimpleNamespace) else None

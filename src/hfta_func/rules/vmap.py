@@ -244,7 +244,10 @@ def _alone_without_draws(
 
 def _alone(func: Callable[..., tuple[Any, ...]], leaves: list[Any], dims: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """One member without ``vmap``, as fast as a solo run."""
-    outputs = func(*(leaf if dim is None else leaf.squeeze(dim) for leaf, dim in zip(leaves, dims, strict=True)))
+    # With their history, in which a function may take gradients under no_grad, too.
+    with torch.enable_grad():
+        alone = [leaf if dim is None else leaf.squeeze(dim) for leaf, dim in zip(leaves, dims, strict=True)]
+    outputs = func(*alone)
     _check_outputs(outputs)
     return tuple(output.unsqueeze(0) for output in outputs)
 
@@ -269,8 +272,8 @@ _CURES = {
     "place; without either, it runs one member after another",
     "must override the setup_context": "applies an autograd function by a method that was kept, f = Function.apply, before "
     "the rules were installed; call Function.apply where it is used, or hfta_func.rules.install() before its import",
-    "may have escaped": "uses a tensor of a member below vmap, where an autograd function without a batching rule runs; pass "
-    "it to apply as an argument",
+    "may have escaped": "uses a tensor of a member outside of its call: in another thread, or below vmap, where an autograd "
+    "function without a batching rule runs; compute in the call, or pass it to apply as an argument",
     "support saved tensor hooks": "takes a derivative by torch.func in what is recomputed (checkpoint=, "
     "torch.utils.checkpoint), which PyTorch cannot; take it by torch.autograd.grad, or recompute other modules",
     "implement the jvp function": "differentiates an autograd function in forward mode; write its jvp staticmethod",

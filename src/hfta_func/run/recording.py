@@ -65,11 +65,13 @@ def _marking_modules() -> Iterator[None]:
     paths: dict[nn.Module, str] = {}
     open_marks: list[Any] = []
 
+    def run(body: Body, *args: Any, **kwargs: Any) -> Any:
+        if body not in paths:
+            paths.update({child: MODULE + path_in(body, child) for child in body.modules()})
+        with mark(BODY):
+            return forward(body, *args, **kwargs)
+
     def enter(module: nn.Module, _: Any) -> None:
-        if isinstance(module, Body):
-            if module not in paths:
-                paths.update({child: MODULE + path_in(module, child) for child in module.modules()})
-            paths[module] = BODY
         open_marks.append(mark(paths.get(module, f"{MODULE}{type(module).__name__}")))
         open_marks[-1].__enter__()
 
@@ -78,8 +80,10 @@ def _marking_modules() -> Iterator[None]:
             open_marks.pop().__exit__(None, None, None)
 
     handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    forward = Body.forward
     try:
-        yield
+        with replaced(Body, "forward", run):
+            yield
     finally:
         for handle in handles:
             handle.remove()

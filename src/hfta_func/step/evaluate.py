@@ -83,7 +83,7 @@ class EvalStep(Compiled):
         self._shared = frozenset(shared_of(model, options.shared_params))
         self._takes_hparams = num_positional(metric_fn) >= 3
         metrics = with_batch(metric_fn, self._takes_hparams)
-        self._metrics = bind(model, metrics, training=False, share_frozen=options.share_frozen)
+        self._metrics: Any = bind(model, metrics, training=False, share_frozen=options.share_frozen)
         self._members = Members(of_first(self._run, options.batch_dims), reads=options.chunk_size == 1)
 
     def __reduce__(self) -> Any:
@@ -140,6 +140,10 @@ class EvalStep(Compiled):
         self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree
     ) -> dict[str, Tensor]:
         keys, params, shared, buffers, hparams = members
+        if not torch.compiler.is_compiling() and not keys.is_inference():
+            # As alone: metrics may take gradients, and autograd functions ask which of their inputs need one.
+            trained = self._metrics.trained
+            params = {path: x.detach().requires_grad_() if path in trained else x for path, x in params.items()}
         dims = dict.fromkeys(params, 0) | dict.fromkeys(shared, None)
         params = params | {path: param[0] for path, param in shared.items()}
         in_dims = (0, dims, 0, 0, leaf_dims(self.options.batch_dims, tree))

@@ -9,9 +9,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hfta_func._torch import can_look, constant_to_compiler, inside_transform, is_walked, set_compiling
+from hfta_func._torch import (
+    can_look,
+    constant_to_compiler,
+    inside_transform,
+    is_call_replaced,
+    is_walked,
+    set_compiling,
+)
 from hfta_func._tree import tree_map
-from hfta_func._types import Params, Tree
+from hfta_func._types import Params, TraceError, Tree
 from hfta_func.calls.autodiff import rehearsing
 from hfta_func.rules._aliasing import AliasFacts
 from hfta_func.rules.vmap import vmap_routed
@@ -81,6 +88,10 @@ class Members:
 
     def rehearse_eagerly(self, *given: Tree) -> None:
         """Make the ``rehearsal`` where the values are known."""
+        if is_call_replaced():
+            raise TraceError(
+                "nn.Module.__call__ has been replaced, which a compiler may not see; restore it, or leave the step uncompiled"
+            )
         self._rehearsal(*given)
         self._rehearsed = True
 
