@@ -6,6 +6,7 @@ import collections
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,14 @@ _PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (os.path.dirname(__
 def is_users_file(name: str) -> bool:
     """Whether a file of code belongs neither to PyTorch nor to this package."""
     return not name.startswith(_PACKAGES)
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn of the latest line of the user's code."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, level)
 
 
 def _is_users(frame: types.FrameType) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from hfta_func import _torch
 from hfta_func._torch import pytree
 from hfta_func._types import LoopWarning, RandomnessError, TraceError
 from hfta_func.calls.autodiff import rehearsing
+from hfta_func.calls.body import warn
 from hfta_func.calls.captured import tensors_in, with_tensors
 from hfta_func.calls.made import refuse_write
 from hfta_func.calls.rewrites import lowered
@@ -164,12 +164,11 @@ def _warn_of(function: Any) -> None:
     # A compiled step, which is rehearsed for one member, runs all members at once.
     if function not in _warned and not rehearsing.get():
         _warned.add(function)
-        warnings.warn(
+        warn(
             f"{function.__qualname__} is an autograd function without a batching rule and runs one member after another; "
             f"write setup_context and a vmap staticmethod, or generate_vmap_rule = True, or compute with operators; or "
             f"silence this with warnings.filterwarnings('ignore', category=hfta_func.LoopWarning)",
             LoopWarning,
-            stacklevel=5,
         )
 
 

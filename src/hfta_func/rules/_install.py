@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hfta_func import _torch
 from hfta_func._types import LoopWarning
+from hfta_func.calls.body import warn
 from hfta_func.rules import _aliasing, _autocast, _check, _choice, _function_graphs, _functions
 from hfta_func.rules._loop import one_by_one
 from hfta_func.rules._lowering import TABLE, enter, make_case
@@ -153,11 +154,10 @@ def _loop(name: str) -> Callable[..., Any]:
     if refusal is not None:
         raise RuntimeError(refusal)
     enter(op, "rest", "no batching rule: one member after another", "loop")
-    warnings.warn(
+    warn(
         f"{name} has no batching rule and runs one member after another; register a rule with hfta_func.rules.register, "
         f"or silence this with warnings.filterwarnings('ignore', category=hfta_func.LoopWarning)",
         LoopWarning,
-        stacklevel=4,
     )
     return _kernel(op, None, BATCHED, None, False)
 
