@@ -345,3 +345,15 @@ def copies_a_layer(model):
 @pytest.mark.parametrize("way", ["together", "one by one", "evaluated", "ensemble"])
 def test_a_call_may_copy_a_module(way, count):
     assert_as_alone(lambda: Model(copies_a_layer), torch.randn(3, 5, 4), way, count)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("alias", [Tensor.detach, lambda w: w.view(-1), lambda w: [{"row": w.data[0]}]])
+def test_views_of_parameters_that_attributes_hold_are_refused(alias: Any, count: int) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 2))
+        model[0].alias = alias(model[0].weight)
+        return model
+
+    with pytest.raises(hfta.StackError, match=r"'0.alias' shares memory with parameter '0.weight'.*hold a clone"):
+        hfta.stack_params([make() for _ in range(count)])
