@@ -30,7 +30,7 @@ def with_tensors(tree: Any, tensors: dict[int, Any]) -> Any:
         if not any(id(part) in tensors for part in held):
             return leaf
         # copy.deepcopy does not copy functions.
-        functions = [part for part in held if isinstance(part, types.FunctionType)]
+        functions = [part for part in held if isinstance(part, types.FunctionType) and id(part) not in tensors]
         functions = [func for func in functions if any(id(part) in tensors for part in _held(func))]
         made = [
             types.FunctionType(func.__code__, func.__globals__, func.__name__, None, _cells(func)) for func in functions

@@ -7,6 +7,7 @@ model that it was made for. In a copy it would go on to read and fill that one.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import operator
@@ -36,7 +37,7 @@ def copied_module(model: T, memo: dict[int, Any]) -> T:
             memo.setdefault(id(tensor), tensor.detach())
     given = dict(memo)
     # Under vmap, a tensor that requires grad cannot be made.
-    with outside_transforms():
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else outside_transforms():
         try:
             made = copy.deepcopy(model, memo)
         except TypeError:
