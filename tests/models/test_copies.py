@@ -296,7 +296,7 @@ def test_where_they_cannot_be_replaced_they_are_refused():
 
     with pytest.raises(hfta.StackError, match=r"in a set, where members cannot .* hold it in a list or a dict"):
         hfta.functional(Model(held_in_a_set))
-    with pytest.raises(Exception, match=r"copies a tensor or a module \(copy\.deepcopy\), which a compiler cannot"):
+    with pytest.raises(Exception, match=r"copies tensors or modules \(copy\.deepcopy\), which a compiler cannot"):
         assert_as_alone(lambda: Model(copies_a_layer), torch.randn(3, 5, 4), "compiled")
     with pytest.raises(Exception, match=r"besides its module, which a compiler cannot replace; take the tensor"):
         assert_as_alone(lambda: Model(closure), torch.randn(3, 5, 4), "compiled")

@@ -109,7 +109,7 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         return tensor.__deepcopy__(memo)
     if rehearsing.get():
         raise TraceError(
-            "the model copies a tensor or a module (copy.deepcopy), which a compiler cannot; compute with x.detach().clone(), "
+            "the model copies tensors or modules (copy.deepcopy), which a compiler cannot; compute with x.detach().clone(), "
             "call a module with such by torch.func.functional_call, or leave the step uncompiled"
         )
     return memo.setdefault(id(tensor), tensor.detach().clone())

@@ -13,6 +13,7 @@ from hfta_func import random
 from hfta_func._torch import Compiled, original
 from hfta_func._tree import leaves, num_models
 from hfta_func._types import Params, StateError, Tree
+from hfta_func.calls.autodiff import rehearsing
 from hfta_func.models.functional import bind
 from hfta_func.models.scalar_attributes import filled
 from hfta_func.models.sharing import base_of, shared_of
@@ -140,7 +141,7 @@ class EvalStep(Compiled):
         self, batch: Tree, members: tuple[Tensor, Params, Params, Params, Params], tree: Tree
     ) -> dict[str, Tensor]:
         keys, params, shared, buffers, hparams = members
-        if not torch.compiler.is_compiling() and not keys.is_inference():
+        if not (torch.compiler.is_compiling() or rehearsing.get() or keys.is_inference()):
             # As alone: metrics may take gradients, and autograd functions ask which of their inputs need one.
             trained = self._metrics.trained
             params = {path: x.detach().requires_grad_() if path in trained else x for path, x in params.items()}
