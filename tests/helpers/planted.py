@@ -495,7 +495,7 @@ PLANTED = [
     ),
     Planted(
         "a slower graph is kept",
-        *("run/background.py", "statistics.median(self._compiled) > statistics.median(self._eager)", "False"),
+        *("run/background.py", "statistics.median(self._compiled) > statistics.median(self.eager_times)", "False"),
         "test_background.py::test_a_slower_graph_is_left",
     ),
     Planted(
@@ -520,12 +520,12 @@ PLANTED = [
     ),
     Planted(
         "compiling begins whether it may pay or not",
-        *("run/background.py", "self._spent >= after * compiling", "True"),
+        *("run/background.py", "self.spent >= after * compiling", "True"),
         "test_background.py::test_compiling_begins_where_it_may_pay",
     ),
     Planted(
         "a step goes over to its graph whether that pays or not",
-        *("run/background.py", "self._spent >= _PATIENCE * cost", "True"),
+        *("run/background.py", "self.spent >= _PATIENCE * cost", "True"),
         "test_background.py::test_it_goes_over_where_that_pays",
     ),
     Planted(

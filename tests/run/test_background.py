@@ -59,12 +59,12 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def the_graph(quick: Any) -> Any:
     """What becomes of the step for the only shape so far."""
-    return next(iter(quick._shapes.values()), None)
+    return next(iter(quick.shapes.values()), None)
 
 
 def ended(quick: Any) -> bool:
     """Whether it has been given up."""
-    return bool(quick._shapes) and the_graph(quick)._ended
+    return bool(quick.shapes) and the_graph(quick)._ended
 
 
 def until(quick: Any, wanted: Any, call: Any, seconds: float = 240.0) -> None:
@@ -240,9 +240,9 @@ def test_a_process_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch)
     quick = hfta.compile(step)
     for _ in range(2):
         quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
-    (worker,) = the_graph(quick)._worker._pool._workers
+    (worker,) = the_graph(quick).worker._pool._workers
     # Once it has begun: one that dies while it starts is started again.
-    until(quick, lambda _: the_graph(quick)._worker._pool.busy(), lambda: None)
+    until(quick, lambda _: the_graph(quick).worker._pool.busy(), lambda: None)
     assert os.getpriority(os.PRIO_PROCESS, worker.pid) == 19
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.warns(CompileWarning, match="goes on eagerly: its worker died, worker 0 with status -9"):
@@ -256,7 +256,7 @@ def test_a_graph_that_is_not_in_the_cache_is_not_waited_for(monkeypatch: pytest.
     quick = hfta.compile(step)
     quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
     graph = the_graph(quick)
-    monkeypatch.setattr(graph, "_ask", lambda *args: {"options": {}, "seconds": 0.0})
+    monkeypatch.setattr(graph, "ask", lambda *args: {"options": {}, "seconds": 0.0})
     with pytest.warns(CompileWarning, match="LookupError: the graph is not in PyTorch's cache"):
         quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
     assert not quick.is_compiled
@@ -266,7 +266,7 @@ def test_a_slower_graph_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = arrayed()
     quick = hfta.compile(step)
     quick(state, torch.ones(M, 5, 4, dtype=torch.float64))
-    (graph,) = quick._shapes.values()
+    (graph,) = quick.shapes.values()
     monkeypatch.setattr(background, "_TRIAL", 3)
 
     def slow(*args: Any) -> Any:
@@ -303,20 +303,20 @@ def test_the_status_says_how_long_it_has_taken_and_will_take(monkeypatch: pytest
     for _ in range(3):
         quick(state, batch)
     assert "compiling" not in quick.status and not quick.is_compiled
-    assert len(kept._earlier()) == 2 and kept._earlier()[1][1] < 33
+    assert len(kept.earlier_times()) == 2 and kept.earlier_times()[1][1] < 33
 
 
 @pytest.mark.parametrize(("left", "goes"), [(None, False), (10, False), (100_000, True)])
 def test_it_goes_over_where_that_pays(left: int | None, goes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_PATIENCE", 7)
     monkeypatch.setattr(background, "is_compiler_loaded", lambda: True)
-    graph = background._Graph(lambda *args: None)
-    graph._eager, graph._spent = [0.001], 6.9
+    graph = background.StepGraph(lambda *args: None)
+    graph.eager_times, graph.spent = [0.001], 6.9
     answer = {"seconds": 1.0}
-    assert graph._pays(answer, left) is goes
-    graph._spent = 7.0
-    assert graph._pays(answer, left) is (goes or left is None)
-    assert not graph._pays({"seconds": 100.0}, left)
+    assert graph.pays(answer, left) is goes
+    graph.spent = 7.0
+    assert graph.pays(answer, left) is (goes or left is None)
+    assert not graph.pays({"seconds": 100.0}, left)
 
 
 @pytest.mark.parametrize(("left", "begins"), [(None, False), (25_000, False), (30_000, True)])
@@ -324,14 +324,14 @@ def test_compiling_begins_where_it_may_pay(left: int | None, begins: bool, monke
     for name, value in {"_COMPILING": 16.0, "_COMPILING_A_LEAF": 1.0, "_FIRST": 3}.items():
         monkeypatch.setattr(background, name, value)
     _, state = arrayed()
-    graph = background._Graph(lambda *args: None)
+    graph = background.StepGraph(lambda *args: None)
     # The first step is slow, and says nothing.
-    graph._eager, graph._spent = [1.0], 9.9
-    assert not graph._may_pay(state, left)
-    graph._eager = [1.0, 0.001, 0.001]
-    assert graph._may_pay(state, left) is begins
-    graph._spent = 10.0
-    assert graph._may_pay(state, left) is (begins or left is None)
+    graph.eager_times, graph.spent = [1.0], 9.9
+    assert not graph.may_pay(state, left)
+    graph.eager_times = [1.0, 0.001, 0.001]
+    assert graph.may_pay(state, left) is begins
+    graph.spent = 10.0
+    assert graph.may_pay(state, left) is (begins or left is None)
 
 
 @pytest.fixture
@@ -346,12 +346,12 @@ def test_training_lends_a_thread_while_the_other_process_works(
     monkeypatch: pytest.MonkeyPatch, two_threads: None
 ) -> None:
     seen: list[int] = []
-    graph = background._Graph(lambda *args: seen.append(torch.get_num_threads()))
+    graph = background.StepGraph(lambda *args: seen.append(torch.get_num_threads()))
     _, state = arrayed()
     answers = iter([None, None, None, {"seconds": 1.0}])
-    monkeypatch.setattr(graph, "_ask", lambda *args: next(answers))
-    monkeypatch.setattr(graph, "_pays", lambda *args: False)
-    graph._worker = object()  # pyright: ignore
+    monkeypatch.setattr(graph, "ask", lambda *args: next(answers))
+    monkeypatch.setattr(graph, "pays", lambda *args: False)
+    graph.worker = object()  # pyright: ignore
     for processors, after in ((4, 0.0), (2, 1e9), (2, 0.0), (2, 0.0)):
         monkeypatch.setattr(background, "cores", lambda count=processors: [*range(count)])
         monkeypatch.setattr(background, "_COMPILING", after)
@@ -359,7 +359,7 @@ def test_training_lends_a_thread_while_the_other_process_works(
     # With processors to spare; too early; while it waits; with an answer.
     assert seen == [2, 2, 1, 2] and torch.get_num_threads() == 2
     # What one thread less takes says nothing about the step.
-    assert len(graph._eager) == 3
+    assert len(graph.eager_times) == 3
 
 
 @pytest.mark.parametrize(("processors", "affords", "yields"), [(2, False, True), (1, False, None), (1, True, False)])
@@ -379,11 +379,11 @@ def test_a_single_processor_is_shared_once_that_pays(
     torch.set_num_threads(1)
     monkeypatch.setattr(background, "Compiler", Worker)
     monkeypatch.setattr(background, "cores", lambda: [*range(processors)])
-    graph = background._Graph(lambda *args: None)
+    graph = background.StepGraph(lambda *args: None)
     monkeypatch.setattr(graph, "_affords", lambda *args: affords)
-    graph._eager = [0.001]
+    graph.eager_times = [0.001]
     _, state = arrayed()
-    assert graph._ask(state, None, None) is None
+    assert graph.ask(state, None, None) is None
     assert made == ([] if yields is None else [yields])
 
 
@@ -394,7 +394,7 @@ def test_fit_compiles_behind_the_scenes(monkeypatch: pytest.MonkeyPatch) -> None
     def loader() -> hfta.ArrayLoader:
         return hfta.ArrayLoader(data, 5, seeds=range(M))
 
-    monkeypatch.setattr(background._Graph, "_ask", lambda self, state, batch, left: asked.append(left))
+    monkeypatch.setattr(background.StepGraph, "ask", lambda self, state, batch, left: asked.append(left))
     compiled = hfta.fit(step, state, loader(), epochs=2, progress=False, compile=True)
     assert asked == [8, 7, 6, 5, 4, 3, 2, 1]
     plain = hfta.fit(step, state, loader(), epochs=2, progress=False)
@@ -429,7 +429,7 @@ step, state = t.arrayed()
 quick = hfta.compile(step)
 for _ in range(4):
     quick(state, torch.ones(3, 5, 4, dtype=torch.float64))
-(worker,) = t.the_graph(quick)._worker._pool._workers
+(worker,) = t.the_graph(quick).worker._pool._workers
 while not worker.pid:
     time.sleep(0.01)
 print(worker.pid)

@@ -336,7 +336,7 @@ def test_a_later_step_begins_with_the_graph_and_follows_values(
         assert quick.is_compiled and quick.status == "compiled: kept from an earlier run"
         optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), metrics, expected)
     optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12), state, other)
-    monkeypatch.setattr(background._Graph, "_ask", lambda *args: None)
+    monkeypatch.setattr(background.StepGraph, "ask", lambda *args: None)
     weights["one"] = 5.0
     torch.testing.assert_close(quick(state, batch())[1]["loss"], step(state, batch())[1]["loss"], rtol=0, atol=0)
     assert not quick.is_compiled
@@ -347,10 +347,10 @@ def test_a_later_step_begins_with_the_graph_and_follows_values(
         found = quick(state, batch())[1]["loss"]
         assert torch.equal(found, step(state, batch())[1]["loss"])
     # Values that change at every call are no longer followed.
-    for number in range(background._CHANGES + 3):
+    for number in range(background.MOST_CHANGES + 3):
         weights["one"] = 2.0 + number
         assert torch.equal(quick(state, batch())[1]["loss"], step(state, batch())[1]["loss"])
-    assert quick._changes <= background._CHANGES + 1
+    assert quick.changes <= background.MOST_CHANGES + 1
 
 
 def test_an_earlier_graph_with_other_losses_is_not_used(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,15 +424,15 @@ def test_estimates_follow_the_compilation_of_most_similar_size(cache: pathlib.Pa
     assert kept.corrected(22.0) == 11.0 and kept.corrected(90.0) == 270.0
     kept.remember(20.0, 40.0)
     assert kept.corrected(22.0) == 44.0
-    for number in range(2 * kept._MOST_TIMES):
+    for number in range(2 * kept.MOST_TIMES):
         kept.remember(number + 1.0, 1.0)
-    assert len(kept._earlier()) == kept._MOST_TIMES and kept.kept() == []
+    assert len(kept.earlier_times()) == kept.MOST_TIMES and kept.kept() == []
     for content in ("no list", "3", "[[1]]", '[["a", 1.0]]', "[[0.0, 1.0]]"):
-        kept._times().write_text(content)
+        kept.times_file().write_text(content)
         assert kept.corrected(20.0) == 20.0
-    kept._times().unlink()
-    kept._times().parent.rmdir()
-    kept._times().parent.write_text("a file where the folder would be")
+    kept.times_file().unlink()
+    kept.times_file().parent.rmdir()
+    kept.times_file().parent.write_text("a file where the folder would be")
     kept.remember(20.0, 10.0)
     assert kept.corrected(20.0) == 20.0
 
@@ -441,7 +441,7 @@ def test_a_graph_with_other_losses_is_not_used(interpreted: None, cache: pathlib
     step, state = arrayed()
     quick = hfta.compile(step, steps=100)
     quick(state, batch())
-    (graph,) = quick._shapes.values()
+    (graph,) = quick.shapes.values()
     kept.make(arrayed(lambda model, batch: 3 * loss_fn(model, batch))[0], (state, batch()), graph._name)
     with pytest.warns(hfta.CompileWarning, match="its graph has other losses"):
         result = graph._go_over({"kept": True, "seconds": 0.0}, state, batch())

@@ -50,7 +50,7 @@ _FIRST, _SETTLED = 3, 0.03
 longer."""
 _TRIAL = 10
 """Number of compiled steps that are compared with as many eager ones."""
-_CHANGES = 16
+MOST_CHANGES = 16
 """If the Python values that a step rests on change more often, its graphs are not kept."""
 _CLOSE = {"rtol": 0.02, "atol": 1e-4}
 """How near losses of a new graph must be to those of the step: near enough to tell errors from rounding."""
@@ -106,11 +106,11 @@ class BackgroundStep:
     def __init__(self, step: Callable[..., Any], steps: int | None):
         self._step, self._steps, self._eager = step, steps, replayed(step, steps)
         stand_for(self, step)
-        self._shapes: dict[Any, _Graph] = {}
-        self._latest: _Graph | None = None
+        self.shapes: dict[Any, StepGraph] = {}
+        self._latest: StepGraph | None = None
         self._calls = 0
         self._reached: Reached | None = None
-        self._changes = 0
+        self.changes = 0
         self._keeps: bool | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -144,13 +144,13 @@ class BackgroundStep:
         if digest is not None:
             inputs, layout = optree.tree_flatten((state, batch))  # pyright: ignore[reportArgumentType]
             key = digest, layout, _choice.state, *OUTSIDE.values(), torch.get_default_dtype(), *map(kind_of, inputs)
-        graph = self._shapes.get(key)
+        graph = self.shapes.get(key)
         if graph is None:
             name = None
             if digest is not None and kept.can_be_kept(self._step, state):
                 name = kept.name_of(self._step, digest, (state, batch))
             tensors = self._reached.tensors if self._reached is not None else ()
-            graph = self._shapes[key] = _Graph(self._step, self._eager, name, tensors)
+            graph = self.shapes[key] = StepGraph(self._step, self._eager, name, tensors)
         self._latest = graph
         left = None if self._steps is None else self._steps - self._calls + 1
         return graph(state, batch, left)
@@ -159,10 +159,10 @@ class BackgroundStep:
         """A digest of the Python values that the step rests on; None if its graphs are not kept."""
         if self._keeps is None:
             self._keeps = kept.can_be_kept(self._step, state)
-        if self._changes > _CHANGES or not self._keeps:
+        if self.changes > MOST_CHANGES or not self._keeps:
             return None
         if self._reached is None or not self._reached.holds():
-            self._reached, self._changes = kept.reached_by(self._step), self._changes + 1
+            self._reached, self.changes = kept.reached_by(self._step), self.changes + 1
         return self._reached.digest
 
 
@@ -180,7 +180,7 @@ def _one_thread_less() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Graph:
+class StepGraph:
     """What becomes of a step for batches of one shape."""
 
     def __init__(
@@ -196,57 +196,59 @@ class _Graph:
         self._earlier = None if name is None else kept.load(name, tensors)
         self._is_kept = self.was_kept = False
         self._since = self._estimate = 0.0
-        self._worker: Compiler | None = None
+        self.worker: Compiler | None = None
         self._ended = self._is_ready = False
         self._lends = False
-        self._spent = 0.0
-        self._eager: list[float] = []
+        self.spent = 0.0
+        self.eager_times: list[float] = []
         self._compiled: list[float] = []
 
     @property
     def is_used(self) -> bool:
+        """Whether calls run the compiled graph."""
         return self._run is not None
 
     @property
     def progress(self) -> str:
         """For how long another process has been compiling, and how long that is expected to take; empty if none does."""
-        if self._worker is None or self._ended or self._worker.answer() is not None:
+        if self.worker is None or self._ended or self.worker.answer() is not None:
             return ""
         return f"; compiling for {time.monotonic() - self._since:.0f} s of about {kept.corrected(self._estimate):.0f} s"
 
     def __call__(self, state: Any, batch: Any, left: int | None) -> Any:
+        """The step's result; ``left`` is how many calls will follow, if that is known."""
         if self._run is not None:
             return self._call_compiled(state, batch)
         if self._earlier is not None:
             run, self._earlier, self.was_kept = self._earlier, None, True
             return self._take_up(run, state, batch)
         if not self._ended:
-            answer = self._ask(state, batch, left)
-            if answer is not None and self._pays(answer, left):
+            answer = self.ask(state, batch, left)
+            if answer is not None and self.pays(answer, left):
                 return self._go_over(answer, state, batch)
             # The compiler keeps its core until it is done.
-            waits = answer is None and self._worker is not None
+            waits = answer is None and self.worker is not None
             self._lends = waits and (self._lends or (self._crowded(state) and self._affords(state, left)))
         start = time.perf_counter()
         with _one_thread_less() if self._lends else contextlib.nullcontext():
             result = self._call_eagerly(state, batch)
         took = time.perf_counter() - start
-        self._spent += took
+        self.spent += took
         if not self._lends:
-            self._eager = [*self._eager[1 - _TRIAL :], took]
+            self.eager_times = [*self.eager_times[1 - _TRIAL :], took]
         return result
 
-    def _ask(self, state: Any, batch: Any, left: int | None) -> Mapping[str, Any] | None:
+    def ask(self, state: Any, batch: Any, left: int | None) -> Mapping[str, Any] | None:
         """What the other process says; None before it begins, and as long as it works."""
-        if self._worker is None:
+        if self.worker is None:
             # One thread cannot lend any, so that both share its processor evenly.
             evenly = torch.get_num_threads() == 1 and self._crowded(state)
-            may = self._may_pay(state, left) and (not evenly or self._affords(state, left))
+            may = self.may_pay(state, left) and (not evenly or self._affords(state, left))
             if may and not Compiler.busy():
                 self._since, self._estimate = time.monotonic(), _seconds_to_compile(state)
-                self._worker = Compiler(self._step, state, batch, self._name, yields=not evenly)
+                self.worker = Compiler(self._step, state, batch, self._name, yields=not evenly)
             return None
-        answer = self._worker.answer()
+        answer = self.worker.answer()
         if answer is not None and "error" in answer:
             self._end(answer["error"])
             return None
@@ -260,8 +262,9 @@ class _Graph:
         if why is not None:
             warnings.warn(f"the step is not compiled and goes on eagerly: {why}", CompileWarning, stacklevel=5)
 
-    def _may_pay(self, state: Any, left: int | None) -> bool:
-        return len(self._eager) >= _FIRST and self._repays(state, left, _WORTH, _AFTER)
+    def may_pay(self, state: Any, left: int | None) -> bool:
+        """Whether compiling is expected to pay over the calls that are left, or as many as there were."""
+        return len(self.eager_times) >= _FIRST and self._repays(state, left, _WORTH, _AFTER)
 
     def _affords(self, state: Any, left: int | None) -> bool:
         """Whether training can do without a processor while another process compiles."""
@@ -269,25 +272,26 @@ class _Graph:
 
     def _repays(self, state: Any, left: int | None, worth: float, after: float) -> bool:
         compiling = _seconds_to_compile(state)
-        if left is None or self._spent < _SETTLED * compiling:
-            return self._spent >= after * compiling
-        return left * statistics.median(self._eager) >= worth * compiling
+        if left is None or self.spent < _SETTLED * compiling:
+            return self.spent >= after * compiling
+        return left * statistics.median(self.eager_times) >= worth * compiling
 
     def _crowded(self, state: Any) -> bool:
         """Whether training has no processor to spare."""
         on_cpu = all(leaf.device.type == "cpu" for leaf in leaves(getattr(state, "params", state))[:1])
         return on_cpu and len(cores()) <= torch.get_num_threads()
 
-    def _pays(self, answer: Mapping[str, Any], left: int | None) -> bool:
+    def pays(self, answer: Mapping[str, Any], left: int | None) -> bool:
+        """Whether going over to the compiled graph is expected to pay."""
         imports = 0.0 if is_compiler_loaded() or answer.get("kept") else _IMPORTS
         cost = answer["seconds"] + imports
         if left is None:
-            return self._spent >= _PATIENCE * cost
-        return left * statistics.median(self._eager) * (1 - 1 / _FASTER) >= cost
+            return self.spent >= _PATIENCE * cost
+        return left * statistics.median(self.eager_times) * (1 - 1 / _FASTER) >= cost
 
     def _go_over(self, answer: Mapping[str, Any], state: Any, batch: Any) -> Any:
-        if self._worker is not None:
-            self._worker.end()
+        if self.worker is not None:
+            self.worker.end()
         if answer.get("kept"):
             assert self._name is not None
             run = kept.load(self._name, self._tensors)
@@ -325,8 +329,10 @@ class _Graph:
         start = time.perf_counter()
         with contextlib.nullcontext() if self._is_kept else torch.compiler.set_stance("eager_on_recompile"):
             result = self._run(state, batch)
-        if len(self._compiled) < _TRIAL and self._eager:
+        if len(self._compiled) < _TRIAL and self.eager_times:
             self._compiled.append(time.perf_counter() - start)
-            if len(self._compiled) == _TRIAL and statistics.median(self._compiled) > statistics.median(self._eager):
+            if len(self._compiled) == _TRIAL and statistics.median(self._compiled) > statistics.median(
+                self.eager_times
+            ):
                 self._end(None)
         return result

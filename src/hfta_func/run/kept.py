@@ -44,7 +44,7 @@ from hfta_func.workers.settings import SETTINGS
 
 MOST_BYTES = 2**30
 """How much the graphs may take on disk; those that were not used for longest go first."""
-_MOST_TIMES = 64
+MOST_TIMES = 64
 """How many compilations are remembered with the time they took."""
 _LIBRARY, _ABOUT = "step.so", "about"
 
@@ -188,26 +188,28 @@ def drop(name: str) -> None:
 
 def corrected(estimate: float) -> float:
     """An estimate of the seconds that compiling takes, by how far that of the most similar earlier compilation was off."""
-    guess, seconds = min(reversed(_earlier()), key=lambda pair: abs(pair[0] - estimate), default=(1.0, 1.0))
+    guess, seconds = min(reversed(earlier_times()), key=lambda pair: abs(pair[0] - estimate), default=(1.0, 1.0))
     return estimate * seconds / guess
 
 
 def remember(estimate: float, seconds: float) -> None:
     """Remember how long compiling took, for later estimates; nothing happens where nothing can be written."""
     with contextlib.suppress(OSError, CheckpointError):
-        _times().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        times_file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         atomic.write(
-            _times(), json.dumps([*_earlier()[1 - _MOST_TIMES :], (estimate, seconds)]).encode(), durable=False
+            times_file(), json.dumps([*earlier_times()[1 - MOST_TIMES :], (estimate, seconds)]).encode(), durable=False
         )
 
 
-def _times() -> pathlib.Path:
+def times_file() -> pathlib.Path:
+    """Where it stands how long graphs took to compile."""
     return native.folder() / "seconds.json"
 
 
-def _earlier() -> list[tuple[float, float]]:
+def earlier_times() -> list[tuple[float, float]]:
+    """What was expected and what it took, in seconds, the latest last."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return [(float(guess), float(seconds)) for guess, seconds in json.loads(_times().read_bytes()) if guess > 0]
+        return [(float(guess), float(seconds)) for guess, seconds in json.loads(times_file().read_bytes()) if guess > 0]
     return []
 
 
