@@ -311,7 +311,7 @@ def test_it_goes_over_where_that_pays(left: int | None, goes: bool, monkeypatch:
     monkeypatch.setattr(background, "_PATIENCE", 7)
     monkeypatch.setattr(background, "is_compiler_loaded", lambda: True)
     graph = background.StepGraph(lambda *args: None)
-    graph.eager_times, graph.spent = [0.001], 6.9
+    graph.eager, graph.spent = [0.001], 6.9
     answer = {"seconds": 1.0}
     assert graph.pays(answer, left) is goes
     graph.spent = 7.0
@@ -326,9 +326,9 @@ def test_compiling_begins_where_it_may_pay(left: int | None, begins: bool, monke
     _, state = arrayed()
     graph = background.StepGraph(lambda *args: None)
     # The first step is slow, and says nothing.
-    graph.eager_times, graph.spent = [1.0], 9.9
+    graph.eager, graph.spent = [1.0], 9.9
     assert not graph.may_pay(state, left)
-    graph.eager_times = [1.0, 0.001, 0.001]
+    graph.eager = [1.0, 0.001, 0.001]
     assert graph.may_pay(state, left) is begins
     graph.spent = 10.0
     assert graph.may_pay(state, left) is (begins or left is None)
@@ -359,7 +359,7 @@ def test_training_lends_a_thread_while_the_other_process_works(
     # With processors to spare; too early; while it waits; with an answer.
     assert seen == [2, 2, 1, 2] and torch.get_num_threads() == 2
     # What one thread less takes says nothing about the step.
-    assert len(graph.eager_times) == 3
+    assert len(graph.eager) == 3
 
 
 @pytest.mark.parametrize(("processors", "affords", "yields"), [(2, False, True), (1, False, None), (1, True, False)])
@@ -381,7 +381,7 @@ def test_a_single_processor_is_shared_once_that_pays(
     monkeypatch.setattr(background, "cores", lambda: [*range(processors)])
     graph = background.StepGraph(lambda *args: None)
     monkeypatch.setattr(graph, "_affords", lambda *args: affords)
-    graph.eager_times = [0.001]
+    graph.eager = [0.001]
     _, state = arrayed()
     assert graph.ask(state, None, None) is None
     assert made == ([] if yields is None else [yields])

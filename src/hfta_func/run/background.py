@@ -200,7 +200,7 @@ class StepGraph:
         self._ended = self._is_ready = False
         self._lends = False
         self.spent = 0.0
-        self.eager_times: list[float] = []
+        self.eager: list[float] = []
         self._compiled: list[float] = []
 
     @property
@@ -235,7 +235,7 @@ class StepGraph:
         took = time.perf_counter() - start
         self.spent += took
         if not self._lends:
-            self.eager_times = [*self.eager_times[1 - _TRIAL :], took]
+            self.eager = [*self.eager[1 - _TRIAL :], took]
         return result
 
     def ask(self, state: Any, batch: Any, left: int | None) -> Mapping[str, Any] | None:
@@ -264,7 +264,7 @@ class StepGraph:
 
     def may_pay(self, state: Any, left: int | None) -> bool:
         """Whether compiling is expected to pay over the calls that are left, or as many as there were."""
-        return len(self.eager_times) >= _FIRST and self._repays(state, left, _WORTH, _AFTER)
+        return len(self.eager) >= _FIRST and self._repays(state, left, _WORTH, _AFTER)
 
     def _affords(self, state: Any, left: int | None) -> bool:
         """Whether training can do without a processor while another process compiles."""
@@ -274,7 +274,7 @@ class StepGraph:
         compiling = _seconds_to_compile(state)
         if left is None or self.spent < _SETTLED * compiling:
             return self.spent >= after * compiling
-        return left * statistics.median(self.eager_times) >= worth * compiling
+        return left * statistics.median(self.eager) >= worth * compiling
 
     def _crowded(self, state: Any) -> bool:
         """Whether training has no processor to spare."""
@@ -287,7 +287,7 @@ class StepGraph:
         cost = answer["seconds"] + imports
         if left is None:
             return self.spent >= _PATIENCE * cost
-        return left * statistics.median(self.eager_times) * (1 - 1 / _FASTER) >= cost
+        return left * statistics.median(self.eager) * (1 - 1 / _FASTER) >= cost
 
     def _go_over(self, answer: Mapping[str, Any], state: Any, batch: Any) -> Any:
         if self.worker is not None:
@@ -329,10 +329,8 @@ class StepGraph:
         start = time.perf_counter()
         with contextlib.nullcontext() if self._is_kept else torch.compiler.set_stance("eager_on_recompile"):
             result = self._run(state, batch)
-        if len(self._compiled) < _TRIAL and self.eager_times:
+        if len(self._compiled) < _TRIAL and self.eager:
             self._compiled.append(time.perf_counter() - start)
-            if len(self._compiled) == _TRIAL and statistics.median(self._compiled) > statistics.median(
-                self.eager_times
-            ):
+            if len(self._compiled) == _TRIAL and statistics.median(self._compiled) > statistics.median(self.eager):
                 self._end(None)
         return result
