@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from hfta_func.files.atomic import PathLike
 from hfta_func.rules._lowering import FAMILIES, known_lowerings
 from hfta_func.run.recording import Recording, costs, events_of, reference
 from hfta_func.run.roofline import Roofline, roofline
-from hfta_func.run.timeline import Line, Timeline, iterations_of, of_device
+from hfta_func.run.timeline import Line, Span, Timeline, iterations_of, of_device
 from hfta_func.step.evaluate import require_training
 from hfta_func.step.state import TrainState
 
@@ -25,6 +26,8 @@ _ROWS = 24
 """Lines of a table that are shown; the others are one."""
 _QUIET = 0.3
 """The share of steps that count."""
+_MOST_WITHIN = 4.0
+"""An event within a step, whose work takes the caches, costs at most so many times what it costs by itself."""
 
 
 class Profile(NamedTuple):
@@ -225,24 +228,38 @@ def profile_of(recording: Recording) -> Profile | None:
     if not iterations:
         return None
     launched, busy = of_device(itertools.chain.from_iterable(sessions)) if device.type == "cuda" else (None, None)
-    timeline, each = Timeline(lowerings, order, launched), costs(device)
-    chosen = _quiet(iterations, lambda span: span.end - span.start)
+    timeline, counting = Timeline(lowerings, order, launched), Timeline(lowerings, order, launched)
+    chosen, plain = _quiet(iterations, _took), _quiet(recording.plain, float)
+    each = costs(device)
+    if min(len(chosen), len(plain)) > 1:
+        # Half of the steps tell how much more an event costs within a step than by itself, and the others are shown.
+        half, chosen = chosen[::2], chosen[1::2]
+        for iteration in half:
+            counting.add(iteration, {})
+        by_itself = sum(counting.counts[kind] * each[kind] for kind in each) / len(half)
+        within = statistics.mean(map(_took, half)) - statistics.mean(plain[::2])
+        plain = plain[1::2]
+        factor = min(max(within / by_itself, 1.0), _MOST_WITHIN) if by_itself > 0 else 1.0
+        each = {kind: factor * cost for kind, cost in each.items()}
     for iteration in chosen:
         timeline.add(iteration, each)
-    count, plain = len(chosen), _quiet(recording.plain, float)
-    lines = timeline.table()
+    count, lines = len(chosen), timeline.table()
     dtype = next((leaf.dtype for leaf in leaves(state) if leaf.is_floating_point()), torch.float32)
     return Profile(
         kind=recording.kind,
         num_models=num_models(state),
         lines=lines,
         unprofiled=sum(plain) / len(plain),
-        profiled=sum(span.end - span.start for span in chosen) / count / 1e9,
+        profiled=statistics.mean(map(_took, chosen)),
         costs={kind: (timeline.counts[kind] / count, each[kind]) for kind in each},
         roofline=roofline(example, device, dtype),
         busy=None if busy is None else busy / (len(iterations) + len(sessions)),
         advice=_advice(recording.kind, lines, reasons),
     )
+
+
+def _took(span: Span) -> float:
+    return (span.end - span.start) / 1e9
 
 
 def _quiet(values: list[Any], seconds: Callable[[Any], float]) -> list[Any]:
