@@ -244,6 +244,8 @@ BAD = {
     "empty": (lambda: Signal([], 1), r"values is \[1, 0\]"),
     "valid": (lambda: Signal([1.0, 2.0], 1, valid=[1.0, 0.0]), r"valid is \[2\] of torch.float32; give \[2\] booleans"),
     "rate": (lambda: Signal([1.0], 0), "rate is 0 and start 0.0; give finite numbers, and a positive rate"),
+    "rate as text": (lambda: Signal([1.0], "125"), "rate is '125' and start 0.0; give finite numbers"),
+    "start as text": (lambda: Signal([1.0], 125, start="0"), "rate is 125 and start '0'; give finite numbers"),
     "unsorted": (
         lambda: signals.from_timestamps([0, 2, 1], [1, 2, 3], 1),
         "samples 1 and 2 are at 2 and 1 s; sort them",

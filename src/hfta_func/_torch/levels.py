@@ -153,6 +153,11 @@ def is_captured(tensors: Sequence[Tensor]) -> bool:
     return False
 
 
+def storage_number(tensor: Tensor) -> int:
+    """The same number for tensors that share memory, unique while one of them exists."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
 def is_sole_holder(tensor: Tensor) -> bool:
     """Whether no other tensor has the memory of this one, which may then be written."""
     return tensor.is_contiguous() and _holders(tensor.untyped_storage()._cdata) == 2

@@ -192,7 +192,7 @@ def _number(tensor: Tensor) -> int:
     """The number of a tensor's storage."""
     while _torch.is_wrapped(tensor):
         tensor = _torch.get_unwrapped(tensor)
-    return id(tensor) if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
+    return _torch.storage_number(tensor)
 
 
 def _line() -> Line:

@@ -133,7 +133,7 @@ class Recalls:
             self._made.clear()
 
     def _pack(self, tensor: Tensor) -> Kept:
-        number = _number(tensor)
+        number = _torch.storage_number(tensor)
         kept = Kept(tensor, self._recipe(tensor, number))
         if kept.recipe is None:
             self._kept[number] = weakref.ref(kept)
@@ -146,11 +146,11 @@ class Recalls:
 
     def note(self, call: Callable[..., Tensor], leaves: list[Any], result: Tensor) -> None:
         """Keep a recipe for ``result = call(*leaves)`` from now on, if its arguments are in memory anyway."""
-        number = _number(result)
+        number = _torch.storage_number(result)
         arguments: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                if (argument := _number(leaf)) == number:
+                if (argument := _torch.storage_number(leaf)) == number:
                     return
                 if leaf.nbytes * _SMALL <= result.nbytes or self._is_there(leaf, argument):
                     leaf = leaf.detach()
@@ -203,8 +203,3 @@ def autocast_now(device: str) -> Callable[[], contextlib.AbstractContextManager[
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext
     return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
-
-
-def _number(tensor: Tensor) -> int:
-    """The number of a tensor's storage, unique while the storage exists."""
-    return tensor.untyped_storage()._cdata

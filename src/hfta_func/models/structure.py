@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, tensors_of, weight_hooks
+from hfta_func._torch import MODULE_ATTRIBUTES, has_hooks, is_compiled, storage_number, tensors_of, weight_hooks
 from hfta_func._types import StackError
 from hfta_func.calls.captured import contents
 from hfta_func.models.scalar_attributes import may_differ
@@ -90,26 +90,22 @@ def check_materialised(model: nn.Module, owner: str = "") -> None:
                 f"{owner}'{path}' is a {str(tensor.layout).removeprefix('torch.')} tensor, and these cannot be stacked; "
                 f"assign it to a plain attribute instead, which all models share"
             )
-    trained = {_memory(param): path for path, param in model.named_parameters() if param.requires_grad}
+    trained = {storage_number(param): path for path, param in model.named_parameters() if param.requires_grad}
     known = {*map(id, (*model.parameters(), *model.buffers()))}
     for path, module in model.named_modules():
         for name in vars(module).keys() - MODULE_ATTRIBUTES - weight_hooks(module).keys():
             for leaf in optree.tree_leaves(vars(module)[name]):
-                if isinstance(leaf, Tensor) and id(leaf) not in known and _memory(leaf) in trained:
+                if isinstance(leaf, Tensor) and id(leaf) not in known and storage_number(leaf) in trained:
                     raise StackError(
                         f"{owner}'{f'{path}.{name}' if path else name}' shares memory with parameter "
-                        f"'{trained[_memory(leaf)]}', of which every member has its own; take it from the parameter where it "
-                        f"is used, or hold a clone"
+                        f"'{trained[storage_number(leaf)]}', of which every member has its own; take it from the "
+                        f"parameter where it is used, or hold a clone"
                     )
         if isinstance(module, torch.jit.ScriptModule):
             raise StackError(
                 f"{owner}{repr(path) if path else 'the model'} is a ScriptModule, whose code cannot run with other tensors "
                 f"than its own; stack models of the module that it was made from, and script one that is exported"
             )
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else -id(tensor)
 
 
 def pairs(named: Mapping[str, T], first: Mapping[str, T], member: int, kind: str = "") -> Iterator[tuple[str, T, T]]:

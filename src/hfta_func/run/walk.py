@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfta_func._torch import NotWalkableError, Walker, is_backward, pytree
+from hfta_func._torch import NotWalkableError, Walker, is_backward, pytree, storage_number
 from hfta_func._tree import tree_map
 from hfta_func._types import HFTAError, TraceError
 from hfta_func.rules import _choice
@@ -97,8 +97,8 @@ def walk(step: Callable[[Any, Any], Any], state: Any, batch: Any, device: str = 
 
     def note(call: Any, args: Any, kwargs: Any, result: Any, before: int) -> None:
         given = pytree.tree_map(_like, (tuple(args), kwargs))
-        known = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
-        made = tuple(_like(leaf) for leaf in _tensors(result) if leaf.untyped_storage()._cdata not in known)
+        known = {storage_number(leaf) for leaf in _tensors((args, kwargs))}
+        made = tuple(_like(leaf) for leaf in _tensors(result) if storage_number(leaf) not in known)
         shapes = [list(one.shape) if isinstance(one, Like) else [] for one in given[0]]
         flops = flops_of(call._schema.name, shapes, given[0])
         operators.append(Operator(call, given, made, flops, before - held, is_backward()))

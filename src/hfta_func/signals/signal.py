@@ -53,8 +53,9 @@ class Signal:
             raise BatchError(
                 f"valid is {[*valid.shape]} of {valid.dtype}; give [{values.shape[1]}] booleans, one per sample"
             )
-        if not (math.isfinite(rate) and rate > 0 and math.isfinite(start)):
-            raise BatchError(f"rate is {rate} and start {start}; give finite numbers, and a positive rate")
+        are_numbers = hasattr(rate, "__float__") and hasattr(start, "__float__")
+        if not (are_numbers and math.isfinite(rate) and rate > 0 and math.isfinite(start)):
+            raise BatchError(f"rate is {rate!r} and start {start!r}; give finite numbers, and a positive rate")
         # A sum is cheaper than a mask, and NaN wherever a sample is.
         if bool(values.sum().isnan()):
             known = ~values.isnan().any(0)
