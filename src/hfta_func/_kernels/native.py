@@ -13,6 +13,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -105,20 +106,24 @@ def program(source: str) -> Callable[[Sequence[int], int, Sequence[Any]], None] 
     function.restype = None
     count, pointer = ctypes.c_int64, ctypes.c_void_p
 
-    @functools.lru_cache(maxsize=256)
-    def counts(sizes: tuple[int, ...], models: int) -> tuple[Any, ...]:
-        return count(len(sizes)), count(models), (count * len(sizes))(*sizes)
-
     def run(sizes: Sequence[int], models: int, arguments: Sequence[Any]) -> None:
+        if function.argtypes is None:
+            function.argtypes = count, count, pointer, count, *[pointer for _ in arguments]
+        # ctypes passes where bytes begin, and makes them faster than arrays.
         pointers = [
-            (pointer * len(one))(*[leaf.data_ptr() for leaf in one])
-            if isinstance(one, list)
-            else pointer(None if one is None else one.data_ptr())
+            _packed([*map(_address, one)]) if isinstance(one, list) else None if one is None else _address(one)
             for one in arguments
         ]
-        function(*counts(tuple(sizes), models), count(torch.get_num_threads()), *pointers)
+        function(len(sizes), models, _packed(sizes), torch.get_num_threads(), *pointers)
 
     return run
+
+
+_address = torch.Tensor.data_ptr
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"{len(numbers)}q", *numbers)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hfta_func._torch import DIRECT, taken_apart
+from hfta_func._torch import DIRECT, PREPARED, taken_apart
 
 _LIBRARIES: list[torch.library.Library] = []
 """The libraries that define the operators; PyTorch forgets an operator with its library."""
@@ -30,6 +30,7 @@ def define_operator(
     *,
     fake: Callable[..., Any] | None = None,
     decomposition: Callable[..., Any] | None = None,
+    prepare: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> Any:
     """Define an operator unless this process has it already, and return it.
 
@@ -40,6 +41,7 @@ def define_operator(
         kernels: What runs, by dispatch key.
         fake: Computes outputs of the right shapes and strides; graphs then hold the operator as a whole.
         decomposition: What graphs hold in the operator's stead, below autograd.
+        prepare: ``prepare(*args)`` gives a faster kernel for the CPU and tensors that are like these, or None.
     """
     name = schema.partition("(")[0]
     is_new = not hasattr(torch.ops.hfta_func, name)
@@ -54,6 +56,8 @@ def define_operator(
     operator = getattr(torch.ops.hfta_func, name).default
     if "CPU" in kernels:
         DIRECT[operator] = kernels["CPU"]
+    if prepare is not None:
+        PREPARED[operator] = prepare
     if is_new and decomposition is not None:
         taken_apart(operator, decomposition)
     return operator

@@ -13,7 +13,7 @@ TYPES = {torch.float32: "float", torch.float64: "double"}
 
 _HEAD = """
 #define T {type}
-static void run_row(char **columns, int64_t start, int64_t length, const double *numbers, int64_t models, int keep)
+static void run_row(char **columns, int64_t leaves, int64_t start, int64_t length, const double *numbers, int64_t models, int keep)
 {{
 {declarations}
     if (!keep) {{
@@ -26,14 +26,14 @@ static void run_row(char **columns, int64_t start, int64_t length, const double 
     }}
 }}
 """
-_ROW = """run_row(columns + leaf * {width}, model * sizes[leaf] + low, high - low, numbers + model, models,
+_ROW = """run_row(columns + leaf, leaves, model * sizes[leaf] + low, high - low, numbers + model, models,
                             !keep || keep[model])"""
 
 
 def source(
     dtype: torch.dtype, columns: Sequence[str], num_numbers: int, body: Sequence[str], kept: Sequence[str]
 ) -> str:
-    """The program, with arguments ``columns``, ``numbers`` and ``keep``.
+    """The program, with arguments ``columns``, all leaves of one after the other, ``numbers`` and ``keep``.
 
     Args:
         dtype: That of all elements.
@@ -42,7 +42,7 @@ def source(
         body: Statements for element ``i``.
         kept: Statements for element ``i`` of a member that stays as it is.
     """
-    declarations = [f"T *{name}_ = (T *)columns[{i}] + start;" for i, name in enumerate(columns)]
+    declarations = [f"T *{name}_ = (T *)columns[{i} * leaves] + start;" for i, name in enumerate(columns)]
     declarations += [f"const T number{i} = (T)numbers[{i} * models];" for i in range(num_numbers)]
     head = _HEAD.format(
         type=TYPES[dtype],
@@ -51,4 +51,4 @@ def source(
         kept=" ".join(kept),
     )
     arguments = "char **columns, const double *numbers, const char *keep"
-    return native.shared_out(head, arguments, _ROW.format(width=len(columns)))
+    return native.shared_out(head, arguments, _ROW)

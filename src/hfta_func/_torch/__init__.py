@@ -35,6 +35,6 @@ from hfta_func._torch.levels import wrap_leaves
 from hfta_func._torch.modules import MODULE_ATTRIBUTES, BatchNorm, Places, call_with, forget_flat_weights, has_hooks
 from hfta_func._torch.modules import has_step_hooks, is_call_replaced, is_compiled, is_nestable, marker, places_of
 from hfta_func._torch.modules import reparametrized, run_uncompiled, takes_data, tensors_of, weight_hooks
-from hfta_func._torch.reads import HEAP_TYPE, Reads, has_global_hooks, is_reading, is_tracer_loaded
-from hfta_func._torch.tape import DIRECT, NotReplayableError, Recorder, Tape, num_recorders
+from hfta_func._torch.reads import HEAP_TYPE, Reads, has_global_hooks, is_reading, is_tracer_loaded, likeness
+from hfta_func._torch.tape import DIRECT, PREPARED, NotReplayableError, Recorder, Tape, num_recorders
 from hfta_func._torch.walker import NotWalkableError, Walker, is_backward

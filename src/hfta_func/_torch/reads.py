@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hfta_func._torch._release import private
 from hfta_func._torch.inductor import replaced
@@ -34,6 +35,7 @@ _GLOBAL_HOOKS = [
     private("torch.nn.modules.module", f"_global_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
 ]
+_Guards = private("torch._C._dynamo.guards", "TensorGuards")
 # Arrays and generators of NumPy are not traced, and every number is a constant.
 _SETTINGS = {
     "allow_rnn": True,
@@ -56,6 +58,14 @@ _IMMUTABLE_TYPE, HEAP_TYPE = 1 << 8, 1 << 9
 def has_global_hooks() -> bool:
     """Whether there are hooks on all modules."""
     return any(_GLOBAL_HOOKS)
+
+
+def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """``is_like(*others)``: whether others have the same types, dtypes, devices, shapes, strides and ``requires_grad``.
+
+    It is never so where one tensor stands twice among the others.
+    """
+    return _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def is_tracer_loaded() -> bool:

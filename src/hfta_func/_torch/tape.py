@@ -29,6 +29,9 @@ class NotReplayableError(Exception):
 DIRECT: dict[Any, Callable[..., Any]] = {}
 """By operator, the function in Python that computes it on a CPU, which can be called without the dispatcher."""
 
+PREPARED: dict[Any, Callable[..., Callable[..., Any] | None]] = {}
+"""By operator, ``prepare(*args)``: a faster function for all arguments whose tensors are like these, or None."""
+
 _MADE = {
     *(getattr(_aten, name).default for name in ("arange", "full", "full_like", "new_full", "new_ones", "new_zeros")),
     *(getattr(_aten, name).default for name in ("ones", "ones_like", "scalar_tensor", "zeros", "zeros_like")),
@@ -63,6 +66,9 @@ class Recorder(_Mode):
         self.constants: dict[Slot, Tensor] = {}
         self.numbers: dict[Slot, Tensor] = {}
         self._slots = WeakTensorKeyDictionary()
+        self._bases: dict[Slot, Slot] = {}
+        self._views: dict[tuple[Any, ...], Slot] = {}
+        self._twins = WeakTensorKeyDictionary()
         self._kept = {tensor.untyped_storage()._cdata for tensor in inputs}
         self._fixed: dict[Slot, Tensor] = {}
         self._fixed_storages: set[int] = set()
@@ -103,11 +109,30 @@ class Recorder(_Mode):
             result = func(*args, **kwargs)
         finally:
             set_compiling(self._compiling)
+        if isinstance(result, Tensor) and not writes and self._is_seen(result, args):
+            return result
         made = pytree.tree_map(self._slot_of_result, result)
         self.calls.append(Call(func, given, named, made, writes, grad_mode))
         if isinstance(result, Tensor):
             self._note_fixed(result, made, func in _MADE)
         return result
+
+    def _is_seen(self, view: Tensor, args: Any) -> bool:
+        """Whether a tensor reads the same memory in the same way as one that has a slot; then this becomes its slot, too."""
+        if not (args and isinstance(args[0], Tensor)) or view in self._slots:
+            return False
+        if view.untyped_storage()._cdata != args[0].untyped_storage()._cdata:
+            return False
+        source = self._slots[args[0]]
+        base = self._bases.get(source, source)
+        self._views.setdefault((base, *_geometry(args[0])), source)
+        slot = self._views.setdefault((base, *_geometry(view)), Slot(self._count))
+        self._slots[view] = slot
+        if slot < self._count:
+            self._twins[view] = True
+            return True
+        self._count, self._bases[slot] = self._count + 1, base
+        return False
 
     def _note_fixed(self, tensor: Tensor, slot: Slot, is_made: bool) -> None:
         """Note a result that is the same in each replay unless it is written: made of numbers alone, or a view of such."""
@@ -136,6 +161,13 @@ class Recorder(_Mode):
             self._kept.add(leaf.untyped_storage()._cdata)
             self.constants[self._new(leaf)] = leaf
         return self._slots[leaf]
+
+    def output(self, tensor: Tensor) -> Slot:
+        """The slot of a tensor that is an output; each is a tensor of its own, though memory may be shared."""
+        slot = self.slot(tensor)
+        if self._twins.pop(tensor, False):
+            self.calls.append(Call(_aten.detach.default, (slot,), {}, self._new(tensor), False, self.calls[-1].grad_mode))
+        return self._slots[tensor]
 
     def _new(self, tensor: Tensor) -> Slot:
         self._slots[tensor] = slot = Slot(self._count)
@@ -181,6 +213,11 @@ class Recorder(_Mode):
         raise NotReplayableError(why)
 
 
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    where = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return *where, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
 class Tape:
     """``tape(inputs) -> outputs``: the recorded operators once more, on other tensors of the same kind.
 
@@ -194,7 +231,7 @@ class Tape:
         if recorder.why_not is not None:
             raise NotReplayableError(recorder.why_not)
         self.inputs = [Slot(number) for number in range(inputs)]
-        self.outputs = [recorder.slot(tensor) for tensor in outputs]
+        self.outputs = [recorder.output(tensor) for tensor in outputs]
         fixed = recorder.fixed(outputs)
         # Tensors that others hold, too, and those that are made of numbers alone.
         self.constants, self.numbers = recorder.constants, {**recorder.numbers, **fixed}
@@ -288,7 +325,9 @@ def _fastest(operator: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any],
                 continue
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if operator in DIRECT and all(tensor.device.type == "cpu" for tensor in tensors):
-        return DIRECT[operator], DIRECT[operator](*args, **kwargs)
+        prepared = PREPARED[operator](*args, **kwargs) if operator in PREPARED else None
+        function = prepared or DIRECT[operator]
+        return function, function(*args, **kwargs)
     return operator._op, operator(*args, **kwargs)
 
 

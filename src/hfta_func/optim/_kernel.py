@@ -138,7 +138,7 @@ class Kernel:
             "change_[i] = param_[i];" if adds else "change_[i] = 0;",
             *(f"after{i}_[i] = slot{i}_[i];" for i in slots),
         ]
-        columns = ["grad", "param", "change", *inputs[2:], *(f"after{i}" for i in slots)]
+        columns = [*inputs, "change", *(f"after{i}" for i in slots)]
         return rows.source(dtype, columns, len(names), lines, same)
 
 
@@ -205,8 +205,22 @@ def _define() -> bool:
                 leaf.copy_(written)
         _note_writes(leaves)
 
+    def prepare(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str) -> Any:
+        if not all(leaf.is_contiguous() for leaf in (*grads, *leaves)):
+            return None
+        program, models = native.program(_as_written(source)), numbers.shape[1]
+        sizes = [grad.numel() // models for grad in grads]
+        assert program is not None
+
+        def update(grads: list[Tensor], leaves: list[Tensor], numbers: Tensor, keep: Any, source: str) -> list[Tensor]:
+            outs = [*map(torch.empty_like, leaves)]
+            program(sizes, models, [[*grads, *leaves, *outs], numbers, keep])
+            return outs
+
+        return update
+
     arguments = "Tensor[] grads, Tensor{}[] leaves, Tensor numbers, Tensor? keep, str source"
-    define_operator(f"update({arguments.format('')}) -> Tensor[]", {"CPU": update}, fake=fake)
+    define_operator(f"update({arguments.format('')}) -> Tensor[]", {"CPU": update}, fake=fake, prepare=prepare)
     define_operator(f"update_({arguments.format('(a!)')}) -> ()", {"CPU": update_}, fake=lambda *args: None)
     return True
 
@@ -226,13 +240,11 @@ def _stacked(numbers: Mapping[str, Tensor]) -> Tensor:
 def _run(
     source: str, columns: Sequence[Sequence[Tensor]], outs: Sequence[Sequence[Tensor]], numbers: Tensor, keep: Any
 ) -> None:
-    grads, params, *slots = columns
     models = numbers.shape[1]
-    order = [grads, params, outs[0], *slots, *outs[1:]]
-    pointers = [leaf for row in zip(*order, strict=True) for leaf in row]
+    pointers = [leaf for column in (*columns, *outs) for leaf in column]
     run = native.program(source)
     assert run is not None
-    run([grad.numel() // models for grad in grads], models, [pointers, numbers, keep])
+    run([grad.numel() // models for grad in columns[0]], models, [pointers, numbers, keep])
 
 
 def _note_writes(leaves: Sequence[Tensor]) -> None:

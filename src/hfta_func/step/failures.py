@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -62,17 +62,31 @@ def _sum(leaf: Tensor) -> Tensor:
 
 def _diagnose_by_kernel(leaves: Sequence[Tensor]) -> Tensor | None:
     """The same by one kernel for all leaves; None if there is none for them."""
-    losses = leaves[0]
-    models, dtype = len(losses), losses.dtype
+    kernel = _kernel_for(leaves)
+    # The kernel reads each member's values in any order, so a transposed gradient needs no copy.
+    return kernel and kernel([leaf if _is_dense(leaf) else leaf.contiguous() for leaf in leaves])
+
+
+def _kernel_for(leaves: Sequence[Tensor]) -> Callable[[list[Tensor]], Tensor] | None:
+    """The kernel for dense leaves of these shapes."""
+    models, dtype = len(leaves[0]), leaves[0].dtype
     plain = all(type(leaf) is Tensor and leaf.dtype == dtype and leaf.device.type == "cpu" for leaf in leaves)
     run = nonfinite.program(dtype) if plain and models else None
     if run is None:
         return None
-    failure = torch.zeros(models, dtype=torch.int64)
-    # The kernel reads each member's values in any order, so a transposed gradient needs no copy.
-    dense = [leaf if _is_dense(leaf) else leaf.contiguous() for leaf in leaves]
-    run([leaf.numel() // models for leaf in leaves], models, [dense, failure])
-    return failure
+    sizes = [leaf.numel() // models for leaf in leaves]
+
+    def diagnose(leaves: list[Tensor]) -> Tensor:
+        failure = torch.zeros(models, dtype=torch.int64)
+        run(sizes, models, [leaves, failure])
+        return failure
+
+    return diagnose
+
+
+def _prepare(losses: Tensor, grads: Sequence[Tensor]) -> Callable[..., Tensor] | None:
+    kernel = _kernel_for([losses, *grads]) if all(map(_is_dense, (losses, *grads))) else None
+    return kernel and (lambda losses, grads: kernel([losses, *grads]))
 
 
 def _is_dense(leaf: Tensor) -> bool:
@@ -117,6 +131,7 @@ def _define() -> bool:
         "diagnose(Tensor losses, Tensor[] grads) -> Tensor",
         {"CPU": diagnose},
         fake=lambda losses, grads: torch.empty(losses.shape[0], dtype=torch.int64),
+        prepare=_prepare,
     )
     return True
 

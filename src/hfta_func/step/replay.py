@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 import optree
@@ -24,6 +24,7 @@ from hfta_func._torch import (
     inside_transform,
     is_autocasting,
     is_tracer_loaded,
+    likeness,
     num_dispatch_modes,
 )
 from hfta_func._tree import leaves, tree_map
@@ -72,6 +73,7 @@ class Replay:
         self.left: int | None = None
         self.status = "eager: not called yet"
         self._shapes: dict[Any, _Shape] = {}
+        self._latest: _Shape | None = None
         # One thread records at a time; others go on eagerly.
         self._recording = threading.Lock()
 
@@ -84,17 +86,11 @@ class Replay:
         if self.left is not None:
             self.left -= 1
         inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
-        try:
-            key = layout, _choice.state, *OUTSIDE.values(), *map(kind_of, inputs)
-        except AttributeError:
-            return self._step.eagerly(state, batch)  # which says what is no tensor
-        shape = self._shapes.get(key)
+        settings = layout, _choice.state, *OUTSIDE.values()
+        shape, known = self._in_context(state, lambda: self._known(settings, inputs))
         if shape is None:
-            if len(self._shapes) == _SHAPES:
-                self.status = f"eager: the batches have more than {_SHAPES} shapes"
-                return self._step.eagerly(state, batch)
-            shape = self._shapes[key] = _Shape()
-        known = next((one for one in shape.tapes if self._in_context(state, one.reads.hold)), None)
+            self.status = f"eager: the batches have more than {_SHAPES} shapes"
+            return self._step.eagerly(state, batch)
         if known is not None and known.is_checked:
             self.status = f"replayed: {len(known)} operators"
             return known(inputs, state, self._step)
@@ -116,6 +112,21 @@ class Replay:
             return result
         finally:
             self._recording.release()
+
+    def _known(self, settings: tuple[Any, ...], inputs: Sequence[Tensor]) -> tuple[_Shape | None, _Known | None]:
+        """What is known of inputs like these, None if there are too many shapes, and the record that is right now."""
+        shape = self._latest
+        if shape is None or shape.settings != settings or not shape.is_like(*inputs):
+            if not all(isinstance(leaf, Tensor) for leaf in inputs):
+                return None, None  # the step says what is no tensor
+            key = *settings, *map(kind_of, inputs)
+            shape = self._shapes.get(key)
+            if shape is None:
+                if len(self._shapes) == _SHAPES:
+                    return None, None
+                shape = self._shapes[key] = _Shape(settings, inputs)
+            self._latest = shape
+        return shape, next((one for one in shape.tapes if one.reads.hold()), None)
 
     def _in_context(self, state: TrainState, call: Callable[[], Any]) -> Any:
         """A call in the settings under which the user's functions run."""
@@ -279,7 +290,8 @@ class _Known:
 class _Shape:
     """The tapes for batches of one shape, and whether to record another."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: tuple[Any, ...], inputs: Sequence[Tensor]) -> None:
+        self.settings, self.is_like = settings, likeness(inputs)
         self.tapes: list[_Known] = []
         self.why_not: str | None = None
         self._calls, self._least, self._uses = 0, float("inf"), 0
