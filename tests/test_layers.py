@@ -82,6 +82,7 @@ FILES_IN = {
             "check",
             "members",
             "gradients",
+            "records",
             "replay",
             "shared",
             "judge",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import hfta_func as hfta
-from hfta_func.step import replay
+from hfta_func.step import records
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -330,4 +330,4 @@ def test_members_that_branch_differently_predict_together(count: int) -> None:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(replay, name, 0)
+        monkeypatch.setattr(records, name, 0)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, reject, seed, settings
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.step import replay
+from hfta_func.step import records
 from programs import FAMILIES, NAMES, Spec, in_python, inputs, loss, models, weighed
 
 # What PyTorch says about some layers, to a model alone as well.
@@ -51,7 +51,7 @@ class Discarded(Exception):
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Records are made at the fourth call, whatever they cost.
     for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(replay, name, 0)
+        monkeypatch.setattr(records, name, 0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield

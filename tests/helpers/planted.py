@@ -1046,8 +1046,23 @@ PLANTED = [
     ),
     Planted(
         "a record is used though a value of Python has changed",
-        *("step/replay.py", "if self._in_context(state, one.reads.hold)", "if True"),
+        *("step/records.py", "for one in self.tapes if one.reads.hold()", "for one in self.tapes"),
         "test_replay.py::test_what_functions_read_from_python[a closure]",
+    ),
+    Planted(
+        "a record is used for tensors of another kind",
+        *("step/records.py", "self._is_like is not None and self._is_like(*inputs)", "self._is_like is not None"),
+        "test_replay.py::test_what_tensors_are_like",
+    ),
+    Planted(
+        "a record is used though a context observes operators",
+        *("step/records.py", "torch.is_anomaly_enabled() or _choice.is_explaining() or function_modes()", "False"),
+        "test_replay.py::test_what_the_step_runs_in",
+    ),
+    Planted(
+        "views of the same shape are one tensor wherever they begin",
+        *("_torch/recorded.py", "tensor.stride(), tensor.storage_offset()", "tensor.stride()"),
+        "test_replay.py::test_views_that_read_the_same_memory_are_one_tensor",
     ),
     Planted(
         "a record of an update that reads Python is used",
@@ -1057,7 +1072,7 @@ PLANTED = [
     Planted(
         "a replayed step updates members that do not take part",
         *(
-            "step/replay.py",
+            "step/records.py",
             "if second is None or (self._looks and not decision[self._keep].all()):",
             "if second is None:",
         ),
@@ -1079,7 +1094,7 @@ PLANTED = [
     ),
     Planted(
         "a record writes into tensors that live longer",
-        *("_torch/tape.py", "leaf.untyped_storage()._cdata in self._kept", "False"),
+        *("_torch/recorded.py", "leaf.untyped_storage()._cdata in self._kept", "False"),
         "test_replay.py::test_refusals_say_why",
     ),
     Planted(

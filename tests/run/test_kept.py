@@ -21,10 +21,10 @@ from torch import Tensor, nn
 import hfta_func as hfta
 from hfta_func._kernels.operators import is_defined
 from hfta_func._torch import Library, ahead
-from hfta_func._torch.tape import Call, Slot
+from hfta_func._torch.recorded import Call, Slot
 from hfta_func.run import background, kept, reached
 from hfta_func.run.reached import Reached
-from hfta_func.step import replay
+from hfta_func.step import records, replay
 
 M = 3
 SCALE = 2.0
@@ -307,7 +307,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         """As the step runs eagerly, because whatever asks whether it is compiled imports the compiler."""
         with torch.no_grad():
             step.eagerly(*inputs)
-            tape, result = replay._recorded(functools.partial(replay._at_once, step), *inputs)
+            tape, result = records.recorded(functools.partial(replay._at_once, step), *inputs)
         return tape, optree.tree_structure(result)
 
     monkeypatch.setattr(kept, "recorded_whole", recorded)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfta_func as hfta
-from hfta_func.step import replay
+from hfta_func.step import records
 from hfta_func.testing import assert_matches_solo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -389,7 +389,7 @@ def test_states_and_batches_that_do_not_fit():
 @pytest.mark.parametrize("every", [{}, {"g": 2}])
 def test_networks_are_replayed_to_the_same_bits(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(replay, name, 0)
+        monkeypatch.setattr(records, name, 0)
     plain = make_joint((with_noise(loss_d), with_noise(loss_g)), every=every)
     step, batches = plain.replayed(), make_batches(8)
     # A member that fails goes back to where it was, also in a step that is replayed.

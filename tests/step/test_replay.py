@@ -34,10 +34,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfta_func as hfta
 from hfta_func._torch import Reads, Recorder, Tape
-from hfta_func.step import replay
+from hfta_func.step import records, replay
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::hfta_func.LoopWarning"),
@@ -49,7 +50,7 @@ pytestmark = [
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records are made at the fourth call, whatever they cost."""
     for name in ("_IMPORTS", "_TRACING", "_STEPS"):
-        monkeypatch.setattr(replay, name, 0)
+        monkeypatch.setattr(records, name, 0)
 
 
 class Settings:
@@ -692,6 +693,23 @@ def test_a_tensor_made_of_numbers_that_an_operator_writes() -> None:
     assert [tape.rehearse([x])[0].tolist(), *(tape([x])[0].tolist() for _ in range(2))] == [[2.0, 2.0]] * 3
 
 
+def test_views_that_read_the_same_memory_are_one_tensor() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    with Recorder([x]) as recorder:
+        again = x.t().t()
+        rows = x.view(6).view(2, 3).unsqueeze(0).squeeze(0)
+        part, other = x[1], x.view(6)[3:]
+        results = [again + rows, part * other, x.reshape(3, 2).sum(0), again, rows, x.t(), x.t()]
+    tape = Tape(recorder, 1, results)
+    names = [str(call.operator).removeprefix("aten.").partition(".")[0] for call in tape.calls]
+    assert [name for name in names if name not in ("detach",)] == ["t", "select", "add", "mul", "view", "sum"]
+    for _ in range(2):
+        outputs = tape.rehearse([x])
+        assert all(map(torch.equal, outputs, results)) and all(map(torch.equal, tape([x]), results))
+        # Every output is a tensor of its own, as it was when it was recorded.
+        assert len({id(one) for one in [x, *outputs]}) == len(results) + 1
+
+
 def _tape(step: Any) -> Any:
     """The tape of what a step decides."""
     (shape,) = step._replay._shapes.values()
@@ -793,6 +811,60 @@ def test_what_the_step_runs_in() -> None:
         assert step.status == "eager: a record has not paid yet"
     step(state, x)
     assert step.status.startswith("replayed")
+    for context in (_Doubles(), _Passing(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        with context:
+            step(state, x)
+            assert step.status == "eager: a context around the step observes or changes operators"
+    with torch.inference_mode(), pytest.raises(hfta.StateError):
+        step(state, x)
+    step(state, x)
+    assert step.status.startswith("replayed")
+
+
+class _Doubles(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_tensors_are_like() -> None:
+    """Whatever a tensor is like but its values leads to another record, after calls with tensors of the first kind."""
+    step, eager = _steps(lambda: nn.Linear(3, 2), lambda model, x: model(x).square().mean())
+    state, x = _state(step, lambda: nn.Linear(3, 2)), torch.randn(M, 4, 3)
+    for _ in range(6):
+        state, _ = step(state, x)
+    weight = state.params["weight"]
+    others = {
+        "strides": (state, x.transpose(1, 2).contiguous().transpose(1, 2)),
+        "a shape": (state, x[:, :2]),
+        "an order of weights": (_with_weight(state, weight.transpose(1, 2).contiguous().transpose(1, 2)), x),
+        "requires_grad": (_with_weight(state, weight.clone().requires_grad_()), x),
+        "a parameter": (_with_weight(state, nn.Parameter(weight.clone())), x),
+    }
+    for name, inputs in others.items():
+        step(state, x)
+        assert step.status.startswith("replayed"), name
+        assert _equal(step(*inputs), eager(*inputs)), name
+        assert step.status == "eager: a record has not paid yet", name
+
+
+def test_one_tensor_in_two_places() -> None:
+    step, eager = _steps(
+        lambda: nn.Linear(3, 2), lambda model, batch: (model(batch[0]) * batch[1].mean()).square().mean()
+    )
+    state, x, y = _state(step, lambda: nn.Linear(3, 2)), torch.randn(M, 4, 3), torch.randn(M, 4, 3)
+    for batch in [(x, y)] * 6 + [(x, x), (y, x)] * 2:
+        expected, (state, metrics) = eager(state, batch), step(state, batch)
+        assert _equal(expected, (state, metrics))
+    assert step.status.startswith("replayed")
+
+
+def _with_weight(state: Any, weight: Tensor) -> Any:
+    return state._replace(params={**state.params, "weight": weight})
 
 
 def test_refusals_say_why() -> None:

@@ -13,7 +13,8 @@ TYPES = {torch.float32: "float", torch.float64: "double"}
 
 _HEAD = """
 #define T {type}
-static void run_row(char **columns, int64_t leaves, int64_t start, int64_t length, const double *numbers, int64_t models, int keep)
+static void run_row(char **columns, int64_t leaves, int64_t start, int64_t length, const double *numbers, int64_t models,
+                    int keep)
 {{
 {declarations}
     if (!keep) {{

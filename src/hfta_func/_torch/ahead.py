@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from hfta_func._torch._release import private
 from hfta_func._torch.inductor import quick_compiler
 from hfta_func._torch.levels import pytree
-from hfta_func._torch.recorded import Slot, slots_in
-from hfta_func._torch.tape import NotReplayableError, Tape
+from hfta_func._torch.recorded import NotReplayableError, Slot, slots_in
+from hfta_func._torch.tape import Tape
 
 _NAMESPACE = "hfta_func::"
 

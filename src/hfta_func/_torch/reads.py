@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import importlib
+import itertools
 import os
 import random
 import sys
@@ -21,7 +22,7 @@ from hfta_func._torch._release import private
 from hfta_func._torch.inductor import replaced
 from hfta_func._torch.levels import constant_to_compiler
 from hfta_func._torch.modules import is_call_replaced
-from hfta_func._torch.tape import NotReplayableError
+from hfta_func._torch.recorded import NotReplayableError
 
 _UNSEEN = {
     **dict.fromkeys(("is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling"), "asks whether it is compiled"),
@@ -123,11 +124,13 @@ class Reads:
             with contextlib.suppress(Exception):
                 looked_at[name] = self._value(name)
         values = [*looked_at.values()]
-        self._classes = [(kind, (*vars(kind).values(),)) for kind in _classes(values)]
+        views: list[Any] = [vars(kind).values() for kind in _classes(values)]
         self._functions = [(one, _defaults(one)) for one in values if isinstance(one, types.FunctionType)]
         self._hidden = [*_hidden(graph.tracing_context.traced_code)]
         # It looks neither at the keys of a dict that is unpacked, nor at what differs but is equal, as -0.0 and 0.0 are.
-        self._dicts = [(one, (*one,)) for one in _dicts(values, graph.tracing_context.traced_code)]
+        views += [one.keys() for one in _dicts(values, graph.tracing_context.traced_code)]
+        # Views of dicts, which change with them.
+        self._views, self._lengths, self._viewed = views, [*map(len, views)], (*itertools.chain(*views),)
         ambiguous = (
             (name, repr(value))
             for name, value in looked_at.items()
@@ -142,10 +145,10 @@ class Reads:
             and not is_call_replaced()
             and self._manager.check(self._locals)
             and all([self._value(source) is tensor for source, tensor in self._tensors])
-            and all([_identical(vars(kind).values(), values) for kind, values in self._classes])
+            and [*map(len, self._views)] == self._lengths
+            and _identical(itertools.chain.from_iterable(self._views), self._viewed)
             and all([_identical(_defaults(one), values) for one, values in self._functions])
             and all([names.isdisjoint(space) for space, names in self._hidden])
-            and all([_identical(table, keys) for table, keys in self._dicts])
             and all([repr(self._value(source)) == text for source, text in self._constants])
         )
 

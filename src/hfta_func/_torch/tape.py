@@ -7,23 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfta_func._torch._release import private
-from hfta_func._torch.compiler import set_compiling
 from hfta_func._torch.levels import pytree
-from hfta_func._torch.recorded import Call, Slot, simplified, slots_in
+from hfta_func._torch.recorded import NotReplayableError, Recorder, Slot, simplified, slots_in
 
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 _below_autograd = private("torch._C", "_AutoDispatchBelowAutograd")
 _set_grad_mode = private("torch._C", "_set_grad_enabled")
-_is_zeros = private("torch", "_is_zerotensor")
 _functions = [private("torch._C", name) for name in ("_VariableFunctions", "_nn", "TensorBase")]
-_aten = torch.ops.aten
-
-
-class NotReplayableError(Exception):
-    """Why a computation cannot be run again as it was recorded."""
 
 
 DIRECT: dict[Any, Callable[..., Any]] = {}
@@ -31,191 +23,6 @@ DIRECT: dict[Any, Callable[..., Any]] = {}
 
 PREPARED: dict[Any, Callable[..., Callable[..., Any] | None]] = {}
 """By operator, ``prepare(*args)``: a faster function for all arguments whose tensors are like these, or None."""
-
-_MADE = {
-    *(getattr(_aten, name).default for name in ("arange", "full", "full_like", "new_full", "new_ones", "new_zeros")),
-    *(getattr(_aten, name).default for name in ("ones", "ones_like", "scalar_tensor", "zeros", "zeros_like")),
-    _aten.arange.start,
-    _aten.arange.start_step,
-}
-"""Operators that make a tensor of numbers alone."""
-_SMALL = 1024
-"""So many elements are kept rather than made again."""
-_MASKS = (torch.bool, torch.uint8)
-
-_recorders = 0
-
-
-def num_recorders() -> int:
-    """How many of the active dispatch modes record a tape: they run kernels on tensors that have values."""
-    return _recorders
-
-
-class Recorder(_Mode):
-    """A context that records the operators which run on ``inputs`` and on what becomes of them.
-
-    Tensors that no recorded operator has made are constants of the tape, held by reference. With ``compiling``, operators
-    are called as they are in compiled graphs.
-    """
-
-    def __init__(self, inputs: Sequence[Tensor], compiling: bool = False):
-        super().__init__()
-        self._compiling = compiling
-        self.why_not: str | None = None
-        self.calls: list[Call] = []
-        self.constants: dict[Slot, Tensor] = {}
-        self.numbers: dict[Slot, Tensor] = {}
-        self._slots = WeakTensorKeyDictionary()
-        self._bases: dict[Slot, Slot] = {}
-        self._views: dict[tuple[Any, ...], Slot] = {}
-        self._twins = WeakTensorKeyDictionary()
-        self._kept = {tensor.untyped_storage()._cdata for tensor in inputs}
-        self._fixed: dict[Slot, Tensor] = {}
-        self._fixed_storages: set[int] = set()
-        self._written_storages: set[int] = set()
-        self._count = 0
-        for tensor in inputs:
-            self._new(tensor)
-
-    def __enter__(self) -> Any:
-        global _recorders
-        _recorders += 1
-        self._before = set_compiling(self._compiling)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        global _recorders
-        _recorders -= 1
-        set_compiling(self._before)
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self._check(func, args)
-        if func is _aten.lift_fresh.default:
-            # A tensor made of numbers: each replay has one of its own.
-            fresh = Slot(self._count)
-            self._count += 1
-            self.numbers[fresh] = args[0].clone()
-            result = func(*args)
-            made = self._new(result)
-            self.calls.append(Call(_aten.clone.default, (fresh,), {}, made, False, torch.is_grad_enabled()))
-            self._note_fixed(result, made, is_made=True)
-            return result
-        given, named = pytree.tree_map(self.slot, (args, kwargs))
-        writes, grad_mode = self._written(func, args, kwargs), torch.is_grad_enabled()
-        set_compiling(False)
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            set_compiling(self._compiling)
-        if isinstance(result, Tensor) and not writes and self._is_seen(result, args):
-            return result
-        made = pytree.tree_map(self._slot_of_result, result)
-        self.calls.append(Call(func, given, named, made, writes, grad_mode))
-        if isinstance(result, Tensor):
-            self._note_fixed(result, made, func in _MADE)
-        return result
-
-    def _is_seen(self, view: Tensor, args: Any) -> bool:
-        """Whether a tensor reads the same memory in the same way as one that has a slot; then this becomes its slot, too."""
-        if not (args and isinstance(args[0], Tensor)) or view in self._slots:
-            return False
-        if view.untyped_storage()._cdata != args[0].untyped_storage()._cdata:
-            return False
-        source = self._slots[args[0]]
-        base = self._bases.get(source, source)
-        self._views.setdefault((base, *_geometry(args[0])), source)
-        slot = self._views.setdefault((base, *_geometry(view)), Slot(self._count))
-        self._slots[view] = slot
-        if slot < self._count:
-            self._twins[view] = True
-            return True
-        self._count, self._bases[slot] = self._count + 1, base
-        return False
-
-    def _note_fixed(self, tensor: Tensor, slot: Slot, is_made: bool) -> None:
-        """Note a result that is the same in each replay unless it is written: made of numbers alone, or a view of such."""
-        if self._compiling:
-            return  # the compiler of a graph computes with such numbers instead of reading them
-        storage = tensor.untyped_storage()._cdata
-        if storage in self._fixed_storages or (is_made and tensor.numel() <= _SMALL):
-            self._fixed_storages.add(storage)
-            self._fixed[slot] = tensor
-
-    def fixed(self, outputs: Sequence[Tensor]) -> dict[Slot, Tensor]:
-        """Results that are the same in each replay, and that neither an operator nor who gets the outputs writes."""
-        others = {*self._written_storages, *(tensor.untyped_storage()._cdata for tensor in outputs)}
-        return {slot: one for slot, one in self._fixed.items() if one.untyped_storage()._cdata not in others}
-
-    def slot(self, leaf: Any) -> Any:
-        """The slot of a tensor; anything else as it is."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if _is_zeros(leaf):
-            # Forward-mode derivatives make some; a kernel that a mode calls would read their memory.
-            self._refuse("a tensor of zeros has no memory")
-        if leaf not in self._slots:
-            if type(leaf) not in (Tensor, torch.nn.Parameter):
-                self._refuse(f"a {type(leaf).__qualname__} has operators of its own")
-            self._kept.add(leaf.untyped_storage()._cdata)
-            self.constants[self._new(leaf)] = leaf
-        return self._slots[leaf]
-
-    def output(self, tensor: Tensor) -> Slot:
-        """The slot of a tensor that is an output; each is a tensor of its own, though memory may be shared."""
-        slot = self.slot(tensor)
-        if self._twins.pop(tensor, False):
-            self.calls.append(Call(_aten.detach.default, (slot,), {}, self._new(tensor), False, self.calls[-1].grad_mode))
-        return self._slots[tensor]
-
-    def _new(self, tensor: Tensor) -> Slot:
-        self._slots[tensor] = slot = Slot(self._count)
-        self._count += 1
-        return slot
-
-    def _slot_of_result(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return None
-        return self._slots[leaf] if leaf in self._slots else self._new(leaf)
-
-    def _check(self, func: Any, args: Any) -> None:
-        tags = getattr(func, "tags", None)
-        if tags is None:
-            self._refuse(f"{func} takes functions")
-        elif func is _aten.index.Tensor and not any(one is not None and one.dtype in _MASKS for one in args[1]):
-            return  # only how many a mask selects is not known before
-        elif torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-            self._refuse(f"{func} reads the values of a tensor")
-        elif torch.Tag.inplace_view in tags or func in (_aten.set_.source_Tensor, _aten.resize_.default):
-            self._refuse(f"{func} changes what a tensor is a view of")
-
-    def _written(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the operator writes one of its arguments; refuses those that live longer than the computation."""
-        writes = False
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            writes = True
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor) and (
-                    leaf not in self._slots or leaf.untyped_storage()._cdata in self._kept
-                ):
-                    self._refuse(f"{func} writes a tensor that was made before")
-                elif isinstance(leaf, Tensor):
-                    self._written_storages.add(leaf.untyped_storage()._cdata)
-        return writes
-
-    def _refuse(self, why: str) -> None:
-        # A model may catch the error.
-        self.why_not = self.why_not or why
-        raise NotReplayableError(why)
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    where = tensor.shape, tensor.stride(), tensor.storage_offset()
-    return *where, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 class Tape:

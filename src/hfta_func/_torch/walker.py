@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_func._torch import levels, tape
+from hfta_func._torch import levels, recorded
 from hfta_func._torch._release import private
 
 _Mode = private("torch.utils._python_dispatch", "TorchDispatchMode")
@@ -67,12 +67,12 @@ class Walker(_Mode):
         self._before.append(levels.walked_device)
         levels.walked_device = self._device
         # The kernels of this package are for a CPU, and run below one dispatch mode.
-        tape._recorders += self._device == "cpu"
+        recorded._recorders += self._device == "cpu"
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
         levels.walked_device = self._before.pop()
-        tape._recorders -= self._device == "cpu"
+        recorded._recorders -= self._device == "cpu"
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -23,7 +23,8 @@ from hfta_func.run.compiler import Compiler
 from hfta_func.run.graphs import graph
 from hfta_func.run.reached import Reached
 from hfta_func.step.joint import JointStep
-from hfta_func.step.replay import kind_of, why_not_now
+from hfta_func.step.records import kind_of
+from hfta_func.step.replay import why_not_now
 from hfta_func.step.train import TrainStep
 from hfta_func.workers.process import cores
 from hfta_func.workers.wire import one_line_error

@@ -37,7 +37,8 @@ from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.run.graphs import ahead
 from hfta_func.run.reached import Reached
-from hfta_func.step.replay import kind_of, recorded_whole, require_pure
+from hfta_func.step.records import kind_of
+from hfta_func.step.replay import recorded_whole, require_pure
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
 from hfta_func.workers.settings import SETTINGS

@@ -25,7 +25,7 @@ from hfta_func.files import atomic
 from hfta_func.files.atomic import PathLike
 from hfta_func.rules import _choice
 from hfta_func.run.timeline import BODY, GRADIENTS, ITERATION, MARK, MODULE, STEP, Span, iterations_of
-from hfta_func.step import replay, train
+from hfta_func.step import records, replay, train
 from hfta_func.step.check import Check
 from hfta_func.step.chunks import now
 from hfta_func.step.gradients import Gradients
@@ -208,7 +208,7 @@ class Recording:
         self.kind = kind_of(self.step)
         with contextlib.ExitStack() as stack:
             # A record made now would hold the markers.
-            stack.enter_context(replaced(replay, "_FIRST", math.inf))
+            stack.enter_context(replaced(records, "_FIRST", math.inf))
             stack.enter_context(marking(self.kind))
             self.recorded.append(stack.enter_context(profiled(device)))
             self._active = stack.pop_all()

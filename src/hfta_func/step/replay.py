@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import optree
 import torch
@@ -17,17 +17,13 @@ from torch import Tensor
 from hfta_func._torch import (
     NotReplayableError,
     Reads,
-    Recorder,
     Tape,
     can_look,
     function_modes,
     inside_transform,
     is_autocasting,
-    is_tracer_loaded,
-    likeness,
     num_dispatch_modes,
 )
-from hfta_func._tree import leaves, tree_map
 from hfta_func._types import Tree
 from hfta_func.models.stack import members_of
 from hfta_func.optim._base import is_of_package
@@ -35,23 +31,8 @@ from hfta_func.rules import _choice
 from hfta_func.rules._registry import OUTSIDE
 from hfta_func.step.batch import copied, is_plain, over
 from hfta_func.step.gradients import StepOutputs, autocasting
+from hfta_func.step.records import MOST_SHAPES, Record, Records, Result, decided, kind_of, recorded, written
 from hfta_func.step.state import TrainState, stacked
-
-Result: TypeAlias = Any
-"""The next state and the metrics."""
-
-Decision: TypeAlias = Any
-"""The tensors of :class:`StepOutputs`, and a :class:`Verdict`."""
-
-
-_FIRST = 3
-"""Calls before the first capture: the model is known, and chunk sizes are chosen."""
-_IMPORTS, _TRACING, _STEPS = 2.0, 0.4, 6
-"""What a capture costs: seconds for the compiler's modules, seconds to trace the user's functions, and steps."""
-_SAVED, _PYTHON = 0.3, 0.05
-"""The least share of a step that a replay is expected to save, of at most so many seconds: what takes longer are kernels."""
-_TAPES, _SHAPES = 3, 8
-"""Most tapes of a shape of batch, one for each set of Python values, and most shapes: more would cost more than they save."""
 
 
 class Replay:
@@ -72,28 +53,42 @@ class Replay:
         self._step = step
         self.left: int | None = None
         self.status = "eager: not called yet"
-        self._shapes: dict[Any, _Shape] = {}
-        self._latest: _Shape | None = None
+        self._shapes: dict[Any, Records] = {}
+        self._latest: Records | None = None
         # One thread records at a time; others go on eagerly.
         self._recording = threading.Lock()
 
     def __call__(self, state: TrainState, batch: Tree) -> Result:
         """The next state and the metrics."""
+        latest = self._latest
+        if latest is not None and not torch.compiler.is_compiling():
+            inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
+            if latest.settings == (layout, _choice.state, *OUTSIDE.values()):
+                known = self._in_context(state, functools.partial(latest.known_again, inputs))
+                if known is not None:
+                    return self._replay(known, inputs, state)
         why_not = why_not_now(self._step, state, batch)
         if why_not is not None:
             self.status = f"eager: {why_not}"
             return self._step.eagerly(state, batch)
-        if self.left is not None:
-            self.left -= 1
         inputs, layout = optree.tree_flatten(cast(Any, (state, batch)))
         settings = layout, _choice.state, *OUTSIDE.values()
-        shape, known = self._in_context(state, lambda: self._known(settings, inputs))
+        try:
+            key = *settings, *map(kind_of, inputs)
+        except AttributeError:
+            return self._step.eagerly(state, batch)  # which says what is no tensor
+        shape = self._shapes.get(key)
         if shape is None:
-            self.status = f"eager: the batches have more than {_SHAPES} shapes"
-            return self._step.eagerly(state, batch)
+            if len(self._shapes) == MOST_SHAPES:
+                self.status = f"eager: the batches have more than {MOST_SHAPES} shapes"
+                return self._step.eagerly(state, batch)
+            shape = self._shapes[key] = Records(settings)
+        known = self._in_context(state, functools.partial(shape.known, inputs))
         if known is not None and known.is_checked:
-            self.status = f"replayed: {len(known)} operators"
-            return known(inputs, state, self._step)
+            self._latest = shape
+            return self._replay(known, inputs, state)
+        if self.left is not None:
+            self.left -= 1
         self.status = f"eager: {shape.why_not or 'a record has not paid yet'}"
         if not self._recording.acquire(blocking=False):
             return self._step.eagerly(state, batch)
@@ -113,37 +108,28 @@ class Replay:
         finally:
             self._recording.release()
 
-    def _known(self, settings: tuple[Any, ...], inputs: Sequence[Tensor]) -> tuple[_Shape | None, _Known | None]:
-        """What is known of inputs like these, None if there are too many shapes, and the record that is right now."""
-        shape = self._latest
-        if shape is None or shape.settings != settings or not shape.is_like(*inputs):
-            if not all(isinstance(leaf, Tensor) for leaf in inputs):
-                return None, None  # the step says what is no tensor
-            key = *settings, *map(kind_of, inputs)
-            shape = self._shapes.get(key)
-            if shape is None:
-                if len(self._shapes) == _SHAPES:
-                    return None, None
-                shape = self._shapes[key] = _Shape(settings, inputs)
-            self._latest = shape
-        return shape, next((one for one in shape.tapes if one.reads.hold()), None)
+    def _replay(self, known: Record, inputs: list[Tensor], state: TrainState) -> Result:
+        self.status = known.status
+        if self.left is not None:
+            self.left -= 1
+        return known(inputs, state, self._step)
 
     def _in_context(self, state: TrainState, call: Callable[[], Any]) -> Any:
         """A call in the settings under which the user's functions run."""
         with torch.enable_grad(), autocasting(state.keys.device, self._step.options.autocast):
             return call()
 
-    def _record(self, shape: _Shape, state: TrainState, batch: Tree) -> tuple[StepOutputs, Any] | None:
+    def _record(self, shape: Records, state: TrainState, batch: Tree) -> tuple[StepOutputs, Any] | None:
         """What the step decides in a call that is recorded; None if that cannot be."""
         step = self._step
         try:
             reads = self.reads(state, batch)
-            first, decision = _recorded(functools.partial(_decided, step), state, batch)
-            known, looks = _Known(first, reads, state, decision), can_look(state.keys)
+            first, decision = recorded(functools.partial(decided, step), state, batch)
+            known, looks = Record(first, reads, state, decision), can_look(state.keys)
             closed = is_of_package(step.optimizer, closed=True)
             if not step.options.donate and closed and (looks or step.options.nonfinite != "raise"):
                 with contextlib.suppress(NotReplayableError):
-                    known.finish_by(*_recorded(functools.partial(_written, step), state, decision), looks)
+                    known.finish_by(*recorded(functools.partial(written, step), state, decision), looks)
             shape.add(known)
         except Exception as error:
             # Whatever keeps a call from being recorded, it runs as it is, and raises what is the user's to see.
@@ -166,7 +152,7 @@ class Replay:
         hparams = {name: leaf[0].clone() for name, leaf in state.hparams.items()}
         return (model, part, hparams) if self._step._gradients.takes_hparams else (model, part)
 
-    def _check(self, shape: _Shape, known: _Known, state: TrainState, batch: Tree) -> None:
+    def _check(self, shape: Records, known: Record, state: TrainState, batch: Tree) -> None:
         """Find out whether the record gives what the step gives for another batch."""
         try:
             # The same rows in another order: valid data, and other values.
@@ -214,128 +200,14 @@ def recorded_whole(step: Any, state: TrainState, batch: Tree) -> tuple[Tape, Any
     with torch.no_grad():
         # The first call learns what the model does.
         step.eagerly(state, batch)
-        tape, result = _recorded(functools.partial(_at_once, step), state, batch, compiling=True)
+        tape, result = recorded(functools.partial(_at_once, step), state, batch, compiling=True)
     return tape, optree.tree_structure(result)
-
-
-def _decided(step: Any, state: TrainState, batch: Tree) -> Decision:
-    outputs, verdict = step.decide(state, batch)
-    return outputs[:-1], verdict
-
-
-def _written(step: Any, state: TrainState, decision: Decision) -> Result:
-    parts, verdict = decision
-    # Where values can be looked at, the record is for steps that update all members.
-    verdict = verdict._replace(keep=None) if can_look(state.keys) else verdict
-    return step.finish(state, StepOutputs(*parts), verdict, looks=False)
 
 
 def _at_once(step: Any, state: TrainState, batch: Tree) -> Result:
     return step.finish(state, *step.decide(state, batch), looks=False)
 
 
-def _recorded(call: Callable[..., Any], *arguments: Tree, compiling: bool = False) -> tuple[Tape, Any]:
-    """The tape of a call, and what it returned."""
-    # A tensor that stands in two places now may be two in the next call.
-    inputs, layout = optree.tree_flatten(tree_map(Tensor.detach, arguments))
-    recorder = Recorder(inputs, compiling)
-    try:
-        with recorder:
-            results = call(*optree.tree_unflatten(layout, inputs))
-    except Exception as error:
-        raise NotReplayableError(recorder.why_not or f"recording it raises {type(error).__name__}") from error
-    return Tape(recorder, len(inputs), optree.tree_leaves(results)), results
-
-
-class _Known:
-    """Two tapes, for what a step decides and for what it writes then, and what they rest on."""
-
-    def __init__(self, first: Tape, reads: Reads, state: TrainState, decision: Decision):
-        self.reads, self.is_checked, self.uses = reads, False, 0
-        self._first = first
-        self._decision: Any = optree.tree_structure(decision)
-        self._result: Any = None
-        self._width, self._keep = len(leaves(state)), len(leaves(decision[0]))
-        self._second: Tape | None = None
-
-    def __len__(self) -> int:
-        return len(self._first) + (0 if self._second is None else len(self._second))
-
-    def finish_by(self, second: Tape, result: Result, looks: bool) -> None:
-        """Use a tape for what is written, which is right only if all members are updated if the step ``looks`` at that."""
-        self._second, self._result, self._looks = second, optree.tree_structure(result), looks
-
-    def __call__(self, inputs: list[Tensor], state: TrainState, step: Any) -> Result:
-        self.uses += 1
-        decision = self._first(inputs)
-        second = self._second
-        if second is None or (self._looks and not decision[self._keep].all()):
-            parts, verdict = self._decision.unflatten(decision)
-            return step.finish(state, StepOutputs(*parts), verdict)
-        return self._result.unflatten(second([*inputs[: self._width], *decision]))
-
-    def is_right(self, step: Any, state: TrainState, batch: Tree) -> bool:
-        """Whether the tapes give what the step gives."""
-        decision = _decided(step, state, batch)
-        inputs, decided = leaves((state, batch)), leaves(decision)
-        if not all(map(_same_bits, decided, self._first.rehearse(inputs))):
-            return False
-        if self._second is not None:
-            expected = leaves(_written(step, state, decision))
-            if not all(map(_same_bits, expected, self._second.rehearse([*leaves(state), *decided]))):
-                self._second = None
-        return True
-
-
-class _Shape:
-    """The tapes for batches of one shape, and whether to record another."""
-
-    def __init__(self, settings: tuple[Any, ...], inputs: Sequence[Tensor]) -> None:
-        self.settings, self.is_like = settings, likeness(inputs)
-        self.tapes: list[_Known] = []
-        self.why_not: str | None = None
-        self._calls, self._least, self._uses = 0, float("inf"), 0
-
-    def note(self, seconds: float) -> None:
-        """Note how long an ordinary call has taken."""
-        self._calls, self._least = self._calls + 1, min(self._least, seconds)
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether it is known how long a call takes, of what can be recorded."""
-        return self.why_not is None and self._calls >= _FIRST
-
-    def is_worth_it(self, left: int | None) -> bool:
-        """Whether a tape is expected to save more than it costs: over the calls that are left, or as many as there were."""
-        if not self.is_timed:
-            return False
-        cost = _TRACING + _STEPS * self._least + (0.0 if is_tracer_loaded() else _IMPORTS)
-        python = min(self._least, _PYTHON)
-        if left is None:
-            return self._calls * python >= cost
-        # Python values that have changed are expected to change again after as many calls.
-        return min([left, *[self._uses for _ in self.tapes[:1]]]) * python * _SAVED >= cost
-
-    def add(self, known: _Known) -> None:
-        """Keep a tape, instead of the oldest one if there are many."""
-        self._uses = self.tapes[-1].uses if self.tapes else 0
-        self.tapes = [*self.tapes[1 - _TAPES :], known]
-        self._calls = 0
-
-    def refuse(self, why: str) -> None:
-        """Record no more, and use no record."""
-        self.why_not, self.tapes = why, []
-
-
-def kind_of(leaf: Tensor) -> tuple[Any, ...]:
-    """What a graph of operators rests on about a tensor."""
-    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf)
-
-
 def _turned(dim: int | None, leaf: Tensor) -> Tensor:
     axis = 0 if dim is None else 1
     return leaf.flip(axis) if isinstance(leaf, Tensor) and leaf.dim() > axis else leaf
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan()))
