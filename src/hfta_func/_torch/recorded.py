@@ -89,11 +89,12 @@ class Recorder(_Mode):
         self._bases: dict[Slot, Slot] = {}
         self._views: dict[tuple[Any, ...], Slot] = {}
         self._twins = WeakTensorKeyDictionary()
+        self._given: dict[Slot, Tensor] = {}
         self._kept = {tensor.untyped_storage()._cdata for tensor in inputs}
         self._fixed: dict[Slot, Tensor] = {}
         self._fixed_storages: set[int] = set()
         self._written_storages: set[int] = set()
-        self._count = 0
+        self._count, self._inputs = 0, len(inputs)
         for tensor in inputs:
             self._new(tensor)
 
@@ -185,10 +186,9 @@ class Recorder(_Mode):
     def output(self, tensor: Tensor) -> Slot:
         """The slot of a tensor that is an output; each is a tensor of its own, though memory may be shared."""
         slot = self.slot(tensor)
-        if self._twins.pop(tensor, False):
-            self.calls.append(
-                Call(_aten.detach.default, (slot,), {}, self._new(tensor), False, self.calls[-1].grad_mode)
-            )
+        held = slot < self._inputs or slot in self.constants
+        if self._given.setdefault(slot, tensor) is not tensor or (held and tensor in self._twins):
+            self.calls.append(Call(_aten.detach.default, (slot,), {}, self._new(tensor), writes=False, grad_mode=False))
         return self._slots[tensor]
 
     def _new(self, tensor: Tensor) -> Slot:
