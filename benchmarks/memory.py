@@ -1,6 +1,7 @@
 """What a step keeps for its backward pass: memory and time of arrays that keep less, against one that keeps everything.
 
-Memory is what an array holds between steps and the peak of a step. The arrays take turns in one run. Their losses are
+Memory is what an array holds between steps and the peak of a step. The arrays take turns in one run. They write their state
+in place, and small ones are replayed, as ``fit`` does it. Their losses are
 compared before anything is shown: of eager ones in float64 and without anything random, as Adam makes full steps of rounding
 noise, and of a compiled one the first. ``python -m benchmarks memory``.
 """
@@ -17,7 +18,7 @@ import torch
 
 import hfta_func as hfta
 from benchmarks._measure import add_to, interleaved, machine, peak_bytes, resident_bytes, seconds, table
-from benchmarks.modes import array
+from benchmarks.modes import RUN, array
 from benchmarks.sweep import ROUNDING, TOLERANCE, difference
 from benchmarks.workloads import WORKLOADS, Spec, batch_size, make
 
@@ -30,15 +31,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Options of a step by name."""
 COMPILED = "compiled"
-STEPS, TURN = 3, 0.3
-"""Steps whose losses are compared, and seconds that a turn takes at least."""
+STEPS, WARM, TURN = 3, 6, 0.3
+"""Steps whose losses are compared, steps before the first turn, and seconds that a turn takes at least."""
 
 
 def measure(spec: Spec, compile: bool, rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds, bytes and agreement of every way, relative to the array that keeps everything."""
     hfta.keep_memory()
     job = make(spec)
-    runs = {name: array(job, **own) for name, own in WAYS.items()}
+    runs = {name: array(job, steps=RUN, **own) for name, own in WAYS.items()}
     differences = _differences(spec)
     if compile:
         runs[COMPILED] = array(job, compiled=True)
@@ -47,8 +48,9 @@ def measure(spec: Spec, compile: bool, rounds: int) -> dict[str, dict[str, Any]]
     differences[COMPILED] = difference(starts.get(COMPILED, starts[ALL]), starts[ALL])
     for name, run in runs.items():
         work = functools.partial(run.step, first)
-        # The first steps find things out.
-        work()
+        # The first steps find things out, and record what is replayed.
+        for _ in range(WARM):
+            work()
         timers[name] = functools.partial(seconds, work, max(1, round(TURN / seconds(work, 1))))
     times = interleaved(timers, rounds)
     found = {}
