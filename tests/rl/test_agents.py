@@ -274,6 +274,33 @@ def test_a_study_of_agents():
     assert [trial.status for trial in study.trials] == ["complete"] * 4
 
 
+def test_an_agent_that_copies_another_keeps_its_noise():
+    steps = []
+
+    def build(fixed, members):
+        step, state = start("dqn", members["place"])
+        steps.append(step)
+        seeds = state.keys + 7
+        carry = {**state.carry, "keys": seeds, "attention": {"keys": seeds[:, None] + 0.5}, "keys of others": seeds}
+        return tune.Array(step, state._replace(carry=carry), [None])
+
+    population = tune.population(build, {"place": [0, 1, 2], "seed": SEEDS})
+    source, before = population.state(2), population.state(0)
+    population.copy([(0, 2)])
+    after = population.state(0)
+    kept = source.carry | {"running": source.carry["running"]._replace(keys=before.carry["running"].keys)}
+    assert_same(after, source._replace(keys=before.keys, carry=kept | {"keys": before.carry["keys"]}))
+    assert not torch.equal(after.carry["running"].keys, source.carry["running"].keys)
+    assert_same(population.state(2), source)
+
+    def went_on(state):
+        state = state._replace(carry={name: state.carry[name] for name in ("running", "buffer", "target", "turn")})
+        return steps[0].options.collect(state)[0]["running"].observation
+
+    # Episodes that begin after the copy are of its own noise.
+    assert not (went_on(after) == went_on(source)).any()
+
+
 @pytest.mark.exhaustive
 def test_the_short_example_is_short_and_runs(capsys):
     text = Path(common.__file__).with_name("short.py").read_text()
