@@ -399,8 +399,31 @@ def counting(mode, count=6):
     return gymnasium.vector.SyncVectorEnv([lambda i=i: Counting(i) for i in range(count)], autoreset_mode=mode)
 
 
-def test_environments_of_gymnasium_serve_all_members():
-    envs = rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), num_models=2)
+class Pool(gymnasium.vector.VectorEnv):
+    """What EnvPool promises: no final observations by itself, but resets of the environments that it is told to."""
+
+    single_observation_space, single_action_space = Counting.observation_space, Counting.action_space
+
+    def __init__(self, count=6, batch_size=6):
+        self.metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+        self.num_envs, self.config = count, {"batch_size": batch_size}
+        self.games = [Counting(place) for place in range(count)]
+
+    def recv(self):
+        raise NotImplementedError
+
+    def reset(self, *, options=None):
+        chosen = np.arange(self.num_envs) if options is None else np.flatnonzero(options["reset_mask"])[::-1]
+        return np.stack([self.games[place].reset()[0] for place in chosen]), {"env_id": chosen}
+
+    def step(self, actions):
+        observation, reward, *ended, _ = zip(*map(Counting.step, self.games, actions), strict=True)
+        return np.stack(observation), np.array(reward), *map(np.array, ended), {"env_id": np.arange(self.num_envs)}
+
+
+@pytest.mark.parametrize("make", [lambda: counting(gymnasium.vector.AutoresetMode.SAME_STEP), Pool])
+def test_environments_of_gymnasium_serve_all_members(make):
+    envs = rl.GymnasiumEnvs(make(), num_models=2)
     policy = rl.make_policy(torch.nn.Linear(2, 3), lambda model, x: x[:, 1].long() % 3)
     agents = hfta.stack_params([torch.nn.Linear(2, 3) for _ in range(2)])
     running = envs.start(hfta.random.keys([0, 1]))
@@ -415,7 +438,32 @@ def test_environments_of_gymnasium_serve_all_members():
     with pytest.raises(hfta.StateError, match=r"is AutoresetMode.NEXT_STEP; make them with .*SAME_STEP"):
         rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.NEXT_STEP), 2)
     with pytest.raises(hfta.StateError, match="6 environments cannot be shared out to 4 members"):
-        rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), 4)
+        rl.GymnasiumEnvs(make(), 4)
+    with pytest.raises(hfta.StateError, match="batch_size is 3 of 6 environments; leave it out"):
+        rl.GymnasiumEnvs(Pool(batch_size=3), 2)
+    with pytest.raises(hfta.StateError, match="envs is a TimeLimit; give several as one"):
+        rl.GymnasiumEnvs(gymnasium.make("CartPole-v1"), 2)
+
+
+def test_environments_of_envpool_have_the_same_dynamics():
+    make = pytest.importorskip("envpool", reason="EnvPool is not installed").make_gymnasium
+    with pytest.warns(UserWarning, match="precision lowered"):
+        envs = rl.GymnasiumEnvs(
+            make("CartPole-v1", num_envs=6, env_seed=[*range(6)], max_episode_steps=20), num_models=2
+        )
+    policy = rl.make_policy(torch.nn.Linear(4, 1), lambda model, x: torch.bernoulli(model(x)[:, 0].sigmoid()).long())
+    agents = hfta.init_params(lambda: torch.nn.Linear(4, 1), [0, 1])
+    running, steps = envs.rollout(policy, agents, envs.start(hfta.random.keys([0, 1])), 50)
+    state = {"place": steps["observation"].double(), "numbers": {}}
+    _, expected, _, terminated, _ = rl.CartPole(dtype=torch.float64).step(state, steps["action"], torch.zeros(2, 50, 3))
+    torch.testing.assert_close(steps["next_observation"].double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(steps["terminated"], terminated) and steps["truncated"].any() and terminated.any()
+    done = (terminated | steps["truncated"])[:, :-1]
+    following = steps["observation"][:, 1:]
+    assert (
+        torch.equal(following[~done], steps["next_observation"][:, :-1][~done]) and following[done].abs().max() < 0.05
+    )
+    assert torch.equal(running.episodes, (terminated | steps["truncated"]).sum(1))
 
 
 class Odd(gymnasium.Env):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfta_func import random
 from hfta_func._tree import tree_map
-from hfta_func._types import StateError, check_counts
+from hfta_func._types import StateError, check_counts, require
 from hfta_func.rl.environment import Running, check_action, check_keys, spaces
 from hfta_func.rl.rollouts import _ACTING, Policy, remembered
 
@@ -22,18 +22,29 @@ class GymnasiumEnvs:
     :func:`~hfta_func.rl.rollout`, uncompiled.
 
     Args:
-        envs: Made with ``vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}``. Environments of member
-            i are those from ``i * N`` on.
+        envs: Made with ``vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}``, or by
+            ``envpool.make_gymnasium``. Environments of member i are those from ``i * N`` on.
         num_models: Number M of members.
 
     Raises:
-        StateError: if M does not divide the number of environments, another autoreset mode hides final observations, or
-            observations or actions are not one array each.
+        StateError: if it is no vector environment, M does not divide the number of environments, another autoreset mode hides
+            final observations, a step is not of all environments, or observations or actions are not one array each.
     """
 
     def __init__(self, envs: Any, num_models: int):
+        if not isinstance(envs, require("gymnasium.vector", "rl").VectorEnv):
+            raise StateError(
+                f"envs is a {type(envs).__qualname__}; give several as one, as gymnasium.make_vec makes them"
+            )
         mode = envs.metadata.get("autoreset_mode")
-        if getattr(mode, "value", mode) != "SameStep":
+        # EnvPool has a mode without final observations only, but resets the environments that it is told to.
+        self._is_envpool = hasattr(envs, "recv")
+        if self._is_envpool and envs.config["batch_size"] != envs.num_envs:
+            raise StateError(
+                f"batch_size is {envs.config['batch_size']} of {envs.num_envs} environments; leave it out, so that a step is "
+                f"one of all"
+            )
+        if not self._is_envpool and getattr(mode, "value", mode) != "SameStep":
             raise StateError(
                 f"the environments' autoreset_mode is {mode}; make them with vector_kwargs={{'autoreset_mode': "
                 f"gymnasium.vector.AutoresetMode.SAME_STEP}}, so that a step returns final observations"
@@ -51,10 +62,13 @@ class GymnasiumEnvs:
         self.envs, self.num_models, self.num_envs = envs, num_models, envs.num_envs // num_models
 
     def start(self, keys: Tensor) -> Running:
-        """All environments at the start of their first episodes, seeded by the members' ``keys``."""
+        """All environments at the start of their first episodes, seeded by the members' ``keys``.
+
+        Those of EnvPool are not: they have the seeds that they were made with, ``env_seed=[...]``.
+        """
         check_keys(keys, self.num_models)
         seeds = random.randint(random.fold_in(keys.unsqueeze(-1), torch.arange(self.num_envs)), 0, 2**31, ())
-        observation, _ = self.envs.reset(seed=seeds.flatten().tolist())
+        observation, _ = self.envs.reset(**({} if self._is_envpool else {"seed": seeds.flatten().tolist()}))
         zeros = torch.zeros(self.num_models, self.num_envs, dtype=torch.int64)
         total = zeros.float()
         return Running(
@@ -89,9 +103,13 @@ class GymnasiumEnvs:
         if action.is_floating_point():
             given = given.clip(space.low, space.high)
         observation, reward, terminated, truncated, infos = self.envs.step(given)
-        final = np.array(observation)
-        for place in np.flatnonzero(terminated | truncated):
-            final[place] = infos["final_obs"][place]
+        final, ended = np.array(observation), terminated | truncated
+        if self._is_envpool and ended.any():
+            again, infos = self.envs.reset(options={"reset_mask": ended})
+            observation = np.array(observation)
+            observation[infos["env_id"]] = again
+        elif ended.any():
+            final[ended] = np.stack([*infos["final_obs"][ended]])
         reward, terminated, truncated = self._apart(reward).float(), self._apart(terminated), self._apart(truncated)
         done, length, total = terminated | truncated, running.length + 1, running.total + reward
         after = running._replace(
