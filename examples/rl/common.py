@@ -53,6 +53,7 @@ def main(argv, description, make_agent, make, best, *, envs, lr, iterations):
         parser.error(f"--iterations is {flags.iterations}; give a multiple of {EPOCH}, the iterations of an epoch")
     game = gymnasium.make(NAMES[flags.env], render_mode="rgb_array" if flags.out else None)
     if flags.out:
+        os.makedirs(flags.out, exist_ok=True)
         game.reset()
         try:
             game.render()
@@ -79,7 +80,6 @@ def main(argv, description, make_agent, make, best, *, envs, lr, iterations):
     print("returns:", *(f"{value:.1f}" for value in returns.tolist()))
     if flags.out:
         agent = hfta.export_model(make_agent(env), state, int(returns.nan_to_num(-torch.inf).argmax()))
-        os.makedirs(flags.out, exist_ok=True)
         torch.save(agent.state_dict(), os.path.join(flags.out, "agent.pt"))
         total, frames = play(agent, best, game)
         imsave(os.path.join(flags.out, "agent.png"), np.concatenate(frames, 1))

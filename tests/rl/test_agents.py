@@ -327,7 +327,7 @@ def test_an_agent_that_copies_another_keeps_its_noise():
     assert_same(population.state(2), source)
 
     def went_on(state):
-        state = state._replace(carry={name: state.carry[name] for name in ("running", "buffer", "target", "turn")})
+        state = state._replace(carry={name: state.carry[name] for name in ("running", "buffer", "target")})
         return steps[0].options.collect(state)[0]["running"].observation
 
     # Episodes that begin after the copy are of its own noise.
