@@ -157,6 +157,13 @@ def test_episodes_end_and_begin_anew():
     assert torch.equal(metrics["episodes"], total.sum(1).long())
     torch.testing.assert_close(metrics["return"], running.last_total.mean(1))
     assert rl.episode_metrics(rl.start(environment, hfta.random.keys([0]), 2))["return"].isnan().all()
+    # An episode without an end is left out, and one whose return is no number is not.
+    running = rl.start(environment, hfta.random.keys([0, 1]), 3)._replace(
+        episodes=torch.tensor([[1, 0, 2], [1, 1, 1]]), last_length=torch.tensor([[4, 0, 8], [3, 3, 3]]),
+        last_total=torch.tensor([[4.0, math.nan, 8.0], [3.0, math.nan, 3.0]]),
+    )  # fmt: skip
+    metrics = rl.episode_metrics(running)
+    assert metrics["return"][0] == 6 and metrics["return"][1].isnan() and metrics["length"].tolist() == [6, 3]
 
 
 def test_actions_that_begin_at_another_number():
@@ -182,6 +189,38 @@ def test_what_cannot_be_started():
             rl.start(rl.CartPole(), keys, 3)
     with pytest.raises(hfta.StateError, match="the environment is a TimeLimit; give one of rl"):
         rl.start(gymnasium.make("CartPole-v1"), hfta.random.keys([0, 1]), 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
+@pytest.mark.parametrize(
+    "environment", [rl.CartPole(), rl.MountainCar(), rl.Bricks()], ids=lambda one: type(one).__name__
+)
+def test_actions_of_other_integers_are_the_same_actions(environment, dtype):
+    running, action = rl.start(environment, hfta.random.keys([0, 1]), 3), torch.tensor([[0, 1, 0], [1, 0, 1]])
+    expected, found = (rl.advance(environment, running, given) for given in (action, action.to(dtype)))
+    assert all(map(torch.equal, optree.tree_leaves(found[1]), optree.tree_leaves(expected[1])))
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float64])
+def test_rewards_are_numbers_of_the_observations_kind(kind):
+    class Own(rl.CartPole):
+        def step(self, state, action, key):
+            state, observation, reward, *ended = super().step(state, action, key)
+            return state, observation, (2 * reward).to(kind), *ended
+
+    policy = rl.make_policy(torch.nn.Linear(4, 2), lambda model, x: model(x).argmax(-1))
+    agents = hfta.init_params(lambda: torch.nn.Linear(4, 2), [0, 1])
+    running, steps = rl.rollout(Own(), policy, agents, rl.start(Own(), hfta.random.keys([0, 1]), 3), 4)
+    assert steps["reward"].dtype == running.total.dtype == torch.float32
+    assert (steps["reward"] == (1 if kind == torch.bool else 2)).all()
+
+
+def test_environments_of_few_digits_and_of_none():
+    for dtype in (torch.bfloat16, torch.float16):
+        assert rl.start(rl.Pendulum(dtype=dtype), hfta.random.keys([0, 1]), 3).observation.dtype == dtype
+    for wrong in (torch.int64, float):
+        with pytest.raises(ValueError, match=r"dtype is .*; give a floating-point dtype, such as torch.float32"):
+            rl.start(rl.CartPole(dtype=wrong), hfta.random.keys([0, 1]), 3)
 
 
 class Reads(rl.CartPole):
@@ -505,11 +544,11 @@ def test_environments_of_gymnasium_have_arrays_for_spaces(seen, taken):
             rl.GymnasiumEnvs(vector, 2)
         return
     envs = rl.GymnasiumEnvs(vector, 2)
-    kind = torch.float32 if taken.dtype.kind == "f" else torch.int64
+    kind = torch.bfloat16 if taken.dtype.kind == "f" else torch.int64
 
     def act(weight, x):
         # An action may have a gradient, which gymnasium has no use for.
-        return torch.ones(len(x), *taken.shape, dtype=kind) * (weight.bias if kind.is_floating_point else 1)
+        return torch.ones(len(x), *taken.shape, dtype=kind) * (weight.bias.to(kind) if kind.is_floating_point else 1)
 
     agents = hfta.stack_params([torch.nn.Linear(1, 1)] * 2)
     agents.params["bias"].fill_(0.5).requires_grad_()

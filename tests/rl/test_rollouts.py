@@ -77,6 +77,20 @@ def test_advantages_tell_truncation_from_termination():
     assert not torch.equal(rl.gae(mistaken, value, next_value)[0], rl.gae(steps, value, next_value)[0])
 
 
+def test_values_of_few_digits_and_rewards_of_other_kinds():
+    """Discounts and sums have the digits of the rewards, or of the values if these have more."""
+    steps, value = happened(), torch.randn(M, T, N).bfloat16()
+    for reward in (steps["reward"], steps["reward"].float(), steps["reward"].long()):
+        given, exact = {**steps, "reward": reward}, {**steps, "reward": reward.double()}
+        found, expected = rl.gae(given, *[value.float()] * 2), rl.gae(exact, *[value.double()] * 2)
+        torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
+        found, expected = (rl.n_step(rows, 3, discount=0.9) for rows in (given, exact))
+        torch.testing.assert_close(found["reward"].double(), expected["reward"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found["discount"].double(), expected["discount"], rtol=1e-5, atol=1e-5)
+    few, all_digits = (rl.gae(steps, *[leaf] * 2)[0] for leaf in (value, value.double()))
+    assert torch.equal(few, all_digits)
+
+
 def test_discounts_are_one_or_one_per_member():
     steps = hfta.take(happened(), [0])
     value = torch.zeros(1, T, N, dtype=torch.float64)

@@ -99,10 +99,13 @@ class GymnasiumEnvs:
     def _advance(self, running: Running, action: Tensor) -> tuple[Running, dict[str, Tensor]]:
         space = self.envs.single_action_space
         check_action(space, action, running.length.shape)
-        given = action.detach().flatten(0, 1).cpu().numpy().astype(space.dtype)
+        # NumPy has no bfloat16.
+        given = (
+            action.detach().flatten(0, 1).cpu().to(torch.float64 if action.is_floating_point() else torch.int64).numpy()
+        )
         if action.is_floating_point():
             given = given.clip(space.low, space.high)
-        observation, reward, terminated, truncated, infos = self.envs.step(given)
+        observation, reward, terminated, truncated, infos = self.envs.step(given.astype(space.dtype))
         final, ended = np.array(observation), terminated | truncated
         if self._is_envpool and ended.any():
             again, infos = self.envs.reset(options={"reset_mask": ended})

@@ -150,6 +150,10 @@ def gae(
         tensor([1.5000, 1.0000])
     """
     terminated, done = steps["terminated"], ended(steps, value, next_value)
+    # Discounts have more digits than values of few bits.
+    value, next_value = (
+        leaf.to(torch.promote_types(leaf.dtype, steps["reward"].dtype)) for leaf in (value, next_value)
+    )
     rate, decay = (per_member(number, value) for number in (discount, decay))
     surprise = steps["reward"] + torch.where(terminated, 0, rate * next_value) - value
     fading = torch.where(done, 0, rate * decay)
@@ -178,7 +182,8 @@ def ended(steps: dict[str, Tensor], *values: Tensor) -> Tensor:
 
 def per_member(number: PerModel, like: Tensor) -> Tensor:
     """A number, or one per member, to multiply values ``[M, ...]`` by."""
-    vector = torch.as_tensor(number, dtype=like.dtype, device=like.device)
+    dtype = like.dtype if like.is_floating_point() else torch.float32
+    vector = torch.as_tensor(number, dtype=dtype, device=like.device)
     if vector.dim() and vector.shape != like.shape[:1]:
         raise BatchError(f"got {vector.numel()} numbers for {len(like)} members; give one number, or one per member")
     return per_model(vector, like) if vector.dim() else vector
