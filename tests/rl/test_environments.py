@@ -460,7 +460,13 @@ class Pool(gymnasium.vector.VectorEnv):
         return np.stack(observation), np.array(reward), *map(np.array, ended), {"env_id": np.arange(self.num_envs)}
 
 
-@pytest.mark.parametrize("make", [lambda: counting(gymnasium.vector.AutoresetMode.SAME_STEP), Pool])
+def wrapped():
+    """A wrapper of gymnasium, which refuses to be one of environments that begin anew in the same step."""
+    envs = counting(gymnasium.vector.AutoresetMode.DISABLED)
+    return gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
+
+
+@pytest.mark.parametrize("make", [lambda: counting(gymnasium.vector.AutoresetMode.SAME_STEP), wrapped, Pool])
 def test_environments_of_gymnasium_serve_all_members(make):
     envs = rl.GymnasiumEnvs(make(), num_models=2)
     policy = rl.make_policy(torch.nn.Linear(2, 3), lambda model, x: x[:, 1].long() % 3)

@@ -22,8 +22,8 @@ class GymnasiumEnvs:
     :func:`~hfta_func.rl.rollout`, uncompiled.
 
     Args:
-        envs: Made with ``vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}``, or by
-            ``envpool.make_gymnasium``. Environments of member i are those from ``i * N`` on.
+        envs: Made with ``vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}``, or ``DISABLED``, which
+            gymnasium's wrappers need, or by ``envpool.make_gymnasium``. Environments of member i are those from ``i * N`` on.
         num_models: Number M of members.
 
     Raises:
@@ -39,12 +39,13 @@ class GymnasiumEnvs:
         mode = envs.metadata.get("autoreset_mode")
         # EnvPool has a mode without final observations only, but resets the environments that it is told to.
         self._is_envpool = hasattr(envs, "recv")
+        self._is_told = self._is_envpool or getattr(mode, "value", mode) == "Disabled"
         if self._is_envpool and envs.config["batch_size"] != envs.num_envs:
             raise StateError(
                 f"batch_size is {envs.config['batch_size']} of {envs.num_envs} environments; leave it out, so that a step is "
                 f"one of all"
             )
-        if not self._is_envpool and getattr(mode, "value", mode) != "SameStep":
+        if not self._is_told and getattr(mode, "value", mode) != "SameStep":
             raise StateError(
                 f"the environments' autoreset_mode is {mode}; make them with vector_kwargs={{'autoreset_mode': "
                 f"gymnasium.vector.AutoresetMode.SAME_STEP}}, so that a step returns final observations"
@@ -107,10 +108,11 @@ class GymnasiumEnvs:
             given = given.clip(space.low, space.high)
         observation, reward, terminated, truncated, infos = self.envs.step(given.astype(space.dtype))
         final, ended = np.array(observation), terminated | truncated
-        if self._is_envpool and ended.any():
+        if self._is_told and ended.any():
             again, infos = self.envs.reset(options={"reset_mask": ended})
+            # EnvPool returns these only, and the others all.
             observation = np.array(observation)
-            observation[infos["env_id"]] = again
+            observation[infos["env_id"] if self._is_envpool else slice(None)] = again
         elif ended.any():
             final[ended] = np.stack([*infos["final_obs"][ended]])
         reward, terminated, truncated = self._apart(reward).float(), self._apart(terminated), self._apart(truncated)
