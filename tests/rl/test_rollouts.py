@@ -196,6 +196,13 @@ def test_normalisation_of_observations_and_rewards():
         assert last[i, n].item() == pytest.approx(total, rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.bool, torch.bfloat16, torch.float64])
+def test_moments_keep_their_kind(kind):
+    values = torch.randint(0, 2, (M, 6, 3)).to(kind)
+    seen, expected = (rl.observed(rl.moments(M, (3,)), given) for given in (values, values.float()))
+    assert {leaf.dtype for leaf in seen} == {torch.float32} and all(map(torch.equal, seen, expected))
+
+
 @pytest.mark.parametrize("shape", [(M, 5, 4), (3, 5, 3), (M, 0, 3), (M,)])
 def test_moments_are_of_one_shape(shape):
     for call in (rl.observed, rl.normalised):

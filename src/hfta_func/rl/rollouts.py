@@ -275,7 +275,7 @@ def observed(past: Moments, values: Tensor) -> Moments:
         Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
     _check_values(past, values)
-    rows = values.reshape(values.shape[0], -1, *past.mean.shape[1:])
+    rows = values.reshape(values.shape[0], -1, *past.mean.shape[1:]).to(past.mean.dtype)
     n, mean, variance = rows.shape[1], rows.mean(1), rows.var(1, correction=0)
     count = past.size + n
     share, old = per_model(n / count, mean), per_model(past.size / count, mean)
