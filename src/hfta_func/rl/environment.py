@@ -257,26 +257,27 @@ def advance(environment: Environment, running: Running, action: Tensor) -> tuple
     action = action if action.is_floating_point() else action.long()
     keys = environment_keys(random.fold_in(running.keys, running.taken), running.length.shape[1])
     state, final, reward, terminated, truncated = environment.step(running.state, action, keys)
-    reward, length = reward.to(running.total.dtype), running.length + 1
-    limit = environment.max_steps
-    truncated = truncated if limit is None else truncated | ((length >= limit) & ~terminated)
+    reward, limit = reward.to(running.total.dtype), environment.max_steps
+    truncated = truncated if limit is None else truncated | ((running.length + 1 >= limit) & ~terminated)
     done = terminated | truncated
     new_state, new_observation = environment.restart(state, random.fold_in(keys, _RESET))
     state = tree_map(lambda new, old: _where(done, new, old), new_state, state)
-    total = running.total + reward
-    after = Running(
-        keys=running.keys,
+    after = counted(running, reward, done)._replace(state=state, observation=_where(done, new_observation, final))
+    step = {"reward": reward, "terminated": terminated, "truncated": truncated, "next_observation": final}
+    return after, step
+
+
+def counted(running: Running, reward: Tensor, done: Tensor) -> Running:
+    """What is known of the episodes after one more step; where the environments are is as before."""
+    length, total = running.length + 1, running.total + reward
+    return running._replace(
         taken=running.taken + 1,
-        state=state,
-        observation=_where(done, new_observation, final),
         length=torch.where(done, 0, length),
         total=torch.where(done, 0, total),
         episodes=running.episodes + done,
         last_length=torch.where(done, length, running.last_length),
         last_total=torch.where(done, total, running.last_total),
     )
-    step = {"reward": reward, "terminated": terminated, "truncated": truncated, "next_observation": final}
-    return after, step
 
 
 def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hfta_func import random
 from hfta_func._tree import tree_map
 from hfta_func._types import StateError, check_counts, require
-from hfta_func.rl.environment import Running, check_action, check_keys, spaces
+from hfta_func.rl.environment import Running, check_action, check_keys, counted, spaces
 from hfta_func.rl.rollouts import _ACTING, Policy, remembered
 
 
@@ -101,9 +101,8 @@ class GymnasiumEnvs:
         space = self.envs.single_action_space
         check_action(space, action, running.length.shape)
         # NumPy has no bfloat16.
-        given = (
-            action.detach().flatten(0, 1).cpu().to(torch.float64 if action.is_floating_point() else torch.int64).numpy()
-        )
+        kind = torch.float64 if action.is_floating_point() else torch.int64
+        given = action.detach().flatten(0, 1).to("cpu", kind).numpy()
         if action.is_floating_point():
             given = given.clip(space.low, space.high)
         observation, reward, terminated, truncated, infos = self.envs.step(given.astype(space.dtype))
@@ -116,15 +115,6 @@ class GymnasiumEnvs:
         elif ended.any():
             final[ended] = np.stack([*infos["final_obs"][ended]])
         reward, terminated, truncated = self._apart(reward).float(), self._apart(terminated), self._apart(truncated)
-        done, length, total = terminated | truncated, running.length + 1, running.total + reward
-        after = running._replace(
-            taken=running.taken + 1,
-            observation=self._apart(observation),
-            length=torch.where(done, 0, length),
-            total=torch.where(done, 0, total),
-            episodes=running.episodes + done,
-            last_length=torch.where(done, length, running.last_length),
-            last_total=torch.where(done, total, running.last_total),
-        )
+        after = counted(running, reward, terminated | truncated)._replace(observation=self._apart(observation))
         step = {"reward": reward, "terminated": terminated, "truncated": truncated}
         return after, step | {"next_observation": self._apart(final)}
