@@ -150,6 +150,24 @@ def test_agents_are_one_for_each_member():
         rl.rollout(rl.CartPole(), policy, agents(), running, 0)
 
 
+def test_agents_may_share_a_frozen_base():
+    base = nn.Linear(4, 8).requires_grad_(False)
+    models = [nn.Sequential(base, nn.Tanh(), nn.Linear(8, 1)) for _ in range(M)]
+    running = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N)
+    found = []
+    for share in (False, True):
+        policy = rl.make_policy(models[0], act, share_frozen=share)
+        array = hfta.stack_params(models, share_frozen=share)
+        found.append(rl.rollout(rl.CartPole(), policy, array, running, 4)[1])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    for model, array, message in (
+        (models[0], array, "'0.weight' is in the model but not in the array; .* the same share_frozen"),
+        (nn.Linear(5, 1), agents(), r"'weight' is \[1, 4\] per member but \[1, 5\] in the model"),
+    ):
+        with pytest.raises(hfta.StateError, match=message):
+            rl.rollout(rl.CartPole(), rl.make_policy(model, act), array, running, 4)
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_n_steps_in_a_row(n):
     steps, rates = happened(1), [0.9, 0.5]
