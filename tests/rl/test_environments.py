@@ -490,6 +490,22 @@ def test_environments_of_gymnasium_serve_all_members(make):
         rl.GymnasiumEnvs(gymnasium.make("CartPole-v1"), 2)
 
 
+def test_environments_of_gymnasium_follow_no_members_and_no_compiler():
+    envs = rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), num_models=2)
+    policy = rl.make_policy(torch.nn.Linear(2, 3), lambda model, x: x[:, 1].long() % 3)
+    agents = hfta.init_params(lambda: torch.nn.Linear(2, 3), [0, 1])
+    running = envs.start(hfta.random.keys([0, 1]))
+    with pytest.raises(
+        hfta.StateError, match="there are 1 members in environments of 2, which do not follow them; train"
+    ):
+        envs.rollout(policy, hfta.take(agents, 0), hfta.take(running, 0), 2)
+    # A compiler makes it an error of its own.
+    with pytest.raises(
+        Exception, match="environments of gymnasium cannot be compiled; leave what acts in them uncompiled"
+    ):
+        torch.compile(lambda running: envs.rollout(policy, agents, running, 2), backend="eager")(running)
+
+
 def test_environments_of_envpool_have_the_same_dynamics():
     make = pytest.importorskip("envpool", reason="EnvPool is not installed").make_gymnasium
     with pytest.warns(UserWarning, match="precision lowered"):

@@ -160,12 +160,12 @@ def test_agents_may_share_a_frozen_base():
         array = hfta.stack_params(models, share_frozen=share)
         found.append(rl.rollout(rl.CartPole(), policy, array, running, 4)[1])
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    for model, array, message in (
+    for model, given, message in (
         (models[0], array, "'0.weight' is in the model but not in the array; .* the same share_frozen"),
         (nn.Linear(5, 1), agents(), r"'weight' is \[1, 4\] per member but \[1, 5\] in the model"),
     ):
         with pytest.raises(hfta.StateError, match=message):
-            rl.rollout(rl.CartPole(), rl.make_policy(model, act), array, running, 4)
+            rl.rollout(rl.CartPole(), rl.make_policy(model, act), given, running, 4)
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
+from hfta_func._torch import constant_to_compiler
 from hfta_func._tree import tree_map
 from hfta_func._types import StateError, check_counts, require
 from hfta_func.rl.environment import Running, check_action, check_keys, counted, spaces
@@ -84,8 +85,18 @@ class GymnasiumEnvs:
             state: The agents.
             running: From :meth:`start` or the latest rollout; the environments themselves go on where they are.
             steps: Number T of steps in each environment.
+
+        Raises:
+            StateError: if members are not those of the environments, which do not follow them, or in a compiled function.
         """
         check_counts(steps=steps)
+        if torch.compiler.is_compiling():
+            _refuse_compiling()
+        if len(running.keys) != self.num_models:
+            raise StateError(
+                f"there are {len(running.keys)} members in environments of {self.num_models}, which do not follow them; train "
+                f"all of them in this process, without workers and compact"
+            )
         happened = []
         for _ in range(steps):
             observation = running.observation
@@ -118,3 +129,8 @@ class GymnasiumEnvs:
         after = counted(running, reward, terminated | truncated)._replace(observation=self._apart(observation))
         step = {"reward": reward, "terminated": terminated, "truncated": truncated}
         return after, step | {"next_observation": self._apart(final)}
+
+
+@constant_to_compiler
+def _refuse_compiling() -> None:
+    raise StateError("environments of gymnasium cannot be compiled; leave what acts in them uncompiled")
