@@ -94,8 +94,8 @@ class GymnasiumEnvs:
             _refuse_compiling()
         if len(running.keys) != self.num_models:
             raise StateError(
-                f"there are {len(running.keys)} members in environments of {self.num_models}, which do not follow them; train "
-                f"all of them in this process, without workers and compact"
+                f"there are {len(running.keys)} members in environments of {self.num_models}, which do not follow them; "
+                f"train all of them in this process, without workers and compact"
             )
         happened = []
         for _ in range(steps):
