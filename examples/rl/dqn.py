@@ -12,6 +12,7 @@ import hfta_func as hfta
 from examples.rl import common
 from hfta_func import rl
 
+# In each iteration: steps in each of an agent's environments, their number, rows of a batch, and batches.
 T, N, BATCH, UPDATES = 8, 4, 64, 4
 
 
