@@ -53,17 +53,22 @@ def main(argv, description, make_agent, make, best, *, envs, lr, iterations):
         parser.error(f"--iterations is {flags.iterations}; give a multiple of {EPOCH}, the iterations of an epoch")
     game = gymnasium.make(NAMES[flags.env], render_mode="rgb_array" if flags.out else None)
     if flags.out:
+        os.makedirs(flags.out, exist_ok=True)
         game.reset()
         try:
             game.render()
         except gymnasium.error.DependencyNotInstalled as error:
             parser.error(f"the picture of --out needs more: {error}")
     env, seeds = getattr(rl, flags.env)(), range(flags.seeds)
-    step, start = make(env, flags.lr * (flags.seeds // len(flags.lr)))
+    rates = flags.lr * (flags.seeds // len(flags.lr))
+    step, start = make(env, rates)
     params, _ = hfta.init_params(lambda: make_agent(env), seeds)
+    state = start(params, seeds)
+    if flags.resume and os.path.exists(flags.resume):
+        check_resumed(flags.resume, state, rates, parser.error)
     state, history = hfta.fit(
         step,
-        start(params, seeds),
+        state,
         [None] * EPOCH,
         epochs=flags.iterations // EPOCH,
         callbacks=[hfta.callbacks.tensorboard(flags.log)] if flags.log else [],
@@ -75,12 +80,28 @@ def main(argv, description, make_agent, make, best, *, envs, lr, iterations):
     print("returns:", *(f"{value:.1f}" for value in returns.tolist()))
     if flags.out:
         agent = hfta.export_model(make_agent(env), state, int(returns.nan_to_num(-torch.inf).argmax()))
-        os.makedirs(flags.out, exist_ok=True)
         torch.save(agent.state_dict(), os.path.join(flags.out, "agent.pt"))
         total, frames = play(agent, best, game)
         imsave(os.path.join(flags.out, "agent.png"), np.concatenate(frames, 1))
         print(f"the best agent plays for a return of {total:.1f}: {os.path.join(flags.out, 'agent.png')}")
     return state, history
+
+
+def check_resumed(file, state, rates, refuse):
+    """Refuse to go on with a run that was begun with other settings, of which its file would keep its own."""
+    try:
+        begun = hfta.read_metadata(file)
+        held = [("--lr", rates, value) for path, value in begun["hyperparameters"].items() if path.endswith("['lr']")]
+        for flag, given, before in (("--seeds", [len(rates)], [begun["num_models"]]), *held):
+            if given != before:
+                refuse(
+                    f"{flag} is {given}, but the run in {file} was begun with {before}; give the same, or another file"
+                )
+        hfta.load(file, like=state)
+    except hfta.StateError:
+        refuse(f"the run in {file} is of another example or --env; give the same, or another file")
+    except hfta.CheckpointError as error:
+        refuse(error)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import hfta_func as hfta
 from examples.rl import common
 from hfta_func import rl
 
+# In each iteration: steps in each of an agent's environments, their number, rows of a batch, and batches.
 T, N, BATCH, UPDATES = 8, 4, 64, 4
 
 
@@ -33,9 +34,9 @@ def make(env, lr, discount=0.99, every=10, exploring=100, capacity=10_000, steps
     greedy = rl.make_policy(model, lambda model, x: model(x).argmax(-1))
     values = rl.make_policy(model, lambda model, x: model(x))
 
-    def policy(carry):
+    def policy(turn):
         """Random actions at first, and fewer and fewer of them."""
-        rate = (1 - carry["turn"] / exploring).clamp(min=0.05)
+        rate = (1 - turn / exploring).clamp(min=0.05)
 
         def act(state, observation, key):
             action, _ = greedy(state, observation, key)
@@ -51,17 +52,17 @@ def make(env, lr, discount=0.99, every=10, exploring=100, capacity=10_000, steps
         return running, common.transitions(rl.n_step(happened, steps, discount=discount))
 
     def collect(state):
-        carry = state.carry
-        running, new = rows(policy(carry), state, carry["running"])
+        carry, turn = state.carry, state.step // UPDATES
+        running, new = rows(policy(turn), state, carry["running"])
         buffer = rl.written(carry["buffer"], new)
-        renew = carry["turn"] % every == 0
+        renew = turn % every == 0
         target = {path: torch.where(renew.reshape(-1, *(1,) * (param.dim() - 1)), param, carry["target"][path])
                   for path, param in state.params.items()}  # fmt: skip
-        key = hfta.random.fold_in(state.keys, carry["turn"])
+        key = hfta.random.fold_in(state.keys, turn)
         batch, _ = rl.sample(buffer, key, UPDATES * BATCH)
         after, _ = values(hfta.Stacked(target, {}), batch["next_observation"], key)
         batch["target"] = batch["reward"] + batch["discount"] * torch.where(batch["terminated"], 0, after.amax(-1))
-        carry = {"running": running, "buffer": buffer, "target": target, "turn": carry["turn"] + 1}
+        carry = {"running": running, "buffer": buffer, "target": target}
         return carry, common.updates(batch, UPDATES), rl.episode_metrics(running)
 
     step = hfta.make_train_step(model, loss_fn, hfta.adam(lr=lr), collect=collect)
@@ -69,8 +70,7 @@ def make(env, lr, discount=0.99, every=10, exploring=100, capacity=10_000, steps
     def start(params, seeds):
         running = rl.start(env, hfta.random.keys(seeds), N)
         buffer = rl.replay(rows(greedy, hfta.Stacked(params, {}), running)[1], capacity)
-        turn = torch.zeros(len(seeds), dtype=torch.int64)
-        return step.init(params, seeds=seeds, carry=dict(running=running, buffer=buffer, target=params, turn=turn))
+        return step.init(params, seeds=seeds, carry={"running": running, "buffer": buffer, "target": params})
 
     return step, start
 

@@ -13,6 +13,7 @@ import hfta_func as hfta
 from examples.rl import common
 from hfta_func import rl
 
+# Steps of a rollout in each of an agent's environments, and their number.
 T, N = 128, 4
 
 
@@ -67,7 +68,8 @@ def make(env, lr, entropy=0.01, discount=0.99, minibatches=4, epochs=4):
         next_value, _ = value(state, steps["next_observation"], state.keys)
         advantage, target = rl.gae(steps, steps["value"], next_value, discount=discount)
         rows = {name: steps[name] for name in ("observation", "action", "log_prob")}
-        rows = {name: leaf.flatten(1, 2) for name, leaf in (rows | {"advantage": advantage, "target": target}).items()}
+        rows |= {"advantage": advantage, "target": target}
+        rows = {name: leaf.flatten(1, 2) for name, leaf in rows.items()}
         batches = rl.minibatches(hfta.random.fold_in(state.keys, state.step), rows, minibatches, epochs=epochs)
         return running, batches, rl.episode_metrics(running)
 

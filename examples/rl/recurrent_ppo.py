@@ -11,6 +11,7 @@ import hfta_func as hfta
 from examples.rl import common
 from hfta_func import rl
 
+# Steps of a rollout in each of an agent's environments, their number, and the size of its memory.
 T, N, MEMORY = 32, 8, 32
 # Positions are small and values large; what a GRU reads and what its memory is read for should be near 1.
 SEEN, UNIT = 10, 20

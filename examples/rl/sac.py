@@ -13,6 +13,8 @@ import hfta_func as hfta
 from examples.rl import common
 from hfta_func import rl
 
+# In each iteration: steps in each of an agent's environments, their number, rows of a batch, and batches; before the first,
+# WARMUP steps of random actions.
 T, N, BATCH, UPDATES, WARMUP = 2, 4, 64, 8, 64
 
 

@@ -12,6 +12,8 @@ import hfta_func as hfta
 from examples.rl import common
 from hfta_func import rl
 
+# In each iteration: steps in each of an agent's environments, their number, rows of a batch, and batches; before the first,
+# WARMUP steps of random actions. The actor is updated once for every DELAY updates of the critics.
 T, N, BATCH, UPDATES, WARMUP, DELAY = 2, 4, 64, 8, 64, 2
 
 

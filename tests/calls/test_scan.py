@@ -214,6 +214,8 @@ REFUSED = {
     "a number": (lambda c, x: (c, x), ONE, {"a": 1.0}, {}, r"ValueError: xs\['a'\] is a float; give one length"),
     "zero": (lambda c, x: (c, x), ONE, None, {"length": 0}, "ValueError: length is 0; give one length of at least 1"),
     "not an integer": (lambda c, x: (c, x), ONE, None, {"length": 2.0}, "ValueError: length is a float; give one length"),
+    "a seed": (lambda c, x, key: (c, x), ONE, torch.ones(3), {"key": 3}, "TraceError: key is a int; give keys of int64"),
+    "no key": (lambda c, x, key: (c, x), ONE, torch.ones(3), {"key": ONE}, "TraceError: key is torch.float32.*; give keys"),
     "no pair": (lambda c, x: c + x, ONE, torch.ones(3), {}, "TraceError: the body of the loop returned a Tensor"),
     "three": (lambda c, x: (c, x, x), ONE, torch.ones(3), {}, "TraceError: .* a tuple; return a pair, the carry and y"),
     "shape": (lambda c, x: ({"a": (c["a"][0][:1],)}, x), TWO, torch.ones(3), {},

@@ -13,6 +13,7 @@ import optree
 import pytest
 import torch
 from examples.rl import common, dqn, ppo, recurrent_ppo, sac, td3
+from matplotlib.image import imread
 from optuna.distributions import FloatDistribution
 from torch import nn
 
@@ -226,6 +227,38 @@ def test_an_example_trains_goes_on_and_plays(tmp_path, monkeypatch, capsys):
     assert lr.tolist() == [1e-3, 1e-2] and capsys.readouterr().out.count("returns: nan nan") == 2
 
 
+def test_a_run_goes_on_with_its_own_settings_only(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "EPOCH", 1)
+    run, damaged, other = tmp_path / "run", tmp_path / "damaged", ["--seeds", "2", "--lr", "1e-3", "1e-2"]
+    td3.main([*other, "--iterations", "1", "--resume", str(run)])
+    damaged.write_text("nothing")
+    for example, argv, file, message in (
+        (td3, ["--seeds", "3"], run, "--seeds is [3], but the run in {} was begun with [2]; give the same, or another file"),
+        (td3, ["--seeds", "2"], run, "--lr is [0.001, 0.001], but the run in {} was begun with [0.001, 0.01]; give the same"),
+        (td3, [*other, "--env", "MountainCarContinuous"], run, "the run in {} is of another example or --env; give the same"),
+        (sac, other, run, "the run in {} is of another example or --env; give the same"),
+        (td3, other, damaged, "{} is not a file of hfta_func.save"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit):
+            example.main([*argv, "--resume", str(file)])
+        assert message.format(file) in capsys.readouterr().err
+
+
+def test_the_best_agent_is_written_with_a_picture_of_how_it_plays(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "EPOCH", 1)
+    make = gymnasium.make
+    monkeypatch.setattr(gymnasium, "make", lambda name, render_mode: Filmed(make(name)))
+    state, _ = dqn.main(["--seeds", "2", "--iterations", "1", "--out", str(tmp_path)])
+    agent = dqn.make_model(rl.CartPole())
+    agent.load_state_dict(torch.load(tmp_path / "agent.pt"))
+    assert_same([*agent.parameters()], [param[0] for param in state.params.values()])
+    total, _ = common.play(agent, dqn.best, make("CartPole-v1"))
+    assert f"the best agent plays for a return of {total}: {tmp_path}" in capsys.readouterr().out
+    # Six pictures of 2 x 2 points beside each other, each brighter than the one before.
+    picture = imread(tmp_path / "agent.png")
+    assert picture.shape == (2, 12, 4) and (np.diff(picture[..., 0]) >= 0).all()
+
+
 @pytest.mark.exhaustive(unless="recurrent")
 @pytest.mark.parametrize("name", RUNS)
 def test_an_agent_plays_in_gymnasium(name):
@@ -245,7 +278,7 @@ class Filmed(gymnasium.Wrapper):
 
     def render(self):
         self.shown += 1
-        return np.full((2, 2, 3), self.shown)
+        return np.full((2, 2, 3), self.shown, np.uint8)
 
 
 def test_what_is_wrong_with_a_command_is_said_before_training(capsys, monkeypatch):
@@ -272,6 +305,33 @@ def test_a_study_of_agents():
     options = {"metric": "loss", "direction": "minimize", "trials": 4, "epochs": 3, "progress": False}
     study = tune.run(build, space, scheduler=tune.population_based(share=0.5), max_models=4, **options)
     assert [trial.status for trial in study.trials] == ["complete"] * 4
+
+
+def test_an_agent_that_copies_another_keeps_its_noise():
+    steps = []
+
+    def build(fixed, members):
+        step, state = start("dqn", members["place"])
+        steps.append(step)
+        seeds = state.keys + 7
+        carry = {**state.carry, "keys": seeds, "attention": {"keys": seeds[:, None] + 0.5}, "keys of others": seeds}
+        return tune.Array(step, state._replace(carry=carry), [None])
+
+    population = tune.population(build, {"place": [0, 1, 2], "seed": SEEDS})
+    source, before = population.state(2), population.state(0)
+    population.copy([(0, 2)])
+    after = population.state(0)
+    kept = source.carry | {"running": source.carry["running"]._replace(keys=before.carry["running"].keys)}
+    assert_same(after, source._replace(keys=before.keys, carry=kept | {"keys": before.carry["keys"]}))
+    assert not torch.equal(after.carry["running"].keys, source.carry["running"].keys)
+    assert_same(population.state(2), source)
+
+    def went_on(state):
+        state = state._replace(carry={name: state.carry[name] for name in ("running", "buffer", "target")})
+        return steps[0].options.collect(state)[0]["running"].observation
+
+    # Episodes that begin after the copy are of its own noise.
+    assert not (went_on(after) == went_on(source)).any()
 
 
 @pytest.mark.exhaustive

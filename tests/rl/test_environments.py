@@ -157,6 +157,13 @@ def test_episodes_end_and_begin_anew():
     assert torch.equal(metrics["episodes"], total.sum(1).long())
     torch.testing.assert_close(metrics["return"], running.last_total.mean(1))
     assert rl.episode_metrics(rl.start(environment, hfta.random.keys([0]), 2))["return"].isnan().all()
+    # An episode without an end is left out, and one whose return is no number is not.
+    running = rl.start(environment, hfta.random.keys([0, 1]), 3)._replace(
+        episodes=torch.tensor([[1, 0, 2], [1, 1, 1]]), last_length=torch.tensor([[4, 0, 8], [3, 3, 3]]),
+        last_total=torch.tensor([[4.0, math.nan, 8.0], [3.0, math.nan, 3.0]]),
+    )  # fmt: skip
+    metrics = rl.episode_metrics(running)
+    assert metrics["return"][0] == 6 and metrics["return"][1].isnan() and metrics["length"].tolist() == [6, 3]
 
 
 def test_actions_that_begin_at_another_number():
@@ -182,6 +189,38 @@ def test_what_cannot_be_started():
             rl.start(rl.CartPole(), keys, 3)
     with pytest.raises(hfta.StateError, match="the environment is a TimeLimit; give one of rl"):
         rl.start(gymnasium.make("CartPole-v1"), hfta.random.keys([0, 1]), 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
+@pytest.mark.parametrize(
+    "environment", [rl.CartPole(), rl.MountainCar(), rl.Bricks()], ids=lambda one: type(one).__name__
+)
+def test_actions_of_other_integers_are_the_same_actions(environment, dtype):
+    running, action = rl.start(environment, hfta.random.keys([0, 1]), 3), torch.tensor([[0, 1, 0], [1, 0, 1]])
+    expected, found = (rl.advance(environment, running, given) for given in (action, action.to(dtype)))
+    assert all(map(torch.equal, optree.tree_leaves(found[1]), optree.tree_leaves(expected[1])))
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float64])
+def test_rewards_are_numbers_of_the_observations_kind(kind):
+    class Own(rl.CartPole):
+        def step(self, state, action, key):
+            state, observation, reward, *ended = super().step(state, action, key)
+            return state, observation, (2 * reward).to(kind), *ended
+
+    policy = rl.make_policy(torch.nn.Linear(4, 2), lambda model, x: model(x).argmax(-1))
+    agents = hfta.init_params(lambda: torch.nn.Linear(4, 2), [0, 1])
+    running, steps = rl.rollout(Own(), policy, agents, rl.start(Own(), hfta.random.keys([0, 1]), 3), 4)
+    assert steps["reward"].dtype == running.total.dtype == torch.float32
+    assert (steps["reward"] == (1 if kind == torch.bool else 2)).all()
+
+
+def test_environments_of_few_digits_and_of_none():
+    for dtype in (torch.bfloat16, torch.float16):
+        assert rl.start(rl.Pendulum(dtype=dtype), hfta.random.keys([0, 1]), 3).observation.dtype == dtype
+    for wrong in (torch.int64, float):
+        with pytest.raises(ValueError, match=r"dtype is .*; give a floating-point dtype, such as torch.float32"):
+            rl.start(rl.CartPole(dtype=wrong), hfta.random.keys([0, 1]), 3)
 
 
 class Reads(rl.CartPole):
@@ -399,8 +438,37 @@ def counting(mode, count=6):
     return gymnasium.vector.SyncVectorEnv([lambda i=i: Counting(i) for i in range(count)], autoreset_mode=mode)
 
 
-def test_environments_of_gymnasium_serve_all_members():
-    envs = rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), num_models=2)
+class Pool(gymnasium.vector.VectorEnv):
+    """What EnvPool promises: no final observations by itself, but resets of the environments that it is told to."""
+
+    single_observation_space, single_action_space = Counting.observation_space, Counting.action_space
+
+    def __init__(self, count=6, batch_size=6):
+        self.metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+        self.num_envs, self.config = count, {"batch_size": batch_size}
+        self.games = [Counting(place) for place in range(count)]
+
+    def recv(self):
+        raise NotImplementedError
+
+    def reset(self, *, options=None):
+        chosen = np.arange(self.num_envs) if options is None else np.flatnonzero(options["reset_mask"])[::-1]
+        return np.stack([self.games[place].reset()[0] for place in chosen]), {"env_id": chosen}
+
+    def step(self, actions):
+        observation, reward, *ended, _ = zip(*map(Counting.step, self.games, actions), strict=True)
+        return np.stack(observation), np.array(reward), *map(np.array, ended), {"env_id": np.arange(self.num_envs)}
+
+
+def wrapped():
+    """A wrapper of gymnasium, which refuses to be one of environments that begin anew in the same step."""
+    envs = counting(gymnasium.vector.AutoresetMode.DISABLED)
+    return gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
+
+
+@pytest.mark.parametrize("make", [lambda: counting(gymnasium.vector.AutoresetMode.SAME_STEP), wrapped, Pool])
+def test_environments_of_gymnasium_serve_all_members(make):
+    envs = rl.GymnasiumEnvs(make(), num_models=2)
     policy = rl.make_policy(torch.nn.Linear(2, 3), lambda model, x: x[:, 1].long() % 3)
     agents = hfta.stack_params([torch.nn.Linear(2, 3) for _ in range(2)])
     running = envs.start(hfta.random.keys([0, 1]))
@@ -415,7 +483,48 @@ def test_environments_of_gymnasium_serve_all_members():
     with pytest.raises(hfta.StateError, match=r"is AutoresetMode.NEXT_STEP; make them with .*SAME_STEP"):
         rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.NEXT_STEP), 2)
     with pytest.raises(hfta.StateError, match="6 environments cannot be shared out to 4 members"):
-        rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), 4)
+        rl.GymnasiumEnvs(make(), 4)
+    with pytest.raises(hfta.StateError, match="batch_size is 3 of 6 environments; leave it out"):
+        rl.GymnasiumEnvs(Pool(batch_size=3), 2)
+    with pytest.raises(hfta.StateError, match="envs is a TimeLimit; give several as one"):
+        rl.GymnasiumEnvs(gymnasium.make("CartPole-v1"), 2)
+
+
+def test_environments_of_gymnasium_follow_no_members_and_no_compiler():
+    envs = rl.GymnasiumEnvs(counting(gymnasium.vector.AutoresetMode.SAME_STEP), num_models=2)
+    policy = rl.make_policy(torch.nn.Linear(2, 3), lambda model, x: x[:, 1].long() % 3)
+    agents = hfta.init_params(lambda: torch.nn.Linear(2, 3), [0, 1])
+    running = envs.start(hfta.random.keys([0, 1]))
+    with pytest.raises(
+        hfta.StateError, match="there are 1 members in environments of 2, which do not follow them; train"
+    ):
+        envs.rollout(policy, hfta.take(agents, 0), hfta.take(running, 0), 2)
+    # A compiler makes it an error of its own.
+    with pytest.raises(
+        Exception, match="environments of gymnasium cannot be compiled; leave what acts in them uncompiled"
+    ):
+        torch.compile(lambda running: envs.rollout(policy, agents, running, 2), backend="eager")(running)
+
+
+def test_environments_of_envpool_have_the_same_dynamics():
+    make = pytest.importorskip("envpool", reason="EnvPool is not installed").make_gymnasium
+    with pytest.warns(UserWarning, match="precision lowered"):
+        envs = rl.GymnasiumEnvs(
+            make("CartPole-v1", num_envs=6, env_seed=[*range(6)], max_episode_steps=20), num_models=2
+        )
+    policy = rl.make_policy(torch.nn.Linear(4, 1), lambda model, x: torch.bernoulli(model(x)[:, 0].sigmoid()).long())
+    agents = hfta.init_params(lambda: torch.nn.Linear(4, 1), [0, 1])
+    running, steps = envs.rollout(policy, agents, envs.start(hfta.random.keys([0, 1])), 50)
+    state = {"place": steps["observation"].double(), "numbers": {}}
+    _, expected, _, terminated, _ = rl.CartPole(dtype=torch.float64).step(state, steps["action"], torch.zeros(2, 50, 3))
+    torch.testing.assert_close(steps["next_observation"].double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(steps["terminated"], terminated) and steps["truncated"].any() and terminated.any()
+    done = (terminated | steps["truncated"])[:, :-1]
+    following = steps["observation"][:, 1:]
+    assert (
+        torch.equal(following[~done], steps["next_observation"][:, :-1][~done]) and following[done].abs().max() < 0.05
+    )
+    assert torch.equal(running.episodes, (terminated | steps["truncated"]).sum(1))
 
 
 class Odd(gymnasium.Env):
@@ -457,11 +566,11 @@ def test_environments_of_gymnasium_have_arrays_for_spaces(seen, taken):
             rl.GymnasiumEnvs(vector, 2)
         return
     envs = rl.GymnasiumEnvs(vector, 2)
-    kind = torch.float32 if taken.dtype.kind == "f" else torch.int64
+    kind = torch.bfloat16 if taken.dtype.kind == "f" else torch.int64
 
     def act(weight, x):
         # An action may have a gradient, which gymnasium has no use for.
-        return torch.ones(len(x), *taken.shape, dtype=kind) * (weight.bias if kind.is_floating_point else 1)
+        return torch.ones(len(x), *taken.shape, dtype=kind) * (weight.bias.to(kind) if kind.is_floating_point else 1)
 
     agents = hfta.stack_params([torch.nn.Linear(1, 1)] * 2)
     agents.params["bias"].fill_(0.5).requires_grad_()

@@ -77,6 +77,20 @@ def test_advantages_tell_truncation_from_termination():
     assert not torch.equal(rl.gae(mistaken, value, next_value)[0], rl.gae(steps, value, next_value)[0])
 
 
+def test_values_of_few_digits_and_rewards_of_other_kinds():
+    """Discounts and sums have the digits of the rewards, or of the values if these have more."""
+    steps, value = happened(), torch.randn(M, T, N).bfloat16()
+    for reward in (steps["reward"], steps["reward"].float(), steps["reward"].long()):
+        given, exact = {**steps, "reward": reward}, {**steps, "reward": reward.double()}
+        found, expected = rl.gae(given, *[value.float()] * 2), rl.gae(exact, *[value.double()] * 2)
+        torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
+        found, expected = (rl.n_step(rows, 3, discount=0.9) for rows in (given, exact))
+        torch.testing.assert_close(found["reward"].double(), expected["reward"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found["discount"].double(), expected["discount"], rtol=1e-5, atol=1e-5)
+    few, all_digits = (rl.gae(steps, *[leaf] * 2)[0] for leaf in (value, value.double()))
+    assert torch.equal(few, all_digits)
+
+
 def test_discounts_are_one_or_one_per_member():
     steps = hfta.take(happened(), [0])
     value = torch.zeros(1, T, N, dtype=torch.float64)
@@ -136,6 +150,24 @@ def test_agents_are_one_for_each_member():
         rl.rollout(rl.CartPole(), policy, agents(), running, 0)
 
 
+def test_agents_may_share_a_frozen_base():
+    base = nn.Linear(4, 8).requires_grad_(False)
+    models = [nn.Sequential(base, nn.Tanh(), nn.Linear(8, 1)) for _ in range(M)]
+    running = rl.start(rl.CartPole(), hfta.random.keys([5, 6]), N)
+    found = []
+    for share in (False, True):
+        policy = rl.make_policy(models[0], act, share_frozen=share)
+        array = hfta.stack_params(models, share_frozen=share)
+        found.append(rl.rollout(rl.CartPole(), policy, array, running, 4)[1])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    for model, given, message in (
+        (models[0], array, "'0.weight' is in the model but not in the array; .* the same share_frozen"),
+        (nn.Linear(5, 1), agents(), r"'weight' is \[1, 4\] per member but \[1, 5\] in the model"),
+    ):
+        with pytest.raises(hfta.StateError, match=message):
+            rl.rollout(rl.CartPole(), rl.make_policy(model, act), given, running, 4)
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_n_steps_in_a_row(n):
     steps, rates = happened(1), [0.9, 0.5]
@@ -180,6 +212,13 @@ def test_normalisation_of_observations_and_rewards():
             assert totals[i, t, n].item() == pytest.approx(total, rel=1e-12)
             total = 0.0 if steps["terminated"][i, t, n] or steps["truncated"][i, t, n] else total
         assert last[i, n].item() == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.bool, torch.bfloat16, torch.float64])
+def test_moments_keep_their_kind(kind):
+    values = torch.randint(0, 2, (M, 6, 3)).to(kind)
+    seen, expected = (rl.observed(rl.moments(M, (3,)), given) for given in (values, values.float()))
+    assert {leaf.dtype for leaf in seen} == {torch.float32} and all(map(torch.equal, seen, expected))
 
 
 @pytest.mark.parametrize("shape", [(M, 5, 4), (3, 5, 3), (M, 0, 3), (M,)])

@@ -46,8 +46,9 @@ def scan(
 
     Raises:
         ValueError: if lengths differ or are zero; it names the leaf.
-        TraceError: if the body returns no pair, if the carry or ``y`` changes its structure, a shape or a dtype, or if the
-            body writes an argument in place; it names the leaf. In a graph, PyTorch refuses the latter.
+        TraceError: if the key holds no integers, if the body returns no pair, if the carry or ``y`` changes its structure, a
+            shape or a dtype, or if the body writes an argument in place; it names the leaf. In a graph, PyTorch refuses the
+            latter.
 
     Example:
         >>> def body(total, x):
@@ -56,6 +57,8 @@ def scan(
         (tensor(6), tensor([0, 1, 3]))
     """
     count = _length(xs, length)
+    if not (key is None or (isinstance(key, Tensor) and key.dtype == torch.int64)):
+        _refuse(f"key is {_kind(key)}; give keys of int64, such as random.keys(seeds)")
 
     def iteration(carry: Any, x: Any, index: Any) -> tuple[Any, Any]:
         keys = () if key is None else (random.fold_in(key, index),)

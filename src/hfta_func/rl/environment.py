@@ -112,7 +112,7 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
         num_envs: Number N of environments per member.
 
     Raises:
-        ValueError: if there is no environment, or its ``max_steps`` is no count.
+        ValueError: if there is no environment, its ``max_steps`` is no count, or its ``dtype`` is not of floating point.
         BatchError: if ``keys`` are not one per member.
         StateError: if an environment writes its state in place, or mixes several; it names the environment and the leaf. If
             what it returns is not one reward, and one bool each for both ends of an episode, per environment.
@@ -131,6 +131,8 @@ def start(environment: Environment, keys: Tensor, num_envs: int) -> Running:
             f"the environment is a {type(environment).__qualname__}; give one of rl, or rl.GymnasiumEnvs(...)"
         )
     check_counts(num_envs=num_envs, max_steps=1 if environment.max_steps is None else environment.max_steps)
+    if not isinstance(environment.dtype, torch.dtype) or not environment.dtype.is_floating_point:
+        raise ValueError(f"dtype is {environment.dtype}; give a floating-point dtype, such as torch.float32")
     check_keys(keys)
     keys = random.fold_in(keys, _START)
     began = environment.reset(environment_keys(keys, num_envs))
@@ -201,8 +203,10 @@ def _check(environment: Environment, state: Tree, observation: Tensor, keys: Ten
         raise RandomnessError(
             f"{name}.step draws without its key; use random.uniform(key, ...) and its like"
         ) from error
+    kind = observation.dtype if observation.is_floating_point() else torch.float32
+    near = max(1e-3, 8 * torch.finfo(kind).eps)
     for path, one, all_of_them in zip(names(together), alone, leaves(together), strict=True):
-        if not torch.allclose(one.double(), all_of_them.double(), rtol=1e-3, atol=1e-3, equal_nan=True):
+        if not torch.allclose(one.double(), all_of_them.double(), rtol=near, atol=near, equal_nan=True):
             raise StateError(
                 f"{name}.step mixes environments or remembers: {path} of one alone is another; keep them apart"
             )
@@ -249,28 +253,31 @@ def advance(environment: Environment, running: Running, action: Tensor) -> tuple
         ``next_observation``, the final one where an episode ended.
     """
     check_action(environment.action_space, action, running.length.shape)
+    # Integers of 8 bits wrap around where an environment computes with them, and booleans cannot be subtracted.
+    action = action if action.is_floating_point() else action.long()
     keys = environment_keys(random.fold_in(running.keys, running.taken), running.length.shape[1])
     state, final, reward, terminated, truncated = environment.step(running.state, action, keys)
-    length = running.length + 1
-    limit = environment.max_steps
-    truncated = truncated if limit is None else truncated | ((length >= limit) & ~terminated)
+    reward, limit = reward.to(running.total.dtype), environment.max_steps
+    truncated = truncated if limit is None else truncated | ((running.length + 1 >= limit) & ~terminated)
     done = terminated | truncated
     new_state, new_observation = environment.restart(state, random.fold_in(keys, _RESET))
     state = tree_map(lambda new, old: _where(done, new, old), new_state, state)
-    total = running.total + reward
-    after = Running(
-        keys=running.keys,
+    after = counted(running, reward, done)._replace(state=state, observation=_where(done, new_observation, final))
+    step = {"reward": reward, "terminated": terminated, "truncated": truncated, "next_observation": final}
+    return after, step
+
+
+def counted(running: Running, reward: Tensor, done: Tensor) -> Running:
+    """What is known of the episodes after one more step; where the environments are is as before."""
+    length, total = running.length + 1, running.total + reward
+    return running._replace(
         taken=running.taken + 1,
-        state=state,
-        observation=_where(done, new_observation, final),
         length=torch.where(done, 0, length),
         total=torch.where(done, 0, total),
         episodes=running.episodes + done,
         last_length=torch.where(done, length, running.last_length),
         last_total=torch.where(done, total, running.last_total),
     )
-    step = {"reward": reward, "terminated": terminated, "truncated": truncated, "next_observation": final}
-    return after, step
 
 
 def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
@@ -285,9 +292,9 @@ def episode_metrics(running: Running) -> dict[str, Tensor]:
         running: The members' environments.
     """
     ended = running.episodes > 0
-    length = torch.where(ended, running.last_length.to(running.total.dtype), torch.nan)
-    return {
-        "return": running.last_total.nanmean(1),
-        "length": length.nanmean(1),
-        "episodes": running.episodes.sum(1),
-    }
+
+    def mean(values: Tensor) -> Tensor:
+        return torch.where(ended, values, 0).sum(1) / ended.sum(1)
+
+    length = running.last_length.to(running.total.dtype)
+    return {"return": mean(running.last_total), "length": mean(length), "episodes": running.episodes.sum(1)}

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hfta_func import random
+from hfta_func._torch import constant_to_compiler
 from hfta_func._tree import tree_map
-from hfta_func._types import StateError, check_counts
-from hfta_func.rl.environment import Running, check_action, check_keys, spaces
+from hfta_func._types import StateError, check_counts, require
+from hfta_func.rl.environment import Running, check_action, check_keys, counted, spaces
 from hfta_func.rl.rollouts import _ACTING, Policy, remembered
 
 
@@ -22,18 +23,30 @@ class GymnasiumEnvs:
     :func:`~hfta_func.rl.rollout`, uncompiled.
 
     Args:
-        envs: Made with ``vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}``. Environments of member
-            i are those from ``i * N`` on.
+        envs: Made with ``vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}``, or ``DISABLED``, which
+            gymnasium's wrappers need, or by ``envpool.make_gymnasium``. Environments of member i are those from ``i * N`` on.
         num_models: Number M of members.
 
     Raises:
-        StateError: if M does not divide the number of environments, another autoreset mode hides final observations, or
-            observations or actions are not one array each.
+        StateError: if it is no vector environment, M does not divide the number of environments, another autoreset mode hides
+            final observations, a step is not of all environments, or observations or actions are not one array each.
     """
 
     def __init__(self, envs: Any, num_models: int):
+        if not isinstance(envs, require("gymnasium.vector", "rl").VectorEnv):
+            raise StateError(
+                f"envs is a {type(envs).__qualname__}; give several as one, as gymnasium.make_vec makes them"
+            )
         mode = envs.metadata.get("autoreset_mode")
-        if getattr(mode, "value", mode) != "SameStep":
+        # EnvPool has a mode without final observations only, but resets the environments that it is told to.
+        self._is_envpool = hasattr(envs, "recv")
+        self._is_told = self._is_envpool or getattr(mode, "value", mode) == "Disabled"
+        if self._is_envpool and envs.config["batch_size"] != envs.num_envs:
+            raise StateError(
+                f"batch_size is {envs.config['batch_size']} of {envs.num_envs} environments; leave it out, so that a step is "
+                f"one of all"
+            )
+        if not self._is_told and getattr(mode, "value", mode) != "SameStep":
             raise StateError(
                 f"the environments' autoreset_mode is {mode}; make them with vector_kwargs={{'autoreset_mode': "
                 f"gymnasium.vector.AutoresetMode.SAME_STEP}}, so that a step returns final observations"
@@ -51,10 +64,13 @@ class GymnasiumEnvs:
         self.envs, self.num_models, self.num_envs = envs, num_models, envs.num_envs // num_models
 
     def start(self, keys: Tensor) -> Running:
-        """All environments at the start of their first episodes, seeded by the members' ``keys``."""
+        """All environments at the start of their first episodes, seeded by the members' ``keys``.
+
+        Those of EnvPool are not: they have the seeds that they were made with, ``env_seed=[...]``.
+        """
         check_keys(keys, self.num_models)
         seeds = random.randint(random.fold_in(keys.unsqueeze(-1), torch.arange(self.num_envs)), 0, 2**31, ())
-        observation, _ = self.envs.reset(seed=seeds.flatten().tolist())
+        observation, _ = self.envs.reset(**({} if self._is_envpool else {"seed": seeds.flatten().tolist()}))
         zeros = torch.zeros(self.num_models, self.num_envs, dtype=torch.int64)
         total = zeros.float()
         return Running(
@@ -69,8 +85,18 @@ class GymnasiumEnvs:
             state: The agents.
             running: From :meth:`start` or the latest rollout; the environments themselves go on where they are.
             steps: Number T of steps in each environment.
+
+        Raises:
+            StateError: if members are not those of the environments, which do not follow them, or in a compiled function.
         """
         check_counts(steps=steps)
+        if torch.compiler.is_compiling():
+            _refuse_compiling()
+        if len(running.keys) != self.num_models:
+            raise StateError(
+                f"there are {len(running.keys)} members in environments of {self.num_models}, which do not follow them; "
+                f"train all of them in this process, without workers and compact"
+            )
         happened = []
         for _ in range(steps):
             observation = running.observation
@@ -85,23 +111,26 @@ class GymnasiumEnvs:
     def _advance(self, running: Running, action: Tensor) -> tuple[Running, dict[str, Tensor]]:
         space = self.envs.single_action_space
         check_action(space, action, running.length.shape)
-        given = action.detach().flatten(0, 1).cpu().numpy().astype(space.dtype)
+        # NumPy has no bfloat16.
+        kind = torch.float64 if action.is_floating_point() else torch.int64
+        given = action.detach().flatten(0, 1).to("cpu", kind).numpy()
         if action.is_floating_point():
             given = given.clip(space.low, space.high)
-        observation, reward, terminated, truncated, infos = self.envs.step(given)
-        final = np.array(observation)
-        for place in np.flatnonzero(terminated | truncated):
-            final[place] = infos["final_obs"][place]
+        observation, reward, terminated, truncated, infos = self.envs.step(given.astype(space.dtype))
+        final, ended = np.array(observation), terminated | truncated
+        if self._is_told and ended.any():
+            again, infos = self.envs.reset(options={"reset_mask": ended})
+            # EnvPool returns these only, and the others all.
+            observation = np.array(observation)
+            observation[infos["env_id"] if self._is_envpool else slice(None)] = again
+        elif ended.any():
+            final[ended] = np.stack([*infos["final_obs"][ended]])
         reward, terminated, truncated = self._apart(reward).float(), self._apart(terminated), self._apart(truncated)
-        done, length, total = terminated | truncated, running.length + 1, running.total + reward
-        after = running._replace(
-            taken=running.taken + 1,
-            observation=self._apart(observation),
-            length=torch.where(done, 0, length),
-            total=torch.where(done, 0, total),
-            episodes=running.episodes + done,
-            last_length=torch.where(done, length, running.last_length),
-            last_total=torch.where(done, total, running.last_total),
-        )
+        after = counted(running, reward, terminated | truncated)._replace(observation=self._apart(observation))
         step = {"reward": reward, "terminated": terminated, "truncated": truncated}
         return after, step | {"next_observation": self._apart(final)}
+
+
+@constant_to_compiler
+def _refuse_compiling() -> None:
+    raise StateError("environments of gymnasium cannot be compiled; leave what acts in them uncompiled")

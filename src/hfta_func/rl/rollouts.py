@@ -13,6 +13,7 @@ from hfta_func._tree import leaves, paths, per_model, tree_map
 from hfta_func._types import BatchError, PerModel, StateError, Tree, check_counts
 from hfta_func.calls.scan import scan
 from hfta_func.models.functional import bind
+from hfta_func.models.stack import check_state, shapes
 from hfta_func.rl.environment import Environment, Running, advance, check_keys
 from hfta_func.rules.vmap import vmap
 from hfta_func.step.state import stacked
@@ -24,17 +25,19 @@ Policy = Callable[[Any, Any, Tensor], tuple[Tensor, dict[str, Tensor]]]
 _ACTING = -(2**62) - 2**57
 
 
-def make_policy(model: nn.Module, act: Callable[..., Any]) -> Policy:
+def make_policy(model: nn.Module, act: Callable[..., Any], *, share_frozen: bool = False) -> Policy:
     """A function that all agents act by.
 
     Args:
         model: Any module of the architecture.
         act: ``act(model, observation) -> action`` or ``(action, more)``, with a dict of tensors to remember, of ONE agent:
             observations are ``[N, ...]``. Its random calls draw from the member's key.
+        share_frozen: The array was stacked with ``share_frozen=True``, and all members share the base of ``model``.
 
     Returns:
         ``policy(state, observation, key) -> (action, more)``: of a training state or what :func:`stack_params` returns,
-        observations ``[M, N, ...]`` and keys ``[M]``.
+        observations ``[M, N, ...]`` and keys ``[M]``. It raises a StateError for agents of another model, and unless there is
+        a key for each.
 
     Example:
         >>> def act(model, observation):
@@ -45,7 +48,7 @@ def make_policy(model: nn.Module, act: Callable[..., Any]) -> Policy:
         >>> action.shape
         torch.Size([3, 5])
     """
-    call = bind(model, act)
+    call, expected = bind(model, act, share_frozen=share_frozen), shapes(model, share_frozen)
 
     def member(params: Any, buffers: Any, observation: Any, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         result, _ = call(params, buffers, observation, key=key)
@@ -60,6 +63,7 @@ def make_policy(model: nn.Module, act: Callable[..., Any]) -> Policy:
         if not hasattr(state, "params"):
             raise StateError(f"agents are a {type(state).__qualname__}; give a training state, or stack_params(models)")
         agents = stacked(state)
+        check_state(agents, expected)
         if (count := len(next(iter(agents.params.values())))) != len(key):
             raise StateError(
                 f"there are {count} agents, but {len(key)} members' environments; give one agent per member"
@@ -150,6 +154,10 @@ def gae(
         tensor([1.5000, 1.0000])
     """
     terminated, done = steps["terminated"], ended(steps, value, next_value)
+    # Discounts have more digits than values of few bits.
+    value, next_value = (
+        leaf.to(torch.promote_types(leaf.dtype, steps["reward"].dtype)) for leaf in (value, next_value)
+    )
     rate, decay = (per_member(number, value) for number in (discount, decay))
     surprise = steps["reward"] + torch.where(terminated, 0, rate * next_value) - value
     fading = torch.where(done, 0, rate * decay)
@@ -178,7 +186,8 @@ def ended(steps: dict[str, Tensor], *values: Tensor) -> Tensor:
 
 def per_member(number: PerModel, like: Tensor) -> Tensor:
     """A number, or one per member, to multiply values ``[M, ...]`` by."""
-    vector = torch.as_tensor(number, dtype=like.dtype, device=like.device)
+    dtype = like.dtype if like.is_floating_point() else torch.float32
+    vector = torch.as_tensor(number, dtype=dtype, device=like.device)
     if vector.dim() and vector.shape != like.shape[:1]:
         raise BatchError(f"got {vector.numel()} numbers for {len(like)} members; give one number, or one per member")
     return per_model(vector, like) if vector.dim() else vector
@@ -270,7 +279,7 @@ def observed(past: Moments, values: Tensor) -> Moments:
         Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
     _check_values(past, values)
-    rows = values.reshape(values.shape[0], -1, *past.mean.shape[1:])
+    rows = values.reshape(values.shape[0], -1, *past.mean.shape[1:]).to(past.mean.dtype)
     n, mean, variance = rows.shape[1], rows.mean(1), rows.var(1, correction=0)
     count = past.size + n
     share, old = per_model(n / count, mean), per_model(past.size / count, mean)

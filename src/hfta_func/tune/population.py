@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+import optree
+import torch
+from torch import Tensor, nn
 
 import hfta_func as hfta
 from hfta_func._types import SIGNS, Direction, require
@@ -255,7 +257,7 @@ class Population:
 
         Args:
             pairs: Pairs of a member and the member that it copies, of the same architecture and after as many epochs. It
-                keeps its seed and the order of its data.
+                keeps its seed, the order of its data, and the keys in what it carries: integers called ``keys``.
             changes: New values of hyperparameters by name, as for :func:`hfta_func.with_hyperparams`, one per pair.
         """
         check_copies(self.members, pairs, changes, self.nonfusible)
@@ -269,7 +271,7 @@ class Population:
             by_group.setdefault(group, []).append(index)
         for group, indices in by_group.items():
             copies, sources = ([pairs[index][side] for index in indices] for side in (0, 1))
-            state = group.gather(sources)._replace(keys=group.gather(copies).keys)
+            state = _with_keys(group.gather(sources), group.gather(copies))
             values = {name: [column[index] for index in indices] for name, column in changes.items()}
             group.put(copies, hfta.with_hyperparams(state, **values) if values else state)
             for row, (copy, source) in enumerate(zip(copies, sources, strict=True)):
@@ -328,3 +330,14 @@ class Population:
                 for epoch, metrics in enumerate(member.metrics, start=1)
             ]
         )
+
+
+def _with_keys(state: Any, other: Any) -> Any:
+    """The state with the keys of another: all noise of what members carry is their own, too."""
+
+    def kept(path: optree.PyTreeAccessor, leaf: Tensor, key: Tensor) -> Tensor:
+        return key if path.codify().endswith((".keys", "['keys']")) and key.dtype == torch.int64 else leaf
+
+    # Steps with more than one model may have states of their own.
+    carry = {"carry": optree.tree_map_with_accessor(kept, state.carry, other.carry)} if hasattr(state, "carry") else {}
+    return state._replace(keys=other.keys, **carry)
