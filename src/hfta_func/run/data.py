@@ -252,8 +252,7 @@ class ArrayLoader:
             >>> torch.equal(next(iter(loader)), rest[0]), loader.state_dict()
             (True, {'epoch': 0, 'batches': 2})
         """
-        epoch, batches = self._position
-        return {"epoch": epoch, "batches": batches}
+        return dict(zip(("epoch", "batches"), self._position, strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Start the next iteration at a position from :meth:`state_dict`.
@@ -291,7 +290,7 @@ class ArrayLoader:
         noise = random.fold_in(random.fold_in(self.keys, _TRANSFORM), epochs)
         for number in range(start, len(self)):
             rows = order[:, number * self.batch_size : (number + 1) * self.batch_size]
-            batch = self._batch(rows, random.fold_in(noise, number))
+            batch = self._batch(rows, noise if self.transform is None else random.fold_in(noise, number))
             yield tree_map(lambda leaf: leaf[0], batch) if self.shared else batch
 
     def once(self) -> Iterator[tuple[Tensor | None, Any]]:
@@ -305,13 +304,19 @@ class ArrayLoader:
             yield chosen, self._batch(rows, random.fold_in(noise[chosen], number))
 
     def _batch(self, rows: Tensor, noise: Tensor) -> Any:
-        batch = tree_map(lambda leaf: leaf[rows], self.data)
+        batch = tree_map(lambda leaf: _at(leaf, rows), self.data)
         return batch if self.transform is None else vmap(self._transformed)(batch, noise)
 
     def _transformed(self, batch: Tree, key: Tensor) -> Tree:
         assert self.transform is not None
         with routed(key):
             return self.transform(batch)
+
+
+def _at(leaf: Tensor, rows: Tensor) -> Tensor:
+    """``leaf[rows]``; whole rows are copied faster than elements."""
+    whole = leaf.dim() > 1 and leaf.is_contiguous()
+    return leaf.index_select(0, rows.reshape(-1)).view(*rows.shape, *leaf.shape[1:]) if whole else leaf[rows]
 
 
 def _tensors_of(data: Tree, device: torch.device | str | None) -> Tree:

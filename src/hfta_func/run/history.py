@@ -274,7 +274,9 @@ class Running:
         self.batches += 1
         for name, value in metrics.items():
             if name == "failure":
-                self._fail({"cause": torch.where(active, value, 0), "step": metrics.get("failed_step", step - 1)})
+                # A look at the values costs less, where nothing has to wait for them.
+                if not self.failed or value.device.type != "cpu" or value.any():
+                    self._fail({"cause": torch.where(active, value, 0), "step": metrics.get("failed_step", step - 1)})
             elif name != "failed_step":
                 self._sum(name, value if value.is_floating_point() else value.float())
 

@@ -35,10 +35,12 @@ Decision: TypeAlias = Any
 
 _FIRST = 3
 """Calls before the first capture: the model is known, and chunk sizes are chosen."""
-_IMPORTS, _TRACING, _STEPS = 2.0, 0.4, 6
+_IMPORTS, _TRACING, _STEPS = 1.2, 0.15, 6
 """What a capture costs: seconds for the compiler's modules, seconds to trace the user's functions, and steps."""
 _SAVED, _PYTHON = 0.3, 0.05
 """The least share of a step that a replay is expected to save, of at most so many seconds: what takes longer are kernels."""
+_SAVED_OF_SMALL, _SMALL = 0.7, 0.002
+"""The same for small steps, of which most is Python, in seconds."""
 _TAPES, MOST_SHAPES = 3, 8
 """Most tapes of a shape of batch, one for each set of Python values, and most shapes: more would cost more than they save."""
 
@@ -156,7 +158,8 @@ class Records:
         if left is None:
             return self._calls * python >= cost
         # Python values that have changed are expected to change again after as many calls.
-        return min([left, *[self._uses for _ in self.tapes[:1]]]) * python * _SAVED >= cost
+        saved = max(_SAVED * python, _SAVED_OF_SMALL * min(self._least, _SMALL))
+        return min([left, *[self._uses for _ in self.tapes[:1]]]) * saved >= cost
 
     def add(self, known: Record) -> None:
         """Keep a tape, instead of the oldest one if there are many."""
