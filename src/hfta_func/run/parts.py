@@ -30,24 +30,19 @@ def renumbered(error: BaseException, members: Sequence[int]) -> BaseException:
     return error
 
 
+NEVER = 1 << 62
+"""Sentinel: no stop requested."""
+
+
 class SharedPart(NamedTuple):
-    """Members of a state whose leaves lie in shared memory.
+    """Members ``low`` to ``high - 1`` of a state whose leaves lie in shared memory."""
 
-    Args:
-        source: References to the leaves of the whole array, to go on from.
-        target: References to where its leaves after the segment are written.
-        low: The first member of the part.
-        high: The one after its last.
-        version: What ``source`` holds: a worker that has made this version of the part itself does not read it.
-        becomes: The version after the segment.
-    """
-
-    source: Any
-    target: Any
+    source: Any  # references to the leaves of the whole array, to go on from
+    target: Any  # references to where its leaves after the segment are written
     low: int
     high: int
-    version: int
-    becomes: int
+    version: int  # what source holds: a worker that has made this version of the part itself does not read it
+    becomes: int  # the version after the segment
 
 
 class StateBuffers:
@@ -57,12 +52,20 @@ class StateBuffers:
         self._layout, self._latest = _layout(state), state
         self._folder = Folder()
         self._source, self._target = (tree_map(lambda leaf: self._folder.write(leaf.cpu()), state) for _ in range(2))
-        self._numbers = itertools.count()
+        self._numbers, self._controls = itertools.count(), {}
         self._now, self._next = next(self._numbers), next(self._numbers)
 
     def close(self) -> None:
         """Remove the files."""
         self._folder.close()
+
+    def control(self, count: int) -> SharedTensorRef:
+        """Where that many parts count the steps of a segment, and read after which one all stop."""
+        if count not in self._controls:
+            self._controls[count] = self._folder.write(torch.zeros(count + 1, dtype=torch.int64))
+        cells = self._controls[count].tensor()
+        cells[:-1], cells[-1] = 0, NEVER
+        return self._controls[count]
 
     def fits(self, state: TrainState) -> bool:
         """Whether the buffers have room for just this state."""
@@ -104,13 +107,9 @@ def _layout(state: TrainState) -> Any:
 
 
 class PartWorker:
-    """Trains a part of the members, a segment in each call: the function that is sent to workers.
+    """Trains a part of the members on a type of device, a segment in each call: the function that is sent to workers.
 
-    Args:
-        step: The training step.
-        loader: The loader of all members if it is an :class:`ArrayLoader`; batches of other loaders are sent.
-        kind: Type of the device to train on.
-        compile: Whether the step is compiled while it trains.
+    It holds the loader of all members if that is an :class:`ArrayLoader`; batches of other loaders are sent.
     """
 
     label = "the step or the loader"
@@ -129,23 +128,14 @@ class PartWorker:
         position: Any,
         batches: bytes | None,
         skip: int,
-        limit: int | None,
+        until: int,
         control: tuple[SharedTensorRef, int] | None,
     ) -> dict[str, Any]:
-        """Train one segment of an epoch.
+        """Train one segment of an epoch: up to batch ``until``, or the end of the epoch.
 
-        Args:
-            state: The part's state, or where it lies.
-            sums: The sums of the epoch's metrics so far, see :meth:`Running.part`.
-            positions: Where the part's members are in the loader.
-            position: The loader's position, from which it goes on.
-            batches: The part's batches instead, if there is no loader.
-            skip: How many of these have been trained on.
-            limit: Number of batches; None for the rest of the epoch.
-            control: Where the part counts its steps and is told to stop, see :func:`_hooks`.
-
-        Returns:
-            The state unless it was shared, whether the epoch has ended, the sums now, and the loader's position.
+        The loader goes on from ``position`` with the members at ``positions``; without a loader, the first ``skip`` of
+        ``batches`` have been trained on. Returns the state unless it is shared, whether the epoch has ended, the ``sums``
+        now, and the loader's position.
         """
         loader: Any = None if batches is None else loads(batches)[skip:]
         if self._loader is not None:
@@ -159,7 +149,7 @@ class PartWorker:
         trained = (
             self._read(state) if isinstance(state, SharedPart) else tree_map(lambda leaf: leaf.to(self._kind), state)
         )
-        trained, ended = LocalTrainer(self._step, loader, ()).segment(trained, running, limit, hooks)
+        trained, ended = LocalTrainer(self._step, loader, ()).segment(trained, running, until, hooks)
         return {
             "state": self._written(trained, state) if isinstance(state, SharedPart) else tree_map(cpu, trained),
             "ended": ended,
