@@ -30,12 +30,7 @@ def _ray() -> Any:
 
 
 class Actor:
-    """What runs in a worker: an actor of Ray.
-
-    Args:
-        settings: See :class:`FunctionServer`.
-        threads: Number of threads that it computes with, 0 for all.
-    """
+    """What runs in a worker: an actor of Ray, which computes with this number of threads, 0 for all."""
 
     def __init__(self, settings: Mapping[str, Any], threads: int):
         if threads:

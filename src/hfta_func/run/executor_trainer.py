@@ -8,8 +8,6 @@ import queue
 import time
 from typing import Any
 
-import torch
-
 from hfta_func._tree import concat, num_models, take, tree_map
 from hfta_func._types import WorkerError
 from hfta_func.run.data import ArrayLoader
@@ -22,6 +20,7 @@ from hfta_func.workers.executor import Executor, Inline
 from hfta_func.workers.local import shares
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import cores
+from hfta_func.workers.settings import threads
 from hfta_func.workers.wire import Folder, dumps
 
 Parts = list[tuple[int, int, int]]
@@ -94,13 +93,9 @@ class ExecutorTrainer(Trainer):
         while not self.is_ready():
             # Meanwhile some steps in this process: part by part and with the workers' threads, to the same bits.
             assert self._local is not None and self._owned is not None
-            threads, start = torch.get_num_threads(), time.perf_counter()
-            torch.set_num_threads(max(1, len(cores()) // self._owned.count))
-            try:
-                some = min(until, running.batches + self._few)
+            some, start = min(until, running.batches + self._few), time.perf_counter()
+            with threads(len(cores()) // self._owned.count):
                 state, ended = self._piece(state, running, some, hooks, (Inline(), self._local))
-            finally:
-                torch.set_num_threads(threads)
             if time.perf_counter() - start < _PIECE:
                 self._few *= 2
             if ended or hooks.stopped() or running.batches == until:

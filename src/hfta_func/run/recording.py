@@ -127,13 +127,7 @@ def events_of(recorded: Any) -> list[Any]:
 
 
 class Recording:
-    """Steps of a loop, recorded by turns.
-
-    Args:
-        step: The step, which the loop calls as :meth:`over` returns it.
-        steps: How many steps are recorded; by default as many as take about a second.
-        trace: A file for the trace of the latest recorded steps.
-    """
+    """Steps of a loop, recorded by turns; the loop calls the step that :meth:`over` returns, and then :meth:`turn`."""
 
     def __init__(self, step: Any, steps: int | None = None, trace: PathLike | None = None):
         if steps is not None and (not isinstance(steps, int) or steps < 1):

@@ -139,10 +139,7 @@ class Run:
 
 
 class Drawn:
-    """A loader without a position, which repeats an epoch by the states of the generators that it draws from.
-
-    These are PyTorch's own, and those that it and its samplers hold as ``generator``, as a ``DataLoader`` does.
-    """
+    """A loader without a position, which repeats an epoch by the states of the generators that it draws from."""
 
     def __init__(self, loader: Iterable[Any]):
         self._loader = loader
@@ -172,7 +169,7 @@ class Drawn:
         batches = getattr(self._loader, "batch_sampler", None)
         owners = self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None)
         held = [torch.default_generator, *(getattr(owner, "generator", None) for owner in owners)]
-        # Several may hold the same one.
+        # PyTorch's own, and those that a DataLoader and its samplers have; several may hold the same one.
         return [*dict.fromkeys(generator for generator in held if isinstance(generator, torch.Generator))]
 
 

@@ -39,25 +39,15 @@ class Where(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of a profile: the mean of a step.
-
-    Args:
-        phase: One of the phases, such as ``"backward"``.
-        module: Path of the module; empty outside of modules and where several share a line.
-        operator: The operator, named as in :func:`hfta_func.rules.explain`; for ``"Python"`` and the like empty.
-        lowering: How the operator ran; empty if PyTorch batches it itself.
-        seconds: Time of this process, without what profiling costs.
-        in_kernels: Seconds in kernels: of these, or on a GPU of the device.
-        kernels: Number of kernels, on a GPU of launches.
-    """
+    """A line of a profile: the mean of a step."""
 
     phase: str
-    module: str
-    operator: str
-    lowering: str
-    seconds: float
-    in_kernels: float
-    kernels: float
+    module: str  # its path; empty outside of modules and where several share a line
+    operator: str  # named as in rules.explain; empty for "Python" and the like
+    lowering: str  # empty if PyTorch batches the operator itself
+    seconds: float  # of this process, without what profiling costs
+    in_kernels: float  # seconds in kernels: of these, or on a GPU of the device
+    kernels: float  # number of kernels, on a GPU of launches
 
 
 _ENTERING = Where("entering vmap")
@@ -114,11 +104,7 @@ def _is_matched(span: Span) -> bool:
 
 
 def _aligned(names: list[str], others: list[str]) -> dict[int, int]:
-    """The longest common subsequence of two lists of names: numbers in the second by those in the first.
-
-    References:
-        Hunt and Szymanski, "A fast algorithm for computing longest common subsequences", 1977.
-    """
+    """The longest common subsequence of two lists (Hunt and Szymanski, 1977): numbers in the second by those in the first."""
     numbers: dict[str, list[int]] = defaultdict(list)
     for number in reversed(range(len(others))):
         numbers[others[number]].append(number)
@@ -137,13 +123,7 @@ def _aligned(names: list[str], others: list[str]) -> dict[int, int]:
 
 
 class Timeline:
-    """Self time by line, for each of the iterations that were recorded.
-
-    Args:
-        lowerings: How operators run, by module and operator.
-        like: Where operators of the same step belong, in order, for a step that is replayed without modules.
-        device: Seconds and launches of the device by the number of the event that launched them; None on a CPU.
-    """
+    """Self time by line, for each of the iterations that were recorded."""
 
     def __init__(
         self,
@@ -151,6 +131,8 @@ class Timeline:
         like: list[tuple[str, Where]] | None = None,
         device: Mapping[int, tuple[float, int]] | None = None,
     ):
+        # How operators run, by module and operator; where those of the same step belong, in order, for a step that is
+        # replayed without modules; seconds and launches of a GPU by the number of the event that launched them.
         self._lowerings, self._like, self._device = lowerings, like, device
         self.order: list[tuple[str, Where]] = []
         """Every operator of losses and gradients that has none of its name inside, and where it belongs."""
@@ -254,10 +236,7 @@ class Timeline:
         return self._chosen(around._replace(operator=next(known, span.operator)))
 
     def _recorded(self, span: Span) -> Where:
-        """Where the next operator of a record belongs: to what called it when it was recorded.
-
-        What the record spells in another way, such as views and copies, belongs to the operator before.
-        """
+        """Where the next operator of a record belongs: to what called it then; what is spelt otherwise, to the one before."""
         assert self._like is not None
         if _is_matched(span):
             if self._next in self._like_of:
@@ -277,10 +256,7 @@ class Timeline:
         return self._iterations[-1].setdefault(where, [0.0, 0.0, 0.0])
 
     def table(self) -> list[Line]:
-        """The lines of an iteration, in the order of a step, which add up to the mean of the iterations.
-
-        A line is its median: what disturbs a step falls on any line. The last one is what this leaves.
-        """
+        """The lines of an iteration: medians, as what disturbs a step falls on any line; the last one is what they leave."""
         names = dict.fromkeys(where for lines in self._iterations for where in lines)
         columns = {where: zip(*(lines.get(where, _NONE) for lines in self._iterations), strict=True) for where in names}
         lines = [Line(*where, *map(statistics.median, parts)) for where, parts in columns.items()]

@@ -18,11 +18,7 @@ Rank = Literal["mean", "lower", "paired"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StudyOptions:
-    """What a study searches and how, as :func:`~hfta_func.tune.run` describes it.
-
-    Raises:
-        ValueError: if one has an invalid value, or two contradict each other.
-    """
+    """What a study searches and how, as :func:`~hfta_func.tune.run` describes it, checked."""
 
     space: Space
     metric: str | Sequence[str]

@@ -28,39 +28,27 @@ _lock = threading.Lock()
 
 
 class Forked:
-    """A process that the server has forked, with as much of :class:`subprocess.Popen` as workers need.
-
-    Args:
-        pid: Its process id.
-        stdin: The pipe to its standard input.
-        stdout: The pipe from its standard output.
-        status: The pipe through which the server sends its exit status.
-    """
+    """A process that the server has forked, with as much of :class:`subprocess.Popen` as workers need."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], status: int):
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        # The pipe through which the server sends its exit status.
         self._status, self._ended = os.fdopen(status, "rb"), threading.Lock()
         self.returncode: int | None = None
 
-    def poll(self) -> int | None:
+    def poll(self, timeout: float | None = 0) -> int | None:
         """Its exit status; None while it runs."""
         with self._ended:
-            if self.returncode is None and select.select([self._status], [], [], 0)[0]:
-                self._read()
+            if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+                # If the server has died, so has the process, with an unknown status.
+                message = self._status.read(_STATUS.size)
+                self.returncode = _STATUS.unpack(message)[0] if len(message) == _STATUS.size else -signal.SIGKILL
+                self._status.close()
         return self.returncode
 
     def wait(self) -> int | None:
         """Wait until it has ended; returns its exit status."""
-        with self._ended:
-            if self.returncode is None:
-                self._read()
-        return self.returncode
-
-    def _read(self) -> None:
-        # If the server has died, so has the process, with an unknown status.
-        message = self._status.read(_STATUS.size)
-        self.returncode = _STATUS.unpack(message)[0] if len(message) == _STATUS.size else -signal.SIGKILL
-        self._status.close()
+        return self.poll(None)
 
     def communicate(self) -> None:
         """Close its pipes, and wait until it has ended."""
@@ -71,11 +59,7 @@ class Forked:
 
 
 class ForkServer:
-    """The server as its client sees it; it ends with the client.
-
-    Args:
-        program: Code that defines ``serve``, which a forked process calls.
-    """
+    """The server as its client sees it, which ends with the client; ``program`` defines ``serve`` for forked processes."""
 
     def __init__(self, program: str):
         self._owner = os.getpid()

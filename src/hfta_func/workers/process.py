@@ -54,27 +54,16 @@ def check_versions(worker: str, other: Mapping[str, str]) -> None:
 
 
 class FunctionServer:
-    """Keeps functions by number and calls them, in a worker.
-
-    Args:
-        settings: The :func:`settings` of the process that sends the functions.
-    """
+    """Keeps functions by number and calls them, in a worker, with the :func:`settings` of the process that sends them."""
 
     def __init__(self, settings: Mapping[str, Any]):
         settle(settings)
         self._functions: dict[int, Callable[..., Any]] = {}
 
     def call(self, number: int, live: Collection[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """Call a function.
+        """Call the function with this number, of those that are ``live``; it is None if it was sent before.
 
-        Args:
-            number: The function's number.
-            live: The numbers of all functions that are still needed.
-            function: The function, unless it was sent before.
-            arguments: Its arguments.
-
-        Returns:
-            Whether the worker has the function now, and the function's result, or the error that it raised, as bytes.
+        Returns whether the worker has the function now, and the function's result, or the error that it raised, as bytes.
         """
         answer: Any = None
         try:
@@ -97,12 +86,7 @@ class FunctionServer:
 class Process:
     """A worker process of this machine, as a :class:`~hfta_func.workers.pool.Worker` of a pool.
 
-    Args:
-        number: Its number, which is in its name and decides its GPU.
-        processors: The processors that it may use.
-        on_gpu: Whether it sees one GPU alone.
-        low_priority: Whether it yields the processors to other processes.
-        quiet: Whether its output is discarded.
+    It may use these processors, which it yields with ``low_priority``, and ``on_gpu`` sees one GPU alone, by its number.
     """
 
     def __init__(
@@ -126,11 +110,7 @@ class Process:
         return 0 if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process, or start it anew, and wait until it is ready.
-
-        Raises:
-            WorkerError: if it dies before that, several times in a row.
-        """
+        """Start the process, or start it anew, and wait until it is ready; raises a WorkerError if it keeps dying."""
         status: int | None = None
         for _ in range(TRIES):
             self.close()
@@ -144,28 +124,19 @@ class Process:
             if self._closed:
                 self.kill()
             self._send(json.dumps([sys.path, self._processors, self._low_priority, self._environment()]).encode())
-            self._send(pickle.dumps(settings()))
-            answer = self._receive()
-            if answer is not None:
-                check_versions(self.name, pickle.loads(answer))
+            try:
+                check_versions(self.name, pickle.loads(self._asked(pickle.dumps(settings()))))
                 return
-            status = self._status()
+            except Died:
+                status = process.wait()
         raise WorkerError(
             f"{self.name} died {TRIES} times in a row while it started, last with status {status}; what it printed says "
             f"why, or the system's log if the system has ended it"
         )
 
     def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """See :meth:`FunctionServer.call`.
-
-        Raises:
-            Died: if the process ends before it answers.
-        """
-        self._send(pickle.dumps((number, live, function, arguments)))
-        answer = self._receive()
-        if answer is None:
-            raise Died(f"with status {self._status()}")
-        return pickle.loads(answer)
+        """See :meth:`FunctionServer.call`; raises :class:`Died` if the process ends before it answers."""
+        return pickle.loads(self._asked(pickle.dumps((number, live, function, arguments))))
 
     def kill(self) -> None:
         """End it and the processes that it has started, at once and for good."""
@@ -215,15 +186,14 @@ class Process:
         with contextlib.suppress(ValueError):
             send(self._process.stdin, message)
 
-    def _receive(self) -> bytes | None:
+    def _asked(self, message: bytes) -> bytes:
+        """The answer to a message."""
+        self._send(message)
         assert self._process is not None and self._process.stdout is not None
-        try:
-            return receive(self._process.stdout)
-        except ValueError:
-            return None
-
-    def _status(self) -> int | None:
-        return None if self._process is None else self._process.wait()
+        with contextlib.suppress(ValueError):
+            if (answer := receive(self._process.stdout)) is not None:
+                return answer
+        raise Died(f"with status {self._process.wait()}")
 
 
 def serve() -> None:
@@ -236,11 +206,8 @@ def serve() -> None:
 
 
 def _streams() -> tuple[IO[bytes], IO[bytes]]:
-    """The streams of calls and of answers; also sets up path, environment, priority and processors of the worker.
-
-    The worker ends with its parent process, even if that is killed and whatever the worker is doing.
-    """
-    # Without its parent nobody else removes shared files.
+    """The streams of calls and of answers; also sets up path, environment, priority and processors of the worker."""
+    # It ends with its parent, even if that is killed; nobody else removes shared files then.
     atexit.register(sweep)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "wb")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +35,17 @@ def settle(wanted: Mapping[str, Any]) -> None:
         # Graphs remember whether a precision was ever set.
         if get.__name__ in wanted and get() != wanted[get.__name__]:
             put(wanted[get.__name__])
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """A block in which PyTorch computes with this number of threads, at least one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, count))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def settings() -> dict[str, Any]:
