@@ -103,7 +103,7 @@ FILES_IN = {
     "testing": ["_laws"],
     "files": ["atomic", "storage", "checkpoint"],
     "run": [
-        *("memory", "timeline", "roofline", "walk", "workspace", "devices", "predict", "recording", "profile"),
+        *("memory", "timeline", "roofline", "walk", "predict", "recording", "profile"),
         "history",
         "compare",
         "compare_tasks",
