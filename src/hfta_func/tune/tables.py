@@ -15,14 +15,7 @@ from hfta_func.files.atomic import PathLike
 def write_tables(
     folder: PathLike, rows: Sequence[Mapping[str, Any]], metric: str, trajectory: Iterable[Sequence[Any]]
 ) -> None:
-    """Write a study to a folder: ``history.csv`` has a row per trial, ``trajectory.csv`` the best value so far.
-
-    Args:
-        folder: The folder; it is created if it does not exist.
-        rows: One row per trial: values by column.
-        metric: Name of the metric that the trajectory shows.
-        trajectory: Seconds of training, number of the trial and its value, for each trial better than all before it.
-    """
+    """Write a study to a folder: ``history.csv`` has a row per trial, ``trajectory.csv`` each new best value of a metric."""
     os.makedirs(folder, exist_ok=True)
     for name, head, body in (
         ("history", list(rows[0]) if rows else [], [list(row.values()) for row in rows]),

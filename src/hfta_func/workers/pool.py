@@ -49,13 +49,10 @@ class _Call(NamedTuple):
 
 
 class Pool(Executor):
-    """An :class:`~hfta_func.workers.executor.Executor` of workers.
+    """An :class:`~hfta_func.workers.executor.Executor` of workers, which are started at once.
 
-    Args:
-        workers: The workers, which are started at once.
-        share: Whether large tensors of functions are in files that the workers, on this machine, map into memory.
-        limits: The largest array of each worker; empty if the workers are alike.
-        tries: Number of deaths of its workers in a row after which a call is given up.
+    With ``share`` large tensors of functions are in files that the workers map into memory. A call whose workers have died
+    ``tries`` times in a row is given up.
     """
 
     def __init__(
@@ -105,18 +102,7 @@ class Pool(Executor):
         self.forget()
 
     def ready(self, timeout: float | None = None, everyone: bool = False) -> bool:
-        """Wait until workers are ready.
-
-        Args:
-            timeout: Seconds to wait at most.
-            everyone: Whether to wait for all workers, and not only for one of each limit.
-
-        Returns:
-            Whether they are.
-
-        Raises:
-            WorkerError: if a worker cannot be used, for example because its versions differ.
-        """
+        """Wait until one worker of each limit is ready, or ``everyone``; returns whether they are, and raises what failed."""
         limits = {*self.limits} or {0}
 
         def are_ready() -> bool:
