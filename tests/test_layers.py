@@ -128,7 +128,7 @@ FILES_IN = {
     ],
     "rl": ["environment", "classic", "grid", "rollouts", "buffers", "gymnasium_envs"],
     "integrations": ["lightning_steps"],
-    "workers": ["settings", "wire", "fork_server", "process", "executor", "pool", "local"],
+    "workers": ["wire", "fork_server", "process", "executor", "pool"],
     "signals": ["signal", "processing", "cutting", "streaming"],
     "sklearn": ["estimators", "search"],
     "cluster": ["ray_actors", "torchrun_ranks", "sites", "trainable"],

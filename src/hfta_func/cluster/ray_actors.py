@@ -15,8 +15,7 @@ import torch
 from hfta_func import WorkerError
 from hfta_func._types import require
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Died, FunctionServer, check_versions, versions
-from hfta_func.workers.settings import settings
+from hfta_func.workers.process import Died, FunctionServer, check_versions, settings, versions
 from hfta_func.workers.wire import dumps, one_line_error
 
 _STARTS = 5

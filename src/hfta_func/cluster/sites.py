@@ -17,8 +17,7 @@ from hfta_func import EvalStep, Stacked, WorkerError, make_eval_step, num_models
 from hfta_func._tree import leaves, tree_map
 from hfta_func._types import require
 from hfta_func.cluster import ray_actors
-from hfta_func.workers.local import WorkerPool
-from hfta_func.workers.pool import Pool
+from hfta_func.workers.pool import Pool, WorkerPool
 from hfta_func.workers.wire import dumps, one_line_error
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from hfta_func.run.reached import Reached
 from hfta_func.step.joint import JointStep
 from hfta_func.step.replay import kind_of, why_not_now
 from hfta_func.step.train import TrainStep
-from hfta_func.workers.process import cores
-from hfta_func.workers.settings import threads
+from hfta_func.workers.process import cores, threads
 from hfta_func.workers.wire import one_line_error
 
 _COMPILING, _COMPILING_A_LEAF = 10.0, 1.1

@@ -19,8 +19,7 @@ from hfta_func._tree import leaves, tree_map
 from hfta_func.run import kept
 from hfta_func.run.graphs import graph, options
 from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import Process, cores
-from hfta_func.workers.settings import SETTINGS, settle
+from hfta_func.workers.process import SETTINGS, Process, cores, settle
 from hfta_func.workers.wire import loads, one_line_error
 
 

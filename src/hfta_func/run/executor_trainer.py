@@ -17,10 +17,8 @@ from hfta_func.run.trainer import END, SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.batch import take_batch
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor, Inline
-from hfta_func.workers.local import shares
-from hfta_func.workers.pool import Pool
-from hfta_func.workers.process import cores
-from hfta_func.workers.settings import threads
+from hfta_func.workers.pool import Pool, shares
+from hfta_func.workers.process import cores, threads
 from hfta_func.workers.wire import Folder, dumps
 
 Parts = list[tuple[int, int, int]]

@@ -40,7 +40,7 @@ from hfta_func.run.reached import Reached
 from hfta_func.step.replay import kind_of, recorded_whole, require_pure
 from hfta_func.step.state import TrainState
 from hfta_func.step.train import TrainStep
-from hfta_func.workers.settings import SETTINGS
+from hfta_func.workers.process import SETTINGS
 
 MOST_BYTES = 2**30
 """How much the graphs may take on disk; those that were not used for longest go first."""

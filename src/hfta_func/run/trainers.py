@@ -20,8 +20,7 @@ from hfta_func.run.run import Run
 from hfta_func.run.trainer import LocalTrainer, SegmentEnd, SegmentHooks, Step, Trainer
 from hfta_func.step.state import TrainState
 from hfta_func.workers.executor import Executor
-from hfta_func.workers.local import processes
-from hfta_func.workers.pool import Pool
+from hfta_func.workers.pool import PROCESSORS, Pool, number_of, processes
 from hfta_func.workers.process import cores
 
 _LEAST = 60.0
@@ -169,15 +168,10 @@ def make_trainer(
     on_gpu = run.state.keys.device.type == "cuda"
     most = {"members": num_models(run.state) if workers == "auto" else len(run.history.seeds)}
     if run.state.keys.device.type == "cpu":
-        most["processors that this process may use"] = len(cores())
+        most[PROCESSORS] = len(cores())
     if on_gpu and workers == "auto":
         most["GPUs"] = torch.cuda.device_count()
-    count = min(most.values()) if workers == "auto" else workers
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"workers is {workers!r}; it must be at least 1, 'auto', or None for this process")
-    for what, number in most.items():
-        if count > number:
-            raise ValueError(f"workers is {count}, more than the {number} {what}; pass at most {number}, or 'auto'")
+    count = number_of(workers, min(most.values()), most, "'auto', or None for this process")
     if workers == "auto" and (count == 1 or not isinstance(loader, ArrayLoader | Sequence) or batches is not loader):
         return local
 

@@ -8,12 +8,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
 
 from hfta_func._types import WorkerError
 from hfta_func.workers.executor import Executor
-from hfta_func.workers.process import TRIES, Died
+from hfta_func.workers.process import TRIES, Died, Process, cores
 from hfta_func.workers.wire import Folder, dumps, loads, one_line_error
 
 _log = logging.getLogger("hfta_func.workers")
@@ -291,3 +293,53 @@ class Pool(Executor):
             )
             self._answers.put((call.number, WorkerError(text)))
         _log.warning("%s died (%s); its call is %s", worker.name, cause, "repeated" if is_repeated else "given up")
+
+
+def shares(size: int, count: int) -> list[tuple[int, int]]:
+    """The first of ``size`` things in each of ``count`` parts, and the one after its last."""
+    return [*itertools.pairwise(size * number // count for number in range(count + 1))]
+
+
+def processes(count: int, on_gpu: bool) -> list[Process]:
+    """Worker processes with an equal share of the processors, or a GPU, each."""
+    processors = cores()
+    spans = enumerate(shares(len(processors), count))
+    return [Process(number, processors[low:high] or processors, on_gpu) for number, (low, high) in spans]
+
+
+PROCESSORS = "processors that this process may use"
+
+
+def number_of(workers: Any, auto: int, most: Mapping[str, int], others: str) -> int:
+    """A number of worker processes, which may be ``"auto"``; raises a ValueError if it is none, or there are fewer things."""
+    count = auto if workers == "auto" else workers
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"workers is {workers!r}; it must be at least 1, {others}")
+    for what, number in most.items():
+        if count > number:
+            raise ValueError(f"workers is {count}, more than the {number} {what}; pass at most {number}, or 'auto'")
+    return count
+
+
+class WorkerPool(Pool):
+    """Worker processes on this machine, for several calls of :func:`fit` and ``tune.run``.
+
+    Args:
+        workers: Number of processes, each with an equal share of the processors, or with a GPU where there are some;
+            ``"auto"`` is one for every processor, or GPU.
+
+    Raises:
+        ValueError: if there are more workers than processors.
+
+    Example:
+        >>> with WorkerPool(1) as pool:
+        ...     call = pool.submit(dict, seed=7)
+        ...     number, answer = pool.wait()
+        >>> number == call, answer
+        (True, {'seed': 7})
+    """
+
+    def __init__(self, workers: int | Literal["auto"] = "auto"):
+        gpus = torch.cuda.device_count()
+        count = number_of(workers, gpus or len(cores()), {PROCESSORS: len(cores())}, "or 'auto'")
+        super().__init__(processes(count, gpus > 0), share=True)
