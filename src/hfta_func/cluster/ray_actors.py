@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from hfta_func import WorkerError
+from hfta_func._torch import replaced
 from hfta_func._types import require
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import Died, FunctionServer, check_versions, settings, versions
@@ -262,21 +263,17 @@ def _connect(module: Any, address: str | None) -> None:
 def _on_this_machine() -> Iterator[None]:
     """Ray's processes, which listen on all interfaces on Linux, listen on the loopback alone, as they do elsewhere."""
     constants: Any = importlib.import_module("ray._private.ray_constants")
-    name, before = constants.ENABLE_RAY_CLUSTERS_ENV_VAR, constants.ENABLE_RAY_CLUSTER
-    variable = os.environ.get(name)
-    os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
+    name = constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before = os.environ.get(name)
+    os.environ[name] = "0"
     try:
-        yield
+        with replaced(constants, "ENABLE_RAY_CLUSTER", False):
+            yield
     finally:
-        constants.ENABLE_RAY_CLUSTER = before
-        if variable is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = variable
+        os.environ.pop(name)
+        os.environ.update({} if before is None else {name: before})
 
 
 def _named(amounts: Mapping[str, float]) -> str:
-    shown = [
-        f"{amount:g} {name}" for name, amount in amounts.items() if amount and name.isidentifier() and "_" not in name
-    ]
-    return ", ".join(shown) or "nothing"
+    named = {name: amount for name, amount in amounts.items() if amount and name.isidentifier() and "_" not in name}
+    return ", ".join(f"{amount:g} {name}" for name, amount in named.items()) or "nothing"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
 import queue
 import statistics
@@ -125,7 +127,9 @@ def evaluate(
             print(scores.frame())
     """
     _check(sites, metrics, groups, min_count, level, batch_size, timeout)
-    groups = {"all": _all_rows} if groups is None else dict(groups)
+    groups = (
+        {"all": lambda data: torch.ones(len(leaves(data)[0]), dtype=torch.bool)} if groups is None else dict(groups)
+    )
     width = statistics.NormalDist().inv_cdf((1 + level) / 2)
     step, stacked = make_eval_step(models[0], metric_fn), stack_params(models)
     visit = _Visit(step, stacked, tuple(metrics), groups, min_count, width, batch_size)
@@ -136,25 +140,24 @@ def evaluate(
             raise TypeError(
                 f"site {site.name!r}: load cannot be sent ({one_line_error(error)}); open what it uses inside it"
             ) from error
-    pools: list[Pool] = []
-    answers: dict[str, Any] = {}
-    try:
+    with contextlib.ExitStack() as stack:
+        pools: dict[str, Pool] = {}
         for site in sites:
-            pools.append(WorkerPool(1) if site.resources is None else ray_actors.lone(site.resources))
-        for site, pool in zip(sites, pools, strict=True):
-            pool.submit(visit, load=site.load)
+            made = WorkerPool(1) if site.resources is None else ray_actors.lone(site.resources)
+            pools[site.name] = stack.enter_context(made)
+        for site in sites:
+            pools[site.name].submit(visit, load=site.load)
         deadline = time.monotonic() + timeout
-        for site, pool in zip(sites, pools, strict=True):
-            answers[site.name] = _answer(pool, deadline, timeout)
-    finally:
-        for pool in pools:
-            pool.close()
-    return Scores(
-        score
-        for site in sites
-        for group in groups
-        for score in _scores(site.name, group, answers[site.name], len(models), tuple(metrics))
-    )
+        answers = {name: _answer(pool, deadline, timeout) for name, pool in pools.items()}
+    scores = Scores()
+    for site, group in itertools.product(sites, groups):
+        answer = answers[site.name]
+        result = answer if isinstance(answer, str) else answer[group]
+        for member, (index, metric) in itertools.product(range(len(models)), enumerate(metrics)):
+            refused = 0, math.nan, math.nan, math.nan, result
+            numbers: Any = refused if isinstance(result, str) else (*result[member][index], "ok")
+            scores.append(Score(site.name, group, member, metric, *numbers))
+    return scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,10 +240,6 @@ class _Refusal(Exception):
     """The site returns no scores; unlike other errors, the text contains no data."""
 
 
-def _all_rows(data: Any) -> Tensor:
-    return torch.ones(len(leaves(data)[0]), dtype=torch.bool)
-
-
 def _answer(pool: Pool, deadline: float, timeout: float) -> Any:
     """A site's scores or refusals by group, or one text for all groups."""
     try:
@@ -254,31 +253,14 @@ def _answer(pool: Pool, deadline: float, timeout: float) -> Any:
     return answer
 
 
-def _scores(site: str, group: str, answer: Any, count: int, metrics: tuple[str, ...]) -> list[Score]:
-    result = answer if isinstance(answer, str) else answer[group]
-    nothing = 0, math.nan, math.nan, math.nan, result
-    scores: list[Score] = []
-    for member in range(count):
-        for index, metric in enumerate(metrics):
-            numbers: Any = nothing if isinstance(result, str) else (*result[member][index], "ok")
-            scores.append(Score(site, group, member, metric, *numbers))
-    return scores
-
-
 def _check(
-    sites: Sequence[Site],
-    metrics: Sequence[str],
-    groups: Mapping[str, Mask] | None,
-    min_count: int,
-    level: float,
-    batch_size: int,
-    timeout: float,
+    sites: Any, metrics: Any, groups: Any, min_count: int, level: float, batch_size: int, timeout: float
 ) -> None:
     names = [site.name for site in sites]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if not sites or twice:
-        text = f"two sites are named {twice[0]!r}" if twice else "there is no site; pass a list of cluster.Site"
-        raise ValueError(text)
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two sites are named {name!r}")
+    if not sites:
+        raise ValueError("there is no site; pass a list of cluster.Site")
     if isinstance(metrics, str) or not metrics or len(set(metrics)) < len(metrics):
         raise ValueError(f"metrics is {metrics!r}; pass a list of the names that metric_fn returns, each once")
     if groups is not None and not groups:
