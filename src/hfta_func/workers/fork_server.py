@@ -23,6 +23,8 @@ from hfta_func.workers.wire import sweep
 _FORK, _END = b"f", b"e"
 """The requests to the server."""
 _PID, _STATUS = struct.Struct("<q"), struct.Struct("<i")
+_LOOK = 0.02
+"""Seconds between two looks whether a forked process has ended."""
 _server: ForkServer | None = None
 _lock = threading.Lock()
 
@@ -124,31 +126,20 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
     """The server's program: fork when the client asks for it, and send the exit statuses of forked processes."""
     client, parent = socket.socket(fileno=fd), os.getppid()
     client.setblocking(True)
-    # The system writes to the second of these sockets when a forked process has ended.
-    wakeup, wakeup_source = socket.socketpair()
-    for end in (wakeup, wakeup_source):
-        end.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wakeup_source.fileno())
     # The garbage collection of a forked process then leaves the server's objects, and their shared memory, alone.
     gc.freeze()
     running: dict[int, int] = {}
     message = b""
     while os.getppid() == parent:
-        ready, _, _ = select.select([client, wakeup], [], [], 1.0)
-        if wakeup in ready:
-            wakeup.recv(4096)
-            _send_statuses(running)
-        if client in ready:
+        ready, _, _ = select.select([client], [], [], _LOOK if running else 1.0)
+        _send_statuses(running)
+        if ready:
             message, fds, _, _ = socket.recv_fds(client, 1, 4)
             if message != _FORK:
                 break
             pid = os.fork()
             if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for end in (client, wakeup, wakeup_source):
-                    end.close()
+                client.close()
                 for inherited in (*running.values(), fds[3]):
                     os.close(inherited)
                 _run(fds[:3], serve)
@@ -156,8 +147,6 @@ def _main(fd: int, serve: Callable[[], None]) -> None:
                 os.close(stream)
             running[pid] = fds[3]
             client.sendall(_PID.pack(pid))
-    # Forked processes may end after the socket of their signals is closed.
-    signal.set_wakeup_fd(-1)
     if message == _END:
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
