@@ -52,14 +52,6 @@ def _marked(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _commit(commit: Callable[..., Any]) -> Callable[..., Any]:
-    def call(state: Any, outputs: Any, verdict: Any, update: Any, *rest: Any) -> Any:
-        with mark("commit"):
-            return commit(state, outputs, verdict, _marked("update", update), *rest)
-
-    return call
-
-
 @contextlib.contextmanager
 def _marking_modules() -> Iterator[None]:
     paths: dict[nn.Module, str] = {}
@@ -98,10 +90,15 @@ def marking(kind: str) -> Iterator[None]:
     places = [(random, name, "noise") for name in ("fold_in", "stream", "streams", "bits", "bernoulli")]
     places += [(train, "judge", "judge"), (Check, "__call__", "check"), (Sharing, "update", "update")]
     places += [(owner, "__call__", GRADIENTS) for owner in (Gradients, replay.Replay)]
+    plain = train.commit
+
+    def commit(state: Any, outputs: Any, verdict: Any, update: Any, *rest: Any) -> Any:
+        return plain(state, outputs, verdict, _marked("update", update), *rest)
+
     with contextlib.ExitStack() as stack:
         for owner, name, phase in places:
             stack.enter_context(replaced(owner, name, _marked(phase, getattr(owner, name))))
-        stack.enter_context(replaced(train, "commit", _commit(train.commit)))
+        stack.enter_context(replaced(train, "commit", _marked("commit", commit)))
         if kind == "eager":
             stack.enter_context(_marking_modules())
         yield
@@ -175,7 +172,12 @@ class Recording:
         self._calls += 1
         at = now(device)
         if self._per_round == 0:
-            self._await_first(at)
+            # Until the step runs as it will.
+            waits = "has not paid" in getattr(self.step, "status", "") and at - self._begin < _PATIENCE
+            if self._calls >= _WARM and not waits:
+                number = max(2, min(_MOST, math.ceil(_SECONDS / max(at - self._last, 1e-6))))
+                self._per_round = number if self._steps is None else math.ceil(self._steps / _ROUNDS)
+                self._ends = self._calls + self._per_round
         elif self._active is not None:
             self._iteration.__exit__(None, None, None)
             if self._calls == self._ends:
@@ -188,15 +190,6 @@ class Recording:
             self._iteration = mark(ITERATION)
             self._iteration.__enter__()
         self._last = now(device)
-
-    def _await_first(self, at: float) -> None:
-        """Wait until the step runs as it will."""
-        waits = "has not paid" in getattr(self.step, "status", "") and at - self._begin < _PATIENCE
-        if self._calls < _WARM or waits:
-            return
-        number = max(2, min(_MOST, math.ceil(_SECONDS / max(at - self._last, 1e-6))))
-        self._per_round = number if self._steps is None else math.ceil(self._steps / _ROUNDS)
-        self._ends = self._calls + self._per_round
 
     def _start(self, device: torch.device) -> None:
         self.kind = kind_of(self.step)

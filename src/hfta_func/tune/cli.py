@@ -230,9 +230,8 @@ def _best(study: Study) -> list[str]:
 
 
 def _shown(params: Mapping[str, Any]) -> str:
-    return " ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()
-    )
+    rounded = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in params.items()}
+    return " ".join(f"{name}={value}" for name, value in rounded.items())
 
 
 def _summary(study: Study) -> str:
@@ -276,6 +275,7 @@ def _doctor(args: argparse.Namespace) -> str:
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     devices = [f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in gpus]
     cuda = f"CUDA, {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'no settings'}"
+    kernels, none = str(native.folder()), "none; they need cc, gcc or clang"
     libc = "the system's" if "LD_PRELOAD" not in os.environ else f"LD_PRELOAD={os.environ['LD_PRELOAD']}"
     hfta.rules.install()
     x = torch.ones(2, 3)
@@ -288,16 +288,14 @@ def _doctor(args: argparse.Namespace) -> str:
         ("devices", ", ".join(devices) or "none besides the processor"),
         ("compiler", compiler or "none; torch.compile needs g++ or clang++ on a CPU"),
         ("compiled graphs", f"{cache} ({_writable(cache)})"),
-        ("kernels in C", _kernels()),
+        (
+            "kernels in C",
+            f"{native.compiler()}, kept in {kernels} ({_writable(kernels)})" if native.compiler() else none,
+        ),
         ("rules", f"installed; linear of two models runs as {choice.lowering}"),
         ("allocator", cuda if torch.cuda.is_available() else libc),
     ]
     return text_table(rows, "<<")
-
-
-def _kernels() -> str:
-    compiler, folder = native.compiler(), str(native.folder())
-    return f"{compiler}, kept in {folder} ({_writable(folder)})" if compiler else "none; they need cc, gcc or clang"
 
 
 def _user() -> str:

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -240,15 +240,6 @@ class Process:
 
 def serve() -> None:
     """The program of a worker process: make one call after another until the standard input ends."""
-    calls, answers = _streams()
-    server = FunctionServer(pickle.loads(receive(calls) or pickle.dumps({})))
-    send(answers, pickle.dumps(versions()))
-    while (message := receive(calls)) is not None:
-        send(answers, pickle.dumps(server.call(*pickle.loads(message))))
-
-
-def _streams() -> tuple[IO[bytes], IO[bytes]]:
-    """The streams of calls and of answers; also sets up path, environment, priority and processors of the worker."""
     # It ends with its parent, even if that is killed; nobody else removes shared files then.
     atexit.register(sweep)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -267,7 +258,10 @@ def _streams() -> tuple[IO[bytes], IO[bytes]]:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, processors)
     torch.set_num_threads(len(processors))
-    return calls, answers
+    server = FunctionServer(pickle.loads(receive(calls) or pickle.dumps({})))
+    send(answers, pickle.dumps(versions()))
+    while (message := receive(calls)) is not None:
+        send(answers, pickle.dumps(server.call(*pickle.loads(message))))
 
 
 def _end_with(parent: int) -> None:
