@@ -74,11 +74,7 @@ class Scores(list[Score]):
     """All scores of an evaluation, by site, group, member and metric."""
 
     def frame(self) -> pandas.DataFrame:
-        """A pandas frame with one row per score.
-
-        Raises:
-            ImportError: if pandas is not installed.
-        """
+        """A pandas frame with one row per score."""
         return require("pandas", "plot").DataFrame([*self], columns=[*Score._fields])
 
 

@@ -180,12 +180,11 @@ class StepGraph:
         self._step, self._call_eagerly = step, eager or step
         self._name, self._tensors = name, tensors
         self._run: Callable[..., Any] | None = None
-        self._earlier = None if name is None else kept.load(name, tensors)
-        self._is_kept = self.was_kept = False
+        self._offer = None if name is None else kept.load(name, tensors)
+        self._is_kept, self.was_kept = False, self._offer is not None
         self._since = self._estimate = 0.0
         self.worker: Compiler | None = None
-        self._ended = self._is_ready = False
-        self._lends = False
+        self._ended = self._lends = False
         self.spent = 0.0
         self.eager: list[float] = []
         self._compiled: list[float] = []
@@ -206,9 +205,8 @@ class StepGraph:
         """The step's result; ``left`` is how many calls will follow, if that is known."""
         if self._run is not None:
             return self._call_compiled(state, batch)
-        if self._earlier is not None:
-            run, self._earlier, self.was_kept = self._earlier, None, True
-            return self._take_up(run, state, batch)
+        if self._offer is not None:
+            return self._take_up(state, batch)
         if not self._ended:
             answer = self.ask(state, batch, left)
             if answer is not None and self.pays(answer, left):
@@ -239,9 +237,9 @@ class StepGraph:
         if answer is not None and "error" in answer:
             self._end(answer["error"])
             return None
-        if answer is not None and not self._is_ready:
-            self._is_ready = True
+        if answer is not None and self._estimate:
             kept.remember(self._estimate, time.monotonic() - self._since)
+            self._estimate = 0.0
         return answer
 
     def _end(self, why: str | None) -> None:
@@ -280,11 +278,8 @@ class StepGraph:
         if self.worker is not None:
             self.worker.end()
         if answer.get("kept"):
-            run = kept.load(str(self._name), self._tensors)
-            if run is not None:
-                return self._take_up(run, state, batch)
-            self._end("its graph cannot be read")
-            return self._call_eagerly(state, batch)
+            self._offer = kept.load(str(self._name), self._tensors)
+            return self._take_up(state, batch)
         run = graph(self._step, answer["options"])
         try:
             with compiled_from_cache():
@@ -296,8 +291,12 @@ class StepGraph:
         self._run = run
         return result
 
-    def _take_up(self, run: Callable[..., Any], state: Any, batch: Any) -> Any:
-        """Go over to a kept graph, if it has the losses of the step in this call."""
+    def _take_up(self, state: Any, batch: Any) -> Any:
+        """Go over to a kept graph, if there is one that has the losses of the step in this call."""
+        run, self._offer = self._offer, None
+        if run is None:
+            self._end("its graph cannot be read")
+            return self._call_eagerly(state, batch)
         # A copy, because a step with donate=True writes the state.
         trial = tree_map(torch.clone, state)
         (_, metrics), (_, expected) = run(trial, batch), (result := self._call_eagerly(state, batch))

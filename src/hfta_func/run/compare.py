@@ -94,11 +94,7 @@ class Comparison(Tabled):
         self._summarise = summarise
 
     def frame(self) -> pandas.DataFrame:
-        """A pandas frame with one row per configuration.
-
-        Raises:
-            ImportError: if pandas is not installed.
-        """
+        """A pandas frame with one row per configuration."""
         return require("pandas", "plot").DataFrame(self.differences)
 
     def __repr__(self) -> str:
@@ -117,16 +113,13 @@ class Comparison(Tabled):
         return each, rows
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw every difference with its interval.
+        """Draw every difference with its interval, by matplotlib.
 
         Args:
             ax: Axes to draw on; by default those of a new figure.
 
         Returns:
             The axes; ``ax.figure.savefig(path)`` saves the picture.
-
-        Raises:
-            ImportError: if matplotlib is not installed.
         """
         axes: Any = require("matplotlib.pyplot", "plot").subplots()[1] if ax is None else ax
         for y, one in enumerate(self.differences):

@@ -62,16 +62,13 @@ class TaskComparison(Tabled):
         return self._estimated(lambda runs: stack([_mean(runs > at) for at in thresholds], -1), self._scores[name])
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the performance profiles, in bands of their intervals.
+        """Draw the performance profiles, in bands of their intervals, by matplotlib.
 
         Args:
             ax: Axes to draw on; by default those of a new figure.
 
         Returns:
             The axes; ``ax.figure.savefig(path)`` saves the picture.
-
-        Raises:
-            ImportError: if matplotlib is not installed.
         """
         axes: Any = require("matplotlib.pyplot", "plot").subplots()[1] if ax is None else ax
         ends = [end for runs in self._scores.values() for end in (runs.min(), runs.max())]

@@ -61,19 +61,15 @@ def given(rows: Sequence[Sequence[int] | Tensor], num_models: int, count: int, d
     by_member = []
     for member, numbers in enumerate(rows):
         index = torch.as_tensor(numbers, device=device)
+        what, wrong = "", index[:0]
         if index.dim() != 1 or not len(index):
-            raise HyperparameterError(
-                f"model {member}: rows[{member}] has shape {list(index.shape)}, which are no rows; give a list of row numbers"
-            )
-        if index.dtype.is_floating_point or index.dtype == torch.bool:
-            raise HyperparameterError(
-                f"model {member}: rows[{member}] is {index.dtype}; give row numbers, such as mask.nonzero().flatten()"
-            )
-        wrong = index[(index < 0) | (index >= count)]
-        if len(wrong):
-            raise HyperparameterError(
-                f"model {member}: row {int(wrong[0])} does not exist; the data has rows 0 to {count - 1}"
-            )
+            what = f"rows[{member}] has shape {list(index.shape)}, which are no rows; give a list of row numbers"
+        elif index.dtype.is_floating_point or index.dtype == torch.bool:
+            what = f"rows[{member}] is {index.dtype}; give row numbers, such as mask.nonzero().flatten()"
+        elif len(wrong := index[(index < 0) | (index >= count)]):
+            what = f"row {int(wrong[0])} does not exist; the data has rows 0 to {count - 1}"
+        if what:
+            raise HyperparameterError(f"model {member}: {what}")
         by_member.append(index.long())
     return Rows(by_member)
 

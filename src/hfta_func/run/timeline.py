@@ -136,7 +136,7 @@ class Timeline:
         self._lowerings, self._like, self._device = lowerings, like, device
         self.order: list[tuple[str, Where]] = []
         """Every operator of losses and gradients that has none of its name inside, and where it belongs."""
-        self._iterations: list[dict[Where, list[float]]] = []
+        self._iterations: list[defaultdict[Where, list[float]]] = []
         self.counts: dict[str, int] = {"operator": 0, "marker": 0, "module": 0}
         self._origins: dict[int, Where] = {}
         self._names: list[str] = []
@@ -146,7 +146,7 @@ class Timeline:
     def add(self, iteration: Span, costs: Mapping[str, float]) -> None:
         """Add an iteration; ``costs`` are the seconds that recording an event of each kind takes."""
         self._next, self._latest, self._costs = 0, _ENTERING, costs
-        self._iterations.append({})
+        self._iterations.append(defaultdict(lambda: [0.0, 0.0, 0.0]))
         if self._like is not None:
             replayed = (span for outer in iteration if outer.mark == GRADIENTS for span in outer.inside)
             names = [span.operator for span in replayed if _is_matched(span)]
@@ -179,7 +179,7 @@ class Timeline:
         is_code = span.mark is not None and span.mark.startswith((MODULE, BODY)) and where.phase in ("forward", "loss")
         if is_code or (self._like is not None and span.mark == GRADIENTS):
             where = Where("Python")
-        line = self._line(where)
+        line = self._iterations[-1][where]
         line[0] += seconds
         if self._device is None and (span.is_kernel or where.phase == "graph"):
             line[1] += seconds
@@ -198,11 +198,16 @@ class Timeline:
             origin = self._origins.get(span.sequence, _AUTOGRAD)
             return self._chosen(origin._replace(phase="backward"))
         if self._like is not None and is_outermost and around == _ENTERING:
-            where = self._recorded(span)
+            # Of a record: to what called it when it was recorded; what is spelt otherwise there, to the one before.
+            if _is_matched(span):
+                if self._next in self._like_of:
+                    self._latest = self._like[self._like_of[self._next]][1]
+                self._next += 1
+            where = self._latest
         else:
             where = self._operator(span, around)
         seconds, launches = (0.0, span.is_kernel) if self._device is None else self._device.get(span.id, (0.0, 0))
-        line = self._line(where)
+        line = self._iterations[-1][where]
         line[1] += seconds
         line[2] += launches
         if span.sequence >= 0 and where.phase in ("forward", "loss", "noise"):
@@ -235,15 +240,6 @@ class Timeline:
         known = (inner.operator for inner in span if (around.module, inner.operator) in self._lowerings)
         return self._chosen(around._replace(operator=next(known, span.operator)))
 
-    def _recorded(self, span: Span) -> Where:
-        """Where the next operator of a record belongs: to what called it then; what is spelt otherwise, to the one before."""
-        assert self._like is not None
-        if _is_matched(span):
-            if self._next in self._like_of:
-                self._latest = self._like[self._like_of[self._next]][1]
-            self._next += 1
-        return self._latest
-
     def _chosen(self, where: Where) -> Where:
         """With the lowering; the gradients of a convolution have their own."""
         key = where.module, where.operator
@@ -251,9 +247,6 @@ class Timeline:
         if where.phase == "backward" and any(parts):
             return where._replace(lowering="/".join(dict.fromkeys(part for part in parts if part)))
         return where._replace(lowering=self._lowerings.get(key, ""))
-
-    def _line(self, where: Where) -> list[float]:
-        return self._iterations[-1].setdefault(where, [0.0, 0.0, 0.0])
 
     def table(self) -> list[Line]:
         """The lines of an iteration: medians, as what disturbs a step falls on any line; the last one is what they leave."""

@@ -60,12 +60,7 @@ class Study:
         interrupted: Whether Ctrl-C ended it.
     """
 
-    def __init__(
-        self,
-        population: Population,
-        session: SamplerSession,
-        options: StudyOptions,
-    ):
+    def __init__(self, population: Population, session: SamplerSession, options: StudyOptions):
         self.trials: list[Trial] = []
         self.population = population
         self.optuna: optuna.Study = session.study
@@ -169,9 +164,6 @@ class Study:
         Returns:
             Columns ``trial``; the parameters, as they are now; ``status``; ``epochs``; ``seconds``, the trial's share of
             the time of the arrays that it trained in; and the objectives at its last rung.
-
-        Raises:
-            ImportError: if pandas is not installed.
         """
         return require("pandas", "plot").DataFrame(self._rows())
 
