@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from hfta_func import WorkerError
-from hfta_func._torch import replaced
 from hfta_func._types import require
 from hfta_func.workers.pool import Pool
 from hfta_func.workers.process import Died, FunctionServer, check_versions, settings, versions
@@ -263,15 +262,15 @@ def _connect(module: Any, address: str | None) -> None:
 def _on_this_machine() -> Iterator[None]:
     """Ray's processes, which listen on all interfaces on Linux, listen on the loopback alone, as they do elsewhere."""
     constants: Any = importlib.import_module("ray._private.ray_constants")
-    name = constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    name, before = constants.ENABLE_RAY_CLUSTERS_ENV_VAR, constants.ENABLE_RAY_CLUSTER
+    variable = {name: os.environ[name]} if name in os.environ else {}
+    os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
     try:
-        with replaced(constants, "ENABLE_RAY_CLUSTER", False):
-            yield
+        yield
     finally:
-        os.environ.pop(name)
-        os.environ.update({} if before is None else {name: before})
+        constants.ENABLE_RAY_CLUSTER = before
+        del os.environ[name]
+        os.environ.update(variable)
 
 
 def _named(amounts: Mapping[str, float]) -> str:

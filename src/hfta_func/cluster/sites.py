@@ -123,9 +123,7 @@ def evaluate(
             print(scores.frame())
     """
     _check(sites, metrics, groups, min_count, level, batch_size, timeout)
-    groups = (
-        {"all": lambda data: torch.ones(len(leaves(data)[0]), dtype=torch.bool)} if groups is None else dict(groups)
-    )
+    groups = {"all": _all_rows} if groups is None else dict(groups)
     width = statistics.NormalDist().inv_cdf((1 + level) / 2)
     step, stacked = make_eval_step(models[0], metric_fn), stack_params(models)
     visit = _Visit(step, stacked, tuple(metrics), groups, min_count, width, batch_size)
@@ -234,6 +232,10 @@ class _Visit:
 
 class _Refusal(Exception):
     """The site returns no scores; unlike other errors, the text contains no data."""
+
+
+def _all_rows(data: Any) -> Tensor:
+    return torch.ones(len(leaves(data)[0]), dtype=torch.bool)
 
 
 def _answer(pool: Pool, deadline: float, timeout: float) -> Any:
