@@ -134,7 +134,6 @@ FILES_IN = {
     "cluster": ["ray_actors", "torchrun_ranks", "sites", "trainable"],
     "tune": [
         *(
-            "tables",
             "array",
             "groups",
             "folder",
