@@ -9,7 +9,7 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -141,15 +141,8 @@ class Recording:
         """Seconds of the steps that were not recorded."""
         self.recorded: list[Any] = []
         """The profilers of all rounds."""
-        self._begin, self._calls = time.perf_counter(), 0
-        self._last, self._ends, self._per_round = 0.0, 0, 0
-        self._active: contextlib.ExitStack | None = None
-        self._iteration: Any = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all steps are recorded."""
-        return len(self.recorded) == _ROUNDS and self._active is None
+        self.is_done = self._marks = False
+        self._begin, self._turns = time.perf_counter(), self._follow()
 
     def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step as the loop is to call it."""
@@ -158,7 +151,7 @@ class Recording:
         def call(state: Any, batch: Any) -> Any:
             if self.inputs is None:
                 self.inputs = (tree_map(torch.clone, state) if getattr(options, "donate", False) else state), batch
-            with contextlib.nullcontext() if self._active is None else mark(STEP):
+            with mark(STEP) if self._marks else contextlib.nullcontext():
                 return step(state, batch)
 
         call.__wrapped__ = original(step)  # pyright: ignore[reportFunctionMemberAccess]
@@ -166,59 +159,48 @@ class Recording:
 
     def turn(self) -> None:
         """Go on after a step: begin to record, or end."""
-        if self.is_done or self.inputs is None:
-            return
+        if self.inputs is not None:
+            next(self._turns, None)
+
+    def _follow(self) -> Generator[None, None, None]:
+        """Goes on after every step."""
+        assert self.inputs is not None
         device = leaves(self.inputs[0])[0].device
-        self._calls += 1
-        at = now(device)
-        if self._per_round == 0:
-            # Until the step runs as it will.
-            waits = "has not paid" in getattr(self.step, "status", "") and at - self._begin < _PATIENCE
-            if self._calls >= _WARM and not waits:
-                number = max(2, min(_MOST, math.ceil(_SECONDS / max(at - self._last, 1e-6))))
-                self._per_round = number if self._steps is None else math.ceil(self._steps / _ROUNDS)
-                self._ends = self._calls + self._per_round
-        elif self._active is not None:
-            self._iteration.__exit__(None, None, None)
-            if self._calls == self._ends:
-                self._stop()
-        else:
-            self.plain.append(at - self._last)
-            if self._calls == self._ends:
-                self._start(device)
-        if self._active is not None:
-            self._iteration = mark(ITERATION)
-            self._iteration.__enter__()
-        self._last = now(device)
-
-    def _start(self, device: torch.device) -> None:
-        self.kind = kind_of(self.step)
-        with contextlib.ExitStack() as stack:
+        calls, took, at = 1, 0.0, now(device)
+        # Until the step runs as it will.
+        while calls < _WARM or ("has not paid" in getattr(self.step, "status", "") and at - self._begin < _PATIENCE):
+            last = now(device)
+            yield
+            at = now(device)
+            calls, took = calls + 1, at - last
+        number = max(2, min(_MOST, math.ceil(_SECONDS / max(took, 1e-6))))
+        per_round = number if self._steps is None else math.ceil(self._steps / _ROUNDS)
+        for _ in range(_ROUNDS):
+            for _ in range(per_round):
+                last = now(device)
+                yield
+                self.plain.append(now(device) - last)
+            self.kind = kind_of(self.step)
             # A record made now would hold the markers.
-            stack.enter_context(replaced(replay, "_FIRST", math.inf))
-            stack.enter_context(marking(self.kind))
-            self.recorded.append(stack.enter_context(profiled(device)))
-            self._active = stack.pop_all()
-        # One more, because the first one after the start is slow.
-        self._ends = self._calls + self._per_round + 1
-
-    def _stop(self) -> None:
-        self.__exit__()
-        if self.is_done and self._trace is not None:
+            with replaced(replay, "_FIRST", math.inf), marking(self.kind), profiled(device) as recorded:
+                self.recorded.append(recorded)
+                # One more, because the first one after the start is slow.
+                for _ in range(per_round + 1):
+                    with replaced(self, "_marks", True), mark(ITERATION):
+                        yield
+        self.is_done = True
+        if self._trace is not None:
             with tempfile.NamedTemporaryFile(suffix=".json") as file:
                 self.recorded[-1].export_chrome_trace(file.name)
                 # It replaces the file.
                 content = pathlib.Path(file.name).read_bytes()
             atomic.write(self._trace, gzip.compress(content) if str(self._trace).endswith(".gz") else content)
-        self._ends = self._calls + self._per_round
 
     def __enter__(self) -> Recording:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._active is not None:
-            active, self._active = self._active, None
-            active.close()
+        self._turns.close()
 
 
 def reference(step: Any, state: Any, batch: Any) -> tuple[list[Span], list[_choice.Choice]]:
