@@ -109,13 +109,7 @@ def _writing(path: PathLike) -> Iterator[None]:
 def _beside(path: PathLike) -> Iterator[BinaryIO]:
     """A new file in the same folder, removed at the end if it still has its name."""
     folder = os.path.dirname(path) or "."
-    # Temporary files that no process has locked are what killed ones have left.
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if _TEMPORARY.fullmatch(entry.name):
-                with contextlib.suppress(OSError), open(entry.path, "r+b", opener=_open) as file:
-                    if lock(file):
-                        os.unlink(entry.path)
+    _remove_stale(folder)
     while (file := _locked(os.path.join(folder, f"hfta-{secrets.token_hex(8)}.tmp"), "xb")) is None:
         pass
     try:
@@ -124,6 +118,16 @@ def _beside(path: PathLike) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(file.name)
+
+
+def _remove_stale(folder: str) -> None:
+    """Remove what killed processes left in a folder: temporary files that no process has locked."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _TEMPORARY.fullmatch(entry.name):
+                with contextlib.suppress(OSError), open(entry.path, "r+b", opener=_open) as file:
+                    if lock(file):
+                        os.unlink(entry.path)
 
 
 def _locked(name: str, mode: str) -> BinaryIO | None:
