@@ -28,21 +28,17 @@ def _ray() -> Any:
     return require("ray", "cluster")
 
 
-class Actor:
+class Actor(FunctionServer):
     """What runs in a worker: an actor of Ray, which computes with this number of threads, 0 for all."""
 
     def __init__(self, settings: Mapping[str, Any], threads: int):
         if threads:
             torch.set_num_threads(threads)
-        self._server = FunctionServer(settings)
+        super().__init__(settings)
 
     def about(self) -> dict[str, Any]:
         """Its versions, process id and node."""
         return {"versions": versions(), "pid": os.getpid(), "node": os.uname().nodename}
-
-    def call(self, number: int, live: frozenset[int], function: bytes | None, arguments: bytes) -> tuple[bool, bytes]:
-        """See :class:`~hfta_func.workers.pool.Worker`."""
-        return self._server.call(number, live, function, arguments)
 
 
 class _Functions:

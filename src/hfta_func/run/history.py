@@ -204,12 +204,9 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         """The history as few tensors and plain data: consecutive epochs with the same metrics are stacked."""
 
-        def kind(metrics: Metrics) -> Any:
-            return [(name, value.dtype, value.shape) for name, value in metrics.items()]
-
-        epochs = []
-        for _, block in itertools.groupby(self.epochs, kind):
-            block = list(block)
+        epochs, kinds = [], [[(name, each.dtype, each.shape) for name, each in one.items()] for one in self.epochs]
+        for _, numbers in itertools.groupby(range(len(kinds)), kinds.__getitem__):
+            block = [self.epochs[number] for number in numbers]
             epochs.append([len(block), {name: torch.stack([metrics[name] for metrics in block]) for name in block[0]}])
         members = {"seeds": self.seeds, "members": self.members, "since": self.since}
         return {"epochs": epochs, "failures": self.failures, **members}

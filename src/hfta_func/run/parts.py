@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -135,7 +136,8 @@ class PartWorker:
 
         The loader goes on from ``position`` with the members at ``positions``; without a loader, the first ``skip`` of
         ``batches`` have been trained on. Returns the state unless it is shared, whether the epoch has ended, the ``sums``
-        now, and the loader's position.
+        now, and the loader's position. ``control`` is shared memory, where the cell of the part's number counts its steps,
+        and the last cell names the step after which it stops.
         """
         loader: Any = None if batches is None else loads(batches)[skip:]
         if self._loader is not None:
@@ -144,7 +146,13 @@ class PartWorker:
         if self._kind == "cpu":
             # The state comes ready made, and where it was made the allocator is set up.
             keep_memory_once()
-        running, hooks = Running(), _hooks(control)
+        running, hooks = Running(), SegmentHooks()
+        if control is not None:
+            cells, number = control[0].tensor(), control[1]
+            # A call that is repeated begins anew.
+            cells[number] = 0
+            count = functools.partial(cells[number].add_, 1)
+            hooks = SegmentHooks(tick=count, stopped=lambda: bool(cells[number] >= cells[-1]))
         running.load_state_dict(sums, torch.device(self._kind))
         trained = (
             self._read(state) if isinstance(state, SharedPart) else tree_map(lambda leaf: leaf.to(self._kind), state)
@@ -166,20 +174,6 @@ class PartWorker:
     def _written(self, state: TrainState, part: SharedPart) -> None:
         write(tree_map(lambda ref: ref.tensor()[part.low : part.high], part.target), tree_map(cpu, state))
         self._held = (part.low, part.high, part.becomes), state
-
-
-def _hooks(control: tuple[SharedTensorRef, int] | None) -> SegmentHooks:
-    """Hooks that count a part's steps in its cell of shared memory, and stop after the step that the last cell names."""
-    if control is None:
-        return SegmentHooks()
-    cells, number = control[0].tensor(), control[1]
-    # A call that is repeated begins anew.
-    cells[number] = 0
-
-    def tick() -> None:
-        cells[number] += 1
-
-    return SegmentHooks(tick=tick, stopped=lambda: bool(cells[number] >= cells[-1]))
 
 
 def cpu(value: Any) -> Any:

@@ -29,32 +29,23 @@ _CHEAP = re.compile(
 _COPIES = {"fill_", "zero_", "copy_", "cat"}
 
 
-class Where(NamedTuple):
-    """What a moment belongs to."""
-
-    phase: str
-    module: str = ""
-    operator: str = ""
-    lowering: str = ""
-
-
 class Line(NamedTuple):
-    """A line of a profile: the mean of a step."""
+    """A line of a profile, the mean of a step; without numbers, what a moment belongs to."""
 
     phase: str
-    module: str  # its path; empty outside of modules and where several share a line
-    operator: str  # named as in rules.explain; empty for "Python" and the like
-    lowering: str  # empty if PyTorch batches the operator itself
-    seconds: float  # of this process, without what profiling costs
-    in_kernels: float  # seconds in kernels: of these, or on a GPU of the device
-    kernels: float  # number of kernels, on a GPU of launches
+    module: str = ""  # its path; empty outside of modules and where several share a line
+    operator: str = ""  # named as in rules.explain; empty for "Python" and the like
+    lowering: str = ""  # empty if PyTorch batches the operator itself
+    seconds: float = 0.0  # of this process, without what profiling costs
+    in_kernels: float = 0.0  # seconds in kernels: of these, or on a GPU of the device
+    kernels: float = 0.0  # number of kernels, on a GPU of launches
 
 
-_ENTERING = Where("entering vmap")
+_ENTERING = Line("entering vmap")
 _RECORDED = {"entering vmap", "forward", "loss", "noise", "backward", "judge", "update", "commit"}
 """Phases of operators that may be replayed."""
 _NONE = [0.0, 0.0, 0.0]
-_AUTOGRAD = Where("backward", operator="autograd")
+_AUTOGRAD = Line("backward", operator="autograd")
 """What the backward pass does besides the nodes that operators have made."""
 
 
@@ -128,17 +119,17 @@ class Timeline:
     def __init__(
         self,
         lowerings: Mapping[tuple[str, str], str],
-        like: list[tuple[str, Where]] | None = None,
+        like: list[tuple[str, Line]] | None = None,
         device: Mapping[int, tuple[float, int]] | None = None,
     ):
         # How operators run, by module and operator; where those of the same step belong, in order, for a step that is
         # replayed without modules; seconds and launches of a GPU by the number of the event that launched them.
         self._lowerings, self._like, self._device = lowerings, like, device
-        self.order: list[tuple[str, Where]] = []
+        self.order: list[tuple[str, Line]] = []
         """Every operator of losses and gradients that has none of its name inside, and where it belongs."""
-        self._iterations: list[defaultdict[Where, list[float]]] = []
+        self._iterations: list[defaultdict[Line, list[float]]] = []
         self.counts: dict[str, int] = {"operator": 0, "marker": 0, "module": 0}
-        self._origins: dict[int, Where] = {}
+        self._origins: dict[int, Line] = {}
         self._names: list[str] = []
         self._like_of: dict[int, int] = {}
         self._next, self._latest = 0, _ENTERING
@@ -154,9 +145,9 @@ class Timeline:
                 self._names, self._like_of = names, _aligned(names, [name for name, _ in self._like])
         marks = [span for span in iteration.inside if span.mark == STEP]
         begin = marks[0].start if marks else iteration.end
-        self._visit(iteration, Where("data"), until=(begin, Where("loop")))
+        self._visit(iteration, Line("data"), until=(begin, Line("loop")))
 
-    def _visit(self, span: Span, where: Where, until: tuple[int, Where] | None = None) -> None:
+    def _visit(self, span: Span, where: Line, until: tuple[int, Line] | None = None) -> None:
         """Add a span that belongs ``where``, and what comes after a moment to another line."""
         at, last, cost = span.start, None, 0.0
         for inner in (*span.inside, None):
@@ -174,26 +165,26 @@ class Timeline:
                 current = until[1]
             self._visit(inner, self._where(inner, current, is_outermost=span.mark is not None))
 
-    def _put(self, where: Where, seconds: float, span: Span) -> None:
+    def _put(self, where: Line, seconds: float, span: Span) -> None:
         """Add self time of a span to a line."""
         is_code = span.mark is not None and span.mark.startswith((MODULE, BODY)) and where.phase in ("forward", "loss")
         if is_code or (self._like is not None and span.mark == GRADIENTS):
-            where = Where("Python")
+            where = Line("Python")
         line = self._iterations[-1][where]
         line[0] += seconds
         if self._device is None and (span.is_kernel or where.phase == "graph"):
             line[1] += seconds
 
-    def _where(self, span: Span, around: Where, is_outermost: bool) -> Where:
-        """Where a span belongs, which is inside one that belongs ``around``: a marker if it is outermost."""
+    def _where(self, span: Span, around: Line, is_outermost: bool) -> Line:
+        """Line a span belongs, which is inside one that belongs ``around``: a marker if it is outermost."""
         if span.mark is not None:
             return self._marked(span.mark, around)
         if "Synchronize" in span.name:
-            return Where("idle")
+            return Line("idle")
         if span.name.startswith(("Torch-Compiled Region", "TorchDynamo Cache", "Pregraph", "AOTDispatcher")):
-            return Where("Python")
+            return Line("Python")
         if span.name.startswith("## Call CompiledFxGraph"):
-            return Where("graph", operator="fused by the compiler")
+            return Line("graph", operator="fused by the compiler")
         if span.is_node:
             origin = self._origins.get(span.sequence, _AUTOGRAD)
             return self._chosen(origin._replace(phase="backward"))
@@ -217,30 +208,30 @@ class Timeline:
             self.order.append((span.operator, where))
         return where
 
-    def _marked(self, mark: str, around: Where) -> Where:
+    def _marked(self, mark: str, around: Line) -> Line:
         if mark == GRADIENTS:
             return _ENTERING
         if mark == STEP:
-            return Where("Python")
+            return Line("Python")
         if around.phase == "noise":
             return around
         if mark == BODY:
-            return Where("loss")
+            return Line("loss")
         if mark.startswith(MODULE):
             # Rematerialised modules run again in the backward pass.
             phase = "backward" if around.phase == "backward" else "forward"
-            return Where(phase, mark.removeprefix(MODULE))
-        return Where(mark)
+            return Line(phase, mark.removeprefix(MODULE))
+        return Line(mark)
 
-    def _operator(self, span: Span, around: Where) -> Where:
+    def _operator(self, span: Span, around: Line) -> Line:
         if around.phase == "Python":
-            around = Where("step")
+            around = Line("step")
         if around.phase not in _NAMED or (around.operator and around.operator != "fused by the compiler"):
             return around
         known = (inner.operator for inner in span if (around.module, inner.operator) in self._lowerings)
         return self._chosen(around._replace(operator=next(known, span.operator)))
 
-    def _chosen(self, where: Where) -> Where:
+    def _chosen(self, where: Line) -> Line:
         """With the lowering; the gradients of a convolution have their own."""
         key = where.module, where.operator
         parts = [self._lowerings.get((key[0], f"{key[1]}{part}")) for part in ("_input_grad", "_weight_grad")]
@@ -252,11 +243,11 @@ class Timeline:
         """The lines of an iteration: medians, as what disturbs a step falls on any line; the last one is what they leave."""
         names = dict.fromkeys(where for lines in self._iterations for where in lines)
         columns = {where: zip(*(lines.get(where, _NONE) for lines in self._iterations), strict=True) for where in names}
-        lines = [Line(*where, *map(statistics.median, parts)) for where, parts in columns.items()]
+        lines = [Line(*where[:4], *map(statistics.median, parts)) for where, parts in columns.items()]
         lines = [line for line in lines if line.seconds or line.kernels]
         whole = sum(part[0] for one in self._iterations for part in one.values()) / len(self._iterations)
         lines.sort(key=lambda line: PHASES.index(line.phase))
-        return [*lines, Line("disturbed", "", "", "", whole - sum(line.seconds for line in lines), 0.0, 0.0)]
+        return [*lines, Line("disturbed", seconds=whole - sum(line.seconds for line in lines))]
 
 
 def iterations_of(events: Iterable[Any]) -> list[Span]:
