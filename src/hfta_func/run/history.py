@@ -203,7 +203,6 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """The history as few tensors and plain data: consecutive epochs with the same metrics are stacked."""
-
         epochs, kinds = [], [[(name, each.dtype, each.shape) for name, each in one.items()] for one in self.epochs]
         for _, numbers in itertools.groupby(range(len(kinds)), kinds.__getitem__):
             block = [self.epochs[number] for number in numbers]
