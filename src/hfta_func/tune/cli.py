@@ -275,7 +275,8 @@ def _doctor(args: argparse.Namespace) -> str:
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     devices = [f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in gpus]
     cuda = f"CUDA, {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'no settings'}"
-    kernels, none = str(native.folder()), "none; they need cc, gcc or clang"
+    folder = str(native.folder())
+    kernels = native.compiler() and f"{native.compiler()}, kept in {folder} ({_writable(folder)})"
     libc = "the system's" if "LD_PRELOAD" not in os.environ else f"LD_PRELOAD={os.environ['LD_PRELOAD']}"
     hfta.rules.install()
     x = torch.ones(2, 3)
@@ -288,10 +289,7 @@ def _doctor(args: argparse.Namespace) -> str:
         ("devices", ", ".join(devices) or "none besides the processor"),
         ("compiler", compiler or "none; torch.compile needs g++ or clang++ on a CPU"),
         ("compiled graphs", f"{cache} ({_writable(cache)})"),
-        (
-            "kernels in C",
-            f"{native.compiler()}, kept in {kernels} ({_writable(kernels)})" if native.compiler() else none,
-        ),
+        ("kernels in C", kernels or "none; they need cc, gcc or clang"),
         ("rules", f"installed; linear of two models runs as {choice.lowering}"),
         ("allocator", cuda if torch.cuda.is_available() else libc),
     ]

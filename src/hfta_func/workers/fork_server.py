@@ -23,7 +23,7 @@ from hfta_func.workers.wire import sweep
 _FORK, _END = b"f", b"e"
 """The requests to the server."""
 _PID, _STATUS = struct.Struct("<q"), struct.Struct("<i")
-_LOOK = 0.02
+_LOOK = 0.05
 """Seconds between two looks whether a forked process has ended."""
 _server: ForkServer | None = None
 _lock = threading.Lock()
